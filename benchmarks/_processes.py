@@ -1,0 +1,75 @@
+"""Fresh processes for measurements: their environment, their result, their time limit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["ChildFailedError", "environment", "return_result", "run_child"]
+
+Json: TypeAlias = Any
+
+_SOURCE = Path(__file__).resolve().parent.parent / "src"
+_MARK = "RESULT "
+
+
+class ChildFailedError(RuntimeError):
+    """A measuring process ended with an error or did not end in time."""
+
+
+def environment(num_replicas: int | None = None) -> dict[str, str]:
+    """This process's environment, with this checkout's package first on the path.
+
+    Args:
+        num_replicas: Also give JAX this many logical CPU devices, and a thread pool in which
+            their all-reduces cannot starve each other.
+    """
+    environ = dict(os.environ)
+    inherited = environ.get("PYTHONPATH")
+    environ["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *([inherited] if inherited else [])])
+    if num_replicas is not None:
+        environ["JAX_PLATFORMS"] = "cpu"
+        environ["JAX_NUM_CPU_DEVICES"] = str(num_replicas)
+        # Every replica of a dispatched step holds a thread while it waits in a collective: with
+        # fewer than two threads per replica, two steps in flight can wait for each other.
+        environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * num_replicas))
+    return environ
+
+
+def run_child(
+    script: str | Path, request: Mapping[str, Json], num_replicas: int, timeout_seconds: float
+) -> Json:
+    """Runs `script --child REQUEST` in a fresh process and returns what it hands back.
+
+    Raises:
+        ChildFailedError: If the process fails, hands back nothing or takes too long; its
+            process group is ended then.
+    """
+    child = subprocess.Popen(
+        [sys.executable, str(script), "--child", json.dumps(request)],
+        env=environment(num_replicas),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        raise ChildFailedError(f"no result within {timeout_seconds:.0f} s: {request}") from None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    results = [line for line in output.splitlines() if line.startswith(_MARK)]
+    if child.returncode or not results:
+        raise ChildFailedError(f"exit status {child.returncode} for {request}; see above")
+    return json.loads(results[-1].removeprefix(_MARK))
+
+
+def return_result(result: Json) -> None:
+    """Hands `result` back to `run_child`; called by the child, once, at the end."""
+    print(_MARK + json.dumps(result), flush=True)

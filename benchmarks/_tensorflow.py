@@ -1,0 +1,284 @@
+"""The TensorFlow peer: `tf.distribute.MirroredStrategy` in a process of its own.
+
+`TensorflowPeer` starts this file with a Python that has TensorFlow and asks, one line at a
+time; the process works only between a question and its answer:
+
+    losses N  ->  [loss, ...]          N steps
+    go N      ->  seconds per step     N steps, ending with the loss on the host
+    quit
+
+Only `serve` and what it calls import TensorFlow.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Workload
+
+__all__ = ["TensorflowPeer", "find_tensorflow"]
+
+Tensor: TypeAlias = Any
+Parameters: TypeAlias = Mapping[str, Tensor]
+
+_BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
+
+
+def find_tensorflow(python: str) -> str | None:
+    """The version of TensorFlow that `python` would import, or None."""
+    # Asks for the metadata: importing TensorFlow takes seconds.
+    question = (
+        "import importlib.metadata as m\n"
+        "names = ('tensorflow', 'tensorflow-cpu', 'tensorflow_cpu')\n"
+        "print(next(d.version for d in m.distributions() if d.metadata['Name'] in names))"
+    )
+    try:
+        answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
+    except OSError:
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+@final
+class TensorflowPeer:
+    """A `Peer` whose steps are taken by a TensorFlow process."""
+
+    def __init__(self, python: str, workload: Workload, num_replicas: int) -> None:
+        self.name = "tensorflow"
+        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+        environ.pop("PYTHONPATH", None)
+        # TensorFlow greets at length; shown only if it fails. Closed by `close`.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).resolve()), workload.name, str(num_replicas)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environ,
+        )
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Takes `num_steps` steps and returns the loss of each."""
+        return self._ask(f"losses {num_steps}")
+
+    def time_block(self, num_steps: int) -> float:
+        """Takes `num_steps` steps, waits for the last and returns the seconds per step."""
+        return self._ask(f"go {num_steps}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate("quit\n")
+        self._process.wait()
+        self._log.close()
+
+    def _ask(self, question: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(question + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            self._log.seek(0)
+            raise RuntimeError(
+                f"the TensorFlow process ended when asked {question!r}:\n{self._log.read()[-4000:]}"
+            )
+        return json.loads(answer)
+
+
+def serve(workload: Workload, num_replicas: int) -> None:
+    """Answers the questions on standard input until it ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not look like an answer
+    step = _build(workload, num_replicas)
+    num_steps_taken = 0
+    for line in sys.stdin:
+        question, *arguments = line.split()
+        if question == "quit":
+            return
+        num_steps = int(arguments[0])
+        start = time.perf_counter()
+        losses = []
+        for number in range(num_steps_taken, num_steps_taken + num_steps):
+            loss = step(number)
+            if question == "losses":
+                losses.append(float(loss.numpy()))
+        loss.numpy()
+        seconds_per_step = (time.perf_counter() - start) / num_steps
+        num_steps_taken += num_steps
+        print(json.dumps(losses or seconds_per_step), file=answers, flush=True)
+
+
+def _tensorflow() -> Any:
+    """The module, only where it is needed and without its type stubs, which know no arrays."""
+    return importlib.import_module("tensorflow")
+
+
+def _build(workload: Workload, num_replicas: int) -> Callable[[int], Tensor]:
+    tf = _tensorflow()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas
+    )
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        variables = {
+            name: tf.Variable(value, name=name.replace("/", "_"))
+            for name, value in workload.parameters().items()
+        }
+        update = _adam(workload, variables) if workload.optimizer == "adam" else _sgd(workload)
+    sum_of_losses = {"mlp": _mlp_loss, "transformer": _transformer_loss, "wide": _wide_loss}[
+        workload.model
+    ]
+    names = list(variables)
+
+    def replica_step(x: Tensor, y: Tensor) -> Tensor:
+        with tf.GradientTape() as tape:
+            parameters: Parameters = variables
+            if workload.model == "wide" and not workload.sparse:
+                # An identity in between makes the gradient of the look-up dense.
+                parameters = {**variables, "table": tf.identity(variables["table"])}
+            loss = sum_of_losses(parameters, x, y) / workload.global_batch_size
+        gradients = tape.gradient(loss, [variables[name] for name in names])
+        if workload.model == "wide" and not workload.sparse:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        context = tf.distribute.get_replica_context()
+        *gradients, loss = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, loss])
+        update(dict(zip(names, gradients, strict=True)), variables)
+        return loss
+
+    @tf.function
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return strategy.experimental_local_results(strategy.run(replica_step, args=(x, y)))[0]
+
+    def distribute(array: Any) -> Tensor:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(array[context.replica_id_in_sync_group])
+        )
+
+    batches = [tuple(map(distribute, batch)) for batch in workload.batches(num_replicas)]
+    return lambda number: step(*batches[number % len(batches)])
+
+
+def _adam(workload: Workload, variables: Parameters) -> Callable[[Parameters, Parameters], None]:
+    tf = _tensorflow()
+    first = {name: tf.Variable(tf.zeros_like(value)) for name, value in variables.items()}
+    second = {name: tf.Variable(tf.zeros_like(value)) for name, value in variables.items()}
+    power_1, power_2 = tf.Variable(1.0), tf.Variable(1.0)
+
+    def update(gradients: Parameters, variables: Parameters) -> None:
+        power_1.assign(power_1 * _BETA_1)
+        power_2.assign(power_2 * _BETA_2)
+        # TensorFlow's fused kernel adds epsilon to the uncorrected root; the factor turns that
+        # into optax's rule, which adds it to the corrected one.
+        epsilon = _EPSILON * tf.sqrt(1.0 - power_2)
+        for name, gradient in gradients.items():
+            tf.raw_ops.ResourceApplyAdam(
+                var=variables[name].handle,
+                m=first[name].handle,
+                v=second[name].handle,
+                beta1_power=power_1.read_value(),
+                beta2_power=power_2.read_value(),
+                lr=workload.learning_rate,
+                beta1=_BETA_1,
+                beta2=_BETA_2,
+                epsilon=epsilon,
+                grad=tf.convert_to_tensor(gradient),
+            )
+
+    return update
+
+
+def _sgd(workload: Workload) -> Callable[[Parameters, Parameters], None]:
+    tf = _tensorflow()
+
+    def update(gradients: Parameters, variables: Parameters) -> None:
+        rate = workload.learning_rate
+        for name, gradient in gradients.items():
+            if isinstance(gradient, tf.IndexedSlices):
+                tf.raw_ops.ResourceScatterSub(
+                    resource=variables[name].handle,
+                    indices=gradient.indices,
+                    updates=rate * gradient.values,
+                )
+            else:
+                variables[name].assign_sub(rate * gradient)
+
+    return update
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    tf = _tensorflow()
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
+
+
+def _mlp_loss(p: Parameters, x: Tensor, y: Tensor) -> Tensor:
+    tf = _tensorflow()
+    hidden = tf.nn.relu(x @ p["hidden_kernel"] + p["hidden_bias"])
+    return tf.reduce_sum(_cross_entropy(hidden @ p["output_kernel"] + p["output_bias"], y))
+
+
+def _normalize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    tf = _tensorflow()
+    centred = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+    variance = tf.reduce_mean(tf.square(centred), axis=-1, keepdims=True)
+    return centred * tf.math.rsqrt(variance + 1e-5) * scale + offset
+
+
+def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
+    tf = _tensorflow()
+    x = tf.gather(p["tokens"], tokens) + p["positions"]
+    num_examples, length, width = x.shape
+
+    def dense(x: Tensor, name: str) -> Tensor:
+        flat = tf.reshape(x, [-1, x.shape[-1]])
+        flat = tf.nn.bias_add(flat @ p[f"{name}_kernel"], p[f"{name}_bias"])
+        return tf.reshape(flat, [num_examples, length, -1])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return _normalize(x, p[f"{name}_norm_scale"], p[f"{name}_norm_offset"])
+
+    def heads(x: Tensor) -> Tensor:
+        x = tf.reshape(x, [num_examples, length, NUM_HEADS, width // NUM_HEADS])
+        return tf.transpose(x, [0, 2, 1, 3])
+
+    for layer in range(NUM_LAYERS):
+        normed = norm(x, f"{layer}/attention")
+        query, key, value = (
+            heads(dense(normed, f"{layer}/{name}")) for name in ("query", "key", "value")
+        )
+        scores = tf.matmul(query, key, transpose_b=True) * (width // NUM_HEADS) ** -0.5
+        mixed = tf.transpose(tf.nn.softmax(scores) @ value, [0, 2, 1, 3])
+        mixed = tf.reshape(mixed, [num_examples, length, width])
+        x = x + dense(mixed, f"{layer}/projection")
+        expanded = tf.nn.relu(dense(norm(x, f"{layer}/feedforward"), f"{layer}/expand"))
+        x = x + dense(expanded, f"{layer}/contract")
+    logits = dense(_normalize(x, p["norm_scale"], p["norm_offset"]), "output")
+    return tf.reduce_sum(tf.reduce_mean(_cross_entropy(logits, targets), axis=1))
+
+
+def _wide_loss(p: Parameters, ids: Tensor, y: Tensor) -> Tensor:
+    tf = _tensorflow()
+    features = tf.reshape(tf.gather(p["table"], ids), [ids.shape[0], -1])
+    hidden = tf.nn.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
+    logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
+    return tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("workload", choices=list(WORKLOADS))
+    parser.add_argument("num_replicas", type=int)
+    chosen = parser.parse_args()
+    serve(WORKLOADS[chosen.workload], chosen.num_replicas)

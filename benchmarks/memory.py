@@ -1,0 +1,233 @@
+"""How much memory does a step take, next to the same step written by hand in JAX?
+
+Two answers for every workload and replica count, each peer in processes of its own:
+
+    program   what XLA plans for one device: arguments + outputs - donated + temporary buffers
+    process   peak resident memory of the process while it takes steps, compilation excluded
+              where the system can reset the peak (Linux), and over its whole life
+
+    python benchmarks/memory.py
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import _processes
+import _report
+import _workloads
+
+Json: TypeAlias = Any
+Program: TypeAlias = Any  # jaxlib's LoadedExecutable
+
+BAR = 1.05
+PEERS = ("handwritten", "distributary")
+_CHILD_TIMEOUT_SECONDS = 300.0
+_MEBIBYTE = 2**20
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures, prints, writes; 1 if a measurement failed, else 0."""
+    load_before = _report.load_average()
+    peers = arguments.peers.split(",")
+    rows: list[dict[str, Json]] = []
+    failed = False
+    for workload in _workloads.select(arguments.only):
+        for num_replicas in arguments.replicas:
+            found: dict[str, list[Json]] = {name: [] for name in peers}
+            print(f"{workload.name}, {num_replicas} replicas ...", file=sys.stderr, flush=True)
+            try:
+                for _ in range(arguments.rounds):
+                    for name in peers:
+                        request = {
+                            "peer": name,
+                            "workload": workload.name,
+                            "replicas": num_replicas,
+                            "steps": arguments.steps,
+                        }
+                        found[name].append(
+                            _processes.run_child(
+                                __file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS
+                            )
+                        )
+            except _processes.ChildFailedError as error:
+                print(f"FAILED: {error}", file=sys.stderr)
+                failed = True
+                continue
+            rows.append(_summarize(workload.name, num_replicas, found))
+    print("\nMiB, medians of the processes; program: per device.\n")
+    _report.print_table(
+        [
+            "workload",
+            "R",
+            "program hand",
+            "dist",
+            "ratio",
+            "bar",
+            "",
+            "steps' peak hand",
+            "dist",
+            "ratio",
+            "bar",
+            "",
+            "life's peak hand",
+            "dist",
+            "ratio",
+        ],
+        [_table_row(row) for row in rows],
+    )
+    if rows:
+        _report.write(
+            "memory",
+            rows=rows,
+            settings={"rounds": arguments.rounds, "steps": arguments.steps, "bar": BAR},
+            load_before=load_before,
+            folder=arguments.output,
+        )
+    return int(failed)
+
+
+def measure(request: dict[str, Json]) -> dict[str, Json]:
+    """One peer's memory; runs in the child process. Bytes; None where not available."""
+    workload = _workloads.WORKLOADS[request["workload"]]
+    if request["peer"] == "distributary":
+        import _distributary
+
+        peer = _distributary.build(workload, request["replicas"])
+    else:
+        import _handwritten
+
+        peer = _handwritten.build(workload, request["replicas"])
+    others = _programs()  # that placed the parameters; held, so that none is freed and replaced
+    peer.losses(2)
+    step_programs = [
+        program for program in _programs() if not any(program is other for other in others)
+    ]
+    peak_before_bytes = _life_peak_bytes()  # resetting resets this one, too
+    was_reset = _reset_peak()
+    peer.time_block(request["steps"])
+    return {
+        "program": _largest_plan(step_programs),
+        "steps_peak_bytes": _life_peak_bytes() if was_reset else None,
+        "life_peak_bytes": max(peak_before_bytes, _life_peak_bytes()),
+    }
+
+
+def _programs() -> list[Program]:
+    """All compiled programs of this process; asking JAX serves whoever holds them alike."""
+    import jax
+
+    try:
+        return list(jax.devices()[0].client.live_executables())
+    except AttributeError:
+        return []
+
+
+def _largest_plan(programs: list[Program]) -> dict[str, int] | None:
+    """XLA's memory plan of the program that needs most, or None if there is none."""
+    try:
+        all_stats = [program.get_compiled_memory_stats() for program in programs]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+    plans = [
+        {
+            "argument_bytes": stats.argument_size_in_bytes,
+            "output_bytes": stats.output_size_in_bytes,
+            "donated_bytes": stats.alias_size_in_bytes,
+            "temporary_bytes": stats.temp_size_in_bytes,
+            "total_bytes": stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            - stats.alias_size_in_bytes
+            + stats.temp_size_in_bytes,
+        }
+        for stats in all_stats
+    ]
+    return max(plans, key=lambda plan: plan["total_bytes"], default=None)
+
+
+def _reset_peak() -> bool:
+    """Lets Linux forget the process's peak; False where that is not possible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _life_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _summarize(workload: str, num_replicas: int, found: dict[str, list[Json]]) -> dict[str, Json]:
+    def median(name: str, key: str) -> float | None:
+        values = [run[key] for run in found.get(name, ())]
+        return None if not values or None in values else statistics.median(values)
+
+    def program(name: str) -> float | None:
+        runs = found.get(name)
+        return runs[0]["program"]["total_bytes"] if runs and runs[0]["program"] else None
+
+    row: dict[str, Json] = {"workload": workload, "replicas": num_replicas, "processes": found}
+    for key, function in (
+        ("program", program),
+        ("steps_peak", lambda name: median(name, "steps_peak_bytes")),
+        ("life_peak", lambda name: median(name, "life_peak_bytes")),
+    ):
+        theirs, ours = (function(name) for name in PEERS)
+        row[key] = {
+            "handwritten_bytes": theirs,
+            "distributary_bytes": ours,
+            "ratio": ours / theirs if ours and theirs else None,
+        }
+    return row
+
+
+def _table_row(row: dict[str, Json]) -> list[object]:
+    def cells(key: str, *, with_bar: bool = True) -> list[object]:
+        part = row[key]
+        mebibytes = [
+            None if part[f"{name}_bytes"] is None else f"{part[f'{name}_bytes'] / _MEBIBYTE:.1f}"
+            for name in PEERS
+        ]
+        bar = [BAR, _report.verdict(part["ratio"], BAR)] if with_bar else []
+        return [*mebibytes, part["ratio"], *bar]
+
+    return [
+        row["workload"],
+        row["replicas"],
+        *cells("program"),
+        *cells("steps_peak"),
+        *cells("life_peak", with_bar=False),
+    ]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, help="processes per peer (3, quick: 1)")
+    parser.add_argument("--steps", type=int, help="steps while the peak is watched (20, quick: 4)")
+    parser.add_argument("--only", help=f"some of {','.join(_workloads.WORKLOADS)}")
+    parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
+    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
+    arguments.steps = arguments.steps or (4 if arguments.quick else 20)
+    arguments.replicas = [int(count) for count in arguments.replicas.split(",")]
+    return arguments
+
+
+if __name__ == "__main__":
+    parsed = _parse()
+    if parsed.child:
+        _processes.return_result(measure(json.loads(parsed.child)))
+    else:
+        sys.exit(main(parsed))

@@ -1,0 +1,29 @@
+"""Values in, values out: all-reduce and all-gather over the replicas."""
+
+from distributary.collectives._algorithms import all_gather
+from distributary.collectives._cross_device_ops import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+    reduce_nest,
+)
+from distributary.collectives._reduce_op import (
+    ReduceOp,
+    as_reduce_op,
+    check_reducible,
+    reduce_arrays,
+)
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "all_gather",
+    "as_reduce_op",
+    "check_reducible",
+    "reduce_arrays",
+    "reduce_nest",
+]

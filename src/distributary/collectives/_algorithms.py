@@ -1,0 +1,153 @@
+"""Ways to sum arrays over the replica axis inside a replica program.
+
+Each takes this replica's arrays and returns their sums over all replicas. They differ in the
+collectives they compile to, not in the result.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import current_scope
+
+Array: TypeAlias = Any
+Sum: TypeAlias = Callable[[list[Array]], list[Array]]
+
+
+def all_reduce(arrays: list[Array]) -> list[Array]:
+    """One all-reduce of all arrays; XLA combines it into a single variadic collective."""
+    return list(lax.psum(arrays, REPLICA_AXIS))
+
+
+def hierarchical(num_replicas: int) -> Sum:
+    """All-reduce inside groups of neighbours, then across the groups."""
+    size = _group_size(num_replicas)
+    if size in (1, num_replicas):
+        return all_reduce
+    inside = [list(range(start, start + size)) for start in range(0, num_replicas, size)]
+    across = [list(range(start, num_replicas, size)) for start in range(size)]
+
+    def run(arrays: list[Array]) -> list[Array]:
+        partial = lax.psum(arrays, REPLICA_AXIS, axis_index_groups=inside)
+        return list(lax.psum(partial, REPLICA_AXIS, axis_index_groups=across))
+
+    return run
+
+
+def _group_size(num_replicas: int) -> int:
+    """The divisor nearest to the square root: as many groups as members."""
+    divisors = [d for d in range(1, num_replicas + 1) if num_replicas % d == 0]
+    return min(divisors, key=lambda d: (abs(d - math.sqrt(num_replicas)), -d))
+
+
+def ring(num_replicas: int) -> Sum:
+    """Reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
+
+    def run(arrays: list[Array]) -> list[Array]:
+        return [one(array) for array in arrays]
+
+    def one(array: Array) -> Array:
+        if array.size < num_replicas:
+            return lax.psum(array, REPLICA_AXIS)
+        padding = -array.size % num_replicas
+        flat = jnp.pad(array.reshape(-1), (0, padding))
+        part = lax.psum_scatter(flat, REPLICA_AXIS, tiled=True)
+        whole = lax.all_gather(part, REPLICA_AXIS, tiled=True)
+        return whole[: array.size].reshape(array.shape)
+
+    return run
+
+
+def gather_and_add(
+    num_replicas: int, accumulate: Callable[[list[Array]], Array] | None = None
+) -> Sum:
+    """All-gather, then every replica adds in replica order, so all get the same bits."""
+
+    def run(arrays: list[Array]) -> list[Array]:
+        return [one(array) for array in arrays]
+
+    def one(array: Array) -> Array:
+        rows = lax.all_gather(array, REPLICA_AXIS)
+        parts = [rows[i] for i in range(num_replicas)]
+        if accumulate is not None:
+            return accumulate(parts)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    return run
+
+
+def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]]]) -> Sum:
+    """Sums packs of arrays one after the other, each by a collective of its own."""
+
+    def run(arrays: list[Array]) -> list[Array]:
+        results: list[Array] = [None] * len(arrays)
+        previous: list[Array] = []
+        for pack in packs_of(arrays):
+            operands = [arrays[i] for i in pack]
+            if previous:
+                # The barrier keeps XLA from merging this collective with the one before it.
+                operands, previous = lax.optimization_barrier((operands, previous))
+            previous = sum_pack(operands)
+            for i, result in zip(pack, previous, strict=True):
+                results[i] = result
+        return results
+
+    return run
+
+
+def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:
+    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each."""
+
+    def packs(arrays: Sequence[Array]) -> list[list[int]]:
+        count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
+        size = len(arrays) // max(count, 1)
+        starts = [i * size for i in range(count)] + [len(arrays)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(starts)]
+
+    return packs
+
+
+def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[Array]], list[list[int]]]:
+    """Consecutive arrays, a pack closed as soon as it holds `bytes_per_pack`.
+
+    In reversed order, as in tf.distribute: the last gradients are ready first.
+    """
+
+    def packs(arrays: Sequence[Array]) -> list[list[int]]:
+        result: list[list[int]] = []
+        size = bytes_per_pack
+        for i in reversed(range(len(arrays))):
+            if size >= bytes_per_pack:
+                result.append([])
+                size = 0
+            result[-1].append(i)
+            size += arrays[i].size * arrays[i].dtype.itemsize
+        return result
+
+    return packs
+
+
+def all_gather(array: Array, axis: int, num_replicas: int) -> Array:
+    """Concatenates the replicas' arrays along `axis`, on every replica."""
+    if num_replicas == 1:
+        return array
+    scope = current_scope()
+    if scope is None or scope.uneven is None:
+        return lax.all_gather(array, REPLICA_AXIS, axis=axis, tiled=True)
+    # Replicas of an uneven batch differ in length: each places its part, and the parts are summed.
+    sizes = scope.uneven.sizes(array.shape[axis])
+    starts = jnp.asarray([sum(sizes[:i]) for i in range(num_replicas)], jnp.int32)
+    shape = (*array.shape[:axis], sum(sizes), *array.shape[axis + 1 :])
+    dtype = jnp.int8 if array.dtype == jnp.bool_ else array.dtype
+    placed = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, dtype), array.astype(dtype), starts[scope.replica_id()], axis
+    )
+    return lax.psum(placed, REPLICA_AXIS).astype(array.dtype)

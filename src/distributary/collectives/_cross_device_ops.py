@@ -1,0 +1,381 @@
+"""Reduction algorithms a user can choose for a strategy."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+from jax.sharding import (
+    NamedSharding,
+    PartitionSpec as P,
+)
+
+from distributary.collectives import _algorithms as algorithms
+from distributary.collectives._reduce_op import (
+    Array,
+    ReduceOp,
+    as_reduce_op,
+    check_reducible,
+    reduce_arrays,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.options import CommunicationImplementation, CommunicationOptions
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import current_scope
+from distributary.values import (
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    stack_components,
+)
+
+
+class CrossDeviceOps(abc.ABC):
+    """Base of the algorithms that combine values of the replicas.
+
+    Subclasses implement `reduce_implementation` and may override `batch_reduce_implementation`
+    and `broadcast_implementation`. They run inside the compiled step: `per_replica_value` then
+    stands for the value of every replica, its `values` are the components of all replicas (an
+    all-gather), and `jax.lax` collectives over the axis `"replica"` may be used on
+    `per_replica_value.payload`, which is this replica's component.
+
+    Source: `tf.distribute.CrossDeviceOps`.
+    """
+
+    def reduce(
+        self,
+        reduce_op: Any,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines one value.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            per_replica_value: `PerReplica` whose components agree in shape and dtype; any other
+                value counts as the only component.
+            destinations: Where the result goes, a device, value or variable; not None.
+            options: Communication options.
+
+        Returns:
+            `Mirrored` with the result.
+        """
+        return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combines several values, where possible in one collective; see `reduce`."""
+        op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
+        pairs = _check_pairs(value_destination_pairs)
+        options = options or CommunicationOptions()
+        values = [value for value, _ in pairs]
+        wrapped = [v if isinstance(v, PerReplica) else PerReplica((v,)) for v in values]
+        if not wrapped:
+            return []
+        if any(value.num_replicas == 1 for value in wrapped):
+            return [
+                Mirrored(v.values[0]) if v.num_replicas == 1 else self.reduce(op, v, d, options)
+                for v, (_, d) in zip(wrapped, pairs, strict=True)
+            ]
+        if all(value.form == "local" for value in wrapped):
+            return self.batch_reduce_implementation(
+                op, list(zip(wrapped, (d for _, d in pairs), strict=True)), options
+            )
+        return self._reduce_outside(op, wrapped, options)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copies one value to all `destinations`."""
+        _check_destination(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    @abc.abstractmethod
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Combines one value inside a compiled step; returns an array or `Mirrored`."""
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Combines several values inside a compiled step, one by one unless overridden."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copies one value to all `destinations`."""
+        return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
+
+    def describe(self, platform: str) -> str:
+        """One phrase for people: which collective runs on `platform`."""
+        return f"{type(self).__name__} on {platform}"
+
+    def algorithm_key(self, options: CommunicationOptions) -> str:
+        """Key of the compiled algorithm; empty for XLA's plain all-reduce."""
+        return f"{type(self).__qualname__}({sorted(vars(self).items())!r}) {options!r}"
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        num_replicas: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Combines arrays and `IndexedSlices` inside a compiled step; for strategies."""
+        if num_replicas == 1:
+            return [_alone(op, leaf) for leaf in leaves]
+        dense = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, IndexedSlices)}
+        pairs = [(PerReplica.from_local(x, num_replicas),) * 2 for x in dense.values()]
+        reduced = [
+            result.value() if isinstance(result, Mirrored) else result
+            for result in (self.batch_reduce_implementation(op, pairs, options) if pairs else [])
+        ]
+        results = dict(zip(dense, reduced, strict=True))
+        return [
+            results[i] if i in results else _reduce_slices(op, leaf, num_replicas)
+            for i, leaf in enumerate(leaves)
+        ]
+
+    def _reduce_outside(
+        self, op: ReduceOp, values: list[PerReplica], options: CommunicationOptions
+    ) -> list[Any]:
+        """Combines values outside of a compiled step, in a program of its own."""
+        stacked = []
+        for value in values:
+            rows = value if value.form == "stacked" else stack_components(value)
+            if rows is None:
+                raise ReplicaMismatchError(
+                    "CrossDeviceOps.reduce: the components have shapes"
+                    f" {[getattr(v, 'shape', v) for v in value.values]}; all replicas must agree."
+                    " Reduce each replica's value to one shape first."
+                )
+            stacked.append(rows.payload)
+        mesh = stacked[0].sharding.mesh if hasattr(stacked[0], "sharding") else None
+        if not isinstance(getattr(stacked[0], "sharding", None), NamedSharding):
+            mesh = None
+        num_replicas = values[0].num_replicas
+
+        def total(rows: list[Array]) -> list[Array]:
+            if mesh is None:
+                return reduce_arrays(
+                    op, rows, num_replicas, lambda parts: [p.sum(0) for p in parts]
+                )
+            return jax.shard_map(
+                lambda local: self.all_reduce(op, [x[0] for x in local], num_replicas, options),
+                mesh=mesh,
+                in_specs=P(REPLICA_AXIS),
+                out_specs=P(),
+                check_vma=False,
+            )(rows)
+
+        return [Mirrored(result, num_replicas) for result in jax.jit(total)(stacked)]
+
+
+def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(pairs, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+    ):
+        raise InvalidTypeError(
+            f"batch_reduce: value_destination_pairs is {pairs!r}, expected a list of (value,"
+            " destinations) pairs."
+        )
+    for _, destinations in pairs:
+        _check_destination(destinations)
+    return [(value, destinations) for value, destinations in pairs]
+
+
+def _check_destination(destinations: Any) -> None:
+    if destinations is None or isinstance(destinations, (int, list, tuple)) or destinations == "":
+        raise InvalidValueError(
+            f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
+            " variable whose devices are meant."
+        )
+
+
+def _alone(op: ReduceOp, leaf: Any) -> Any:
+    if isinstance(leaf, IndexedSlices):
+        return leaf
+    return reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
+
+
+def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> IndexedSlices:
+    values = slices.values / num_replicas if op is ReduceOp.MEAN else slices.values
+    return IndexedSlices(
+        algorithms.all_gather(values, 0, num_replicas),
+        algorithms.all_gather(slices.indices, 0, num_replicas),
+        slices.dense_shape,
+    )
+
+
+class _Summing(CrossDeviceOps):
+    """An algorithm that is a way to sum arrays over the replicas."""
+
+    @abc.abstractmethod
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        """The collective for this many replicas."""
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        num_replicas = value_destination_pairs[0][0].num_replicas
+        arrays = [
+            check_reducible(value.payload, "all_reduce") for value, _ in value_destination_pairs
+        ]
+        scope = current_scope()
+        # The replicas of an uneven batch are joined by hand, where the algorithm means nothing.
+        uneven = scope is not None and scope.uneven is not None
+        add = algorithms.all_reduce if uneven else self._sum(num_replicas, options)
+        return reduce_arrays(reduce_op, arrays, num_replicas, add)
+
+
+def _with_options(add: algorithms.Sum, num_replicas: int, options: CommunicationOptions) -> Any:
+    if options.implementation is CommunicationImplementation.RING:
+        add = algorithms.ring(num_replicas)
+    if options.bytes_per_pack:
+        add = algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
+    return add
+
+
+def _check_num_packs(name: str, num_packs: int) -> int:
+    if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+        raise InvalidValueError(
+            f"{name}: num_packs is {num_packs!r}, expected an int >= 0; 1 sends all gradients in"
+            " one collective, 0 each in its own."
+        )
+    return num_packs
+
+
+@final
+class NcclAllReduce(_Summing):
+    """One XLA all-reduce of all gradients, which NCCL carries out on NVIDIA GPUs.
+
+    The default of `MirroredStrategy`. Works on every device; only the transport differs.
+
+    Args:
+        num_packs: Number of collectives the gradients are divided into; 0 gives each its own.
+
+    Source: `tf.distribute.NcclAllReduce`.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = _check_num_packs("NcclAllReduce", num_packs)
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        if options.bytes_per_pack or self.num_packs == 1:
+            return _with_options(algorithms.all_reduce, num_replicas, options)
+        add = _with_options(algorithms.all_reduce, num_replicas, options)
+        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+
+    def describe(self, platform: str) -> str:
+        transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
+            platform, "shared memory"
+        )
+        packs = {0: "one per tensor", 1: "all tensors in one"}.get(
+            self.num_packs, f"{self.num_packs} packs"
+        )
+        return f"XLA all-reduce over {transport}, {packs}"
+
+    def algorithm_key(self, options: CommunicationOptions) -> str:
+        plain = self.num_packs == 1 and options == CommunicationOptions()
+        return "" if plain else super().algorithm_key(options)
+
+
+@final
+class HierarchicalCopyAllReduce(_Summing):
+    """All-reduce inside groups of neighbouring replicas, then across the groups.
+
+    With four replicas: within (0, 1) and (2, 3), then within (0, 2) and (1, 3). With a prime
+    number of replicas there are no groups, and it is one all-reduce.
+
+    Args:
+        num_packs: Number of packs the gradients are divided into; 0 gives each its own.
+
+    Source: `tf.distribute.HierarchicalCopyAllReduce`.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        add = _with_options(algorithms.hierarchical(num_replicas), num_replicas, options)
+        if options.bytes_per_pack or self.num_packs == 1:
+            return add
+        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+
+    def describe(self, platform: str) -> str:
+        return f"hierarchical XLA all-reduce, inside groups and across them, on {platform}"
+
+
+@final
+class ReductionToOneDevice(_Summing):
+    """Brings all values together and adds them in replica order.
+
+    The program is one for all devices, so every device gathers and adds for itself: the numbers
+    are those of a reduction on one device followed by a broadcast, bit for bit the same on every
+    replica, in one collective instead of two. Needs memory for the values of all replicas.
+
+    Args:
+        reduce_to_device: Accepted for compatibility; there is no single reducing device.
+        accumulation_fn: From the list of the replicas' arrays to their sum; None adds them.
+
+    Source: `tf.distribute.ReductionToOneDevice`.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: Any = None,
+        accumulation_fn: Callable[[list[Array]], Array] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise InvalidTypeError(
+                f"ReductionToOneDevice: accumulation_fn is {accumulation_fn!r}, expected a function"
+                " from a list of arrays to their sum."
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        return algorithms.gather_and_add(num_replicas, self.accumulation_fn)
+
+    def describe(self, platform: str) -> str:
+        return f"all-gather and addition in replica order on {platform}"
+
+
+def reduce_nest(
+    ops: CrossDeviceOps, op: ReduceOp, tree: Any, num_replicas: int, options: CommunicationOptions
+) -> Any:
+    """Combines every array of a nest inside a compiled step, all of them together."""
+    leaves, structure = jax.tree.flatten(
+        tree, is_leaf=lambda x: x is None or isinstance(x, IndexedSlices)
+    )
+    arrays = [
+        leaf if isinstance(leaf, IndexedSlices) else check_reducible(leaf, "all_reduce")
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, ops.all_reduce(op, arrays, num_replicas, options))

@@ -1,0 +1,143 @@
+"""The operations replicas are combined with, and their arithmetic."""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+Array: TypeAlias = Any
+
+
+class ReduceOp(enum.Enum):
+    """How values of the replicas are combined.
+
+    * `SUM`: their sum.
+    * `MEAN`: their sum divided by the number of replicas. Never overflows where the mean is
+      finite; the mean of integers is float32.
+
+    Source: `tf.distribute.ReduceOp`.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: Any) -> "ReduceOp":
+        """The operation of a `VariableAggregation`.
+
+        Raises:
+            InvalidValueError: for NONE and ONLY_FIRST_REPLICA, which are not reductions.
+        """
+        name = getattr(aggregation, "name", None)
+        if name in ("SUM", "MEAN"):
+            return ReduceOp[name]
+        raise InvalidValueError(
+            f"ReduceOp.from_variable_aggregation: {aggregation!r} is not a reduction; only"
+            " VariableAggregation.SUM and MEAN are."
+        )
+
+
+def as_reduce_op(value: Any, what: str) -> ReduceOp:
+    """A `ReduceOp` from itself or its name in any case."""
+    if isinstance(value, ReduceOp):
+        return value
+    if isinstance(value, str):
+        if value.upper() in ReduceOp.__members__:
+            return ReduceOp[value.upper()]
+        raise InvalidValueError(
+            f"{what}: reduce_op is {value!r}, which is not a valid ReduceOp; expected"
+            " ReduceOp.SUM or ReduceOp.MEAN, or their names."
+        )
+    raise InvalidTypeError(
+        f"{what}: reduce_op is {value!r}, expected ReduceOp.SUM or ReduceOp.MEAN, or their names."
+        " There are only these two."
+    )
+
+
+def check_reducible(value: Any, what: str) -> Array:
+    """The value as an array that can be summed.
+
+    Raises:
+        InvalidTypeError: for None, strings, objects and booleans.
+    """
+    dtype = getattr(value, "dtype", None)
+    if value is None or isinstance(value, (str, bytes)) or dtype == np.dtype(object):
+        raise InvalidTypeError(f"{what}: got {value!r}, expected an array of numbers.")
+    try:
+        array = jnp.asarray(value)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{what}: got {value!r}, a {type(value).__name__}; expected an array of numbers."
+        ) from error
+    if array.dtype == jnp.bool_:
+        raise InvalidTypeError(
+            f"{what}: got a boolean array of shape {array.shape}, and booleans cannot be added."
+            " Convert it, value.astype(jnp.int32), to count the True ones."
+        )
+    return array
+
+
+def reduce_arrays(
+    op: ReduceOp,
+    arrays: Sequence[Array],
+    num_replicas: int,
+    add: Callable[[list[Array]], list[Array]],
+) -> list[Array]:
+    """Sum or mean of every array over the replicas.
+
+    Args:
+        op: The operation.
+        arrays: This replica's arrays.
+        num_replicas: Number of replicas.
+        add: The collective: sums each array over the replicas.
+
+    Returns:
+        The results; dtype as given, float32 for the mean of integers.
+    """
+    if op is ReduceOp.SUM or num_replicas == 1:
+        summed = add(list(arrays)) if op is ReduceOp.SUM else list(arrays)
+        return [_mean_dtype(a) if op is ReduceOp.MEAN else a for a in summed]
+    parts: list[Array] = []
+    finish: list[Callable[[Sequence[Array]], Array]] = []
+    for array in arrays:
+        own, done = _prepare_mean(array, num_replicas)
+        finish.append(_slice_from(len(parts), len(own), done))
+        parts += own
+    sums = add(parts)
+    return [done(sums) for done in finish]
+
+
+def _mean_dtype(array: Array) -> Array:
+    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
+
+
+def _slice_from(start: int, count: int, done: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda sums: done(*sums[start : start + count])
+
+
+def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callable[..., Array]]:
+    """What is to be summed for a mean, and how the sums become the mean."""
+    dtype = array.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        # Quotients and remainders cannot overflow and lose nothing.
+        parts = [array // num_replicas, array % num_replicas]
+        return (
+            parts,
+            lambda quotient, remainder: (
+                quotient.astype(jnp.float32) + remainder.astype(jnp.float32) / num_replicas
+            ),
+        )
+    if dtype in (jnp.float16, jnp.bfloat16):
+        # float32 holds every sum of at most 2**16 values.
+        wide = array.astype(jnp.float32)
+        return [wide], lambda total: (total / num_replicas).astype(dtype)
+    # Scaled by a power of two, which is exact, so that the sum stays below the largest value.
+    scale = 2.0 ** -math.ceil(math.log2(num_replicas))
+    rest = num_replicas * scale
+    scaled = array * jnp.asarray(scale, dtype)
+    return [scaled], lambda total: total if rest == 1.0 else total / jnp.asarray(rest, dtype)

@@ -1,0 +1,41 @@
+"""Who is running: the strategy scope, replica and cross-replica contexts."""
+
+from distributary.context._replica_context import ReplicaContext
+from distributary.context._stack import (
+    Mode,
+    StrategyScope,
+    another_thread_in_scope,
+    check_same_strategy,
+    current_mode,
+    default_mode,
+    experimental_set_strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    in_default_context,
+    pop,
+    push,
+    register_default_mode,
+    require_cross_replica,
+)
+
+__all__ = [
+    "Mode",
+    "ReplicaContext",
+    "StrategyScope",
+    "another_thread_in_scope",
+    "check_same_strategy",
+    "current_mode",
+    "default_mode",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "in_default_context",
+    "pop",
+    "push",
+    "register_default_mode",
+    "require_cross_replica",
+]

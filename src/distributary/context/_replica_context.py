@@ -1,0 +1,141 @@
+"""The API inside `Strategy.run`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from distributary.context._stack import StrategyLike, current_mode
+from distributary.errors import ContextError, InvalidTypeError
+from distributary.options import CommunicationOptions
+
+
+@final
+class ReplicaContext:
+    """What a step function knows about the replica it runs on.
+
+    Obtained from `get_replica_context()` inside `Strategy.run`; not constructed by users. Outside
+    every scope it stands for the single replica of the default strategy.
+
+    Source: `tf.distribute.ReplicaContext`.
+    """
+
+    def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: Any) -> None:
+        self._strategy = strategy
+        self._replica_id = replica_id_in_sync_group
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that runs this replica."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas over which gradients are summed, of all processes."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> Any:
+        """Number of this replica, 0 to `num_replicas_in_sync - 1`, as an int32 scalar `[]`.
+
+        The step is traced once for all replicas, so this is a traced value: branch on it with
+        `jnp.where` or `jax.lax.cond`. Outside `run` it is the Python int 0.
+        """
+        if callable(self._replica_id):
+            self._check_current("replica_id_in_sync_group")
+            return self._replica_id()
+        return self._replica_id
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all replicas.
+
+        Args:
+            merge_fn: Runs in a cross-replica context. Arguments that are arrays of this replica
+                arrive as `PerReplica`; other values arrive unchanged.
+            args: Positional arguments, nests of arrays and Python values.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What `merge_fn` returned: of a `PerReplica` this replica's component, everything else
+            as it is.
+
+        Raises:
+            ContextError: if this is not the current replica context.
+            InvalidTypeError: if `args` is not a list or tuple.
+
+        Source: `tf.distribute.ReplicaContext.merge_call`.
+        """
+        self._check_current("merge_call")
+        if not isinstance(args, (list, tuple)):
+            raise InvalidTypeError(
+                f"merge_call: args is {args!r}, expected a list or tuple; for one argument write"
+                " args=(value,)."
+            )
+        return self._strategy.extended._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(
+        self, reduce_op: Any, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Sums or averages `value` over all replicas; every replica receives the result.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
+            value: Nest of arrays and `IndexedSlices`, of equal structure and shapes on all
+                replicas. All arrays of the nest travel in one collective.
+            options: Overrides of the strategy's communication options.
+
+        Returns:
+            A nest like `value`. SUM keeps the dtype; MEAN of integers is float32.
+
+        Raises:
+            ContextError: if this is not the current replica context.
+            InvalidTypeError: for booleans, strings and None.
+            ReplicaMismatchError: if replicas of an uneven batch pass different shapes.
+
+        Differentiable: the gradient of a sum is the sum of the replicas' gradients.
+
+        Source: `tf.distribute.ReplicaContext.all_reduce`.
+        """
+        self._check_current("all_reduce")
+        return self._strategy.extended._all_reduce(reduce_op, value, options)
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenates `value` of all replicas, in replica order, along dim `axis`.
+
+        Args:
+            value: Nest of arrays with at least one dim. On an uneven batch the replicas may
+                differ in the size of dim `axis`.
+            axis: The dim to concatenate; negative counts from the end.
+            options: Overrides of the strategy's communication options.
+
+        Returns:
+            A nest like `value`, the same on every replica. Differentiable.
+
+        Raises:
+            ContextError: if this is not the current replica context.
+            InvalidValueError: if an array is scalar or `axis` is out of range.
+            UnsupportedError: for `IndexedSlices`.
+
+        Source: `tf.distribute.ReplicaContext.all_gather`.
+        """
+        self._check_current("all_gather")
+        return self._strategy.extended._all_gather(value, axis, options)
+
+    def _check_current(self, what: str) -> None:
+        current = current_mode().replica_context
+        if current is self:
+            return
+        where = (
+            "in a cross-replica context" if current is None else f"inside {current.strategy!r}.run"
+        )
+        raise ContextError(
+            f"{what}: this ReplicaContext of {self._strategy!r} is not the current one; the code"
+            f" runs {where}. Call get_replica_context() inside the function given to Strategy.run"
+            " and do not keep its result."
+        )
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext of {self._strategy!r}>"

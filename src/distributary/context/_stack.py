@@ -1,0 +1,237 @@
+"""Which strategy is current in this thread, and in which role the code runs.
+
+Every thread has a stack of modes. An empty stack is the default context: the default strategy's
+replica context. `Strategy.scope()` pushes a cross-replica mode, `Strategy.run` a replica mode.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from distributary.errors import ContextError, InvalidTypeError
+
+if TYPE_CHECKING:
+    from distributary.context._replica_context import ReplicaContext
+
+Role = Literal["cross", "replica", "update"]
+
+
+class StrategyLike(Protocol):
+    """What the context stack needs to know about a strategy."""
+
+    @property
+    def extended(self) -> Any: ...
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+
+    def scope(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One entry of the stack.
+
+    `update` is a cross-replica mode in which code runs once per component of a variable.
+    """
+
+    strategy: Any
+    role: Role
+    replica_context: "ReplicaContext | None" = None
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[Mode] = []
+        self.global_scope: Any = None
+
+
+_state = _ThreadState()
+_default_mode: Mode | None = None
+_make_default_mode: Callable[[], Mode] | None = None
+_default_lock = threading.Lock()
+# Threads with an open scope, for the warning about variables created in helper threads.
+_threads_in_scope: dict[int, int] = {}
+
+
+def register_default_mode(factory: Callable[[], Mode]) -> None:
+    """Tells how to make the mode of an empty stack; `strategies` calls this once."""
+    global _make_default_mode
+    _make_default_mode = factory
+
+
+def default_mode() -> Mode:
+    """The mode of a thread outside every scope."""
+    global _default_mode
+    if _default_mode is None:
+        with _default_lock:
+            if _default_mode is None:
+                assert _make_default_mode is not None
+                _default_mode = _make_default_mode()
+    return _default_mode
+
+
+def current_mode() -> Mode:
+    """The mode on top of this thread's stack, or the default one."""
+    modes = _state.modes
+    return modes[-1] if modes else default_mode()
+
+
+def in_default_context() -> bool:
+    """Whether no strategy scope, run or update is active in this thread."""
+    return not _state.modes
+
+
+def push(mode: Mode) -> None:
+    """Makes `mode` current in this thread."""
+    _state.modes.append(mode)
+
+
+def pop(mode: Mode) -> None:
+    """Removes `mode`, which must be the current one."""
+    if not _state.modes or _state.modes[-1] is not mode:
+        raise ContextError(
+            "A strategy scope was left in another order than it was entered. Leave scopes in"
+            " reverse order; a `with` statement does that by itself."
+        )
+    _state.modes.pop()
+
+
+def another_thread_in_scope() -> bool:
+    """Whether some other thread has an open strategy scope."""
+    me = threading.get_ident()
+    return any(thread != me for thread in tuple(_threads_in_scope))
+
+
+def get_strategy() -> Any:
+    """The current `Strategy`, or the default strategy outside every scope.
+
+    Source: `tf.distribute.get_strategy`.
+    """
+    return current_mode().strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current.
+
+    Source: `tf.distribute.has_strategy`.
+    """
+    return current_mode().strategy is not default_mode().strategy
+
+
+def get_replica_context() -> "ReplicaContext | None":
+    """The current `ReplicaContext`; None in a cross-replica context.
+
+    Outside every scope this is the replica context of the default strategy.
+
+    Source: `tf.distribute.get_replica_context`.
+    """
+    return current_mode().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the code runs once for all replicas: in a scope, and not inside `Strategy.run`.
+
+    Source: `tf.distribute.in_cross_replica_context`.
+    """
+    return current_mode().role != "replica"
+
+
+def experimental_set_strategy(strategy: StrategyLike | None) -> None:
+    """Makes `strategy` current in this thread until the next call; None ends it.
+
+    For notebooks, where a `with strategy.scope()` cannot span cells.
+
+    Args:
+        strategy: A `Strategy`, or None to only end the previous one.
+
+    Raises:
+        ContextError: inside a `with strategy.scope()` or `run`.
+        InvalidTypeError: if `strategy` is not a strategy.
+
+    Source: `tf.distribute.experimental_set_strategy`.
+    """
+    if strategy is not None and not hasattr(strategy, "extended"):
+        raise InvalidTypeError(
+            f"experimental_set_strategy: got {strategy!r}, expected a Strategy or None."
+        )
+    previous = _state.global_scope
+    if len(_state.modes) > (1 if previous is not None else 0):
+        raise ContextError(
+            "experimental_set_strategy: a strategy scope entered with `with` is open. Call it"
+            " outside of every `with strategy.scope()` block."
+        )
+    if previous is not None:
+        _state.global_scope = None
+        previous.__exit__(None, None, None)
+    if strategy is None:
+        return
+    scope = strategy.scope()
+    scope.__enter__()
+    _state.global_scope = scope
+
+
+class StrategyScope:
+    """Context manager behind `Strategy.scope()`; it may be entered again, also nested.
+
+    `with` binds the strategy itself.
+    """
+
+    def __init__(self, strategy: StrategyLike) -> None:
+        self._strategy = strategy
+        self._entered: list[Mode] = []
+
+    def __enter__(self) -> Any:
+        if _state.modes:
+            check_same_strategy(self._strategy, "scope()")
+            if _state.modes[-1].role == "replica":
+                raise ContextError(
+                    "scope() was entered inside Strategy.run. A scope is for cross-replica code:"
+                    " enter it before run, or use get_replica_context().merge_call."
+                )
+        mode = self._strategy.extended._scope_mode()
+        push(mode)
+        self._entered.append(mode)
+        thread = threading.get_ident()
+        _threads_in_scope[thread] = _threads_in_scope.get(thread, 0) + 1
+        return self._strategy
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._entered:
+            raise ContextError(
+                "This strategy scope is not open. Enter it with `with strategy.scope():`."
+            )
+        pop(self._entered[-1])
+        self._entered.pop()
+        thread = threading.get_ident()
+        _threads_in_scope[thread] -= 1
+        if not _threads_in_scope[thread]:
+            del _threads_in_scope[thread]
+
+
+def check_same_strategy(strategy: StrategyLike, what: str) -> None:
+    """Raises `ContextError` if another strategy than `strategy` is current."""
+    if not _state.modes:
+        return
+    current = _state.modes[-1].strategy
+    if current is not strategy:
+        raise ContextError(
+            f"{what} of {strategy!r} was called while {current!r} is current: strategies cannot"
+            " be mixed or nested. Leave the other strategy's scope first, or use one strategy for"
+            " everything."
+        )
+
+
+def require_cross_replica(strategy: StrategyLike, what: str) -> None:
+    """Passes in the default context and in a cross-replica context of `strategy`."""
+    if not _state.modes:
+        return
+    check_same_strategy(strategy, what)
+    if _state.modes[-1].role == "replica":
+        raise ContextError(
+            f"{what} needs a cross-replica context, but was called inside Strategy.run, where the"
+            " code runs once per replica. Call it after run, or inside"
+            " get_replica_context().merge_call(fn); to combine values of the replicas use"
+            " get_replica_context().all_reduce or all_gather."
+        )

@@ -1,0 +1,70 @@
+"""Exceptions of distributary.
+
+Every exception is a `DistributaryError` and also the builtin that tf.distribute raises in the
+same situation, so `except ValueError` and friends keep working:
+
+    DistributaryError
+    ├── ContextError (RuntimeError)            wrong scope, replica context or strategy
+    ├── BackendStartedError (RuntimeError)     must happen before JAX starts its backends
+    ├── DeviceError (ValueError)               a device that cannot be parsed or does not exist
+    ├── InvalidValueError (ValueError)         an argument has the right type and a wrong value
+    │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
+    │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
+    ├── InvalidTypeError (TypeError)           an argument has the wrong type
+    └── UnsupportedError (NotImplementedError) the request has no meaning here
+
+Warnings are `DistributaryWarning`, a `UserWarning`.
+"""
+
+__all__ = [
+    "BackendStartedError",
+    "ContextError",
+    "DeviceError",
+    "DistributaryError",
+    "DistributaryWarning",
+    "InvalidTypeError",
+    "InvalidValueError",
+    "ReplicaDivergenceError",
+    "ReplicaMismatchError",
+    "UnsupportedError",
+]
+
+
+class DistributaryError(Exception):
+    """Base of every exception raised on purpose by distributary."""
+
+
+class ContextError(DistributaryError, RuntimeError):
+    """The call is not allowed in the current strategy context."""
+
+
+class BackendStartedError(DistributaryError, RuntimeError):
+    """The call must come before JAX starts its backends, and JAX has started."""
+
+
+class DeviceError(DistributaryError, ValueError):
+    """A device cannot be parsed, does not exist or is named twice."""
+
+
+class InvalidValueError(DistributaryError, ValueError):
+    """An argument has an unusable value."""
+
+
+class ReplicaMismatchError(InvalidValueError):
+    """Replicas disagree in the shape, dtype or structure of a value."""
+
+
+class ReplicaDivergenceError(InvalidValueError):
+    """The copies of a mirrored variable would hold different values."""
+
+
+class InvalidTypeError(DistributaryError, TypeError):
+    """An argument has an unusable type."""
+
+
+class UnsupportedError(DistributaryError, NotImplementedError):
+    """The operation is not defined for this kind of value or variable."""
+
+
+class DistributaryWarning(UserWarning):
+    """Something works, but slower or otherwise than the user probably expects."""

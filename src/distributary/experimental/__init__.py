@@ -1,0 +1,6 @@
+"""Names that may still change."""
+
+from distributary.inputs import ValueContext
+from distributary.options import CommunicationImplementation, CommunicationOptions
+
+__all__ = ["CommunicationImplementation", "CommunicationOptions", "ValueContext"]

@@ -1,0 +1,6 @@
+"""Gradients with respect to variables."""
+
+from distributary.gradients._functional import grad, value_and_grad
+from distributary.gradients._tape import GradientTape, UnconnectedGradients
+
+__all__ = ["GradientTape", "UnconnectedGradients", "grad", "value_and_grad"]

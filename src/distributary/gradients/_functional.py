@@ -1,0 +1,106 @@
+"""Gradients with respect to variables, in JAX's style."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.gradients._tape import GradientTape
+from distributary.strategies import function
+from distributary.tracing import current_scope
+from distributary.variables import Variable
+
+
+def value_and_grad(
+    fn: Callable[..., Any], variables: Any, has_aux: bool = False
+) -> Callable[..., Any]:
+    """A function that gives the value of `fn` and its gradient with respect to `variables`.
+
+    The gradient is that of the replica; nothing is summed over replicas. Assignments `fn` makes
+    take effect. Outside of `Strategy.run` and `distributary.function` it is compiled by itself.
+
+    Args:
+        fn: Gives a scalar, or with `has_aux` a pair of a scalar and a nest.
+        variables: Nest of variables.
+        has_aux: Whether `fn` returns a pair.
+
+    Returns:
+        A function with the arguments of `fn` that returns `(value, gradients)`, or
+        `((value, aux), gradients)`. `gradients` is a nest like `variables`: arrays, zeros where
+        `fn` does not depend on the variable, and `IndexedSlices` for variables that are read by
+        `sparse_read` only.
+
+    Raises:
+        InvalidTypeError: if `variables` holds anything but variables.
+        InvalidValueError: when called, if the value is not a scalar.
+
+    Source: `jax.value_and_grad`.
+    """
+    _check_variables(variables)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with GradientTape(watch_accessed_variables=False) as tape:
+            for variable in jax.tree.leaves(variables):
+                tape.watch(variable)
+            result = fn(*args, **kwargs)
+            value = _scalar(result, has_aux)
+        gradients = tape.gradient(value, variables, unconnected_gradients="zero")
+        return result, gradients
+
+    compiled = function(traced)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if current_scope() is None else traced)(*args, **kwargs)
+
+    return call
+
+
+def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that gives the gradient of `fn` with respect to `variables`.
+
+    Like `value_and_grad`, but returns `gradients`, or `(gradients, aux)` with `has_aux`.
+
+    Source: `jax.grad`.
+    """
+    both = value_and_grad(fn, variables, has_aux)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, gradients = both(*args, **kwargs)
+        return (gradients, result[1]) if has_aux else gradients
+
+    return call
+
+
+def _check_variables(variables: Any) -> None:
+    leaves = jax.tree.leaves(variables)
+    for leaf in leaves:
+        if not isinstance(leaf, Variable):
+            raise InvalidTypeError(
+                f"value_and_grad: variables holds {leaf!r}, a {type(leaf).__name__}; expected"
+                " distributary.Variable objects. For gradients with respect to arrays use jax.grad."
+            )
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise InvalidTypeError(
+                f"value_and_grad: variable {leaf.name!r} has dtype {leaf.dtype}; only floating"
+                " point variables have gradients."
+            )
+
+
+def _scalar(result: Any, has_aux: bool) -> Any:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise InvalidTypeError(
+            f"value_and_grad: with has_aux=True the function must return (value, aux), got"
+            f" {result!r}."
+        )
+    value = result[0] if has_aux else result
+    if jnp.shape(value) != ():
+        raise InvalidValueError(
+            f"value_and_grad: the function returned a value of shape {jnp.shape(value)}, expected a"
+            " scalar. Sum or average it first."
+        )
+    return value

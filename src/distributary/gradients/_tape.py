@@ -1,0 +1,270 @@
+"""`tf.GradientTape` for traced functions."""
+
+import enum
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
+from distributary.tracing import TapeRecord, TraceScope, current_scope
+from distributary.values import IndexedSlices
+from distributary.variables import Variable
+
+
+class UnconnectedGradients(enum.Enum):
+    """What `GradientTape.gradient` gives for a source the target does not depend on.
+
+    Source: `tf.UnconnectedGradients`.
+    """
+
+    NONE = "none"
+    ZERO = "zero"
+
+
+@final
+class GradientTape:
+    """Records a computation and differentiates it.
+
+    Works inside `Strategy.run` and `distributary.function`, where it costs nothing at run time:
+    the recorded part is differentiated by `jax.vjp` while the step is traced. Trainable variables
+    are watched by themselves. Gradients are those of the replica; nothing is summed over replicas.
+
+    Args:
+        persistent: Whether `gradient` may be called more than once.
+        watch_accessed_variables: Whether trainable variables are watched by themselves.
+
+    Raises:
+        ContextError: on entering it outside of a traced function.
+
+    Source: `tf.GradientTape`.
+    """
+
+    def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:
+        self._persistent = persistent
+        self._watch_accessed_variables = watch_accessed_variables
+        self._scope: TraceScope | None = None
+        self._record: TapeRecord | None = None
+        self._recording = False
+        self._used = False
+        self._watched: list[Any] = []
+
+    def __enter__(self) -> "GradientTape":
+        if self._recording:
+            raise InvalidValueError("GradientTape: the tape is already recording.")
+        scope = current_scope()
+        if scope is None:
+            raise ContextError(
+                "GradientTape records only inside Strategy.run or distributary.function, where the"
+                " code is traced. Put the training step into a function and call it with"
+                " strategy.run(step, args=...), or decorate it with @distributary.function. For"
+                " plain arrays jax.grad works anywhere."
+            )
+        self._start(scope)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._recording:
+            self._stop()
+
+    def _start(self, scope: TraceScope) -> None:
+        self._scope = scope
+        self._record = TapeRecord(scope.new_tape())
+        scope.mark_tape(self._record.number, "start")
+        scope.recording.append(self._record)
+        self._recording = True
+
+    def _stop(self) -> None:
+        assert self._scope is not None
+        assert self._record is not None
+        self._scope.recording.remove(self._record)
+        self._scope.mark_tape(self._record.number, "stop")
+        self._recording = False
+
+    def watch(self, tensor: Any) -> None:
+        """Watches an array or variable, or a nest of them.
+
+        Arrays need not be watched to be differentiated with respect to; variables that are not
+        trainable do.
+
+        Raises:
+            InvalidTypeError: for values that are no floating point arrays or variables.
+        """
+        for leaf in jax.tree.leaves(tensor):
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+                raise InvalidTypeError(
+                    f"GradientTape.watch: got {leaf!r}, expected a floating point array or"
+                    " variable; nothing can be differentiated with respect to it."
+                )
+            self._watched.append(leaf)
+
+    def watched_variables(self) -> tuple[Variable, ...]:
+        """The variables watched and read so far."""
+        if self._record is None:
+            return ()
+        read = [handle.cell() for handle in self._record.reads]
+        return tuple(v for v in read if v is not None and self._watches(v))
+
+    def _watches(self, variable: Variable) -> bool:
+        if any(watched is variable for watched in self._watched):
+            return True
+        return self._watch_accessed_variables and variable.trainable
+
+    @contextmanager
+    def stop_recording(self) -> Iterator[None]:
+        """What runs inside is not recorded; what it computes counts as constant.
+
+        Raises:
+            UnsupportedError: while it would have to be recorded by another tape.
+        """
+        if not self._recording or self._scope is None or self._record is None:
+            raise ContextError("GradientTape.stop_recording: the tape is not recording.")
+        if len(self._scope.recording) > 1:
+            raise UnsupportedError(
+                "GradientTape.stop_recording is not possible while another tape records too. Use"
+                " jax.lax.stop_gradient on the values that are to count as constant."
+            )
+        self._scope.mark_tape(self._record.number, "pause")
+        self._scope.recording.remove(self._record)
+        try:
+            yield
+        finally:
+            self._scope.recording.append(self._record)
+            self._scope.mark_tape(self._record.number, "resume")
+
+    def reset(self) -> None:
+        """Forgets what was recorded and starts anew."""
+        if self._scope is None or not self._recording:
+            raise ContextError("GradientTape.reset: the tape is not recording.")
+        scope = self._scope
+        self._stop()
+        self._watched.clear()
+        self._used = False
+        self._start(scope)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = UnconnectedGradients.NONE,
+    ) -> Any:
+        """Gradient of the sum of `target` with respect to `sources`.
+
+        Args:
+            target: Array, or nest of arrays whose sums are added up.
+            sources: Nest of variables and arrays.
+            output_gradients: Nest like `target` that its elements are weighted with; None for 1.
+            unconnected_gradients: `UnconnectedGradients.NONE` or `ZERO`, or its value.
+
+        Returns:
+            A nest like `sources`: arrays; `IndexedSlices` for variables read by `sparse_read` only;
+            None for sources the target does not depend on.
+
+        Raises:
+            ContextError: if the tape was not used, or used already and is not persistent.
+            InvalidTypeError: if a target is not floating point, or a source no array or variable.
+
+        Source: `tf.GradientTape.gradient`.
+        """
+        scope, record = self._scope, self._record
+        if scope is None or record is None or current_scope() is not scope:
+            raise ContextError(
+                "GradientTape.gradient: the tape recorded nothing in this function. Use it inside"
+                " the function that ran `with GradientTape() as tape:`, within Strategy.run or"
+                " distributary.function."
+            )
+        if self._used and not self._persistent:
+            raise ContextError(
+                "GradientTape.gradient was called a second time. Use"
+                " GradientTape(persistent=True) for several gradients of one tape."
+            )
+        self._used = True
+        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
+        if self._recording and not self._persistent:
+            self._stop()
+
+        targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
+        seeds = _seeds(output_gradients, targets)
+        leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
+        order: list[tuple[str, Any]] = []
+        arrays: list[Any] = []
+        variables: list[Variable] = []
+        for leaf in leaves:
+            if isinstance(leaf, Variable):
+                if self._watches(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                    known = [v is leaf for v in variables]
+                    order.append(("variable", known.index(True) if any(known) else len(variables)))
+                    if not any(known):
+                        variables.append(leaf)
+                else:
+                    order.append(("none", None))
+            elif isinstance(leaf, jax.core.Tracer):
+                order.append(("array", len(arrays)))
+                arrays.append(leaf)
+            elif isinstance(leaf, (jax.Array, float)):
+                # A concrete value was not computed in this function.
+                order.append(("none", None))
+            else:
+                raise InvalidTypeError(
+                    f"GradientTape.gradient: source {leaf!r} is a {type(leaf).__name__}, expected"
+                    " variables and arrays."
+                )
+        handles = [variable._handle for variable in variables]
+        results = scope.gradient(record, targets, seeds, arrays, handles)
+        by_kind = {"array": results[: len(arrays)], "variable": results[len(arrays) :]}
+        gradients = []
+        for leaf, (kind, index) in zip(leaves, order, strict=True):
+            gradient = None if kind == "none" else by_kind[kind][index]
+            if isinstance(gradient, tuple):
+                gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
+            if gradient is None and zero:
+                gradient = jnp.zeros(jnp.shape(leaf), leaf.dtype)
+            gradients.append(gradient)
+        return jax.tree.unflatten(tree, gradients)
+
+
+def _target(leaf: Any) -> Any:
+    if not isinstance(leaf, (jax.Array, Variable, float)):
+        raise InvalidTypeError(
+            f"GradientTape.gradient: target {leaf!r} is a {type(leaf).__name__}, expected an array."
+        )
+    array = jnp.asarray(leaf)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise InvalidTypeError(
+            f"GradientTape.gradient: the target has dtype {array.dtype}; only floating point values"
+            " can be differentiated."
+        )
+    return array
+
+
+def _seeds(output_gradients: Any, targets: Sequence[Any]) -> list[Any]:
+    if output_gradients is None:
+        return [jnp.ones_like(target) for target in targets]
+    given = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)
+    if len(given) != len(targets):
+        raise InvalidValueError(
+            f"GradientTape.gradient: output_gradients has {len(given)} entries for"
+            f" {len(targets)} targets."
+        )
+    seeds = []
+    for seed, target in zip(given, targets, strict=True):
+        if seed is None:
+            seeds.append(jnp.ones_like(target))
+            continue
+        array = jnp.asarray(seed, target.dtype)
+        if array.shape != target.shape:
+            raise InvalidValueError(
+                f"GradientTape.gradient: an output gradient has shape {array.shape}, but its target"
+                f" {target.shape}."
+            )
+        seeds.append(array)
+    return seeds

@@ -1,0 +1,158 @@
+"""Frozen option objects. Each one checks itself, so a wrong value fails where it is written."""
+
+import enum
+from dataclasses import dataclass, replace
+from typing import final
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "InputReplicationMode",
+    "RunOptions",
+]
+
+
+class CommunicationImplementation(enum.Enum):
+    """How a collective is carried out.
+
+    * `AUTO`: one XLA all-reduce; XLA picks the algorithm for the hardware.
+    * `RING`: a reduce-scatter followed by an all-gather, the two halves of a ring all-reduce.
+    * `NCCL`: one XLA all-reduce, which NCCL executes on NVIDIA GPUs; elsewhere the same as `AUTO`.
+
+    Source: `tf.distribute.experimental.CommunicationImplementation`.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@final
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for collective communication.
+
+    Args:
+        bytes_per_pack: Size in bytes from which on a pack of tensors is sent by a collective of
+            its own; 0 sends everything in one. A tensor is never cut.
+        timeout_seconds: Seconds after which a collective between processes fails; None waits.
+            Collectives inside one process do not use it.
+        implementation: A `CommunicationImplementation` or its name in any case.
+
+    Raises:
+        InvalidValueError: for negative sizes or timeouts and unknown implementations.
+
+    Source: `tf.distribute.experimental.CommunicationOptions`.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
+            raise InvalidTypeError(
+                f"CommunicationOptions: bytes_per_pack is {self.bytes_per_pack!r}, expected an int."
+            )
+        if self.bytes_per_pack < 0:
+            raise InvalidValueError(
+                f"CommunicationOptions: bytes_per_pack is {self.bytes_per_pack}, expected a number"
+                " of bytes >= 0; 0 sends all tensors in one collective."
+            )
+        if self.timeout_seconds is not None and self.timeout_seconds < 0:
+            raise InvalidValueError(
+                f"CommunicationOptions: timeout_seconds is {self.timeout_seconds}, expected None or"
+                " a number of seconds >= 0."
+            )
+        object.__setattr__(self, "implementation", _implementation(self.implementation))
+
+    def merge(self, other: "CommunicationOptions | None") -> "CommunicationOptions":
+        """These options, overridden by every field of `other` that is not the default."""
+        if other is None:
+            return self
+        default = CommunicationOptions()
+        changed = {
+            field: getattr(other, field)
+            for field in ("bytes_per_pack", "timeout_seconds", "implementation")
+            if getattr(other, field) != getattr(default, field)
+        }
+        return replace(self, **changed)
+
+
+def _implementation(value: CommunicationImplementation | str) -> CommunicationImplementation:
+    if isinstance(value, CommunicationImplementation):
+        return value
+    names = [member.name for member in CommunicationImplementation]
+    if isinstance(value, str) and value.upper() in names:
+        return CommunicationImplementation[value.upper()]
+    raise InvalidValueError(
+        f"CommunicationOptions: implementation is {value!r}, expected one of {names} or a"
+        " CommunicationImplementation."
+    )
+
+
+class InputReplicationMode(enum.Enum):
+    """Whether `dataset_fn` is called once per worker or once per replica.
+
+    Source: `tf.distribute.InputReplicationMode`.
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@final
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset hands out its batches.
+
+    Args:
+        experimental_fetch_to_device: Whether batches are placed on the replicas' devices; None
+            means True.
+        experimental_replication_mode: How often `dataset_fn` is called.
+        experimental_place_dataset_on_device: Only False is supported: the dataset itself is
+            Python and stays on the host.
+        experimental_per_replica_buffer_size: Number of batches per replica placed ahead, >= 1.
+
+    Source: `tf.distribute.InputOptions`.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
+            raise InvalidTypeError(
+                "InputOptions: experimental_replication_mode is"
+                f" {self.experimental_replication_mode!r}, expected an InputReplicationMode."
+            )
+        if self.experimental_place_dataset_on_device:
+            raise InvalidValueError(
+                "InputOptions: experimental_place_dataset_on_device=True is not possible, the"
+                " dataset is Python code on the host. Leave it False; batches still go to the"
+                " devices with experimental_fetch_to_device=True."
+            )
+        if self.experimental_per_replica_buffer_size < 1:
+            raise InvalidValueError(
+                "InputOptions: experimental_per_replica_buffer_size is"
+                f" {self.experimental_per_replica_buffer_size}, expected a number >= 1."
+            )
+
+
+@final
+@dataclass(frozen=True)
+class RunOptions:
+    """Knobs of `Strategy.run` that only TPUs had in TensorFlow; accepted for compatibility.
+
+    XLA compiles every step here, so there is nothing to switch on. The defaults are those of
+    `tf.distribute.RunOptions`.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: object | None = None

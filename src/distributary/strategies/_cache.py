@@ -1,0 +1,103 @@
+"""Compiled programs by function and arguments; functions are not kept alive."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+from distributary.errors import DistributaryWarning
+
+_TRACES_BEFORE_WARNING = 8
+
+
+@final
+class ProgramCache:
+    """Programs of one strategy or of one `distributary.function`.
+
+    An entry goes when its function is collected. Bound methods count as their function and object.
+
+    Args:
+        what: Name of the caller in warnings.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._by_function: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._functions_per_code: dict[Any, int] = {}
+        self._warned: set[Any] = set()
+
+    def __len__(self) -> int:
+        return sum(len(programs) for programs in self._by_function.values())
+
+    def programs_of(self, function: Callable[..., Any]) -> dict[Any, Any]:
+        """The programs of a function, by key; to be filled by the caller."""
+        owner = getattr(function, "__self__", None)
+        if owner is not None and hasattr(function, "__func__"):
+            by_owner = self._entry(function.__func__)
+            return _weak_entry(by_owner, owner)
+        return self._entry(function)
+
+    def _entry(self, function: Any) -> dict[Any, Any]:
+        try:
+            return self._by_function.setdefault(function, {})
+        except TypeError:
+            # Neither hashable nor weakly referable: nothing is remembered.
+            return {}
+
+    def note_trace(self, function: Callable[..., Any], programs: dict[Any, Any], key: Any) -> None:
+        """Warns once if a function is traced again and again, and names the cause."""
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code in self._warned:
+            return
+        if len(programs) >= _TRACES_BEFORE_WARNING:
+            self._warn(code, function, _difference(next(reversed(programs)), key))
+        elif not programs and code is not None:
+            self._functions_per_code[code] = self._functions_per_code.get(code, 0) + 1
+            if self._functions_per_code[code] > _TRACES_BEFORE_WARNING:
+                self._warn(
+                    code,
+                    function,
+                    "each call brings a new function object. Define it once, outside of the loop",
+                )
+
+    def _warn(self, code: Any, function: Any, cause: str) -> None:
+        self._warned.add(code)
+        warnings.warn(
+            f"{self._what}: {getattr(function, '__qualname__', function)!r} has been traced and"
+            f" compiled {_TRACES_BEFORE_WARNING} times, which is slow: {cause}.",
+            DistributaryWarning,
+            stacklevel=6,
+        )
+
+
+def _weak_entry(by_owner: dict[Any, Any], owner: Any) -> dict[Any, Any]:
+    try:
+        reference = weakref.ref(owner, lambda dead: by_owner.pop(dead, None))
+    except TypeError:
+        return {}
+    return by_owner.setdefault(reference, {})
+
+
+def _difference(before: Any, after: Any) -> str:
+    tree_before, signature_before = before[:2]
+    tree_after, signature_after = after[:2]
+    if tree_before != tree_after:
+        return f"the structure of its arguments changes, from {tree_before} to {tree_after}"
+    for i, (old, new) in enumerate(zip(signature_before, signature_after, strict=False)):
+        if old != new:
+            return (
+                f"its argument number {i} (counting the leaves of all arguments) changes from"
+                f" {_describe(old)} to {_describe(new)}. Keep shapes and dtypes the same, for"
+                " example with drop_remainder, and pass changing numbers as arrays"
+            )
+    return "its arguments change"
+
+
+def _describe(part: Any) -> str:
+    if isinstance(part, weakref.ref):
+        return f"the object {part()!r}"
+    if isinstance(part, tuple) and part and isinstance(part[0], tuple):
+        return f"{part[1]}{list(part[0])}"
+    return repr(part)

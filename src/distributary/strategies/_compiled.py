@@ -1,0 +1,251 @@
+"""A compiled program together with the variables it reads and writes."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.errors import ContextError, InvalidTypeError
+from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
+from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
+from distributary.values import DistributedValues, IndexedSlices
+from distributary.variables import Variable
+
+_state_lock = threading.RLock()
+
+
+@final
+class Compiled:
+    """A program on devices: collects its variables, dispatches it and stores what it wrote.
+
+    Args:
+        program: The traced program.
+        replicated: Sharding of values all replicas share; None for JAX's default device.
+        stacked: Sharding of `[replica, *shape]`; None on one device.
+        dispatcher: Bounds the programs in flight.
+        rebuild: From the program's outputs to the function's result.
+    """
+
+    __slots__ = (
+        "_call",
+        "_captures",
+        "_devices",
+        "_dispatcher",
+        "_read_only",
+        "_replicated",
+        "_written",
+        "program",
+        "rebuild",
+    )
+
+    def __init__(
+        self,
+        program: ReplicaProgram | FunctionProgram,
+        replicated: Any,
+        stacked: Any,
+        dispatcher: Dispatcher,
+        rebuild: Callable[[Sequence[Any]], Any],
+    ) -> None:
+        self.program = program
+        self.rebuild = rebuild
+        self._replicated = replicated
+        self._devices = None if replicated is None else replicated.device_set
+        self._dispatcher = dispatcher
+        self._written = [handle.cell for handle in program.written]
+        self._read_only = [handle.cell for handle in program.read_only]
+        self._captures = [
+            [self._place(capture) for capture in captures] for captures in program.captures
+        ]
+        written_shardings = [_sharding_of(handle) for handle in program.written]
+        token_sharding = stacked if dispatcher.bounded else None
+
+        def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
+            new, outs = program(captures, written, read_only, args)
+            new = [
+                value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+                for value, sharding in zip(new, written_shardings, strict=True)
+            ]
+            token = None
+            if token_sharding is not None:
+                zeros = jnp.zeros(len(token_sharding.device_set), jnp.int8)
+                token = jax.lax.with_sharding_constraint(zeros, token_sharding)
+            return new, outs, token
+
+        self._call = jax.jit(run, donate_argnums=1)
+
+    def _place(self, value: Any) -> Any:
+        """A value where the program can take it."""
+        if self._devices is None or not isinstance(value, jax.Array):
+            return value
+        if value.sharding.device_set == self._devices:
+            return value
+        return jax.device_put(value, self._replicated)
+
+    def lowered(self, args: Sequence[Any]) -> Any:
+        """The program lowered for `args`, for looking at what XLA compiles."""
+        return self._call.lower(*self._operands(args))
+
+    def _operands(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        written = []
+        for cell in self._written:
+            variable = _alive(cell)
+            value = variable._value
+            written.append(jnp.copy(value) if variable._shared else value)
+        return self._captures, written, [_alive(cell)._value for cell in self._read_only], args
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Runs the program once and returns the function's result."""
+        if inside_jax_trace():
+            raise ContextError(
+                "Strategy.run or a distributary.function was called inside jax.jit or another JAX"
+                " trace. Compile the outer function with distributary.function instead."
+            )
+        devices = self._devices
+        if devices is not None:
+            args = [
+                jax.device_put(arg, self._replicated)
+                if isinstance(arg, jax.Array) and arg.sharding.device_set != devices
+                else arg
+                for arg in args
+            ]
+        # Reading, donating and replacing the state is one step for other threads.
+        with _state_lock:
+            new, outs, _ = self._dispatcher.run(lambda: self._call(*self._operands(args)), _token)
+            for cell, value in zip(self._written, new, strict=True):
+                variable = cell()
+                variable._value = value
+                variable._shared = False
+        return self.rebuild(outs)
+
+    @property
+    def alive(self) -> bool:
+        """Whether all its variables still exist."""
+        return all(cell() is not None for cell in (*self._written, *self._read_only))
+
+
+def _token(result: Any) -> Any:
+    return result[2]
+
+
+def _alive(cell: Any) -> Variable:
+    variable = cell()
+    if variable is None:
+        raise ContextError(
+            "A variable that a compiled step uses was deleted. Keep a reference to the variables of"
+            " a model for as long as its step is called."
+        )
+    return variable
+
+
+def _sharding_of(handle: Handle) -> Any:
+    layout = _alive(handle.cell)._layout
+    if layout.num_replicas == 1:
+        return None
+    return layout.stacked if handle.per_replica else layout.replicated
+
+
+# What one argument looks like to the cache: cheap to make and to compare.
+
+
+def signature_of(leaf: Any, what: str) -> Any:
+    """Key of an argument; equal keys mean that the same program can be used.
+
+    Arrays count by shape and dtype, Python numbers by type; everything else is static and counts
+    by value, or by identity where it can be referenced weakly.
+    """
+    if isinstance(leaf, jax.Array):
+        return leaf.shape, leaf.dtype, leaf.weak_type
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        if leaf.dtype.kind in "OUSV" and not _is_extension(leaf.dtype):
+            raise InvalidTypeError(
+                f"{what}: an argument is a NumPy array of dtype {leaf.dtype}; arrays of strings or"
+                " objects cannot go to a device. Map them to numbers first."
+            )
+        return leaf.shape, leaf.dtype
+    kind = type(leaf)
+    if kind in (int, float, complex):
+        return kind
+    if isinstance(leaf, Variable):
+        return leaf._handle
+    if kind in (bool, str, bytes) or leaf is None:
+        return kind, leaf
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        pass
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{what}: an argument is {leaf!r}, a {kind.__name__}, which is neither an array nor"
+            " hashable. Pass arrays, numbers, nests of them, or objects to which a compiled step"
+            " can be keyed."
+        ) from None
+    return kind, leaf
+
+
+def _is_extension(dtype: Any) -> bool:
+    """Whether a dtype NumPy shows as void is one of JAX's, such as bfloat16."""
+    return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, jnp.number)
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Whether an argument is data, and not part of the program."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)) and (
+        not isinstance(leaf, bool)
+    )
+
+
+def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]:
+    """Arrays of a function's result, and how the result is rebuilt from their values.
+
+    Python numbers, strings and variables are part of the program and come back as they are.
+
+    Raises:
+        InvalidTypeError: for anything else that is no array.
+    """
+    leaves, tree = jax.tree.flatten(
+        result, is_leaf=lambda x: isinstance(x, (DistributedValues, IndexedSlices))
+    )
+    arrays: list[Any] = []
+    slots: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, (Variable, bool, int, float, complex, str, bytes)):
+            slots.append(("static", leaf))
+        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            slots.append(("array", None))
+            arrays.append(leaf)
+        elif isinstance(leaf, (DistributedValues, IndexedSlices)):
+            inner, inner_tree = jax.tree.flatten(leaf)
+            slots.append(("tree", inner_tree))
+            arrays += inner
+        else:
+            raise InvalidTypeError(
+                f"{what}: the function returned {leaf!r}, a {type(leaf).__name__}. It is compiled,"
+                " so it can return arrays, numbers, strings, None, variables and nests of them."
+            )
+
+    def rebuild(values: Sequence[Any], wrap: Callable[[Any], Any] = lambda value: value) -> Any:
+        remaining = iter(values)
+        parts = []
+        for kind, content in slots:
+            if kind == "static":
+                parts.append(content)
+            elif kind == "array":
+                parts.append(wrap(next(remaining)))
+            else:
+                own = [next(remaining) for _ in range(content.num_leaves)]
+                parts.append(wrap(jax.tree.unflatten(content, own)))
+        return jax.tree.unflatten(tree, parts)
+
+    return arrays, rebuild
+
+
+def replica_shardings(mesh: Any) -> tuple[Any, Any]:
+    """Shardings of values all replicas share, and of `[replica, *shape]`."""
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))

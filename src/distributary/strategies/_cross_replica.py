@@ -1,0 +1,337 @@
+"""Combining the values of the replicas in a cross-replica context."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from distributary.collectives import (
+    CrossDeviceOps,
+    ReduceOp,
+    all_gather,
+    check_reducible,
+    reduce_arrays,
+    reduce_nest,
+)
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+    UnsupportedError,
+)
+from distributary.options import CommunicationOptions
+from distributary.topology import REPLICA_AXIS, Dispatcher
+from distributary.tracing import current_scope
+from distributary.values import (
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    component_arrays,
+    map_leaves,
+    stack_components,
+)
+from distributary.variables import MirroredVariable, SyncOnReadVariable
+
+
+@final
+class CrossReplica:
+    """Reductions and gathers over the replicas of one strategy.
+
+    Args:
+        strategy: The strategy, named in messages.
+        num_replicas: Number of replicas.
+        mesh: Mesh with the axis `"replica"`; None on one device.
+        ops: The reduction algorithm.
+        options: The strategy's communication options.
+        dispatcher: Bounds the programs in flight.
+        place_rows: Puts a stacked `PerReplica` on the replicas' devices.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_replicas: int,
+        mesh: Any,
+        ops: CrossDeviceOps,
+        options: CommunicationOptions,
+        dispatcher: Dispatcher,
+        place_rows: Callable[[PerReplica], PerReplica],
+    ) -> None:
+        self._strategy = strategy
+        self._num_replicas = num_replicas
+        self._mesh = mesh
+        self._ops = ops
+        self._options = options
+        self._dispatcher = dispatcher
+        self._place_rows = place_rows
+        self._jitted: dict[Any, Any] = {}
+
+    def reduce(
+        self, op: ReduceOp, value: Any, axis: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Sum or mean of every leaf of a nest over the replicas, see `Strategy.reduce`."""
+        axes = _check_axis(axis)
+        merged = self._options.merge(options)
+        leaves, tree = jax.tree.flatten(
+            value,
+            is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored, IndexedSlices)) or x is None,
+        )
+        rows = [self._rows(leaf) for leaf in leaves]
+        together = {
+            i: row for i, row in enumerate(rows) if row is not None and row.form != "components"
+        }
+        results: dict[int, Any] = {}
+        if together:
+            # All of them in one collective.
+            key = ("reduce", op, axes, merged)
+            reduced = self._on_replicas(
+                key,
+                lambda trees: [
+                    _reduce_tree(self._ops, op, axes, t, self._num_replicas, merged) for t in trees
+                ],
+                list(together.values()),
+            )
+            results = dict(zip(together, reduced, strict=True))
+        for i, leaf in enumerate(leaves):
+            row = rows[i]
+            if row is not None and i not in results:
+                results[i] = self._reduce_uneven(op, axes, row)
+            elif row is None:
+                results[i] = self._reduce_whole(op, axes, leaf)
+        return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenation of every leaf of a nest in replica order, see `Strategy.gather`."""
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
+        return map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+
+    def _gather_leaf(self, leaf: Any, axis: int) -> Any:
+        if isinstance(leaf, IndexedSlices):
+            raise UnsupportedError(
+                "gather: IndexedSlices cannot be gathered. Use strategy.reduce, which concatenates"
+                " their rows, or gather .values and .indices."
+            )
+        rows = self._rows(leaf)
+        if rows is None:
+            if isinstance(leaf, (Mirrored, MirroredVariable)) and self._num_replicas > 1:
+                parts = [jnp.asarray(leaf)] * self._num_replicas
+                return jnp.concatenate(parts, check_gather_axis(parts[0], axis))
+            return leaf.value() if isinstance(leaf, Mirrored) else leaf
+        if rows.form == "components":
+            parts = component_arrays(rows)
+            axis = check_gather_axis(parts[0], axis)
+            _check_gather_shapes(parts, axis)
+            return jnp.concatenate(parts, axis)
+        return self._on_replicas(
+            ("gather", axis),
+            lambda trees: [gather_nest(tree, axis, self._num_replicas) for tree in trees],
+            [rows],
+        )[0]
+
+    def _rows(self, leaf: Any) -> PerReplica | None:
+        """The leaf as a `PerReplica` where it has a value per replica, stacked if possible."""
+        if isinstance(leaf, SyncOnReadVariable):
+            scope = current_scope()
+            if scope is None:
+                return PerReplica.from_stacked(leaf._value, self._num_replicas)
+            value = scope.read(leaf._handle)
+            make = PerReplica.from_local if scope.kind == "replica" else PerReplica.from_stacked
+            return make(value, self._num_replicas)
+        if not isinstance(leaf, PerReplica):
+            return None
+        if leaf.num_replicas != self._num_replicas:
+            raise ReplicaMismatchError(
+                f"A PerReplica with {leaf.num_replicas} components cannot be combined by"
+                f" {self._strategy!r}, which has {self._num_replicas} replicas."
+            )
+        if leaf.form != "components":
+            return leaf
+        stacked = stack_components(leaf)
+        return leaf if stacked is None else self._place_rows(stacked)
+
+    def _on_replicas(
+        self, key: Any, function: Callable[[list[Any]], list[Any]], rows: list[PerReplica]
+    ) -> list[Any]:
+        """Calls `function` with this replica's trees, in a program of all replicas."""
+        trees = [row.payload for row in rows]
+        if rows[0].form == "local":
+            return function(trees)
+        if self._mesh is None:
+            return function([jax.tree.map(lambda x: x[0], tree) for tree in trees])
+
+        def program(stacked: list[Any]) -> list[Any]:
+            return jax.shard_map(
+                lambda local: function([jax.tree.map(lambda x: x[0], tree) for tree in local]),
+                mesh=self._mesh,
+                in_specs=P(REPLICA_AXIS),
+                out_specs=P(),
+                check_vma=False,
+            )(stacked)
+
+        if current_scope() is not None:
+            return program(trees)
+        jitted = self._jitted.get(key)
+        if jitted is None:
+            jitted = self._jitted[key] = jax.jit(program)
+        return self._dispatcher.run(
+            lambda: jitted(trees), lambda result: next(iter(jax.tree.leaves(result)), None)
+        )
+
+    def _reduce_uneven(self, op: ReduceOp, axes: tuple[int, ...] | None, row: PerReplica) -> Any:
+        components = component_arrays(row)
+        if axes is None:
+            shapes = [jax.tree.map(lambda x: x.shape, c) for c in components]
+            raise ReplicaMismatchError(
+                f"reduce: the components have shapes {shapes}; with axis=None all replicas must"
+                " agree. For values with one entry per example give the axis of the examples,"
+                " strategy.reduce(op, value, axis=0), which weights every example the same."
+            )
+
+        def total(*parts: Any) -> Any:
+            arrays = [check_reducible(part, "reduce") for part in parts]
+            sums = [_sum(array, _normalized(axes, array)) for array in arrays]
+            result = sum(sums[1:], sums[0])
+            if op is ReduceOp.SUM:
+                return result
+            count = sum(_count(array, _normalized(axes, array)) for array in arrays)
+            return _divide(result, count)
+
+        return jax.tree.map(total, *components)
+
+    def _reduce_whole(self, op: ReduceOp, axes: tuple[int, ...] | None, leaf: Any) -> Any:
+        """Reduces a value that is not distributed, or the same on all replicas."""
+        num_replicas = self._num_replicas
+        same_everywhere = isinstance(leaf, (Mirrored, MirroredVariable))
+        value = jnp.asarray(leaf) if same_everywhere else leaf
+        if axes is None:
+            if op is ReduceOp.SUM and num_replicas > 1:
+                what = "a mirrored value" if same_everywhere else "not a distributed value"
+                raise InvalidValueError(
+                    f"reduce: cannot SUM {leaf!r} over {num_replicas} replicas: it is {what}, so it"
+                    " is not clear whether it counts once. Sum what Strategy.run returned, or use"
+                    " ReduceOp.MEAN to get it back."
+                )
+            return value
+        array = check_reducible(value, "reduce")
+        normalized = _normalized(axes, array)
+        total = _sum(array, normalized)
+        if op is ReduceOp.SUM:
+            return total * num_replicas
+        return _divide(total, _count(array, normalized))
+
+
+def _check_axis(axis: Any) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if not all(isinstance(a, int) and not isinstance(a, bool) for a in axes):
+        raise InvalidTypeError(
+            f"reduce: axis is {axis!r}, expected None, an int or a tuple of ints."
+        )
+    return axes
+
+
+def _normalized(axes: tuple[int, ...], array: Any) -> tuple[int, ...]:
+    for axis in axes:
+        if not -array.ndim <= axis < array.ndim:
+            raise InvalidValueError(
+                f"reduce: axis {axis} is out of range for a component of shape {array.shape}."
+            )
+    return tuple(axis % array.ndim for axis in axes)
+
+
+def _count(array: Any, axes: tuple[int, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= array.shape[axis]
+    return count
+
+
+def _sum(array: Any, axes: tuple[int, ...]) -> Any:
+    return jnp.sum(array, axes, dtype=array.dtype)
+
+
+def _divide(total: Any, count: Any) -> Any:
+    if jnp.issubdtype(total.dtype, jnp.inexact):
+        return total / jnp.asarray(count, total.dtype)
+    return total.astype(jnp.float32) / count
+
+
+def _reduce_tree(
+    ops: CrossDeviceOps,
+    op: ReduceOp,
+    axes: tuple[int, ...] | None,
+    tree: Any,
+    num_replicas: int,
+    options: CommunicationOptions,
+) -> Any:
+    """Inside a replica program: this replica's tree, reduced over `axes` and the replicas."""
+    if axes is None:
+        return reduce_nest(ops, op, tree, num_replicas, options)
+
+    def reduce_leaf(leaf: Any) -> Any:
+        array = check_reducible(leaf, "reduce")
+        normalized = _normalized(axes, array)
+        part = _sum(array, normalized)
+        if op is ReduceOp.SUM:
+            return ops.all_reduce(op, [part], num_replicas, options)[0]
+        count = jnp.int32(_count(array, normalized))
+        total, count = ops.all_reduce(ReduceOp.SUM, [part, count], num_replicas, options)
+        return _divide(total, count)
+
+    return jax.tree.map(reduce_leaf, tree)
+
+
+def check_gather_axis(array: Any, axis: int) -> int:
+    """`axis` counted from the start."""
+    if array.ndim == 0:
+        raise InvalidValueError(
+            "gather: a component is a scalar and has no dim to concatenate. Give it one,"
+            " value[None], or use reduce."
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise InvalidValueError(
+            f"gather: axis {axis} is out of range for a component of shape {array.shape}."
+        )
+    return axis % array.ndim
+
+
+def _check_gather_shapes(parts: list[Any], axis: int) -> None:
+    def others(shape: Any) -> Any:
+        return (*shape[:axis], *shape[axis + 1 :])
+
+    for i, part in enumerate(parts):
+        if others(part.shape) != others(parts[0].shape) or part.ndim != parts[0].ndim:
+            raise ReplicaMismatchError(
+                f"gather: the component of replica {i} has shape {part.shape}, that of replica 0"
+                f" {parts[0].shape}; they may differ in dim {axis} only."
+            )
+
+
+def gather_nest(tree: Any, axis: int, num_replicas: int) -> Any:
+    """Inside a replica program: every array of the nest concatenated over the replicas."""
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, IndexedSlices):
+            raise UnsupportedError(
+                "all_gather: IndexedSlices cannot be gathered. Use all_reduce, which concatenates"
+                " their rows, or gather .values and .indices."
+            )
+        array = jnp.asarray(leaf)
+        return all_gather(array, check_gather_axis(array, axis), num_replicas)
+
+    return map_leaves(gather, tree)
+
+
+def reduce_alone(op: ReduceOp, tree: Any) -> Any:
+    """The nest reduced over one replica."""
+
+    def alone(leaf: Any) -> Any:
+        if isinstance(leaf, IndexedSlices):
+            return leaf
+        return reduce_arrays(op, [check_reducible(leaf, "all_reduce")], 1, lambda parts: parts)[0]
+
+    return jax.tree.map(alone, tree, is_leaf=lambda x: isinstance(x, IndexedSlices) or x is None)

@@ -1,0 +1,33 @@
+"""The strategy outside of every scope."""
+
+from typing import Any, final
+
+from distributary.context import Mode, ReplicaContext, register_default_mode
+from distributary.errors import ContextError
+from distributary.strategies._base import Strategy
+from distributary.strategies._extended import StrategyExtended
+
+
+@final
+class DefaultStrategy(Strategy):
+    """One replica, on the device JAX chooses; what `get_strategy()` gives outside of scopes.
+
+    Source: the default strategy of `tf.distribute`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(StrategyExtended(self, None, distributed=False, is_default=True))
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        raise ContextError("There is one default strategy; it cannot be copied.")
+
+    def __repr__(self) -> str:
+        return "<the default strategy: 1 replica on JAX's default device>"
+
+
+def _make_default_mode() -> Mode:
+    strategy = DefaultStrategy()
+    return Mode(strategy, "replica", ReplicaContext(strategy, 0))
+
+
+register_default_mode(_make_default_mode)

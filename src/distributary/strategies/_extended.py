@@ -1,0 +1,475 @@
+"""The methods of a strategy that libraries use, and the parts it is assembled from."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from distributary.collectives import (
+    CrossDeviceOps,
+    NcclAllReduce,
+    as_reduce_op,
+    reduce_nest,
+)
+from distributary.context import (
+    Mode,
+    check_same_strategy,
+    current_mode,
+    in_default_context,
+    pop,
+    push,
+    require_cross_replica,
+)
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.inputs import (
+    DistributedDataset,
+    InputContext,
+    ValueContext,
+    global_batches,
+    per_replica_elements,
+)
+from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
+from distributary.strategies._compiled import replica_shardings
+from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
+from distributary.strategies._runner import ReplicaRunner
+from distributary.topology import canonical_name, dispatcher_for, make_mesh, short_name
+from distributary.tracing import current_scope
+from distributary.values import (
+    Mirrored,
+    PerReplica,
+    local_results,
+    map_leaves,
+    same_structure,
+    stack_components,
+)
+from distributary.variables import Variable, VariableComponent, VariableLayout
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class StrategyExtended:
+    """Methods of a strategy for library authors; reached as `strategy.extended`.
+
+    Args:
+        strategy: The strategy.
+        devices: One JAX device per replica, in replica-id order.
+        cross_device_ops: The reduction algorithm; None for one XLA all-reduce.
+        options: Communication options.
+        distributed: Whether variables and results are distributed values; False for strategies
+            that stand for a single device.
+        is_default: Whether this is the strategy outside of every scope.
+
+    Source: `tf.distribute.StrategyExtended`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        devices: Sequence[jax.Device] | None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+        distributed: bool = True,
+        is_default: bool = False,
+    ) -> None:
+        self._strategy = strategy
+        self._devices = None if devices is None else tuple(devices)
+        self.num_replicas = 1 if devices is None else len(devices)
+        self.is_default = is_default
+        self._distributed = distributed
+        self.cross_device_ops = cross_device_ops or NcclAllReduce()
+        self.options = options or CommunicationOptions()
+        replicated: Any = None
+        stacked: Any = None
+        mesh: Any = None
+        if devices is not None and (self.num_replicas > 1 or distributed):
+            mesh = make_mesh(devices)
+            replicated, stacked = replica_shardings(mesh)
+        elif devices is not None:
+            replicated = jax.sharding.SingleDeviceSharding(devices[0])
+        self.mesh = mesh
+        dispatcher = dispatcher_for(self._devices or ())
+        self._layout = VariableLayout(strategy, self.num_replicas, distributed, replicated, stacked)
+        program_mesh = mesh if self.num_replicas > 1 else None
+        self.runner = ReplicaRunner(
+            strategy,
+            self.num_replicas,
+            program_mesh,
+            replicated,
+            stacked,
+            dispatcher,
+            self.cross_device_ops.algorithm_key(self.options),
+        )
+        self.combine = CrossReplica(
+            strategy,
+            self.num_replicas,
+            program_mesh,
+            self.cross_device_ops,
+            self.options,
+            dispatcher,
+            self.runner.place_rows,
+        )
+
+    # Devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Canonical names of this process' replicas' devices, in replica order.
+
+        Raises:
+            ContextError: for the default strategy, which leaves the device to JAX.
+        """
+        if self._devices is None:
+            raise ContextError(
+                "The default strategy has no devices of its own: JAX places its values. Use"
+                " OneDeviceStrategy or MirroredStrategy to choose devices."
+            )
+        return self.device_names()
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """Canonical names of the devices variables lie on; see `worker_devices`."""
+        return self.worker_devices
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: a batch of another shape is compiled anew."""
+        return False
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the one that writes checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the one that writes summaries."""
+        return True
+
+    def device_names(self) -> tuple[str, ...]:
+        """Canonical names of the replicas' devices; of JAX's default device without any."""
+        devices = self._devices or (jax.local_devices()[0],)
+        return tuple(canonical_name(device) for device in devices)
+
+    def describe(self) -> str:
+        """One line for people: the devices and the reduction."""
+        devices = self._devices or ()
+        names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
+        if self.num_replicas == 1:
+            return f"1 replica on {names}"
+        reduction = self.cross_device_ops.describe(devices[0].platform)
+        return f"{self.num_replicas} replicas on {names}; {reduction}"
+
+    # Variables
+
+    def variable_layout(self) -> VariableLayout:
+        """How variables created in this strategy's scope are stored."""
+        return self._layout
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether variable `v` belongs to this strategy.
+
+        Raises:
+            InvalidTypeError: if `v` is not a variable.
+        """
+        if not isinstance(v, Variable):
+            raise InvalidTypeError(f"variable_created_in_scope: {v!r} is not a Variable.")
+        return v.distribute_strategy is self._strategy
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Creates variables on the devices of another variable of this strategy.
+
+        Raises:
+            ContextError: outside of this strategy's scope.
+            InvalidValueError: if it is not a variable of this strategy.
+        """
+        if in_default_context() or current_mode().strategy is not self._strategy:
+            raise ContextError(
+                f"colocate_vars_with needs the scope of {self._strategy!r}: use it inside `with"
+                " strategy.scope():`."
+            )
+        v = colocate_with_variable
+        if not isinstance(v, Variable) or not self.variable_created_in_scope(v):
+            raise InvalidValueError(
+                f"colocate_vars_with: {v!r} is not a variable of {self._strategy!r}."
+            )
+        # All variables of a strategy lie on the same devices.
+        yield
+
+    def value_container(self, value: Any) -> Any:
+        """The variable a component belongs to; everything else as it is."""
+        return value.variable if isinstance(value, VariableComponent) else value
+
+    def read_var(self, v: Variable) -> Any:
+        """The value of a variable, aggregated for ON_READ."""
+        return v.value()
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(var, *args, **kwargs)` for every copy of a variable.
+
+        Args:
+            var: A variable of this strategy.
+            fn: Assigns to its first argument. Of a `PerReplica` argument it receives the component
+                of the copy's replica; what it writes to a mirrored variable must be the same for
+                all copies.
+            args: Further positional arguments.
+            kwargs: Keyword arguments.
+            group: False gives a tuple with one result per copy.
+
+        Returns:
+            What `fn` returned, `Mirrored` where it is the same for all copies.
+
+        Raises:
+            InvalidValueError: if `var` is not a variable of this strategy.
+            ReplicaDivergenceError: if copies of a mirrored variable would differ.
+
+        Source: `tf.distribute.StrategyExtended.update`.
+        """
+        check_same_strategy(self._strategy, "extended.update")
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            raise InvalidValueError(
+                f"extended.update: {var!r} is not a variable of {self._strategy!r}. Create it"
+                " inside `with strategy.scope():`."
+            )
+        call_args = (var, *args)
+        call_kwargs = dict(kwargs or {})
+        if not in_default_context() and current_mode().role == "replica":
+            result = self._merge_call(
+                lambda _, *a, **k: self.runner.run(fn, a, k, "update"), call_args, call_kwargs
+            )
+            return result
+        result = self.runner.run(fn, call_args, call_kwargs, "update")
+        return result if group else map_leaves(local_results, result)
+
+    # Running and combining
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The same as `Strategy.run`."""
+        require_cross_replica(self._strategy, "call_for_each_replica")
+        return self.runner.run(fn, tuple(args), dict(kwargs or {}), "replica")
+
+    def lower(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The program `Strategy.run(fn, args, kwargs)` would run, as a `jax.stages.Lowered`.
+
+        `strategy.extended.lower(step, args).compile().as_text()` shows the collectives.
+        """
+        require_cross_replica(self._strategy, "lower")
+        return self.runner.lower(fn, tuple(args), dict(kwargs or {}), "replica")
+
+    def reduce_to(
+        self,
+        reduce_op: Any,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combines `value` of the replicas and leaves the result at `destinations`.
+
+        Args:
+            reduce_op: `ReduceOp` or its name.
+            value: `PerReplica`, or a nest of them.
+            destinations: A device string, or a value or variable whose devices are meant.
+            options: Overrides of the communication options.
+
+        Returns:
+            `Mirrored` if `destinations` has several devices, else the array.
+
+        Raises:
+            ContextError: inside `run`.
+            InvalidValueError: for unusable destinations.
+
+        Source: `tf.distribute.StrategyExtended.reduce_to`.
+        """
+        return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: Any,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combines several values in one collective; see `reduce_to`.
+
+        Returns:
+            The results, in the order of the pairs.
+
+        Source: `tf.distribute.StrategyExtended.batch_reduce_to`.
+        """
+        require_cross_replica(self._strategy, "batch_reduce_to")
+        op = as_reduce_op(reduce_op, "reduce_to")
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise InvalidTypeError(
+                    f"batch_reduce_to: got {pair!r}, expected (value, destinations) pairs."
+                )
+            _check_destinations(pair[1])
+        results = self.combine.reduce(op, [value for value, _ in pairs], None, options)
+        return [
+            self._mirrored(result) if _spans_replicas(destinations) else result
+            for result, (_, destinations) in zip(results, pairs, strict=True)
+        ]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies one value to all `destinations`.
+
+        Returns:
+            `Mirrored` if `destinations` has several devices, else the array; Python numbers as
+            they are.
+
+        Source: `tf.distribute.StrategyExtended.broadcast_to`.
+        """
+        require_cross_replica(self._strategy, "broadcast_to")
+        if isinstance(tensor, (bool, int, float)):
+            return tensor
+        _check_destinations(destinations)
+        array = jnp.asarray(tensor)
+        if not _spans_replicas(destinations) or self.num_replicas == 1:
+            return array
+        if current_scope() is None:
+            array = jax.device_put(array, self._layout.replicated)
+        return self._mirrored(array)
+
+    def _mirrored(self, value: Any) -> Any:
+        if self.num_replicas == 1 or isinstance(value, Mirrored):
+            return value
+        return Mirrored(value, self.num_replicas)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """See `Strategy.experimental_local_results`."""
+        return local_results(value) if self._distributed else (value,)
+
+    # Input
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
+        """See `Strategy.experimental_distribute_dataset`."""
+        self._check_input_options(options)
+        if self.is_default:
+            return dataset
+        steps = global_batches(dataset, self.num_replicas)
+        return DistributedDataset(steps, self.runner, self.num_replicas > 1)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
+        """See `Strategy.distribute_datasets_from_function`."""
+        per_replica = self._check_input_options(options) is InputReplicationMode.PER_REPLICA
+        if self.is_default:
+            return dataset_fn(InputContext())
+        num_replicas = self.num_replicas
+        count = num_replicas if per_replica else 1
+        datasets = [dataset_fn(InputContext(count, i, num_replicas)) for i in range(count)]
+        steps = per_replica_elements(datasets, num_replicas)
+        return DistributedDataset(steps, self.runner, num_replicas > 1)
+
+    def _check_input_options(self, options: InputOptions | None) -> InputReplicationMode:
+        if options is not None and not isinstance(options, InputOptions):
+            raise InvalidTypeError(f"options is {options!r}, expected distributary.InputOptions.")
+        return (options or InputOptions()).experimental_replication_mode
+
+    def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """See `Strategy.experimental_distribute_values_from_function`."""
+        if not self._distributed:
+            return value_fn(ValueContext(0, 1))
+        values = [value_fn(ValueContext(i, self.num_replicas)) for i in range(self.num_replicas)]
+        flat = [jax.tree.flatten(value, is_leaf=lambda x: x is None) for value in values]
+        for i, (_, tree) in enumerate(flat):
+            if not same_structure(tree, flat[0][1]):
+                raise InvalidValueError(
+                    f"experimental_distribute_values_from_function: value_fn gave {tree} for"
+                    f" replica {i} and {flat[0][1]} for replica 0; the structures must agree."
+                )
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        return jax.tree.unflatten(
+            flat[0][1], [self._place_values(list(column)) for column in columns]
+        )
+
+    def _place_values(self, values: list[Any]) -> PerReplica:
+        value = PerReplica(values)
+        if not all(isinstance(v, (int, float, complex)) or hasattr(v, "dtype") for v in values):
+            return value
+        stacked = stack_components(value)
+        if stacked is None or self._layout.stacked is None:
+            return value
+        return self.runner.place_rows(stacked)
+
+    # What `context` calls
+
+    def _scope_mode(self) -> Mode:
+        return Mode(self._strategy, "cross")
+
+    def _merge_call(
+        self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        num_replicas = self.num_replicas
+
+        def merged(leaf: Any) -> Any:
+            if num_replicas > 1 and isinstance(leaf, jax.core.Tracer):
+                return PerReplica.from_local(leaf, num_replicas)
+            return leaf
+
+        def component(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica) and leaf.form == "local":
+                return leaf.payload
+            return leaf.value() if isinstance(leaf, Mirrored) else leaf
+
+        args, kwargs = map_leaves(merged, (args, kwargs))
+        mode = Mode(self._strategy, "cross")
+        push(mode)
+        try:
+            result = merge_fn(self._strategy, *args, **kwargs)
+        finally:
+            pop(mode)
+        return map_leaves(component, result)
+
+    def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
+        op = as_reduce_op(reduce_op, "all_reduce")
+        merged = self.options.merge(options)
+        if self.num_replicas == 1:
+            return reduce_alone(op, value)
+        return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+
+    def _all_gather(self, value: Any, axis: Any, options: CommunicationOptions | None) -> Any:
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise InvalidTypeError(f"all_gather: axis is {axis!r}, expected an int.")
+        return gather_nest(value, axis, self.num_replicas)
+
+
+def _check_destinations(destinations: Any) -> None:
+    unusable = destinations is None or isinstance(destinations, (bool, int))
+    if unusable or isinstance(destinations, (list, tuple)) or _is_empty_text(destinations):
+        raise InvalidValueError(
+            f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
+            " variable whose devices are meant."
+        )
+
+
+def _spans_replicas(destinations: Any) -> bool:
+    if isinstance(destinations, (PerReplica, Mirrored)):
+        return True
+    return isinstance(destinations, Variable) and destinations._layout.mirrored
+
+
+def _is_empty_text(destinations: Any) -> bool:
+    return isinstance(destinations, str) and not destinations

@@ -1,0 +1,49 @@
+"""Synchronous training on all devices of one machine."""
+
+import logging
+from collections.abc import Sequence
+from typing import final
+
+import jax
+
+from distributary.collectives import CrossDeviceOps
+from distributary.errors import InvalidTypeError
+from distributary.strategies._base import Strategy
+from distributary.strategies._extended import StrategyExtended
+from distributary.topology import replica_devices
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class MirroredStrategy(Strategy):
+    """One replica per device of this machine, with variables mirrored on all of them.
+
+    Args:
+        devices: Device strings such as `"GPU:0"` or `"/cpu:1"`, or `jax.Device` objects; their
+            order gives the replica ids. None takes all GPUs, else all TPUs, else all CPU devices.
+            `["CPU:0", "CPU:1"]` makes logical CPU devices if JAX has not started yet.
+        cross_device_ops: How gradients are combined: `NcclAllReduce` (the default),
+            `HierarchicalCopyAllReduce`, `ReductionToOneDevice` or a subclass of
+            `CrossDeviceOps`.
+
+    Raises:
+        DeviceError: for devices that do not exist, are named twice or mixed.
+        InvalidTypeError: if `cross_device_ops` is not a `CrossDeviceOps`.
+
+    Source: `tf.distribute.MirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            raise InvalidTypeError(
+                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a"
+                f" {type(cross_device_ops).__name__}; expected an instance such as"
+                " distributary.NcclAllReduce()."
+            )
+        super().__init__(StrategyExtended(self, replica_devices(devices), cross_device_ops))
+        _log.info("Using %r", self)

@@ -1,0 +1,29 @@
+"""Everything on one device."""
+
+from typing import Any, final
+
+from distributary.errors import InvalidTypeError
+from distributary.strategies._base import Strategy
+from distributary.strategies._extended import StrategyExtended
+from distributary.topology import replica_devices
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """Runs and stores everything on one device, through the same code as the other strategies.
+
+    Args:
+        device: Device string such as `"GPU:0"` or `"/cpu:0"`, or a `jax.Device`.
+
+    Raises:
+        DeviceError: if the device cannot be parsed or does not exist.
+
+    Source: `tf.distribute.OneDeviceStrategy`.
+    """
+
+    def __init__(self, device: Any) -> None:
+        if isinstance(device, (list, tuple)) or device is None:
+            raise InvalidTypeError(
+                f"OneDeviceStrategy: device is {device!r}, expected one device such as 'CPU:0'."
+            )
+        super().__init__(StrategyExtended(self, replica_devices([device]), distributed=False))

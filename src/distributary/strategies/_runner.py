@@ -1,0 +1,388 @@
+"""Carries out `Strategy.run`: traces, caches and calls the program of the replicas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import jax
+import numpy as np
+
+from distributary.context import Mode, ReplicaContext, pop, push
+from distributary.errors import InvalidTypeError, ReplicaMismatchError
+from distributary.strategies._cache import ProgramCache
+from distributary.strategies._compiled import (
+    Compiled,
+    is_dynamic,
+    signature_of,
+    split_result,
+)
+from distributary.topology import Dispatcher
+from distributary.tracing import ReplicaProgram, TraceScope, current_scope
+from distributary.values import (
+    Mirrored,
+    PerReplica,
+    component_arrays,
+    map_leaves,
+    same_structure,
+    stack_components,
+)
+
+Role = Literal["replica", "update"]
+
+
+@final
+@dataclass(slots=True)
+class _Slot:
+    """One argument of a step: what the replicas receive for it."""
+
+    kind: Literal["static", "whole", "split", "uneven"]
+    content: Any = None  # the value of a static argument, else the tree of its arrays
+    count: int = 0  # number of arrays a replica receives
+
+
+@final
+class ReplicaRunner:
+    """Runs functions on the replicas of one strategy.
+
+    Args:
+        strategy: The strategy.
+        num_replicas: Number of replicas.
+        mesh: Mesh with the axis `"replica"`; None on one device.
+        replicated: Sharding of values all replicas share.
+        stacked: Sharding of `[replica, *shape]`; None on one device.
+        dispatcher: Bounds the programs in flight.
+        algorithm_key: Key of the strategy's reduction algorithm.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_replicas: int,
+        mesh: Any,
+        replicated: Any,
+        stacked: Any,
+        dispatcher: Dispatcher,
+        algorithm_key: str,
+    ) -> None:
+        self._strategy = strategy
+        self._num_replicas = num_replicas
+        self._mesh = mesh
+        self._replicated = replicated
+        self._stacked = stacked
+        self._dispatcher = dispatcher
+        self._algorithm_key = algorithm_key
+        self.cache = ProgramCache("Strategy.run")
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, role: Role
+    ) -> Any:
+        """Runs `function` once per replica and merges the results."""
+        scope = current_scope()
+        if scope is not None and scope.kind == "replica":
+            return self._run_inside_replica(function, args, kwargs, role)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        programs = self.cache.programs_of(function)
+        if scope is None:
+            key = (tree, tuple([signature_of(leaf, "Strategy.run") for leaf in leaves]), role)
+            entry = programs.get(key)
+            if entry is not None and entry.compiled.alive:
+                return entry.compiled(entry.pick(leaves))
+        args, kwargs = self._even_out((args, kwargs), scope is None)
+        leaves, tree_after = jax.tree.flatten((args, kwargs))
+        if scope is not None:
+            return self._run_inside_function(scope, function, args, kwargs, role)
+        if not same_structure(tree_after, tree):
+            # Components of equal shape were stacked; from here on it is an ordinary call.
+            return self.run(function, args, kwargs, role)
+        entry = self._build(function, args, kwargs, role)
+        self.cache.note_trace(function, programs, key)
+        programs[key] = entry
+        return entry.compiled(entry.pick(leaves))
+
+    def lower(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, role: Role
+    ) -> Any:
+        """The program of a step, lowered but not run."""
+        args, kwargs = self._even_out((args, kwargs), True)
+        entry = self._build(function, args, kwargs, role)
+        return entry.compiled.lowered(entry.pick(jax.tree.leaves((args, kwargs))))
+
+    def place_rows(self, value: PerReplica) -> PerReplica:
+        """A stacked `PerReplica` with every row on its replica's device."""
+        if self._stacked is None:
+            return value
+        return PerReplica.from_stacked(
+            jax.device_put(value.payload, self._stacked), value.num_replicas
+        )
+
+    def place_components(self, values: Sequence[Any]) -> PerReplica:
+        """A `PerReplica` of components that differ in shape, each on every device."""
+        if self._replicated is not None:
+            values = jax.device_put(list(values), self._replicated)
+        return PerReplica(tuple(values))
+
+    def _even_out(self, tree: Any, place: bool) -> Any:
+        """Replaces `PerReplica` components of equal shape by one stacked array."""
+
+        def even_out(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica):
+                return leaf
+            if leaf.num_replicas != self._num_replicas:
+                raise ReplicaMismatchError(
+                    f"Strategy.run: a PerReplica has {leaf.num_replicas} components, but"
+                    f" {self._strategy!r} has {self._num_replicas} replicas. Build it with"
+                    " strategy.experimental_distribute_values_from_function or take it from this"
+                    " strategy's dataset."
+                )
+            if leaf.form != "components":
+                return leaf
+            stacked = stack_components(leaf)
+            if stacked is not None:
+                return self.place_rows(stacked) if place else stacked
+            arrays = component_arrays(leaf)
+            return self.place_components(arrays) if place else PerReplica(arrays)
+
+        return map_leaves(even_out, tree)
+
+    def _build(self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role) -> "_Entry":
+        step = _Step(self._strategy, self._num_replicas, function, args, kwargs, role)
+        program = self._program(step)
+        compiled = Compiled(
+            program,
+            self._replicated,
+            self._stacked,
+            self._dispatcher,
+            lambda outs: step.merge(program, outs),
+        )
+        step.release()
+        return _Entry(compiled, step.picks)
+
+    def _program(self, step: "_Step") -> ReplicaProgram:
+        return ReplicaProgram(
+            step.flat,
+            step.avals,
+            step.varying,
+            self._num_replicas,
+            self._mesh,
+            self._algorithm_key,
+            split_outputs=step.role == "replica",
+        )
+
+    def _run_inside_function(
+        self,
+        scope: TraceScope,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        role: Role,
+    ) -> Any:
+        """Inlines the program into the `distributary.function` that is being traced."""
+        step = _Step(self._strategy, self._num_replicas, function, args, kwargs, role)
+        program = self._program(step)
+        scope.strategies.append(self._strategy)
+        leaves = jax.tree.leaves((args, kwargs))
+        new, outs = program(
+            program.captures,
+            [scope.read(handle) for handle in program.written],
+            [scope.read(handle) for handle in program.read_only],
+            _pick(leaves, step.picks),
+        )
+        for handle, value in zip(program.written, new, strict=True):
+            scope.write(handle, value)
+        return step.merge(program, outs)
+
+    def _run_inside_replica(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role
+    ) -> Any:
+        """Runs the function in place: the program being traced is that of one replica already."""
+        args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
+        result = call_on_replica(self._strategy, function, args, kwargs, role)
+        arrays, rebuild = split_result(result, "Strategy.run")
+        if self._num_replicas == 1:
+            return result
+
+        def wrap(value: Any) -> Any:
+            kind = PerReplica.from_local if role == "replica" else Mirrored
+            return kind(value, self._num_replicas)
+
+        return rebuild(arrays, wrap)
+
+
+@final
+@dataclass(slots=True)
+class _Entry:
+    compiled: Compiled
+    picks: list[Any] | None
+
+    def pick(self, leaves: list[Any]) -> list[Any]:
+        return leaves if self.picks is None else _pick(leaves, self.picks)
+
+
+def _pick(leaves: list[Any], picks: list[Any] | None) -> list[Any]:
+    """The program's arguments out of the flattened arguments of the call."""
+    if picks is None:
+        return leaves
+    return [leaves[pick] if isinstance(pick, int) else [leaves[i] for i in pick] for pick in picks]
+
+
+def _component_of_traced(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica) and leaf.form == "local":
+        return leaf.payload
+    if isinstance(leaf, Mirrored):
+        return leaf.value()
+    return leaf
+
+
+def call_on_replica(
+    strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, role: Role
+) -> Any:
+    """Calls `function` as the code of the replica that is being traced."""
+    context = ReplicaContext(strategy, _traced_replica_id) if role == "replica" else None
+    mode = Mode(strategy, role, context)
+    push(mode)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop(mode)
+
+
+def _traced_replica_id() -> Any:
+    scope = current_scope()
+    assert scope is not None
+    return scope.replica_id()
+
+
+@final
+class _Step:
+    """A step function with its arguments laid out for tracing.
+
+    Attributes:
+        avals: Shapes and dtypes of the arrays one replica receives; one list, or one per replica
+            on an uneven batch.
+        varying: For every such array, whether replicas may receive different values.
+        picks: For every such array, its position among the flattened arguments, or one position
+            per replica; None if they are the flattened arguments themselves.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_replicas: int,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        role: Role,
+    ) -> None:
+        self.role: Role = role
+        self._strategy = strategy
+        self._num_replicas = num_replicas
+        self._function = function
+        self._rebuild: Callable[..., Any] | None = None
+        outer, self._tree = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored))
+        )
+        self._slots: list[_Slot] = []
+        self.varying: list[bool] = []
+        self.avals: list[list[Any]] = []
+        picks: list[Any] = []
+        position = 0
+        for leaf in outer:
+            flat, inner_tree = jax.tree.flatten(leaf)
+            slot = _slot_of(leaf, len(flat), inner_tree, num_replicas)
+            self._slots.append(slot)
+            for i in range(slot.count):
+                if slot.kind == "uneven":
+                    picks.append([position + r * slot.count + i for r in range(num_replicas)])
+                else:
+                    picks.append(position + i)
+                self.varying.append(slot.kind in ("split", "uneven"))
+            position += len(flat)
+        flat_leaves = jax.tree.leaves((args, kwargs))
+        identity = picks == list(range(len(flat_leaves)))
+        self.picks = None if identity else picks
+        uneven = any(slot.kind == "uneven" for slot in self._slots)
+        for replica in range(num_replicas if uneven else 1):
+            self.avals.append(
+                [
+                    _aval_of(flat_leaves, pick, replica, varies)
+                    for pick, varies in zip(picks, self.varying, strict=True)
+                ]
+            )
+
+    def flat(self, *arrays: Any) -> list[Any]:
+        """The step of one replica on its arrays, flat."""
+        remaining = iter(arrays)
+        parts = []
+        for slot in self._slots:
+            if slot.kind == "static":
+                parts.append(slot.content)
+            else:
+                own = [next(remaining) for _ in range(slot.count)]
+                parts.append(jax.tree.unflatten(slot.content, own))
+        args, kwargs = jax.tree.unflatten(self._tree, parts)
+        result = call_on_replica(self._strategy, self._function, args, kwargs, self.role)
+        outs, self._rebuild = split_result(result, "Strategy.run")
+        return outs
+
+    def release(self) -> None:
+        """Forgets the function and its arguments, so that a cached program keeps neither alive."""
+        self._function = _released
+        self._slots = []
+
+    def merge(self, program: ReplicaProgram, outs: Sequence[Any]) -> Any:
+        """The result of the run from the outputs of the program."""
+        assert self._rebuild is not None
+        num_replicas = self._num_replicas
+        if num_replicas == 1:
+            return self._rebuild(outs)
+        whole = {id(out) for out, split in zip(outs, program.split_outs, strict=True) if not split}
+
+        def wrap(tree: Any) -> Any:
+            leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, list))
+            if any(isinstance(leaf, list) for leaf in leaves):
+                columns = [
+                    leaf if isinstance(leaf, list) else [leaf[i] for i in range(num_replicas)]
+                    for leaf in leaves
+                ]
+                structure = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, list))
+                return PerReplica(
+                    [
+                        jax.tree.unflatten(structure, [column[i] for column in columns])
+                        for i in range(num_replicas)
+                    ]
+                )
+            if leaves and all(id(leaf) in whole for leaf in leaves):
+                return Mirrored(tree, num_replicas)
+            return PerReplica.from_stacked(tree, num_replicas)
+
+        return self._rebuild(outs, wrap)
+
+
+def _released(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a released step was traced")
+
+
+def _slot_of(leaf: Any, num_leaves: int, tree: Any, num_replicas: int) -> _Slot:
+    if isinstance(leaf, PerReplica):
+        if leaf.form == "stacked":
+            return _Slot("split", jax.tree.structure(leaf.payload), num_leaves)
+        component = jax.tree.structure(leaf.payload[0])
+        return _Slot("uneven", component, num_leaves // num_replicas)
+    if isinstance(leaf, Mirrored):
+        return _Slot("whole", jax.tree.structure(leaf.value()), num_leaves)
+    if is_dynamic(leaf):
+        return _Slot("whole", tree, 1)
+    if isinstance(leaf, jax.core.Tracer):
+        raise InvalidTypeError(f"Strategy.run: argument {leaf!r} is a tracer of another trace.")
+    return _Slot("static", leaf, 0)
+
+
+def _aval_of(leaves: list[Any], pick: Any, replica: int, varies: bool) -> Any:
+    value = leaves[pick] if isinstance(pick, int) else leaves[pick[replica]]
+    stacked = varies and isinstance(pick, int)
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
+    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    shape = aval.shape[1:] if stacked else aval.shape
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)

@@ -1,0 +1,32 @@
+"""Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
+
+from distributary.topology._cpu import prepare_cpu_threads, set_logical_cpu_devices
+from distributary.topology._device_strings import (
+    DeviceName,
+    canonical_name,
+    local_devices_of,
+    parse_device,
+    resolve_device,
+    short_name,
+)
+from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
+from distributary.topology._dispatch import Dispatcher, dispatcher_for
+from distributary.topology._jax_private import backends_started, inside_jax_trace
+
+__all__ = [
+    "REPLICA_AXIS",
+    "DeviceName",
+    "Dispatcher",
+    "backends_started",
+    "canonical_name",
+    "dispatcher_for",
+    "inside_jax_trace",
+    "local_devices_of",
+    "make_mesh",
+    "parse_device",
+    "prepare_cpu_threads",
+    "replica_devices",
+    "resolve_device",
+    "set_logical_cpu_devices",
+    "short_name",
+]

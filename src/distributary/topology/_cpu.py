@@ -1,0 +1,94 @@
+"""Logical CPU devices."""
+
+import operator
+import os
+import re
+from typing import SupportsIndex
+
+import jax
+
+from distributary.errors import BackendStartedError, InvalidValueError
+from distributary.topology._device_strings import local_devices_of
+from distributary.topology._jax_private import backends_started
+from distributary.topology._thread_pool import CpuThreads
+
+__all__ = ["prepare_cpu_threads", "requested_cpu_devices", "set_logical_cpu_devices"]
+
+# More would cost minutes and tens of thousands of threads: a typing error.
+_MAX_LOGICAL_CPU_DEVICES = 1024
+
+_threads = CpuThreads(os.environ)
+
+
+def set_logical_cpu_devices(num_devices: SupportsIndex) -> None:
+    """Makes JAX show the CPU of this machine as several devices.
+
+    Replicas on logical devices compute the same as on as many GPUs, which serves tests and
+    development. Call it at the top of the program, before anything uses JAX; until JAX starts, a
+    later call replaces an earlier one. Where the devices would otherwise wait for each other for
+    ever, it also sets the environment variable `PJRT_NPROC`, the size of XLA's thread pool.
+
+    Args:
+        num_devices: How many CPU devices this process shall have, 1 to 1024.
+
+    Raises:
+        InvalidValueError: if the number is not an int from 1 to 1024.
+        BackendStartedError: if JAX has started with another number of CPU devices.
+
+    Source: `tf.config.set_logical_device_configuration`.
+    """
+    count = _checked_count(num_devices)
+    if not backends_started():
+        jax.config.update("jax_num_cpu_devices", count)
+    elif (num_existing := len(local_devices_of("CPU"))) != count:
+        raise BackendStartedError(
+            f"set_logical_cpu_devices({count}): JAX has already started, and its number of CPU"
+            f" devices ({num_existing}) cannot change any more. Call it at the top of the program,"
+            " before anything uses JAX: jax.devices(), an array or a strategy starts it. Or start"
+            f" the program with the environment variable JAX_NUM_CPU_DEVICES={count}."
+        )
+    prepare_cpu_threads(count)
+
+
+def requested_cpu_devices() -> int:
+    """The number of CPU devices with which JAX would start now."""
+    # JAX adds its options to `config` as it defines them, unseen by type checkers.
+    configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
+    if configured >= 1:  # -1 stands for: not set
+        return configured
+    flags = os.environ.get("XLA_FLAGS", "")
+    counts: list[str] = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return max(1, int(counts[-1])) if counts else 1
+
+
+def prepare_cpu_threads(num_devices: int) -> None:
+    """Gives XLA's CPU thread pool two threads per device, as long as JAX has not started.
+
+    Once JAX has started, a pool that looks too small is reported, once per process. May be called
+    any number of times.
+
+    Args:
+        num_devices: Number of CPU devices of this process that take part in one program; before
+            JAX has started, of all CPU devices that it will have.
+
+    Warns:
+        DistributaryWarning: if the user's `PJRT_NPROC` or `NPROC` is too small and replaced, or JAX
+            has started with a pool that is too small.
+    """
+    if backends_started():
+        _threads.report(num_devices, num_existing=len(local_devices_of("CPU")))
+    else:
+        _threads.enlarge(num_devices)
+
+
+def _checked_count(num_devices: SupportsIndex) -> int:
+    try:
+        count = -1 if isinstance(num_devices, bool) else operator.index(num_devices)
+    except TypeError:
+        count = -1
+    if not 1 <= count <= _MAX_LOGICAL_CPU_DEVICES:
+        raise InvalidValueError(
+            f"set_logical_cpu_devices: num_devices is {num_devices!r}, expected an int from 1 to"
+            f" {_MAX_LOGICAL_CPU_DEVICES}."
+        )
+    return count

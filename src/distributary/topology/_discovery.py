@@ -1,0 +1,135 @@
+"""The devices of a strategy and their mesh."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from distributary.errors import DeviceError
+from distributary.topology._cpu import (
+    prepare_cpu_threads,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
+from distributary.topology._device_strings import (
+    DeviceName,
+    local_devices_of,
+    name_of,
+    resolve_device,
+)
+from distributary.topology._jax_private import backends_started
+
+__all__ = ["REPLICA_AXIS", "make_mesh", "replica_devices"]
+
+REPLICA_AXIS = "replica"
+"""The mesh axis over which replicas are spread."""
+
+
+def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Device, ...]:
+    """Finds the devices of this process that run one replica each; starts the JAX backends.
+
+    If JAX has not started, CPU devices in the list are made as logical devices.
+
+    Args:
+        devices: Device strings (see `parse_device`) or `jax.Device` objects, all of one kind; None
+            for all GPUs of this process, else all TPUs, else all CPU devices.
+
+    Returns:
+        The devices in replica-id order, which is the order of the list.
+
+    Raises:
+        DeviceError: if the list is empty or no list, or one of the devices cannot be parsed, does
+            not exist, belongs to another process, comes twice, or is of another kind than the rest.
+
+    Source: argument `devices` of `tf.distribute.MirroredStrategy`.
+    """
+    if devices is None:
+        found = _all_devices_of_the_best_kind()
+    else:
+        elements = _checked_list(devices)
+        names = tuple(name_of(element) for element in elements)
+        _check_distinct(elements, names)
+        _check_one_kind(elements, names)
+        found = _resolve_all(elements, names)
+    if found[0].platform == "cpu":
+        prepare_cpu_threads(len(found))  # JAX has started by now: only warns
+    return found
+
+
+def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """A mesh with the one axis `REPLICA_AXIS`; replica `i` is on `devices[i]`.
+
+    Args:
+        devices: One device per replica, possibly of several processes; in the same order in every
+            process.
+    """
+    row = np.empty(len(devices), dtype=object)
+    row[:] = devices
+    return jax.sharding.Mesh(row, (REPLICA_AXIS,))
+
+
+def _all_devices_of_the_best_kind() -> tuple[jax.Device, ...]:
+    if not backends_started():
+        prepare_cpu_threads(requested_cpu_devices())
+    for kind in ("GPU", "TPU", "CPU"):
+        if found := local_devices_of(kind):
+            return found
+    raise DeviceError(
+        f"This process has no GPU, TPU or CPU device, only {jax.local_devices()}. Pass the devices"
+        " to use as a list."
+    )
+
+
+def _checked_list(devices: Sequence[str | jax.Device]) -> tuple[str | jax.Device, ...]:
+    if isinstance(devices, (str, jax.Device)):
+        raise DeviceError(
+            f"devices is {devices!r}, expected a list with one device per replica: pass"
+            f" [{devices!r}]."
+        )
+    if not isinstance(devices, (Sequence, np.ndarray)):
+        raise DeviceError(
+            f"devices is {devices!r} ({type(devices).__name__}), expected a list with one device"
+            " per replica, such as ['GPU:0', 'GPU:1'], or None for all devices."
+        )
+    if len(devices) == 0:
+        raise DeviceError(
+            "devices is an empty list, expected one device per replica; pass None (or no devices)"
+            " to use all devices of this process."
+        )
+    return tuple(devices)
+
+
+def _check_distinct(elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]) -> None:
+    first_replica_on: dict[DeviceName, int] = {}
+    for replica_id, name in enumerate(names):
+        earlier = first_replica_on.setdefault(name, replica_id)
+        if earlier != replica_id:
+            raise DeviceError(
+                f"Replicas {earlier} and {replica_id} are both on {name.short}:"
+                f" {elements[earlier]!r} and {elements[replica_id]!r} are the same device. Name"
+                " each device once."
+            )
+
+
+def _check_one_kind(elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]) -> None:
+    for element, name in zip(elements, names, strict=True):
+        if name.kind != names[0].kind:
+            raise DeviceError(
+                f"{element!r} is a {name.kind} and {elements[0]!r} is a {names[0].kind}: the"
+                " replicas of one strategy run one program, so all devices must be of one kind."
+                f" Remove the devices that are no {names[0].kind}."
+            )
+
+
+def _resolve_all(
+    elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]
+) -> tuple[jax.Device, ...]:
+    num_cpu_devices = max((name.index + 1 for name in names if name.kind == "CPU"), default=1)
+    if not backends_started():
+        if num_cpu_devices > requested_cpu_devices():
+            set_logical_cpu_devices(num_cpu_devices)
+        else:
+            prepare_cpu_threads(requested_cpu_devices())
+    return tuple(
+        resolve_device(element, num_cpu_devices_wanted=num_cpu_devices) for element in elements
+    )

@@ -1,0 +1,127 @@
+"""The order in which replica-wide programs reach their devices, and how many are in flight."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar, final
+
+import jax
+
+from distributary.errors import InvalidValueError
+
+__all__ = ["Dispatcher", "dispatcher_for"]
+
+_T = TypeVar("_T")
+
+_MAX_IN_FLIGHT = 4
+# Both reentrant: a program may have to be dispatched while another one is being prepared.
+_cpu_lock = threading.RLock()
+_accelerator_lock = threading.RLock()
+
+
+@final
+class Dispatcher:
+    """Dispatches replica-wide programs so that their collectives cannot wait for each other.
+
+    A program with collectives needs all its devices at once. Two threads that dispatch such
+    programs could reach the devices in different order, so only one dispatches at a time. XLA:CPU
+    also runs all devices on one thread pool, where a program that waits for its last device can be
+    starved by the programs dispatched behind it, so few of those are in flight.
+
+    Most callers want `dispatcher_for`, which shares one dispatcher between all meshes that share
+    a thread pool.
+
+    Args:
+        lock: Held during each dispatch; None if nothing has to be kept in order.
+        max_in_flight: How many programs may be dispatched and not finished, over all threads; None
+            for any number. Needs a lock.
+
+    Attributes:
+        bounded: Whether the number in flight is bounded, so that `run` needs tokens.
+
+    Raises:
+        InvalidValueError: if `max_in_flight` is below 1 or comes without a lock.
+    """
+
+    __slots__ = ("_lock", "_max_in_flight", "_tokens", "bounded")
+
+    def __init__(
+        self, lock: AbstractContextManager[object] | None, max_in_flight: int | None = None
+    ) -> None:
+        if max_in_flight is not None and (max_in_flight < 1 or lock is None):
+            raise InvalidValueError(
+                f"Dispatcher: max_in_flight is {max_in_flight} with lock {lock}, expected a number"
+                " >= 1 and a lock, or None."
+            )
+        self.bounded = max_in_flight is not None
+        self._lock = lock
+        self._max_in_flight = max_in_flight or 0
+        # Outputs of the latest programs, oldest first; guarded by `_lock`. A program not recorded
+        # here has finished.
+        self._tokens: deque[jax.Array] = deque()
+
+    def run(self, call: Callable[[], _T], token_of: Callable[[_T], jax.Array | None]) -> _T:
+        """Dispatches one program, after waiting for an earlier one if too many are in flight.
+
+        Args:
+            call: Dispatches the program and returns its outputs. Trace and compile beforehand:
+                other threads wait while it runs, so it must not wait for them.
+            token_of: From the outputs of `call`, a small array that has a shard on every device of
+                this process and is never donated to a later program; None for a program without
+                collectives. Not called unless `bounded`.
+
+        Returns:
+            What `call` returns.
+
+        Raises:
+            JaxRuntimeError: if an earlier token was donated or deleted.
+        """
+        lock = self._lock
+        if lock is None:
+            return call()
+        with lock:
+            if not self.bounded:
+                return call()
+            tokens = self._tokens
+            while len(tokens) >= self._max_in_flight:
+                _wait_for(tokens.popleft())
+            result = call()
+            token = token_of(result)
+            if token is not None:
+                tokens.append(token)
+            return result
+
+
+# One thread pool in the process, so one window over all meshes of CPU devices.
+_direct = Dispatcher(lock=None)
+_ordered = Dispatcher(lock=_accelerator_lock)
+_ordered_and_bounded = Dispatcher(lock=_cpu_lock, max_in_flight=_MAX_IN_FLIGHT)
+
+
+def dispatcher_for(mesh_devices: tuple[jax.Device, ...]) -> Dispatcher:
+    """The dispatcher of programs that run on all of the given devices.
+
+    Args:
+        mesh_devices: The devices of a mesh, those of other processes included.
+
+    Returns:
+        With one device in this process, a dispatcher that only calls; with several CPU devices, the
+        one that all such meshes share, with at most 4 programs in flight; with several GPUs or
+        TPUs, the one that keeps their order.
+    """
+    this_process = jax.process_index()
+    platforms = [d.platform for d in mesh_devices if d.process_index == this_process]
+    if len(platforms) <= 1:
+        return _direct
+    return _ordered_and_bounded if platforms[0] == "cpu" else _ordered
+
+
+def _wait_for(token: jax.Array) -> None:
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError:
+        # A program that failed is finished, too: whoever reads its outputs gets the error. But a
+        # token that is gone would leave the number in flight without a bound.
+        if token.is_deleted():
+            raise

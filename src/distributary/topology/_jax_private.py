@@ -1,0 +1,25 @@
+"""The one place that uses private names of JAX."""
+
+import jax.extend.core as jex_core
+from jax._src import xla_bridge
+
+__all__ = ["backends_started", "inside_jax_trace"]
+
+
+def inside_jax_trace() -> bool:
+    """Whether the caller is being traced by `jax.jit` or JAX control flow.
+
+    True below `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`, False below an eager `grad` or
+    `vmap`. jax 0.10.2 has it in `jax.extend.core` under a name that says not to rely on it; a
+    better one is asked for in https://github.com/jax-ml/jax/issues/18544, open as of that version.
+    """
+    return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
+
+
+def backends_started() -> bool:
+    """Whether JAX has started its backends; the question itself starts nothing.
+
+    JAX has no public name for this: https://github.com/jax-ml/jax/issues/23320, open as of
+    jax 0.10.2, the version in which this place of the private name was checked.
+    """
+    return bool(xla_bridge.backends_are_initialized())

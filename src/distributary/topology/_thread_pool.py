@@ -1,0 +1,125 @@
+"""The size of the thread pool on which XLA runs CPU devices."""
+
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, MutableMapping
+from typing import final
+
+from distributary.errors import DistributaryWarning
+
+__all__ = ["CpuThreads"]
+
+# XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
+# in a collective holds its thread. With fewer than two threads per device, the devices of the next
+# program can take the threads that the current one still needs: XLA then aborts the process with
+# "Expected 8 threads to join the rendezvous". Measured on jax 0.10.2: pools of R + 1 threads
+# deadlocked at R = 2, 4 and 8 devices, pools of 2R never did; larger ones only cost time.
+_THREADS_PER_DEVICE = 2
+
+# In the order in which XLA looks; the first that is an integer counts.
+_VARIABLES = ("PJRT_NPROC", "NPROC")
+
+_FRAMES_TO_CALLER_OF_PREPARE = 4
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # as XLA counts them, where it can
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@final
+class CpuThreads:
+    """Sets the size of the pool before JAX starts, and remembers what it has set.
+
+    Args:
+        environ: Environment to read and to change.
+        num_cores: Returns the number of cores that this process may use.
+    """
+
+    def __init__(
+        self, environ: MutableMapping[str, str], num_cores: Callable[[], int] = _num_cores
+    ) -> None:
+        self._environ = environ
+        self._num_cores = num_cores
+        self._lock = threading.Lock()  # guards the rest
+        self._prepared_for = 1  # number of devices
+        self._written: str | None = None  # our value of PJRT_NPROC
+        self._reported = False
+
+    def enlarge(self, num_devices: int) -> None:
+        """Sets `PJRT_NPROC` if the pool would have fewer than two threads per device.
+
+        Args:
+            num_devices: Number of CPU devices with which JAX will start.
+
+        Warns:
+            DistributaryWarning: if this replaces a value of the user.
+        """
+        with self._lock:
+            if self._written is not None and self._environ.get("PJRT_NPROC") == self._written:
+                del self._environ["PJRT_NPROC"]  # for an earlier number of devices
+            self._written = None
+            self._prepared_for = num_devices
+            needed = _threads_needed(num_devices)
+            variable = self._variable()
+            if self._size_asked_for(variable) >= needed:
+                return
+            size = max(self._num_cores(), needed)
+            if variable is not None:
+                warnings.warn(
+                    f"{variable}={self._environ[variable]} in the environment is too small for"
+                    f" {num_devices} CPU devices, which would wait for each other for ever; using"
+                    f" PJRT_NPROC={size}. Remove the variable, or set PJRT_NPROC to {needed} or"
+                    " more.",
+                    DistributaryWarning,
+                    stacklevel=_FRAMES_TO_CALLER_OF_PREPARE,
+                )
+            self._written = self._environ["PJRT_NPROC"] = str(size)
+
+    def report(self, num_devices: int, *, num_existing: int) -> None:
+        """Warns, once, if JAX has started with fewer than two threads per device.
+
+        Args:
+            num_devices: Number of CPU devices that take part in one program.
+            num_existing: Number of all CPU devices of this process.
+
+        Warns:
+            DistributaryWarning: if the pool is too small, as far as the environment tells.
+        """
+        with self._lock:
+            if self._reported or num_devices <= self._prepared_for:
+                return
+            # XLA gives every CPU device of the process at least one thread.
+            size = max(self._size_asked_for(self._variable()), num_existing)
+            needed = _threads_needed(num_devices)
+            if size >= needed:
+                return
+            self._reported = True
+            warnings.warn(
+                f"JAX was started before distributary could prepare it: {num_devices} CPU devices"
+                f" share a pool of {size} threads and need {needed}. The steps of a strategy are"
+                " safe, because only a few are in flight at a time, but other programs with"
+                " collectives can wait for each other for ever. Call"
+                f" distributary.config.set_logical_cpu_devices({num_existing}) at the top of the"
+                " program, before anything uses JAX, or start the program with the environment"
+                f" variable PJRT_NPROC={needed}.",
+                DistributaryWarning,
+                stacklevel=_FRAMES_TO_CALLER_OF_PREPARE,
+            )
+
+    def _variable(self) -> str | None:
+        for variable in _VARIABLES:
+            if re.fullmatch(r"\s*[+-]?\d+\s*", self._environ.get(variable, ""), re.ASCII):
+                return variable
+        return None
+
+    def _size_asked_for(self, variable: str | None) -> int:
+        return self._num_cores() if variable is None else int(self._environ[variable])
+
+
+def _threads_needed(num_devices: int) -> int:
+    # A device alone waits for nobody.
+    return _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0

@@ -1,0 +1,32 @@
+"""From step functions with variables, tapes and collectives to pure programs.
+
+The order of the passes is told in `docs/design/tracing.md`.
+"""
+
+from distributary.tracing._divergence import COLLECTIVES
+from distributary.tracing._markers import Array, Handle
+from distributary.tracing._program import FunctionProgram, ReplicaProgram
+from distributary.tracing._scope import (
+    TapeRecord,
+    TraceScope,
+    UnevenSizes,
+    activate,
+    check_not_frozen,
+    current_scope,
+    user_location,
+)
+
+__all__ = [
+    "COLLECTIVES",
+    "Array",
+    "FunctionProgram",
+    "Handle",
+    "ReplicaProgram",
+    "TapeRecord",
+    "TraceScope",
+    "UnevenSizes",
+    "activate",
+    "check_not_frozen",
+    "current_scope",
+    "user_location",
+]

@@ -1,0 +1,469 @@
+"""Turns markers into plain data flow.
+
+`interpret` evaluates a traced jaxpr equation by equation inside a second trace. Variables become
+values in a `state` dictionary, tapes become `jax.vjp` of the equations they recorded, and
+everything without a marker is evaluated as JAX would. Nothing of it remains in the compiled
+program: the result has the same floating point operations as the step written by hand.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.errors import UnsupportedError
+from distributary.tracing._connectivity import is_jit, sparse_read_sizes, tape_region
+from distributary.tracing._markers import (
+    MARKERS,
+    Array,
+    Equation,
+    Handle,
+    contains,
+    grad_p,
+    handles_written,
+    open_jaxpr,
+    read_p,
+    sparse_read_p,
+    tape_p,
+    write_p,
+)
+
+State: TypeAlias = dict[Handle, Array]
+Env: TypeAlias = dict[Any, Array]
+
+
+def interpret(
+    jaxpr: Any, consts: Sequence[Array], args: Sequence[Array], state: State
+) -> list[Array]:
+    """Evaluates `jaxpr`, with variables read from and written to `state`.
+
+    Args:
+        jaxpr: Traced jaxpr, with markers.
+        consts: Values of its constants.
+        args: Values of its inputs.
+        state: Value of every variable the jaxpr uses; changed in place.
+
+    Returns:
+        The outputs.
+    """
+    return _Interpreter().jaxpr(jaxpr, consts, args, state)
+
+
+@final
+class _Interpreter:
+    def __init__(self) -> None:
+        # State at the start of every open tape, for gradients that are not the tape's first.
+        self._snapshots: dict[int, State] = {}
+        # Pullbacks of the tapes' first gradients, by tape.
+        self._pullbacks: dict[int, _Pullback] = {}
+        # Array sources computed while a tape records: the zeros added to them, one per tape.
+        self._cuts: dict[Any, tuple[Array, ...]] = {}
+        # Tables of which rows are read: the zeros added to the rows of successive reads, and the
+        # ids read so far.
+        self._row_cuts: list[tuple[Handle, Iterator[Array], list[Array]]] = []
+        # Number of tapes that record.
+        self._depth = 0
+
+    def jaxpr(
+        self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array], state: State
+    ) -> list[Array]:
+        env: Env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        self.equations(jaxpr.eqns, env, state, set(_variables(jaxpr.outvars)))
+        return [_value(env, atom) for atom in jaxpr.outvars]
+
+    def equations(self, eqns: Sequence[Equation], env: Env, state: State, needed: set[Any]) -> None:
+        """Evaluates `eqns` in order; afterwards `env` holds at least the `needed` variables."""
+        last_use = _last_uses(eqns, needed)
+        index = 0
+        while index < len(eqns):
+            eqn = eqns[index]
+            if not self._is_special(eqn):
+                end = index + 1
+                while end < len(eqns) and not self._is_special(eqns[end]):
+                    end += 1
+                _evaluate_chunk(eqns[index:end], env, last_use, end)
+                index = end
+            elif eqn.primitive is tape_p and eqn.params["event"] == "start":
+                index = self._start_tape(eqns, index, env, state, last_use)
+            else:
+                self._special(eqns, index, env, state)
+                index += 1
+
+    def _is_special(self, eqn: Equation) -> bool:
+        return contains(eqn, MARKERS) or any(var in self._cuts for var in eqn.outvars)
+
+    def _special(self, eqns: Sequence[Equation], index: int, env: Env, state: State) -> None:
+        eqn = eqns[index]
+        operands = [_value(env, atom) for atom in eqn.invars]
+        if eqn.primitive is read_p:
+            outs = [state[eqn.params["handle"]]]
+        elif eqn.primitive is sparse_read_p:
+            outs = [self._sparse_read(eqn.params["handle"], operands[0], state)]
+        elif eqn.primitive is write_p:
+            # As in TensorFlow, no gradient flows through an assignment.
+            value = lax.stop_gradient(operands[0]) if self._depth else operands[0]
+            state[eqn.params["handle"]] = value
+            outs = []
+        elif eqn.primitive is tape_p:
+            outs = []
+        elif eqn.primitive is grad_p:
+            outs = self._gradient(eqns, index, env)
+        elif not contains(eqn, MARKERS):
+            outs = evaluate([eqn], eqn.outvars, env)
+        else:
+            outs = self._nested(eqn, operands, state)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            for zero in self._cuts.get(var, ()):
+                out = out + zero
+            env[var] = out
+
+    def _sparse_read(self, handle: Handle, ids: Array, state: State) -> Array:
+        rows = jnp.take(state[handle], ids, axis=0)
+        for cut, zeros, seen in self._row_cuts:
+            if cut is handle:
+                seen.append(ids.reshape(-1).astype("int32"))
+                rows = rows + next(zeros).reshape(rows.shape)
+        return rows
+
+    # Nested jaxprs
+
+    def _nested(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+        name = eqn.primitive.name
+        if is_jit(eqn):
+            jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+            return self.jaxpr(jaxpr, consts, operands, state)
+        if name == "scan":
+            return self._scan(eqn, operands, state)
+        if name == "while":
+            return self._while(eqn, operands, state)
+        if name == "cond":
+            return self._cond(eqn, operands, state)
+        if name in ("checkpoint", "remat", "remat2"):
+            return self._checkpoint(eqn, operands, state)
+        raise UnsupportedError(
+            f"A variable or a GradientTape is used inside {name!r} (jax.custom_vjp, jax.custom_jvp"
+            " or another transformation that keeps its function). Read variables outside with"
+            " v.value(), pass them as arguments, and assign the results afterwards."
+        )
+
+    def _scan(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+        params = eqn.params
+        jaxpr, jaxpr_consts = open_jaxpr(params["jaxpr"])
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts = operands[:num_consts]
+        carry = operands[num_consts : num_consts + num_carry]
+        written = handles_written(jaxpr.eqns)
+
+        def body(carried: Any, xs: Any) -> Any:
+            carry, values = carried
+            inner = {**state, **dict(zip(written, values, strict=True))}
+            outs = self.jaxpr(jaxpr, jaxpr_consts, [*consts, *carry, *xs], inner)
+            return (outs[:num_carry], [inner[handle] for handle in written]), outs[num_carry:]
+
+        (carry, values), ys = lax.scan(
+            body,
+            (carry, [state[handle] for handle in written]),
+            operands[num_consts + num_carry :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        state.update(zip(written, values, strict=True))
+        return [*carry, *ys]
+
+    def _while(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+        params = eqn.params
+        condition, condition_closed = open_jaxpr(params["cond_jaxpr"])
+        body, body_closed = open_jaxpr(params["body_jaxpr"])
+        num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
+        condition_consts = operands[:num_condition]
+        body_consts = operands[num_condition : num_condition + num_body]
+        written = handles_written([*condition.eqns, *body.eqns])
+        if handles_written(condition.eqns):
+            raise UnsupportedError(
+                f"Variable {handles_written(condition.eqns)[0].name!r} is assigned in the condition"
+                " of jax.lax.while_loop. Assign it in the body."
+            )
+
+        def condition_fn(carried: Any) -> Any:
+            carry, values = carried
+            inner = {**state, **dict(zip(written, values, strict=True))}
+            return self.jaxpr(condition, condition_closed, [*condition_consts, *carry], inner)[0]
+
+        def body_fn(carried: Any) -> Any:
+            carry, values = carried
+            inner = {**state, **dict(zip(written, values, strict=True))}
+            outs = self.jaxpr(body, body_closed, [*body_consts, *carry], inner)
+            return outs, [inner[handle] for handle in written]
+
+        carry, values = lax.while_loop(
+            condition_fn,
+            body_fn,
+            (operands[num_condition + num_body :], [state[handle] for handle in written]),
+        )
+        state.update(zip(written, values, strict=True))
+        return list(carry)
+
+    def _cond(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+        branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        written = handles_written([e for jaxpr, _ in branches for e in jaxpr.eqns])
+
+        def branch_fn(jaxpr: Any, consts: Sequence[Array]) -> Any:
+            def run(*args: Array) -> Any:
+                inner = dict(state)
+                outs = self.jaxpr(jaxpr, consts, args, inner)
+                return outs, [inner[handle] for handle in written]
+
+            return run
+
+        outs, values = lax.switch(
+            operands[0], [branch_fn(*branch) for branch in branches], *operands[1:]
+        )
+        state.update(zip(written, values, strict=True))
+        return list(outs)
+
+    def _checkpoint(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
+        written = handles_written(jaxpr.eqns)
+
+        def run(args: list[Array]) -> Any:
+            inner = dict(state)
+            outs = self.jaxpr(jaxpr, consts, args, inner)
+            return outs, [inner[handle] for handle in written]
+
+        outs, values = jax.checkpoint(
+            run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
+        )(operands)
+        state.update(zip(written, values, strict=True))
+        return list(outs)
+
+    # Tapes
+
+    def _start_tape(
+        self,
+        eqns: Sequence[Equation],
+        index: int,
+        env: Env,
+        state: State,
+        last_use: dict[Any, int],
+    ) -> int:
+        """Evaluates what the tape recorded, differentiably; returns the index to go on at."""
+        tape = eqns[index].params["tape"]
+        self._snapshots[tape] = dict(state)
+        gradient_index = next(
+            (
+                later
+                for later in range(index + 1, len(eqns))
+                if eqns[later].primitive is grad_p and eqns[later].params["tape"] == tape
+            ),
+            None,
+        )
+        if gradient_index is None or not any(eqns[gradient_index].params["kinds"]):
+            return index + 1
+        start, stop = tape_region(eqns, gradient_index)
+        region = eqns[start + 1 : stop]
+        live = [var for eqn in region for var in eqn.outvars if last_use.get(var, -1) >= stop]
+        pullback = self._differentiate(eqns[gradient_index], region, env, state, live)
+        env.update(zip(live, pullback.live, strict=True))
+        state.update(pullback.changed)
+        self._snapshots.update(pullback.snapshots)
+        self._pullbacks[tape] = pullback
+        return stop
+
+    def _gradient(self, eqns: Sequence[Equation], index: int, env: Env) -> list[Array]:
+        eqn = eqns[index]
+        if not any(eqn.params["kinds"]):
+            return []
+        tape = eqn.params["tape"]
+        pullback = self._pullbacks.pop(tape, None)
+        if pullback is None or pullback.eqn is not eqn:
+            # Not the tape's first gradient, or two tapes overlap: the recorded equations are
+            # evaluated once more. XLA merges what is computed twice.
+            start, stop = tape_region(eqns, index)
+            region = eqns[start + 1 : stop]
+            pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])
+        num_targets = eqn.params["num_targets"]
+        seeds = [_value(env, atom) for atom in eqn.invars[num_targets : 2 * num_targets]]
+        return pullback.gradients(seeds)
+
+    def _differentiate(
+        self,
+        eqn: Equation,
+        region: Sequence[Equation],
+        env: Env,
+        state: State,
+        live: list[Any],
+    ) -> "_Pullback":
+        """Evaluates `region` as a function of the sources of the gradient `eqn`."""
+        num_targets = eqn.params["num_targets"]
+        targets = eqn.invars[:num_targets]
+        sources = _Sources.of(eqn, region, env, state)
+        keys: dict[str, Any] = {}
+
+        def recorded(
+            outer: list[Array], zeros: list[Array], dense: list[Array], rows: list[list[Array]]
+        ) -> tuple[list[Array], Any]:
+            inner_env = {**env, **dict(zip(sources.outer, outer, strict=True))}
+            inner_state = {**state, **dict(zip(sources.dense, dense, strict=True))}
+            before = dict(inner_state)
+            seen: list[list[Array]] = [[] for _ in rows]
+            saved = self._cuts, self._row_cuts, dict(self._snapshots)
+            self._cuts = dict(self._cuts)
+            for var, zero in zip(sources.inner, zeros, strict=True):
+                self._cuts[var] = (*self._cuts.get(var, ()), zero)
+            self._row_cuts = self._row_cuts + [
+                (handle, iter(values), ids)
+                for handle, values, ids in zip(sources.sparse, rows, seen, strict=True)
+            ]
+            self._depth += 1
+            try:
+                self.equations(region, inner_env, inner_state, {*live, *_variables(targets)})
+            finally:
+                self._depth -= 1
+                snapshots = {t: s for t, s in self._snapshots.items() if t not in saved[2]}
+                self._cuts, self._row_cuts, self._snapshots = saved
+            changed = {h: v for h, v in inner_state.items() if v is not before[h]}
+            keys["changed"] = list(changed)
+            keys["snapshots"] = {tape: list(values) for tape, values in snapshots.items()}
+            aux = (
+                [inner_env[var] for var in live],
+                list(changed.values()),
+                [list(values.values()) for values in snapshots.values()],
+                [_concatenate(ids) for ids in seen],
+            )
+            return [_value(inner_env, atom) for atom in targets], aux
+
+        _, pull, (live_values, changed, snapshots, ids) = jax.vjp(
+            recorded,
+            [env[var] for var in sources.outer],
+            [jnp.zeros(var.aval.shape, var.aval.dtype) for var in sources.inner],
+            [state[handle] for handle in sources.dense],
+            [
+                [jnp.zeros((size, *handle.shape[1:]), handle.dtype) for size in sizes]
+                for handle, sizes in sources.sparse.items()
+            ],
+            has_aux=True,
+        )
+        return _Pullback(
+            eqn,
+            sources,
+            pull,
+            live_values,
+            dict(zip(keys["changed"], changed, strict=True)),
+            {
+                tape: dict(zip(handles, values, strict=True))
+                for (tape, handles), values in zip(
+                    keys["snapshots"].items(), snapshots, strict=True
+                )
+            },
+            ids,
+        )
+
+
+@final
+@dataclass(slots=True)
+class _Sources:
+    """The sources of one gradient, by the way they are differentiated."""
+
+    order: list[tuple[str, int]]  # (list below, index in it), in the order of the results
+    outer: list[Any]  # arrays that exist before the tape starts
+    inner: list[Any]  # arrays computed while the tape records
+    dense: list[Handle]
+    sparse: dict[Handle, list[int]]  # with the rows of each read
+
+    @classmethod
+    def of(cls, eqn: Equation, region: Sequence[Equation], env: Env, state: State) -> "_Sources":
+        sources = cls([], [], [], [], {})
+        kinds = eqn.params["kinds"]
+        handles: tuple[Handle, ...] = eqn.params["handles"]
+        arrays = eqn.invars[2 * eqn.params["num_targets"] :]
+        inside = {var for inner in region for var in inner.outvars}
+        for var, kind in zip(arrays, kinds[: len(arrays)], strict=True):
+            if kind is not None:
+                name = "inner" if var in inside else "outer"
+                group = getattr(sources, name)
+                if var not in group:
+                    group.append(var)
+                sources.order.append((name, group.index(var)))
+        for handle, kind in zip(handles, kinds[len(arrays) :], strict=True):
+            if kind == "dense":
+                sources.order.append(("dense", len(sources.dense)))
+                sources.dense.append(handle)
+            elif kind is not None:
+                sources.order.append(("sparse", len(sources.sparse)))
+                sources.sparse[handle] = sparse_read_sizes(region, handle) or []
+        return sources
+
+
+@final
+@dataclass(slots=True)
+class _Pullback:
+    """The recorded part of a tape, evaluated, and the way back from its targets."""
+
+    eqn: Equation
+    sources: _Sources
+    pull: Any
+    live: list[Array]
+    changed: State
+    snapshots: dict[int, State]
+    ids: list[Array]
+
+    def gradients(self, seeds: list[Array]) -> list[Array]:
+        outer, inner, dense, sparse = self.pull(seeds)
+        groups = {"outer": outer, "inner": inner, "dense": dense}
+        outs: list[Array] = []
+        for name, index in self.sources.order:
+            if name == "sparse":
+                outs += [_concatenate(sparse[index]), self.ids[index]]
+            else:
+                outs.append(groups[name][index])
+        return outs
+
+
+def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
+    """Index of the last equation that uses each variable; `len(eqns)` for the needed ones.
+
+    A gradient uses everything its tape recorded, because it may have to be evaluated again.
+    """
+    last = dict.fromkeys(needed, len(eqns))
+    for index, eqn in enumerate(eqns):
+        used = [eqn]
+        if eqn.primitive is grad_p:
+            start, stop = tape_region(eqns, index)
+            used += eqns[start + 1 : stop]
+        for inner in used:
+            for var in _variables(inner.invars):
+                last[var] = max(last.get(var, -1), index)
+    return last
+
+
+def _evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Any, int], end: int) -> None:
+    """Evaluates equations without markers; `end` is the index after the last of them."""
+    outs = [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) >= end]
+    env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
+
+
+def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Array]:
+    defined = {var for eqn in eqns for var in eqn.outvars}
+    free = dict.fromkeys(
+        var for eqn in eqns for var in _variables(eqn.invars) if var not in defined
+    )
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    jaxpr = jex_core.Jaxpr((), list(free), list(outs), list(eqns), effects)
+    return jax.core.eval_jaxpr(jaxpr, (), *(env[var] for var in free))
+
+
+def _concatenate(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _value(env: Env, atom: Any) -> Array:
+    return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    return (atom for atom in atoms if not isinstance(atom, jex_core.Literal))

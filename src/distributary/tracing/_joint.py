@@ -1,0 +1,286 @@
+"""Evaluates the programs of all replicas as one program, collectives joined by hand.
+
+The replicas of an uneven batch have arrays of different shapes, which no SPMD program can hold.
+They are evaluated side by side: each one runs until its next collective, and when all have arrived
+the collective is computed from all operands. With a single replica this turns collectives into
+nothing, which is how one-device strategies run.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.errors import ReplicaMismatchError, UnsupportedError
+from distributary.tracing._connectivity import is_jit
+from distributary.tracing._divergence import COLLECTIVES
+from distributary.tracing._interpreter import evaluate
+from distributary.tracing._markers import Array, Equation, open_jaxpr, sub_jaxprs, walk
+
+# A replica yields the equation that needs the others, with its operands, and gets the results.
+Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[Array]]
+_JOINED = COLLECTIVES | {"axis_index"}
+
+
+def evaluate_jointly(
+    jaxprs: Sequence[Any], consts: Sequence[Sequence[Array]], args: Sequence[Sequence[Array]]
+) -> list[list[Array]]:
+    """Evaluates one jaxpr per replica and returns the outputs of each.
+
+    Args:
+        jaxprs: The program of each replica, in replica order, without markers.
+        consts: Values of the constants, per replica.
+        args: Values of the inputs, per replica.
+
+    Raises:
+        ReplicaMismatchError: if the replicas disagree on a collective or on its shapes.
+    """
+    replicas = [
+        _replica(jaxpr, closed, values)
+        for jaxpr, closed, values in zip(jaxprs, consts, args, strict=True)
+    ]
+    results: list[list[Array] | None] = [None] * len(replicas)
+    replies: list[Any] = [None] * len(replicas)
+    while True:
+        requests: list[tuple[Equation, list[Array]] | None] = []
+        for i, replica in enumerate(replicas):
+            try:
+                requests.append(replica.send(replies[i]))
+            except StopIteration as stop:
+                results[i] = stop.value
+                requests.append(None)
+        waiting = [request for request in requests if request is not None]
+        if not waiting:
+            return [result for result in results if result is not None]
+        names = {request[0].primitive.name for request in waiting}
+        if len(waiting) < len(replicas) or len(names) > 1:
+            raise ReplicaMismatchError(
+                "The replicas of an uneven batch do not run the same collectives: one waits in"
+                f" {', '.join(sorted(names))} and another does not get there. Do not let Python"
+                " branches on the batch size decide whether all_reduce, all_gather or an"
+                " aggregating assignment runs."
+            )
+        replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
+
+
+def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Replica:
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def value(atom: Any) -> Array:
+        return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+
+    last_use: dict[Any, int] = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        last_use.update((a, index) for a in eqn.invars if not isinstance(a, jex_core.Literal))
+    last_use.update(
+        (a, len(jaxpr.eqns)) for a in jaxpr.outvars if not isinstance(a, jex_core.Literal)
+    )
+    index = 0
+    while index < len(jaxpr.eqns):
+        eqn = jaxpr.eqns[index]
+        end = index
+        while end < len(jaxpr.eqns) and not _is_joined(jaxpr.eqns[end]):
+            end += 1
+        if end > index:
+            chunk = jaxpr.eqns[index:end]
+            outs = [v for e in chunk for v in e.outvars if last_use.get(v, -1) >= end]
+            env.update(zip(outs, evaluate(chunk, outs, env), strict=True))
+            index = end
+            continue
+        operands = [value(atom) for atom in eqn.invars]
+        call = _call_of(eqn)
+        if call is not None:
+            inner, closed = open_jaxpr(call)
+            results = yield from _replica(inner, closed, operands)
+        else:
+            results = yield eqn, operands
+        env.update(zip(eqn.outvars, results, strict=True))
+        index += 1
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def _is_joined(eqn: Equation) -> bool:
+    return eqn.primitive.name in _JOINED or any(
+        inner.primitive.name in _JOINED for sub in sub_jaxprs(eqn) for inner in walk(sub.eqns)
+    )
+
+
+def _has_collective(eqn: Equation) -> bool:
+    return any(
+        inner.primitive.name in COLLECTIVES for sub in sub_jaxprs(eqn) for inner in walk(sub.eqns)
+    )
+
+
+def _call_of(eqn: Equation) -> Any | None:
+    """The jaxpr of an equation that only calls it."""
+    if is_jit(eqn) or eqn.primitive.name in ("closed_call", "checkpoint", "remat", "remat2"):
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.params["call_jaxpr"]
+    return None
+
+
+def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
+    """Results of one joined equation for every replica."""
+    name = eqns[0].primitive.name
+    if name == "axis_index":
+        return [[jnp.int32(i)] for i in range(len(eqns))]
+    if name in ("while", "cond") and len(eqns) > 1 and not _has_collective(eqns[0]):
+        raise UnsupportedError(
+            f"jax.lax.axis_index inside {name!r} is not supported on an uneven batch. Use"
+            " get_replica_context().replica_id_in_sync_group."
+        )
+    if name == "scan":
+        return _join_scan(eqns, operands)
+    if name == "while":
+        return _join_while(eqns, operands)
+    if name == "cond":
+        return _join_cond(eqns, operands)
+    rule = _RULES.get(name)
+    if rule is None:
+        raise UnsupportedError(
+            f"{name!r} over the replica axis is not supported on an uneven batch or on one"
+            " replica. Use get_replica_context().all_reduce or all_gather."
+        )
+    _check_groups(eqns)
+    columns = zip(*operands, strict=True)
+    results = [rule(eqns[0].params, list(column)) for column in columns]
+    return [[column[i] for column in results] for i in range(len(eqns))]
+
+
+def _check_groups(eqns: list[Equation]) -> None:
+    for eqn in eqns:
+        if eqn.params.get("axis_index_groups") is not None and len(eqns) > 1:
+            raise UnsupportedError(
+                f"{eqn.primitive.name!r} with axis_index_groups is not supported on an uneven"
+                " batch. Reduce over all replicas."
+            )
+
+
+def _same_shapes(values: list[Array], what: str) -> None:
+    for i, value in enumerate(values):
+        if value.shape != values[0].shape:
+            raise ReplicaMismatchError(
+                f"{what}: replica {i} has shape {value.shape}, but replica 0 has"
+                f" {values[0].shape}; all replicas must agree. The batch is uneven, so values with"
+                " one entry per example differ in length: reduce each replica's value to one shape"
+                " first (jnp.sum over the examples), or use all_gather."
+            )
+
+
+def _reduction(combine: Callable[[Array, Array], Array]) -> Callable[..., list[Array]]:
+    def rule(params: Any, values: list[Array]) -> list[Array]:
+        _same_shapes(values, "all_reduce")
+        result = values[0]
+        for value in values[1:]:
+            result = combine(result, value)
+        return [result] * len(values)
+
+    return rule
+
+
+def _gather(params: Any, values: list[Array]) -> list[Array]:
+    dim = params["all_gather_dimension"]
+    if params["tiled"]:
+        return [jnp.concatenate(values, dim)] * len(values)
+    _same_shapes(values, "all_gather")
+    return [jnp.stack(values, dim)] * len(values)
+
+
+def _scatter(params: Any, values: list[Array]) -> list[Array]:
+    _same_shapes(values, "reduce_scatter")
+    total = sum(values[1:], values[0])
+    dim = params["scatter_dimension"]
+    parts = jnp.split(total, len(values), dim)
+    return parts if params["tiled"] else [jnp.squeeze(part, dim) for part in parts]
+
+
+_RULES: dict[str, Callable[..., list[Array]]] = {
+    "psum": _reduction(lax.add),
+    "psum_invariant": _reduction(lax.add),
+    "pmax": _reduction(lax.max),
+    "pmin": _reduction(lax.min),
+    "all_gather": _gather,
+    "reduce_scatter": _scatter,
+    "psum_scatter": _scatter,
+}
+
+
+def _split(values: Sequence[Array], counts: Sequence[int]) -> list[list[Array]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(values[start : start + count]))
+        start += count
+    return parts
+
+
+def _bodies(eqns: list[Equation], param: str) -> tuple[list[Any], list[Sequence[Any]]]:
+    opened = [open_jaxpr(eqn.params[param]) for eqn in eqns]
+    return [jaxpr for jaxpr, _ in opened], [consts for _, consts in opened]
+
+
+def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
+    params = [eqn.params for eqn in eqns]
+    if len({p["length"] for p in params}) > 1:
+        raise ReplicaMismatchError(
+            "A jax.lax.scan with a collective in its body has lengths"
+            f" {[p['length'] for p in params]} on the replicas of an uneven batch; the lengths must"
+            " agree. Move the collective out of the scan over examples."
+        )
+    jaxprs, closed = _bodies(eqns, "jaxpr")
+    split = [
+        _split(values, (p["num_consts"], p["num_carry"], len(values)))
+        for p, values in zip(params, operands, strict=True)
+    ]
+    consts = [s[0] for s in split]
+
+    def body(carry: Any, xs: Any) -> Any:
+        args = [[*c, *state, *x] for c, state, x in zip(consts, carry, xs, strict=True)]
+        outs = evaluate_jointly(jaxprs, closed, args)
+        after = [out[: p["num_carry"]] for p, out in zip(params, outs, strict=True)]
+        return after, [out[p["num_carry"] :] for p, out in zip(params, outs, strict=True)]
+
+    carry, ys = lax.scan(
+        body,
+        [s[1] for s in split],
+        [s[2] for s in split],
+        length=params[0]["length"],
+        reverse=params[0]["reverse"],
+        unroll=params[0]["unroll"],
+    )
+    return [[*c, *y] for c, y in zip(carry, ys, strict=True)]
+
+
+def _join_while(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
+    params = [eqn.params for eqn in eqns]
+    conditions, conditions_closed = _bodies(eqns, "cond_jaxpr")
+    bodies, bodies_closed = _bodies(eqns, "body_jaxpr")
+    split = [
+        _split(values, (p["cond_nconsts"], p["body_nconsts"], len(values)))
+        for p, values in zip(params, operands, strict=True)
+    ]
+
+    def condition(carry: Any) -> Array:
+        args = [[*s[0], *c] for s, c in zip(split, carry, strict=True)]
+        # The condition is the same on every replica, or the divergence analysis had refused it.
+        return evaluate_jointly(conditions, conditions_closed, args)[0][0]
+
+    def body(carry: Any) -> Any:
+        args = [[*s[1], *c] for s, c in zip(split, carry, strict=True)]
+        return evaluate_jointly(bodies, bodies_closed, args)
+
+    return lax.while_loop(condition, body, [s[2] for s in split])
+
+
+def _join_cond(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
+    def branch(index: int) -> Callable[..., Any]:
+        opened = [open_jaxpr(eqn.params["branches"][index]) for eqn in eqns]
+        return lambda *args: evaluate_jointly(
+            [jaxpr for jaxpr, _ in opened], [consts for _, consts in opened], args
+        )
+
+    branches = [branch(i) for i in range(len(eqns[0].params["branches"]))]
+    # The predicate is the same on every replica, or the divergence analysis had refused it.
+    return lax.switch(operands[0][0], branches, *(values[1:] for values in operands))

@@ -1,0 +1,199 @@
+"""Primitives that stand in a traced step for reading and writing variables and for gradient tapes.
+
+JAX programs are pure. While a step is traced, `Variable.value()`, `Variable.assign()` and
+`GradientTape` leave markers in the jaxpr; `_interpreter` turns them into plain data flow before
+anything is compiled. Because a marker is an equation and not a captured tracer, it stays right when
+JAX caches the jaxpr of a nested `jit`, `scan` or `cond` and uses it again.
+
+A marker has no implementation: it can only be bound while a step is traced.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from distributary.errors import UnsupportedError
+
+Array: TypeAlias = Any  # a jax.Array or a tracer
+Jaxpr: TypeAlias = Any
+Equation: TypeAlias = Any
+
+
+class Cell(Protocol):
+    """What holds the state behind a handle: a variable."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@final
+class Handle:
+    """Identity of a variable inside traced programs; holds no state and keeps nothing alive.
+
+    Args:
+        cell: The variable, referenced weakly.
+        name: Name used in messages.
+        shape: Shape of the value one replica sees.
+        dtype: Dtype of the value.
+        num_copies: Number of replicas if each has a value of its own (synchronization ON_READ),
+            else None. Such state is one array `[replica, *shape]` outside of replica programs.
+    """
+
+    __slots__ = ("__weakref__", "cell", "dtype", "name", "num_copies", "shape")
+
+    def __init__(
+        self,
+        cell: Any,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        num_copies: int | None = None,
+    ) -> None:
+        self.cell = cell
+        self.name = name
+        self.shape = shape
+        self.dtype = jnp.dtype(dtype)
+        self.num_copies = num_copies
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether each replica has a value of its own."""
+        return self.num_copies is not None
+
+    def aval(self, of_one_replica: bool) -> Any:
+        """Abstract value, as one replica sees it or as it is stored."""
+        stacked = not of_one_replica and self.num_copies is not None
+        shape = (self.num_copies, *self.shape) if stacked else self.shape
+        return jax.core.ShapedArray(shape, self.dtype)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+# Read like a variable, so that the number of the replica is never baked into a jaxpr that JAX
+# caches and uses again for another replica.
+REPLICA_ID = Handle(None, "replica_id_in_sync_group", (), "int32")
+
+read_p = jex_core.Primitive("variable_read")
+read_p.def_abstract_eval(lambda *, handle, aval: aval)
+
+sparse_read_p = jex_core.Primitive("variable_sparse_read")
+sparse_read_p.def_abstract_eval(
+    lambda ids, *, handle: jax.core.ShapedArray((*ids.shape, *handle.shape[1:]), handle.dtype)
+)
+
+write_p = jex_core.Primitive("variable_write")
+write_p.multiple_results = True
+write_p.def_abstract_eval(lambda value, *, handle, serial, where: [])
+
+tape_p = jex_core.Primitive("gradient_tape")
+tape_p.multiple_results = True
+tape_p.def_abstract_eval(lambda *, tape, event: [])
+
+# Operands: targets, then one seed per target, then the array sources. Variable sources stand in
+# `handles`. `kinds` says of every source (arrays, then handles) what its gradient is.
+grad_p = jex_core.Primitive("tape_gradient")
+grad_p.multiple_results = True
+
+
+def _grad_abstract_eval(
+    *operands: Any, tape: int, call: int, num_targets: int, handles: Any, kinds: Any
+) -> list[Any]:
+    arrays = operands[2 * num_targets :]
+    outs: list[Any] = []
+    for source, kind in zip((*arrays, *handles), kinds, strict=True):
+        if kind == "dense":
+            outs.append(jax.core.ShapedArray(source.shape, source.dtype))
+        elif kind is not None:
+            num_rows = kind[1]
+            row = jax.core.ShapedArray((num_rows, *source.shape[1:]), source.dtype)
+            outs += [row, jax.core.ShapedArray((num_rows,), "int32")]
+    return outs
+
+
+grad_p.def_abstract_eval(_grad_abstract_eval)
+
+MARKERS = frozenset({read_p, sparse_read_p, write_p, tape_p, grad_p})
+
+
+def _write_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+    write_p.bind(*primals, **params)
+    return [], []
+
+
+def _refuse_write_batching(args: Any, dims: Any, *, handle: Handle, **params: Any) -> Any:
+    raise UnsupportedError(
+        f"Variable {handle.name!r} is assigned inside a function transformed by jax.vmap, with a"
+        " value that differs per mapped element. Return the value from the mapped function and"
+        " assign it after the vmap."
+    )
+
+
+def _batch_sparse_read(args: Any, dims: Any, *, handle: Handle) -> tuple[Any, int]:
+    (ids,), (dim,) = args, dims
+    return sparse_read_p.bind(jnp.moveaxis(ids, dim, 0), handle=handle), 0
+
+
+def _refuse_gradient(*args: Any, **params: Any) -> Any:
+    raise UnsupportedError(
+        "GradientTape.gradient was called inside a function transformed by jax.vmap or jax.grad."
+        " Differentiate that function with jax.grad or jax.vjp on arrays (read variables with"
+        " v.value() before), or move the tape outside of the transformation."
+    )
+
+
+ad.primitive_jvps[write_p] = _write_jvp
+ad.primitive_jvps[grad_p] = _refuse_gradient
+batching.primitive_batchers[write_p] = _refuse_write_batching
+batching.primitive_batchers[sparse_read_p] = _batch_sparse_read
+batching.primitive_batchers[grad_p] = _refuse_gradient
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """A jaxpr and its constants, whether it was closed or not."""
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+    """The jaxprs an equation carries in its parameters, opened."""
+    for sub in jex_core.jaxprs_in_params(eqn.params):
+        yield open_jaxpr(sub)[0]
+
+
+def contains(eqn: Equation, primitives: frozenset[Any]) -> bool:
+    """Whether `eqn` is, or carries, an equation of one of `primitives`."""
+    return eqn.primitive in primitives or any(
+        contains(inner, primitives) for sub in sub_jaxprs(eqn) for inner in sub.eqns
+    )
+
+
+def walk(eqns: Iterable[Equation]) -> Iterator[Equation]:
+    """All equations, those of nested jaxprs included, in program order."""
+    for eqn in eqns:
+        yield eqn
+        for sub in sub_jaxprs(eqn):
+            yield from walk(sub.eqns)
+
+
+def handles_read(eqns: Iterable[Equation]) -> list[Handle]:
+    """Handles whose state the equations need, in order of first use."""
+    found: dict[Handle, None] = {}
+    for eqn in walk(eqns):
+        if eqn.primitive in (read_p, sparse_read_p, write_p):
+            found.setdefault(eqn.params["handle"])
+        elif eqn.primitive is grad_p:
+            found.update(dict.fromkeys(eqn.params["handles"]))
+    return list(found)
+
+
+def handles_written(eqns: Iterable[Equation]) -> list[Handle]:
+    """Handles the equations write, in order of first write."""
+    return list(
+        dict.fromkeys(eqn.params["handle"] for eqn in walk(eqns) if eqn.primitive is write_p)
+    )

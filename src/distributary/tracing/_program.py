@@ -1,0 +1,447 @@
+"""From a Python function to a pure program over global arrays.
+
+`trace` runs the function once and records a jaxpr with markers, `purify` removes the markers,
+`ReplicaProgram` puts the result on a mesh, and `FunctionProgram` does the same for the body of
+`distributary.function`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import (
+    Mesh,
+    PartitionSpec as P,
+)
+
+from distributary.errors import (
+    ContextError,
+    ReplicaDivergenceError,
+    ReplicaMismatchError,
+    UnsupportedError,
+)
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing._connectivity import gradient_kinds
+from distributary.tracing._divergence import varying_outputs
+from distributary.tracing._interpreter import interpret
+from distributary.tracing._joint import evaluate_jointly
+from distributary.tracing._markers import (
+    REPLICA_ID,
+    Array,
+    Handle,
+    grad_p,
+    handles_read,
+    handles_written,
+    walk,
+    write_p,
+)
+from distributary.tracing._scope import (
+    Decisions,
+    SizesMissing,
+    TraceScope,
+    UnevenSizes,
+    activate,
+)
+
+_MAX_TRACES = 10
+
+
+@final
+@dataclass(slots=True)
+class Pure:
+    """A traced function without markers.
+
+    Inputs of `jaxpr`: the captured arrays, the state of `handles`, the arguments. Outputs: the
+    results, then the new state of `written`.
+    """
+
+    jaxpr: Any
+    captures: list[Array]
+    handles: list[Handle]
+    written: list[Handle]
+    num_outs: int
+    writes: dict[int, tuple[Handle, str]]
+    varying: list[bool]  # of the outputs; empty where nothing can vary
+
+
+def trace(
+    function: Callable[..., Sequence[Array]],
+    avals: Sequence[Any],
+    make_scope: Callable[[Decisions, bool], TraceScope],
+    axis_env: Sequence[tuple[str, int]],
+) -> tuple[Any, TraceScope]:
+    """Runs `function` on tracers and returns its jaxpr, with markers, and what was recorded.
+
+    The function runs once, unless it created variables or a gradient came out of another kind than
+    assumed; then it runs again.
+
+    Args:
+        function: From arrays to a flat list of arrays.
+        avals: Shape and dtype of the arguments.
+        make_scope: Makes the scope of a trace from what is known about gradients, and whether
+            variables may be created.
+        axis_env: Names and sizes of the mesh axes collectives may use.
+    """
+    decisions: Decisions = {}
+    may_create = True
+    for _ in range(_MAX_TRACES):
+        scope = make_scope(decisions, may_create)
+        with activate(scope):
+            # A fresh function: JAX caches traces by function identity.
+            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=axis_env or None)(
+                *avals
+            )
+        eqns = closed.jaxpr.eqns
+        _check_no_write_lost(eqns, scope)
+        used = {
+            (eqn.params["tape"], eqn.params["call"]): eqn.params["kinds"]
+            for eqn in walk(eqns)
+            if eqn.primitive is grad_p
+        }
+        found = gradient_kinds(eqns)
+        if found == used and not (scope.created and may_create):
+            return closed, scope
+        decisions = found
+        may_create = may_create and not scope.created
+    raise ContextError(
+        f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
+        " each time. Its Python control flow must not depend on earlier traces."
+    )
+
+
+def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
+    present = {eqn.params["serial"] for eqn in walk(eqns) if eqn.primitive is write_p}
+    for serial, (handle, where) in scope.writes.items():
+        if serial not in present:
+            raise UnsupportedError(
+                f"The assignment to variable {handle.name!r} at {where} is inside a function that"
+                " JAX transformed (jax.grad of a scan, jax.custom_vjp, ...) and would be lost."
+                " Return the value from that function and assign it afterwards."
+            )
+
+
+def purify(
+    closed: Any,
+    scope: TraceScope,
+    avals: Sequence[Any],
+    axis_env: Sequence[tuple[str, int]],
+    replica: int | None = None,
+) -> Pure:
+    """Removes the markers of a traced function.
+
+    Args:
+        closed: The traced jaxpr.
+        scope: The scope it was traced in.
+        avals: Shape and dtype of the arguments.
+        axis_env: Names and sizes of the mesh axes.
+        replica: Number of the replica the jaxpr is for; None if it is for all of them.
+    """
+    handles = [h for h in handles_read(closed.jaxpr.eqns) if h is not REPLICA_ID]
+    written = handles_written(closed.jaxpr.eqns)
+    consts = list(closed.consts)
+
+    def pure(consts: list[Array], values: list[Array], args: list[Array]) -> Any:
+        state = dict(zip(handles, values, strict=True))
+        if scope.kind == "replica":
+            number = lax.axis_index(REPLICA_AXIS) if replica is None else jnp.int32(replica)
+            state[REPLICA_ID] = number
+        outs = interpret(closed.jaxpr, consts, args, state)
+        return outs, [state[handle] for handle in written]
+
+    jaxpr = jax.make_jaxpr(pure, axis_env=axis_env or None)(
+        [_struct(jax.typeof(const)) for const in consts],
+        [_struct(handle.aval(scope.kind == "replica")) for handle in handles],
+        list(avals),
+    )
+    num_outs = len(closed.jaxpr.outvars)
+    opened = jaxpr.jaxpr
+    # Constants the interpreter introduced become captures as well.
+    opened = jex_core.Jaxpr(
+        (),
+        [*opened.constvars, *opened.invars],
+        opened.outvars,
+        opened.eqns,
+        opened.effects,
+    )
+    return Pure(opened, [*jaxpr.consts, *consts], handles, written, num_outs, scope.writes, [])
+
+
+def _struct(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _check_divergence(pure: Pure, varying_args: Sequence[bool]) -> None:
+    varying_inputs = [
+        *[False] * len(pure.captures),
+        *[handle.per_replica for handle in pure.handles],
+        *varying_args,
+    ]
+    pure.varying = varying_outputs(pure.jaxpr, varying_inputs)
+    for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
+        if varying and not handle.per_replica:
+            where = next(w for h, w in reversed(pure.writes.values()) if h is handle)
+            raise ReplicaDivergenceError(
+                f"Variable {handle.name!r} is mirrored, but the value assigned to it at {where} can"
+                " differ between replicas: its copies would drift apart. Combine the replicas"
+                " first, value = get_replica_context().all_reduce(ReduceOp.SUM or MEAN, value), or"
+                " create the variable with an aggregation (VariableAggregation.SUM, MEAN or"
+                " ONLY_FIRST_REPLICA), or with synchronization=VariableSynchronization.ON_READ if"
+                " every replica is to keep a value of its own."
+            )
+
+
+@final
+class ReplicaProgram:
+    """The program of all replicas, as a function of global arrays.
+
+    Args:
+        function: From the arguments of one replica to a flat list of arrays.
+        avals: One list per replica of the shapes and dtypes of its arguments; a single list if
+            all replicas have the same.
+        varying: For every argument, whether replicas may receive different values.
+        num_replicas: Number of replicas.
+        mesh: Mesh with the axis `"replica"`; not used with one replica.
+        algorithm: Key of the reduction algorithm `function` uses; nested jaxprs that JAX caches
+            are kept apart by it.
+        split_outputs: Whether every output is one value per replica; False gives one value for
+            outputs that are the same on all replicas.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Sequence[Array]],
+        avals: Sequence[Sequence[Any]],
+        varying: Sequence[bool],
+        num_replicas: int,
+        mesh: Mesh | None,
+        algorithm: str,
+        split_outputs: bool = True,
+    ) -> None:
+        self._varying_args = list(varying)
+        self._num_replicas = num_replicas
+        self._mesh = mesh
+        self.uneven = len(avals) > 1
+        self._axis_env = [(REPLICA_AXIS, num_replicas)]
+        if algorithm:
+            self._axis_env.append((f"{REPLICA_AXIS} by {algorithm}", 1))
+        self.pures = self._trace(function, avals)
+        first = self.pures[0]
+        self.handles = list(dict.fromkeys(handle for pure in self.pures for handle in pure.handles))
+        self.written = list(dict.fromkeys(handle for pure in self.pures for handle in pure.written))
+        self.read_only = [handle for handle in self.handles if handle not in self.written]
+        self.num_outs = first.num_outs
+        # For every output, whether it is `[replica, *shape]`.
+        self.split_outs = [
+            split_outputs or any(pure.varying[k] for pure in self.pures if pure.varying)
+            for k in range(self.num_outs)
+        ]
+        # One list per replica that was traced.
+        self.captures = [pure.captures for pure in self.pures]
+
+    def _trace(
+        self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
+    ) -> list[Pure]:
+        num_replicas = self._num_replicas
+        if num_replicas > 1 and not self.uneven:
+            closed, scope = trace(
+                function,
+                avals[0],
+                lambda decisions, create: TraceScope("replica", decisions, may_create=create),
+                self._axis_env,
+            )
+            pures = [purify(closed, scope, avals[0], self._axis_env)]
+        else:
+            pures = self._trace_each(function, avals)
+        for pure in pures[1:]:
+            for handle in set(pure.written) ^ set(pures[0].written):
+                raise ReplicaMismatchError(
+                    f"Variable {handle.name!r} is assigned on some replicas of an uneven batch and"
+                    " not on others. Do not let Python branches on the batch size decide whether"
+                    " it is assigned; assign it on every replica."
+                )
+        if num_replicas > 1:
+            for pure in pures:
+                _check_divergence(pure, self._varying_args)
+        return pures
+
+    def _trace_each(
+        self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
+    ) -> list[Pure]:
+        """Traces every replica of an uneven batch, or the only one."""
+        uneven = UnevenSizes(len(avals))
+        while True:
+            # The name keeps jaxprs apart that JAX caches: the same shapes of this replica may
+            # stand beside other shapes of the others.
+            axis_env = [*self._axis_env, (f"{REPLICA_AXIS} of {uneven.known} {avals}", 1)]
+            pures = []
+            stopped = False
+            for replica, own in enumerate(avals):
+                uneven.start(replica)
+                try:
+                    closed, scope = trace(
+                        function,
+                        own,
+                        lambda decisions, create: TraceScope("replica", decisions, uneven, create),
+                        axis_env,
+                    )
+                except SizesMissing:
+                    stopped = True
+                    continue
+                pures.append(purify(closed, scope, own, axis_env, replica))
+            if not stopped:
+                return pures
+            if not uneven.settle():
+                raise ReplicaMismatchError(
+                    "The replicas of an uneven batch do not call all_gather equally often. Do not"
+                    " let Python branches on the batch size decide whether it runs."
+                )
+
+    def __call__(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Any],
+    ) -> tuple[list[Array], list[Any]]:
+        """Runs all replicas.
+
+        Args:
+            captures: Arrays the function captured.
+            written: State of `self.written`.
+            read_only: State of `self.read_only`.
+            args: For an argument that varies `[replica, *shape]`, or a list with one array per
+                replica on an uneven batch; else the array.
+
+        Returns:
+            The new state of `self.written`, and per output `[replica, *shape]`; of an uneven
+            batch a list of arrays where shapes differ; of one replica the array itself.
+        """
+        if self._num_replicas > 1 and not self.uneven:
+            return self._run_on_mesh(captures[0], written, read_only, args)
+        return self._run_jointly(captures, written, read_only, args)
+
+    def _run_on_mesh(
+        self,
+        captures: Sequence[Array],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Array],
+    ) -> tuple[list[Array], list[Array]]:
+        pure = self.pures[0]
+        order = [*self.written, *self.read_only]
+
+        def body(captures: Any, state: Any, args: Any) -> Any:
+            by_handle = {
+                handle: value[0] if handle.per_replica else value
+                for handle, value in zip(order, state, strict=True)
+            }
+            local = [
+                v[0] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
+            ]
+            outs = jax.core.eval_jaxpr(
+                pure.jaxpr, (), *captures, *(by_handle[h] for h in pure.handles), *local
+            )
+            new = [
+                value[None] if handle.per_replica else value
+                for handle, value in zip(pure.written, outs[pure.num_outs :], strict=True)
+            ]
+            results = zip(outs[: pure.num_outs], self.split_outs, strict=True)
+            return new, [out[None] if is_split else out for out, is_split in results]
+
+        split, whole = P(REPLICA_AXIS), P()
+        return jax.shard_map(
+            body,
+            mesh=self._mesh,
+            in_specs=(
+                [whole] * len(captures),
+                [split if handle.per_replica else whole for handle in order],
+                [split if varies else whole for varies in self._varying_args],
+            ),
+            out_specs=(
+                [split if handle.per_replica else whole for handle in pure.written],
+                [split if is_split else whole for is_split in self.split_outs],
+            ),
+            check_vma=False,
+        )(list(captures), [*written, *read_only], list(args))
+
+    def _run_jointly(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Any],
+    ) -> tuple[list[Array], list[Any]]:
+        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        inputs = []
+        for i, pure in enumerate(self.pures):
+            own = [state[h][i] if h.per_replica else state[h] for h in pure.handles]
+            local = [
+                v[i] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
+            ]
+            inputs.append([*captures[i], *own, *local])
+        outs = evaluate_jointly([p.jaxpr for p in self.pures], [()] * len(self.pures), inputs)
+
+        new = []
+        for handle in self.written:
+            values = [
+                out[pure.num_outs + pure.written.index(handle)]
+                for pure, out in zip(self.pures, outs, strict=True)
+            ]
+            new.append(jnp.stack(values) if handle.per_replica else values[0])
+        if not self.uneven:
+            return new, outs[0][: self.num_outs]
+        results: list[Any] = []
+        for k in range(self.num_outs):
+            values = [out[k] for out in outs]
+            if not self.split_outs[k]:
+                results.append(values[0])
+                continue
+            equal = len({(value.shape, value.dtype) for value in values}) == 1
+            results.append(jnp.stack(values) if equal else values)
+        return new, results
+
+
+@final
+class FunctionProgram:
+    """The body of a `distributary.function`, as a function of global arrays.
+
+    Args:
+        function: From the arguments to a flat list of arrays.
+        avals: Shapes and dtypes of the arguments.
+
+    Attributes:
+        strategies: The strategies whose replicas run in the function.
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Array]], avals: Sequence[Any]) -> None:
+        closed, scope = trace(
+            function,
+            avals,
+            lambda decisions, create: TraceScope("function", decisions, may_create=create),
+            [],
+        )
+        self._pure = purify(closed, scope, avals, [])
+        self.strategies = scope.strategies
+        self.handles = self._pure.handles
+        self.written = self._pure.written
+        self.read_only = [handle for handle in self.handles if handle not in self.written]
+        self.captures = [self._pure.captures]
+
+    def __call__(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Array],
+    ) -> tuple[list[Array], list[Array]]:
+        """Runs the body; returns the new state of `self.written` and the outputs."""
+        pure = self._pure
+        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        outs = jax.core.eval_jaxpr(
+            pure.jaxpr, (), *captures[0], *(state[h] for h in pure.handles), *args
+        )
+        return outs[pure.num_outs :], outs[: pure.num_outs]

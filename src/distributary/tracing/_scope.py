@@ -1,0 +1,232 @@
+"""What is being traced in this thread, and the record the trace leaves."""
+
+import sys
+import threading
+from typing import Any, Literal, final
+
+from distributary.errors import ContextError
+from distributary.topology import inside_jax_trace
+from distributary.tracing._markers import (
+    REPLICA_ID,
+    Array,
+    Handle,
+    grad_p,
+    read_p,
+    sparse_read_p,
+    tape_p,
+    write_p,
+)
+
+# A gradient is an array ("dense"), rows of a table ("sparse", number of rows), or absent (None).
+Kind = Literal["dense"] | tuple[Literal["sparse"], int] | None
+Decisions = dict[tuple[int, int], tuple[Kind, ...]]
+
+
+@final
+class TraceScope:
+    """One trace of one function.
+
+    Args:
+        kind: "replica" for the program of one replica, "function" for the body of
+            `distributary.function`.
+        decisions: What is known from an earlier trace of the same function about the gradients
+            its tapes return.
+        uneven: Sizes that the replicas of an uneven batch agreed on, else None.
+        may_create: Whether variables may be created in this trace.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["replica", "function"],
+        decisions: Decisions | None = None,
+        uneven: "UnevenSizes | None" = None,
+        may_create: bool = True,
+    ) -> None:
+        self.kind = kind
+        self.decisions: Decisions = decisions or {}
+        self.uneven = uneven
+        self.may_create = may_create
+        self.created: list[str] = []
+        self.writes: dict[int, tuple[Handle, str]] = {}
+        self.recording: list[TapeRecord] = []
+        self.strategies: list[Any] = []  # those whose replicas run inside a function
+        self._num_tapes = 0
+
+    def read(self, handle: Handle) -> Array:
+        """The current value of a variable, as a tracer."""
+        for tape in self.recording:
+            tape.note_read(handle, None)
+        return read_p.bind(handle=handle, aval=handle.aval(self.kind == "replica"))
+
+    def replica_id(self) -> Array:
+        """Number of the replica, int32 `[]`."""
+        return read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
+
+    def sparse_read(self, handle: Handle, ids: Array) -> Array:
+        """Rows `ids` of a variable: `[*ids.shape, *row]`."""
+        for tape in self.recording:
+            tape.note_read(handle, ids.size)
+        return sparse_read_p.bind(ids, handle=handle)
+
+    def write(self, handle: Handle, value: Array) -> None:
+        """Records the new value of a variable."""
+        serial = len(self.writes)
+        where = user_location()
+        self.writes[serial] = (handle, where)
+        write_p.bind(value, handle=handle, serial=serial, where=where)
+
+    def new_tape(self) -> int:
+        """Number of a new tape; the same in every trace of the same function."""
+        self._num_tapes += 1
+        return self._num_tapes
+
+    def mark_tape(self, tape: int, event: str) -> None:
+        """Marks where a tape starts, stops, pauses and resumes recording."""
+        tape_p.bind(tape=tape, event=event)
+
+    def gradient(
+        self,
+        tape: "TapeRecord",
+        targets: list[Array],
+        seeds: list[Array],
+        arrays: list[Array],
+        handles: list[Handle],
+    ) -> list[Any]:
+        """Gradients of the sum of `targets * seeds`, one entry per array and then per handle.
+
+        An entry is an array, a pair `(rows, ids)` or None.
+        """
+        key = (tape.number, tape.num_calls)
+        tape.num_calls += 1
+        guess: tuple[Kind, ...] = tuple(
+            [tape.guess(s) if isinstance(s, Handle) else "dense" for s in (*arrays, *handles)]
+        )
+        kinds = self.decisions.get(key, guess)
+        outs = iter(
+            grad_p.bind(
+                *targets,
+                *seeds,
+                *arrays,
+                tape=tape.number,
+                call=key[1],
+                num_targets=len(targets),
+                handles=tuple(handles),
+                kinds=kinds,
+            )
+        )
+        return [
+            None if kind is None else next(outs) if kind == "dense" else (next(outs), next(outs))
+            for kind in kinds
+        ]
+
+
+@final
+class TapeRecord:
+    """What one `GradientTape` saw while a function was traced."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_calls = 0
+        self.reads: dict[Handle, list[int | None]] = {}
+
+    def note_read(self, handle: Handle, num_rows: int | None) -> None:
+        self.reads.setdefault(handle, []).append(num_rows)
+
+    def guess(self, handle: Handle) -> Kind:
+        """The likely kind of gradient; the trace is repeated if it turns out to be another."""
+        reads = self.reads.get(handle)
+        if reads is None:
+            return None
+        rows = [num_rows for num_rows in reads if num_rows is not None]
+        return ("sparse", sum(rows)) if len(rows) == len(reads) else "dense"
+
+
+@final
+class UnevenSizes:
+    """Sizes along the gathered dim of every `all_gather` of an uneven step, per replica.
+
+    The replicas of an uneven batch are traced one after the other, so the first of them cannot know
+    how much the others will contribute. It stops the trace with `SizesMissing`; once every replica
+    has stopped at the same call, its sizes are known and the traces start again.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.known: list[tuple[int, ...]] = []
+        self._calls = 0
+        self._replica = 0
+        self._pending: dict[int, int] = {}
+
+    def start(self, replica: int) -> None:
+        self._replica = replica
+        self._calls = 0
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """Sizes of all replicas for the next gather, to which this replica brings `size`."""
+        if self._calls < len(self.known):
+            self._calls += 1
+            return self.known[self._calls - 1]
+        self._pending[self._replica] = size
+        raise SizesMissing
+
+    def settle(self) -> bool:
+        """Takes over the sizes of a call all replicas stopped at; False if some did not."""
+        complete = len(self._pending) == self.num_replicas
+        if complete:
+            self.known.append(tuple(self._pending[i] for i in range(self.num_replicas)))
+        self._pending = {}
+        return complete
+
+
+class SizesMissing(BaseException):
+    """Stops the trace of one replica of an uneven batch; never reaches the user."""
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[TraceScope] = []
+
+
+_state = _ThreadState()
+
+
+def current_scope() -> TraceScope | None:
+    """The innermost trace of this thread."""
+    scopes = _state.scopes
+    return scopes[-1] if scopes else None
+
+
+class activate:  # noqa: N801  (a context manager used like a function)
+    """Makes `scope` the current one inside a `with` block."""
+
+    def __init__(self, scope: TraceScope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> TraceScope:
+        _state.scopes.append(self._scope)
+        return self._scope
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.scopes.pop()
+
+
+def check_not_frozen(name: str, what: str) -> None:
+    """Raises if a variable is used inside a raw `jax.jit`, which would keep one value forever."""
+    if inside_jax_trace():
+        raise ContextError(
+            f"Variable {name!r} is {what} inside a function compiled by jax.jit (or traced by"
+            " jax.make_jaxpr or jax.lax control flow) outside of Strategy.run: JAX would keep the"
+            " value of the first call forever. Compile the function with distributary.function, or"
+            " pass v.value() as an argument."
+        )
+
+
+def user_location() -> str:
+    """`file:line` of the innermost caller outside of distributary and JAX."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("distributary.", "jax.", "jax_")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown location"

@@ -1,0 +1,294 @@
+"""Values that every replica has its own, or the same, copy of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.topology import REPLICA_AXIS
+from distributary.values._operators import ArrayOperators
+
+
+class DistributedValues:
+    """Base of everything that has a component per replica.
+
+    `PerReplica`, `Mirrored` and the variables of a strategy are `DistributedValues`.
+
+    Source: `tf.distribute.DistributedValues`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components of this process' replicas, in replica order."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return _render(self, repr)
+
+    def __str__(self) -> str:
+        return _render(self, str)
+
+
+def _render(value: DistributedValues, component: Callable[[Any], str]) -> str:
+    lines = ",\n".join(f"  {i}: {component(v)}" for i, v in enumerate(value.values))
+    return f"{type(value).__name__}:{{\n{lines}\n}}"
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class PerReplica(DistributedValues):
+    """One value per replica.
+
+    In a cross-replica context it is opaque: look at `values`, or combine the components with
+    `Strategy.reduce` or `Strategy.gather`. `Strategy.run` hands each replica its component.
+
+    Args:
+        values: One component per replica, in replica order: arrays, or nests of arrays of one
+            structure. Shapes may differ.
+
+    Source: `tf.types.experimental.distributed.PerReplica`.
+    """
+
+    # "stacked": a tree of arrays [replica, *shape], one row per device.
+    # "components": a tuple of trees. "local": inside a replica program, this replica's tree.
+    __slots__ = ("_form", "_num_replicas", "_payload", "_values")
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        if not isinstance(values, (list, tuple)) or not values:
+            raise InvalidTypeError(
+                f"PerReplica: got {values!r}, expected a non-empty list or tuple with one component"
+                " per replica."
+            )
+        self._form = "components"
+        self._payload: Any = tuple(values)
+        self._num_replicas = len(values)
+        self._values: tuple[Any, ...] | None = self._payload
+
+    @classmethod
+    def from_stacked(cls, tree: Any, num_replicas: int) -> "PerReplica":
+        """Components as the rows of a tree of arrays `[replica, *shape]`."""
+        new = object.__new__(cls)
+        new._form, new._payload, new._num_replicas, new._values = (
+            "stacked",
+            tree,
+            num_replicas,
+            None,
+        )
+        return new
+
+    @classmethod
+    def from_local(cls, tree: Any, num_replicas: int) -> "PerReplica":
+        """The component of the replica that is being traced stands for all of them."""
+        new = cls.from_stacked(tree, num_replicas)
+        new._form = "local"
+        return new
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        if self._values is None:
+            leaves, tree = jax.tree.flatten(self._payload)
+            if self._form == "local":
+                leaves = [lax.all_gather(leaf, REPLICA_AXIS) for leaf in leaves]
+            rows = [_rows(leaf, self._num_replicas) for leaf in leaves]
+            self._values = tuple(
+                jax.tree.unflatten(tree, [row[i] for row in rows])
+                for i in range(len(rows[0]) if rows else self._num_replicas)
+            )
+        return self._values
+
+    @property
+    def form(self) -> str:
+        """How the components are stored: "stacked", "components" or "local"."""
+        return self._form
+
+    @property
+    def payload(self) -> Any:
+        """The stored tree, see `form`."""
+        return self._payload
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of components."""
+        return self._num_replicas
+
+    def tree_flatten(self) -> tuple[Any, tuple[str, int]]:
+        return (self._payload,), (self._form, self._num_replicas)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[str, int], children: Any) -> "PerReplica":
+        new = object.__new__(cls)
+        new._form, new._num_replicas = aux
+        (new._payload,) = children
+        new._values = new._payload if new._form == "components" else None
+        return new
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise _not_one_array(self)
+
+    def __jax_array__(self) -> Any:
+        raise _not_one_array(self)
+
+    def __repr__(self) -> str:
+        if self._form == "local":
+            return f"PerReplica:{{this replica: {self._payload!r}}}"
+        return _render(self, repr)
+
+    def __str__(self) -> str:
+        return repr(self) if self._form == "local" else _render(self, str)
+
+
+def _rows(stacked: Any, num_replicas: int) -> list[Any]:
+    """The rows of `[replica, *shape]`, each on its replica's device; of this process only."""
+    if isinstance(stacked, jax.core.Tracer):
+        return [stacked[i] for i in range(num_replicas)]
+    shards = {shard.index[0].start or 0: shard.data for shard in stacked.addressable_shards}
+    if len(shards) == 1 and num_replicas > 1:
+        # One device holds all rows, or all devices do.
+        return [stacked[i] for i in range(num_replicas)]
+    return [shards[start].reshape(stacked.shape[1:]) for start in sorted(shards)]
+
+
+def _not_one_array(value: DistributedValues) -> InvalidValueError:
+    return InvalidValueError(
+        "A PerReplica cannot be converted to one array: it holds a value per replica. Combine them"
+        " with strategy.reduce(ReduceOp.SUM, value, axis=None) or strategy.gather(value, axis=0),"
+        " look at strategy.experimental_local_results(value), or pass it to strategy.run through"
+        f" args, not through a closure. Got {type(value).__name__} with"
+        f" {getattr(value, 'num_replicas', '?')} components."
+    )
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class Mirrored(DistributedValues, ArrayOperators):
+    """One value with a copy on every replica.
+
+    Behaves like the array it holds.
+
+    Args:
+        value: The array or nest of arrays all replicas hold.
+        num_replicas: Number of copies.
+
+    Source: `tf.types.experimental.distributed.Mirrored`.
+    """
+
+    __slots__ = ("_num_replicas", "_value")
+
+    def __init__(self, value: Any, num_replicas: int = 1) -> None:
+        self._value = value
+        self._num_replicas = num_replicas
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(self._value)
+        copies = [_copies(leaf, self._num_replicas) for leaf in leaves]
+        return tuple(
+            jax.tree.unflatten(tree, [copy[i] for copy in copies])
+            for i in range(len(copies[0]) if copies else self._num_replicas)
+        )
+
+    def value(self) -> Any:
+        """The array or nest all replicas hold."""
+        return self._value
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array."""
+        return np.array(self._value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._value, dtype=dtype)
+
+    def __jax_array__(self) -> Any:
+        return self._value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._value, name)
+
+    def tree_flatten(self) -> tuple[Any, int]:
+        return (self._value,), self._num_replicas
+
+    @classmethod
+    def tree_unflatten(cls, num_replicas: int, children: Any) -> "Mirrored":
+        return cls(children[0], num_replicas)
+
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
+
+
+def _copies(value: Any, num_replicas: int) -> list[Any]:
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        shards = [shard.data for shard in value.addressable_shards]
+        if len(shards) == num_replicas:
+            return shards
+    return [value] * num_replicas
+
+
+def stack_components(value: PerReplica) -> PerReplica | None:
+    """The same value as rows of one array, or None if the components differ in shape or dtype.
+
+    Raises:
+        ReplicaMismatchError: if the components differ in structure.
+        InvalidTypeError: if a component is not made of arrays or numbers.
+    """
+    flat = [jax.tree.flatten(component) for component in value.values]
+    for i, (_, tree) in enumerate(flat):
+        if not same_structure(tree, flat[0][1]):
+            raise ReplicaMismatchError(
+                f"PerReplica: the component of replica {i} has structure {tree}, that of replica 0"
+                f" {flat[0][1]}. Give every replica a value of the same structure."
+            )
+    columns = []
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        arrays = [_component_array(leaf, i) for i, leaf in enumerate(column)]
+        if len({(array.shape, array.dtype) for array in arrays}) > 1:
+            return None
+        host = all(isinstance(array, np.ndarray) for array in arrays)
+        columns.append(np.stack(arrays) if host else jnp.stack(_on_one_device(arrays)))
+    return PerReplica.from_stacked(jax.tree.unflatten(flat[0][1], columns), value.num_replicas)
+
+
+def same_structure(first: Any, second: Any) -> bool:
+    """Whether two tree definitions of JAX are equal."""
+    return bool(first == second)
+
+
+def _on_one_device(arrays: list[Any]) -> list[Any]:
+    """Concrete arrays brought to the host, because they may lie on different devices."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return arrays
+    devices = {frozenset(a.devices()) for a in arrays if isinstance(a, jax.Array)}
+    return arrays if len(devices) <= 1 else [np.asarray(array) for array in arrays]
+
+
+def _component_array(leaf: Any, replica: int) -> Any:
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        array = leaf
+    elif isinstance(leaf, (bool, int, float, complex, np.generic)):
+        array = np.asarray(jnp.asarray(leaf))
+    else:
+        raise InvalidTypeError(
+            f"PerReplica: the component of replica {replica} is {leaf!r}, a {type(leaf).__name__}."
+            " The step is one compiled program for all replicas, so values that differ between"
+            " replicas must be arrays or numbers."
+        )
+    if array.dtype == object or array.dtype.kind in "US":
+        raise InvalidTypeError(
+            f"PerReplica: the component of replica {replica} has dtype {array.dtype}; arrays of"
+            " strings or objects cannot go to a device. Map them to numbers first."
+        )
+    return array
+
+
+def component_arrays(value: PerReplica) -> list[Any]:
+    """The components as trees of arrays, checked like in `stack_components`."""
+    return [
+        jax.tree.map(lambda leaf, i=i: _component_array(leaf, i), component)
+        for i, component in enumerate(value.values)
+    ]

@@ -1,0 +1,87 @@
+"""Arithmetic for objects that stand for an array."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+
+class ArrayOperators:
+    """Python's operators, applied to the array `__jax_array__` gives.
+
+    Comparison with `==` is element-wise, as for arrays.
+    """
+
+    __slots__ = ()
+
+    def __jax_array__(self) -> Any:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__jax_array__()[index]
+
+    def __len__(self) -> int:
+        return len(self.__jax_array__())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__jax_array__())
+
+    def __bool__(self) -> bool:
+        return bool(self.__jax_array__())
+
+    def __int__(self) -> int:
+        return int(self.__jax_array__())
+
+    def __float__(self) -> float:
+        return float(self.__jax_array__())
+
+    def __complex__(self) -> complex:
+        return complex(self.__jax_array__())
+
+    def __index__(self) -> int:
+        return operator.index(self.__jax_array__())
+
+    def __neg__(self) -> Any:
+        return -self.__jax_array__()
+
+    def __pos__(self) -> Any:
+        return +self.__jax_array__()
+
+    def __abs__(self) -> Any:
+        return abs(self.__jax_array__())
+
+    def __invert__(self) -> Any:
+        return ~self.__jax_array__()
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return jnp.round(self.__jax_array__(), ndigits or 0)
+
+
+def _plain(value: Any) -> Any:
+    return value.__jax_array__() if isinstance(value, ArrayOperators) else value
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: ArrayOperators, other: Any) -> Any:
+        return function(self.__jax_array__(), _plain(other))
+
+    return method
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Any:
+    def method(self: ArrayOperators, other: Any) -> Any:
+        return function(_plain(other), self.__jax_array__())
+
+    return method
+
+
+_ARITHMETIC = (
+    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
+)
+_COMPARISON = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in (*_ARITHMETIC, *_COMPARISON):
+    setattr(ArrayOperators, f"__{_name}__", _binary(getattr(operator, f"__{_name}__")))
+for _name in _ARITHMETIC:
+    setattr(ArrayOperators, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
+ArrayOperators.__hash__ = None  # type: ignore[assignment]

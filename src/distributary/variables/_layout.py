@@ -1,0 +1,68 @@
+"""Where the value of a variable lies."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import InvalidTypeError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class VariableLayout:
+    """How a strategy stores its variables.
+
+    Args:
+        strategy: The strategy; also kept alive by its variables.
+        num_replicas: Number of replicas.
+        mirrored: Whether variables are distributed values; False for strategies with one device.
+        replicated: Sharding of a value all replicas share; None leaves it to JAX.
+        stacked: Sharding of values `[replica, *shape]`, one row per replica.
+    """
+
+    strategy: Any
+    num_replicas: int
+    mirrored: bool
+    replicated: Any
+    stacked: Any
+
+    def place(self, value: Any, dtype: Any, stacked: bool = False) -> jax.Array:
+        """A copy of `value` nobody else holds, on the strategy's devices.
+
+        The copy matters: steps donate the buffers of the variables they write.
+        """
+        sharding = self.stacked if stacked else self.replicated
+        if isinstance(value, jax.Array):
+            placed = value if sharding is None else jax.device_put(value, sharding)
+            if placed.dtype == dtype and not placed.weak_type:
+                return jnp.copy(placed)
+            return jax.lax.convert_element_type(placed, dtype)
+        host = np.array(value, dtype=dtype)
+        if sharding is None:
+            return jnp.array(host)
+        return jax.device_put(host, sharding)
+
+
+def array_of(value: Any, what: str) -> Any:
+    """`value` as a NumPy or JAX array of a dtype that JAX can hold.
+
+    Raises:
+        InvalidTypeError: for strings, objects and values that are no numbers.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise InvalidTypeError(f"{what}: {value!r} is not an array of numbers.") from error
+    if array.dtype == object or (array.dtype.kind in "USV" and array.dtype.itemsize > 2):
+        raise InvalidTypeError(
+            f"{what}: got {value!r}, a {type(value).__name__}; expected numbers."
+        )
+    if isinstance(value, (bool, int, float, complex, list, tuple)):
+        # Python numbers take JAX's default dtypes, float32 and int32.
+        return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
+    return array

@@ -1,0 +1,849 @@
+"""State that a strategy keeps for its replicas."""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.context import (
+    another_thread_in_scope,
+    current_mode,
+    get_strategy,
+    in_default_context,
+)
+from distributary.errors import (
+    ContextError,
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaDivergenceError,
+    UnsupportedError,
+)
+from distributary.tracing import (
+    Array,
+    Handle,
+    TraceScope,
+    check_not_frozen,
+    current_scope,
+)
+from distributary.values import (
+    ArrayOperators,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+)
+from distributary.variables import _aggregation as aggregation_rules
+from distributary.variables._enums import VariableAggregation, VariableSynchronization
+from distributary.variables._layout import VariableLayout, array_of
+
+_SCATTER: dict[str, Callable[[Any, Array], Array]] = {
+    "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
+    "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
+    "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
+    "scatter_div": lambda at, rows: at.divide(rows, mode="drop"),
+    "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
+    "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
+    "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
+}
+_NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
+
+
+class Variable(ArrayOperators):
+    """A value that can be assigned, kept by the strategy in whose scope it is created.
+
+    Under a strategy with replicas this gives a `MirroredVariable` (all replicas hold one value) or,
+    with `synchronization=ON_READ`, a `SyncOnReadVariable` (each replica holds its own). It behaves
+    like an array in expressions and in JAX functions.
+
+    Args:
+        initial_value: Array, number, nest of lists, or a function without arguments that gives
+            one. The value is copied.
+        trainable: Whether `GradientTape` watches it by itself. Default: True, False for ON_READ.
+        name: Name used in messages; default "Variable".
+        dtype: Dtype; default that of the initial value, 32 bits for Python numbers.
+        synchronization: `VariableSynchronization`.
+        aggregation: `VariableAggregation`, how values assigned by several replicas are combined.
+        shape: Accepted for compatibility; must be the initial value's shape.
+
+    Raises:
+        InvalidValueError: for a missing initial value, an unknown synchronization or aggregation,
+            NONE synchronization under a strategy with replicas, and MEAN of a non-float dtype.
+        InvalidTypeError: if the initial value is no array of numbers.
+
+    Source: `tf.Variable` under `tf.distribute`.
+    """
+
+    _layout: VariableLayout
+    _value: Any
+    _handle: Handle
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Variable":
+        if cls is not Variable:
+            raise InvalidTypeError(
+                f"{cls.__name__} is not constructed directly: create distributary.Variable(...)"
+                " inside `with strategy.scope():`."
+            )
+        synchronization = kwargs.get("synchronization", args[4] if len(args) > 4 else None)
+        if not get_strategy().extended.variable_layout().mirrored:
+            return super().__new__(cls)
+        if synchronization is VariableSynchronization.ON_READ:
+            return super().__new__(SyncOnReadVariable)
+        return super().__new__(MirroredVariable)
+
+    def __init__(
+        self,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Any = None,
+    ) -> None:
+        self._name = "Variable" if name is None else str(name)
+        what = f"Variable {self._name!r}"
+        _check_member(what, "synchronization", synchronization, VariableSynchronization)
+        _check_member(what, "aggregation", aggregation, VariableAggregation)
+        self._layout = get_strategy().extended.variable_layout()
+        if self._layout.mirrored and synchronization is VariableSynchronization.NONE:
+            raise InvalidValueError(
+                f"{what}: synchronization is NONE, but {self._layout.strategy!r} keeps a copy per"
+                " replica. Use AUTO or ON_WRITE for one value on all replicas, ON_READ for a value"
+                " per replica."
+            )
+        on_read = synchronization is VariableSynchronization.ON_READ
+        self._synchronization = (
+            VariableSynchronization.ON_WRITE
+            if synchronization is VariableSynchronization.AUTO
+            else synchronization
+        )
+        self._aggregation = aggregation
+        self._trainable = (not on_read) if trainable is None else bool(trainable)
+        _warn_if_scope_is_in_another_thread(what)
+        scope = current_scope()
+        if scope is not None:
+            _note_creation(scope, self._name)
+        with jax.ensure_compile_time_eval():
+            initial = _initial_array(initial_value, what)
+            # Only a wide NumPy dtype changes here: JAX holds 32 bits unless x64 is on.
+            self._dtype = jnp.dtype(
+                jax.dtypes.canonicalize_dtype(initial.dtype if dtype is None else dtype)
+            )
+            self._shape = tuple(initial.shape)
+            if shape is not None and tuple(shape) != self._shape:
+                raise InvalidValueError(
+                    f"{what}: shape is {tuple(shape)}, but the initial value has shape"
+                    f" {self._shape}. Leave shape out, it follows the initial value."
+                )
+            self._check_aggregation(what)
+            self._value = self._initial_state(initial)
+        # Whether somebody else may hold the buffer, so that it must not be donated.
+        self._shared = False
+        per_replica = isinstance(self, SyncOnReadVariable)
+        self._handle = Handle(
+            weakref.ref(self),
+            self._name,
+            self._shape,
+            self._dtype,
+            self._layout.num_replicas if per_replica else None,
+        )
+
+    def _check_aggregation(self, what: str) -> None:
+        if (
+            self._layout.mirrored
+            and self._aggregation is VariableAggregation.MEAN
+            and not jnp.issubdtype(self._dtype, jnp.inexact)
+        ):
+            raise InvalidValueError(
+                f"{what}: aggregation is MEAN, but dtype is {self._dtype}, which cannot hold a"
+                " mean. Use dtype=jnp.float32, or aggregation SUM or ONLY_FIRST_REPLICA."
+            )
+
+    def _initial_state(self, initial: Any) -> jax.Array:
+        return self._layout.place(initial, self._dtype)
+
+    # Attributes
+
+    @property
+    def name(self) -> str:
+        """Name with TensorFlow's output number, such as `w:0`."""
+        return f"{self._name}:0"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value, of one replica's for ON_READ."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self._shape))
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the value."""
+        return self._dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `GradientTape` watches it by itself."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When copies are combined; AUTO shows as ON_WRITE."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How values of several replicas are combined."""
+        return self._aggregation
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy that keeps the variable."""
+        return self._layout.strategy
+
+    @property
+    def sharding(self) -> Any:
+        """The JAX sharding of the stored array."""
+        return self._value.sharding
+
+    @property
+    def device(self) -> str:
+        """Canonical name of the device of replica 0."""
+        return self._layout.strategy.extended.device_names()[0]
+
+    # Reading
+
+    def value(self) -> Array:
+        """The value as a JAX array.
+
+        In `run` a replica's own value; in a cross-replica context the value all replicas share, or
+        for ON_READ the aggregated one. The array stays valid when the variable is assigned.
+
+        Raises:
+            ContextError: inside a raw `jax.jit`, which would keep the value forever.
+            InvalidValueError: for ON_READ without an aggregation, outside of `run`.
+        """
+        scope = current_scope()
+        if scope is not None:
+            self._check_strategy("read")
+            return self._read_traced(scope)
+        check_not_frozen(self._name, "read")
+        return self._read_eager()
+
+    def read_value(self) -> Array:
+        """The same as `value()`."""
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array of its own.
+
+        Raises:
+            UnsupportedError: inside a traced function.
+        """
+        if current_scope() is not None:
+            raise UnsupportedError(
+                f"Variable {self._name!r}: numpy() is not possible inside Strategy.run or"
+                " distributary.function, where values are traced. Use v.value()."
+            )
+        check_not_frozen(self._name, "read")
+        return np.array(self._peek())
+
+    def sparse_read(self, indices: Any) -> Array:
+        """Rows of the variable, `[*indices.shape, *shape[1:]]`.
+
+        The gradient with respect to a variable that is only read this way is an `IndexedSlices`.
+        Rows out of range are NaN, or the dtype's extreme value for integers.
+
+        Args:
+            indices: Integers, numbers of rows along dim 0.
+        """
+        ids = jnp.asarray(indices)
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise InvalidTypeError(
+                f"Variable {self._name!r}: sparse_read needs integer indices, got {ids.dtype}."
+            )
+        if not self._shape:
+            raise InvalidValueError(f"Variable {self._name!r} is a scalar and has no rows to read.")
+        scope = current_scope()
+        if scope is None or (scope.kind == "function" and self._handle.per_replica):
+            return jnp.take(self.value(), ids, axis=0)
+        self._check_strategy("read")
+        return scope.sparse_read(self._handle, ids)
+
+    def _read_traced(self, scope: TraceScope) -> Array:
+        return scope.read(self._handle)
+
+    def _read_eager(self) -> Array:
+        self._shared = True
+        return self._value
+
+    def _peek(self) -> Array:
+        """The eager value, for use before the next step only."""
+        return self._value
+
+    # Assigning
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Sets the value.
+
+        In `run` a mirrored variable first combines the replicas' values by its aggregation; with
+        aggregation NONE all replicas must assign the same value. An ON_READ variable sets this
+        replica's value.
+
+        Args:
+            value: Array or number of the variable's shape.
+            use_locking: Without effect.
+            name: Without effect.
+            read_value: False returns None.
+
+        Returns:
+            The new value inside `run` and `function`, else the variable.
+
+        Raises:
+            InvalidValueError: if the shape differs.
+            InvalidTypeError: if the dtype cannot be converted without loss of kind.
+            ReplicaDivergenceError: if the copies of a mirrored variable would differ.
+            ContextError: under another strategy.
+
+        Source: `tf.Variable.assign` under `tf.distribute`.
+        """
+        return self._change("assign", value, read_value)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds `delta`; otherwise like `assign`."""
+        return self._change("assign_add", delta, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts `delta`; otherwise like `assign`."""
+        return self._change("assign_sub", delta, read_value)
+
+    def _change(self, kind: str, value: Any, read_value: bool) -> Any:
+        self._check_assignable(kind)
+        scope = current_scope()
+        if scope is None:
+            check_not_frozen(self._name, "assigned")
+            self._change_eager(kind, self._convert(kind, value))
+            return self if read_value else None
+        result = self._change_traced(scope, kind, value)
+        return result if read_value else None
+
+    def _change_eager(self, kind: str, value: Any) -> None:
+        if kind == "assign":
+            self._value = self._layout.place(value, self._dtype)
+        else:
+            self._value = _combine(kind, self._value, jnp.asarray(value, self._dtype))
+        self._shared = False
+
+    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+        current = None if kind == "assign" else scope.read(self._handle)
+        new = _combine(kind, current, converted)
+        scope.write(self._handle, new)
+        return new
+
+    def _convert(self, kind: str, value: Any) -> Any:
+        """The assigned value as an array of the right shape and kind of dtype."""
+        what = f"Variable {self._name!r}: {kind}"
+        if isinstance(value, PerReplica):
+            if value.form == "local":
+                hint = " Combine it with strategy.reduce inside merge_call first."
+            else:
+                hint = " Combine it with strategy.reduce(...) first."
+            raise ReplicaDivergenceError(
+                f"{what} got a PerReplica in a cross-replica context; the copies of the variable"
+                f" would differ.{hint}"
+            )
+        if isinstance(value, IndexedSlices):
+            raise InvalidTypeError(
+                f"{what} got IndexedSlices; use scatter_add, scatter_sub or scatter_update."
+            )
+        if isinstance(value, (Variable, Mirrored)):
+            value = value.value()
+        array = array_of(value, what)
+        if tuple(array.shape) != self._shape:
+            raise InvalidValueError(
+                f"{what} got a value of shape {tuple(array.shape)}, but the variable has shape"
+                f" {self._shape}. Shapes are not broadcast; use jnp.broadcast_to or jnp.full."
+            )
+        if not _same_kind(array.dtype, self._dtype):
+            raise InvalidTypeError(
+                f"{what} got dtype {array.dtype}, but the variable is {self._dtype}. Convert the"
+                f" value first: value.astype({self._dtype.name!r})."
+            )
+        return array
+
+    def _check_assignable(self, kind: str) -> None:
+        self._check_strategy("assigned")
+        mode = current_mode()
+        if (
+            not in_default_context()
+            and mode.role == "replica"
+            and mode.strategy is not self._layout.strategy
+            and mode.strategy.num_replicas_in_sync > 1
+        ):
+            raise ContextError(
+                f"Variable {self._name!r} was created outside of {mode.strategy!r}, so {kind}"
+                " inside its run has no meaning: there is one copy and several replicas. Create the"
+                " variable inside `with strategy.scope():`."
+            )
+
+    def _check_strategy(self, what: str) -> None:
+        """Refuses variables of one strategy under another; plain variables can be read anywhere."""
+        if in_default_context():
+            return
+        strategy = current_mode().strategy
+        if strategy is self._layout.strategy or self._layout.strategy.extended.is_default:
+            return
+        raise ContextError(
+            f"Variable {self._name!r} of {self._layout.strategy!r} is {what} while {strategy!r} is"
+            " current: strategies cannot be mixed. Create the variable in the scope of the"
+            " strategy that uses it."
+        )
+
+    # Scattering
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
+        """Adds rows: `self[indices[i]] += values[i]`, equal indices added up.
+
+        In `run`, the rows of all replicas are combined first as the aggregation says: SUM and MEAN
+        concatenate them. Rows out of range are dropped.
+
+        Args:
+            sparse_delta: `IndexedSlices` of the variable's row shape.
+
+        Returns:
+            As for `assign`.
+
+        Raises:
+            UnsupportedError: for ON_READ variables, and for min, max and update with aggregation
+                SUM or MEAN.
+
+        Source: `tf.Variable.scatter_add` under `tf.distribute`.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
+        """Subtracts rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
+        """Multiplies rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
+        """Divides rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the smaller of row and value; otherwise like `scatter_add`."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
+        """Takes the larger of row and value; otherwise like `scatter_add`."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
+        """Sets rows; of equal indices any one wins. Otherwise like `scatter_add`."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _scatter(self, kind: str, slices: Any) -> Any:
+        if not isinstance(slices, IndexedSlices):
+            raise InvalidTypeError(
+                f"Variable {self._name!r}: {kind} needs distributary.IndexedSlices(values,"
+                f" indices), got {type(slices).__name__}."
+            )
+        self._check_assignable(kind)
+        scope = current_scope()
+        if scope is None:
+            check_not_frozen(self._name, "assigned")
+            self._value = _SCATTER[kind](self._value.at[slices.indices], slices.values)
+            self._shared = False
+            return self
+        rows = self._aggregate_slices(kind, slices)
+        new = _SCATTER[kind](scope.read(self._handle).at[rows.indices], rows.values)
+        scope.write(self._handle, new)
+        return new
+
+    def _aggregate_slices(self, kind: str, slices: IndexedSlices) -> IndexedSlices:
+        return slices
+
+    # Identity
+
+    def ref(self) -> "VariableReference":
+        """A hashable reference; `==` of variables compares their elements."""
+        return VariableReference(self)
+
+    def __jax_array__(self) -> Array:
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = self.numpy()
+        return value if dtype is None else value.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":
+        strategy = self._layout.strategy
+        if not in_default_context() and get_strategy() is not strategy:
+            raise ContextError(
+                f"Variable {self._name!r} of {strategy!r} cannot be copied in the scope of"
+                f" {get_strategy()!r}. Copy it in its own strategy's scope."
+            )
+        with strategy.scope():
+            new = Variable(
+                self._layout.place(self._initial_of_copy(), self._dtype),
+                self._trainable,
+                self._name,
+                self._dtype,
+                self._synchronization,
+                self._aggregation,
+            )
+        new._value = jnp.copy(self._value)
+        memo[id(self)] = new
+        return new
+
+    def _initial_of_copy(self) -> Any:
+        return self._value
+
+    def __copy__(self) -> "Variable":
+        raise InvalidTypeError(
+            f"Variable {self._name!r} cannot be copied shallowly: two variables would share one"
+            " value. Use copy.deepcopy, or keep a reference."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidTypeError(
+            f"Variable {self._name!r} cannot be pickled: it lives on the devices of"
+            f" {self._layout.strategy!r}. Pickle v.numpy(), and assign it to a new variable."
+        )
+
+    def _component_text(self, name: str, value: Any) -> str:
+        array = np.asarray(value)
+        text = np.array2string(array, separator=", ") if self._shape else repr(array.item())
+        return (
+            f"<dist.Variable '{name}' shape={self._shape} dtype={self._dtype.name}, numpy={text}>"
+        )
+
+    def __repr__(self) -> str:
+        if current_scope() is not None:
+            return f"<dist.Variable '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
+        return self._component_text(self.name, self._peek())
+
+    __str__ = __repr__
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
+
+
+class _DistributedVariable(Variable, DistributedValues):
+    """What mirrored and sync-on-read variables share."""
+
+    @property
+    def values(self) -> tuple["VariableComponent", ...]:
+        """The copies of this process' replicas, for looking at."""
+        copies = self._copies()
+        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
+
+    def _copies(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        if current_scope() is not None:
+            kind = type(self).__name__
+            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
+        return DistributedValues.__repr__(self)
+
+    __str__ = __repr__
+
+
+@final
+class MirroredVariable(_DistributedVariable):
+    """A variable with the same value on every replica; created by `Variable` in a scope."""
+
+    def _copies(self) -> tuple[Any, ...]:
+        return Mirrored(self._value, self._layout.num_replicas).values
+
+    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+        if scope.kind != "replica" or current_mode().role != "replica":
+            return super()._change_traced(scope, kind, value)
+        num_replicas = self._layout.num_replicas
+        is_sum = self._aggregation is VariableAggregation.SUM
+        if is_sum and num_replicas > 1 and _is_concrete(value):
+            raise InvalidValueError(
+                f"Variable {self._name!r}: {kind} got {value!r}, which is the same on every"
+                " replica, and aggregation is SUM: it is not clear whether it counts once or"
+                f" {num_replicas} times. Assign an array computed in the step"
+                " (jnp.asarray(value) counts once per replica), or use aggregation MEAN or"
+                " ONLY_FIRST_REPLICA to count it once."
+            )
+        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+        combined = aggregation_rules.across_replicas(
+            converted, self._aggregation, self._layout.num_replicas, scope
+        )
+        current = None if kind == "assign" else scope.read(self._handle)
+        new = _combine(kind, current, combined)
+        scope.write(self._handle, new)
+        return new
+
+    def _aggregate_slices(self, kind: str, slices: IndexedSlices) -> IndexedSlices:
+        aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if kind in _NOT_LINEAR and aggregated:
+            raise UnsupportedError(
+                f"Variable {self._name!r}: {kind} is not defined for aggregation"
+                f" {self._aggregation.name}. Use aggregation NONE with equal rows on every replica,"
+                " or ONLY_FIRST_REPLICA."
+            )
+        if current_mode().role != "replica":
+            return slices
+        return aggregation_rules.slices_across_replicas(
+            slices, self._aggregation, self._layout.num_replicas, current_scope()
+        )
+
+
+@final
+class SyncOnReadVariable(_DistributedVariable):
+    """A variable with a value per replica, aggregated when read outside of `run`.
+
+    Its state is one array `[replica, *shape]`.
+    """
+
+    def _initial_state(self, initial: Any) -> jax.Array:
+        num = self._layout.num_replicas
+        rows = jnp.broadcast_to(jnp.asarray(initial), (num, *self._shape))
+        return self._layout.place(rows, self._dtype, stacked=True)
+
+    def _initial_of_copy(self) -> Any:
+        return self._value[0]
+
+    def _copies(self) -> tuple[Any, ...]:
+        return PerReplica.from_stacked(self._value, self._layout.num_replicas).values
+
+    def _read_traced(self, scope: TraceScope) -> Array:
+        value = scope.read(self._handle)
+        if scope.kind == "function":
+            return aggregation_rules.of_rows(value, self._aggregation, self._name)
+        if current_mode().role == "cross":
+            aggregation_rules.check_readable(self._aggregation, self._name)
+            return aggregation_rules.across_replicas(
+                value, self._aggregation, self._layout.num_replicas, scope
+            )
+        return value
+
+    def _read_eager(self) -> Array:
+        return self._peek()
+
+    def _peek(self) -> Array:
+        return aggregation_rules.of_rows(self._value, self._aggregation, self._name)
+
+    def _check_cross_change(self, kind: str) -> None:
+        if self._aggregation is VariableAggregation.SUM and kind != "assign":
+            raise InvalidValueError(
+                f"Variable {self._name!r}: {kind} in a cross-replica context is not defined for"
+                " synchronization ON_READ with aggregation SUM, since each replica holds a part of"
+                " the sum. Use assign, or call it inside Strategy.run."
+            )
+
+    def _change_eager(self, kind: str, value: Any) -> None:
+        self._check_cross_change(kind)
+        num = self._layout.num_replicas
+        value = jnp.asarray(value, self._dtype)
+        if kind == "assign":
+            rows = aggregation_rules.parts_of(value, self._aggregation, num)
+            self._value = self._layout.place(rows, self._dtype, stacked=True)
+        else:
+            self._value = _combine(kind, self._value, value)
+        self._shared = False
+
+    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+        if scope.kind == "replica" and current_mode().role != "cross":
+            return super()._change_traced(scope, kind, value)
+        self._check_cross_change(kind)
+        num = self._layout.num_replicas
+        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+        if kind == "assign":
+            new = aggregation_rules.parts_of(converted, self._aggregation, num)
+            new = new[scope.replica_id()] if scope.kind == "replica" else new
+        else:
+            new = _combine(kind, scope.read(self._handle), converted)
+        scope.write(self._handle, new)
+        return self._read_traced(scope)
+
+    def _scatter(self, kind: str, slices: Any) -> Any:
+        raise UnsupportedError(
+            f"Variable {self._name!r}: {kind} is not defined for synchronization ON_READ. Read it,"
+            " change the array with .at[...] and assign it."
+        )
+
+
+@final
+class VariableComponent(ArrayOperators):
+    """One replica's copy of a variable, as it was when looked at; cannot be assigned."""
+
+    def __init__(self, variable: Variable, replica: int, value: Any) -> None:
+        suffix = f"/replica_{replica}" if replica else ""
+        self.name = f"{variable._name}{suffix}:0"
+        self.variable = variable
+        self._array = value
+        variable._shared = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the copy."""
+        return self.variable.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the copy."""
+        return self.variable.dtype
+
+    @property
+    def device(self) -> Any:
+        """The JAX device the copy lies on."""
+        return next(iter(self._array.devices()))
+
+    def value(self) -> Array:
+        """The copy as a JAX array."""
+        return self._array
+
+    read_value = value
+
+    def numpy(self) -> np.ndarray:
+        """The copy as a NumPy array."""
+        return np.array(self._array)
+
+    def __jax_array__(self) -> Array:
+        return self._array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype=dtype)
+
+    def __repr__(self) -> str:
+        return self.variable._component_text(self.name, self._array)
+
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
+
+
+@final
+class VariableReference:
+    """Hashable stand-in for a variable; equal if it is the same variable."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    def deref(self) -> Variable:
+        """The variable."""
+        return self._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VariableReference) and other._variable is self._variable
+
+    def __repr__(self) -> str:
+        return f"<reference to {self._variable.name}>"
+
+
+def _combine(kind: str, current: Any, value: Array) -> Array:
+    if kind == "assign":
+        return value
+    return current + value if kind == "assign_add" else current - value
+
+
+def _same_kind(source: Any, target: Any) -> bool:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: Any) -> int:
+        return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
+
+    return source == target or rank(source) <= rank(target) < 4
+
+
+def _is_concrete(value: Any) -> bool:
+    if isinstance(value, Variable):
+        return False
+    return not isinstance(value, jax.core.Tracer)
+
+
+def _initial_array(initial_value: Any, what: str) -> Any:
+    if initial_value is None:
+        raise InvalidValueError(
+            f"{what}: initial_value is missing. Pass an array, a number or a function that gives"
+            " one."
+        )
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, (Variable, Mirrored)):
+        value = value.value()
+    if isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"{what}: initial_value is a PerReplica. Variables start with one value on all"
+            " replicas; take strategy.reduce(...) or one of its components."
+        )
+    if isinstance(value, jax.core.Tracer):
+        raise InvalidValueError(
+            f"{what}: initial_value is computed by the traced function {value!r}. Create the"
+            " variable outside of Strategy.run, or give a function: initial_value=lambda:"
+            " jnp.zeros(...)."
+        )
+    return array_of(value, what)
+
+
+def _check_member(what: str, field: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise InvalidValueError(
+            f"{what}: {field} is {value!r}, expected a member of distributary.{kind.__name__}."
+        )
+
+
+def _note_creation(scope: TraceScope, name: str) -> None:
+    if not scope.may_create:
+        raise InvalidValueError(
+            f"Variable {name!r} is created inside Strategy.run or distributary.function, and again"
+            " when the function is traced anew. Create it only once: outside, or guarded by `if"
+            " self.v is None: self.v = distributary.Variable(...)`."
+        )
+    scope.created.append(name)
+
+
+_warned_threads: set[int] = set()
+
+
+def _warn_if_scope_is_in_another_thread(what: str) -> None:
+    thread = threading.get_ident()
+    if in_default_context() and thread not in _warned_threads and another_thread_in_scope():
+        _warned_threads.add(thread)
+        warnings.warn(
+            f"{what} is created in a thread without a strategy scope while another thread has one"
+            " open. Scopes hold for one thread only: enter `with strategy.scope():` in this thread"
+            " too, or the variable stays on one device.",
+            DistributaryWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,43 @@
+"""Eight virtual CPU devices for every test, and a check that tests clean up behind them."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is imported.
+
+import distributary as dist
+
+# Must come before anything starts the JAX backends.
+dist.config.set_logical_cpu_devices(8)
+
+_THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its way out
+
+
+@pytest.fixture
+def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
+    """A function that returns a `MirroredStrategy` on the given number of CPU devices."""
+    return lambda num_replicas: dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+# Set up before the fixtures a test asks for, so it looks after those have cleaned up.
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    threads_before = set(threading.enumerate())
+    environ_before = _environ()
+
+    yield
+
+    assert not dist.has_strategy(), "the test left a strategy scope open"
+    threads = [t for t in threading.enumerate() if t not in threads_before and not t.daemon]
+    for thread in threads:
+        thread.join(_THREAD_END_SECONDS)
+    assert [t for t in threads if t.is_alive()] == [], "the test left threads running"
+    assert _environ() == environ_before, "the test changed os.environ"
+
+
+def _environ() -> dict[str, str]:
+    # pytest keeps the phase of the running test in this variable.
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}

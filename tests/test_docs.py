@@ -1,0 +1,141 @@
+"""The Python code of README.md and docs/ runs as it stands, and relative links lead somewhere.
+
+The python blocks of a page are one script. The output of a block is compared with the text
+block that directly follows it, in which `...` stands for anything. A block below the comment
+`<!-- no-run: reason -->` does not run.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_PAGES = [*_ROOT.glob("README.md"), *sorted((_ROOT / "docs").rglob("*.md"))]
+_PAGES_WITH_CODE = [page for page in _PAGES if "```python" in page.read_text(encoding="utf-8")]
+_PAGE_SECONDS = 300
+_DEVICE_VARIABLES = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")  # a page asks for its devices itself
+
+_FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w-]*)[^`]*$")
+_NO_RUN = re.compile(r" *<!-- *no-run:? *(?P<reason>.*?) *-->")
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)[^)]*\)|^ *\[[^\]]+\]: +(?P<definition>\S+)")
+_END_OF_BLOCK = "\0"
+
+
+@dataclass
+class _Block:
+    language: str
+    first_line: int  # of the content, counted from 1
+    line_above: str
+    content: list[str] = field(default_factory=list)
+    output: "_Block | None" = None  # the text block that directly follows
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(_ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", _PAGES_WITH_CODE, ids=_name)
+def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
+    blocks, _ = _split(page.read_text(encoding="utf-8").splitlines())
+    blocks = [b for b in blocks if b.language == "python" and _is_run(b, page)]
+    code = _script(blocks)
+    try:
+        compile(code, _name(page), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        _fail(page, error.lineno, str(error))
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(code, encoding="utf-8")
+
+    process = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in _DEVICE_VARIABLES},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=_PAGE_SECONDS,
+    )
+
+    outputs = process.stdout.split(_END_OF_BLOCK)
+    num_finished = len(outputs) - 1
+    if num_finished < len(blocks):
+        error = process.stderr.replace(str(script), _name(page)) or "The script ended here."
+        _fail(page, blocks[num_finished].first_line, error)
+    assert process.returncode == 0, process.stderr
+    for block, output in zip(blocks, outputs, strict=False):
+        if block.output is not None:
+            expected, actual = _text("\n".join(block.output.content)), _text(output)
+            pattern = re.escape(expected).replace(re.escape("..."), ".*")
+            if not re.fullmatch(pattern, actual, flags=re.DOTALL):
+                _fail(page, block.output.first_line, f"expected\n{expected}\n\ngot\n{actual}")
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
+def test_relative_links_point_to_files(page):
+    _, prose = _split(page.read_text(encoding="utf-8").splitlines())
+
+    dead = []
+    for number, line in prose:
+        for match in _LINK.finditer(re.sub(r"`[^`]*`", "", line)):
+            target = match["target"] or match["definition"]
+            is_external = re.match(r"[a-z]+:", target)
+            if not is_external and not (page.parent / target.partition("#")[0]).exists():
+                dead.append(f"{_name(page)}:{number}: {target}")
+
+    assert not dead, "\n".join(dead)
+
+
+def _split(lines: list[str]) -> tuple[list[_Block], list[tuple[int, str]]]:
+    """Fenced blocks, and the numbered lines outside of them."""
+    blocks: list[_Block] = []
+    prose: list[tuple[int, str]] = []
+    opening: re.Match[str] | None = None
+    follows_block = False
+    for number, line in enumerate(lines, start=1):
+        if opening is None:
+            opening = _FENCE.match(line)
+            if opening is None:
+                prose.append((number, line))
+                follows_block = follows_block and not line.strip()
+                continue
+            line_above = lines[number - 2] if number > 1 else ""
+            block = _Block(opening["language"], number + 1, line_above)
+            if follows_block and block.language == "text":
+                blocks[-1].output = block
+            blocks.append(block)
+        elif re.fullmatch(rf" *{opening['fence']}+ *", line):
+            opening, follows_block = None, True
+        else:
+            blocks[-1].content.append(line.removeprefix(opening["indent"]))
+    return blocks, prose
+
+
+def _is_run(block: _Block, page: Path) -> bool:
+    comment = _NO_RUN.fullmatch(block.line_above)
+    if comment and not comment["reason"]:
+        _fail(page, block.first_line - 2, "give a reason: <!-- no-run: reason -->")
+    return comment is None
+
+
+def _script(blocks: list[_Block]) -> str:
+    """A script that has every line of code where the page has it."""
+    script: list[str] = []
+    for block in blocks:
+        script += [""] * (block.first_line - 1 - len(script))
+        script += block.content
+        script.append(f"print({_END_OF_BLOCK!r}, end='', flush=True)")  # instead of the fence
+    return "\n".join(script)
+
+
+def _text(lines: str) -> str:
+    return "\n".join(line.rstrip() for line in lines.strip("\n").splitlines())
+
+
+def _fail(page: Path, line: int | None, message: str) -> NoReturn:
+    raise pytest.fail.Exception(f"{_name(page)}:{line}: {message}", pytrace=False) from None

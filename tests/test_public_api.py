@@ -1,0 +1,59 @@
+"""The public names are the documented ones, and importing them has no effects."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import distributary
+
+_API_PAGE = Path(__file__).parents[1] / "docs" / "api" / "index.md"
+
+_IMPORT_WITHOUT_EFFECTS = """
+import os, sys
+import jax, numpy  # JAX sets environment variables of its own.
+
+environ_before = dict(os.environ)
+import distributary
+from jax._src import xla_bridge
+
+assert dict(os.environ) == environ_before, "the environment has changed"
+assert not xla_bridge.backends_are_initialized(), "JAX backends were started"
+unwanted = {"keras", "matplotlib", "optax"} & set(sys.modules)
+assert not unwanted, f"imported {sorted(unwanted)}"
+"""
+
+
+def test_public_names_are_sorted():
+    assert distributary.__all__ == sorted(distributary.__all__)
+
+
+def test_public_names_exist():
+    missing = [name for name in distributary.__all__ if not hasattr(distributary, name)]
+
+    assert missing == []
+
+
+def test_public_names_are_the_documented_ones():
+    assert sorted(_documented_names()) == distributary.__all__
+
+
+def test_import_has_no_effects():
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _IMPORT_WITHOUT_EFFECTS],
+        # Without the variables of this process, which has imported distributary already.
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert process.returncode == 0, process.stderr
+
+
+def _documented_names() -> list[str]:
+    """The names of the list items "- `name`: ..." below the heading "Top level"."""
+    _, _, section = _API_PAGE.read_text(encoding="utf-8").partition("\n## Top level\n")
+    section, _, _ = section.partition("\n## ")
+    return re.findall(r"^- `(\w+)`: ", section, flags=re.MULTILINE)

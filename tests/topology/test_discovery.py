@@ -1,0 +1,71 @@
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from distributary.errors import DeviceError
+from distributary.topology import REPLICA_AXIS, make_mesh, replica_devices
+
+
+def test_none_takes_every_device_of_the_best_kind():
+    assert replica_devices(None) == tuple(jax.local_devices())
+
+
+def test_the_order_of_the_list_is_the_order_of_the_replicas():
+    cpu = jax.local_devices(backend="cpu")
+
+    assert replica_devices(["CPU:2", "/cpu:0", cpu[1]]) == (cpu[2], cpu[0], cpu[1])
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array])
+def test_any_sequence_of_devices_is_a_list(make):
+    cpu = jax.local_devices(backend="cpu")[:2]
+
+    assert replica_devices(make(cpu)) == tuple(cpu)
+    assert replica_devices(make(["CPU:0", "CPU:1"])) == tuple(cpu)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "devices is an empty list.*pass None"),
+        ("CPU:0", re.escape("devices is 'CPU:0', expected a list") + ".*" + r"\['CPU:0'\]"),
+        (4, re.escape("devices is 4 (int), expected a list") + ".*'GPU:0', 'GPU:1'"),
+        ({"CPU:0"}, re.escape("devices is {'CPU:0'} (set), expected a list")),
+        ([0, 1], "0 is a int, expected a device string"),
+        (["CPU:0", None], "None is a NoneType, expected a device string"),
+        (["CPU:0", "garbage"], "'garbage' is not a device"),
+        (["CPU:0", "/job:worker/task:1/cpu:0"], "'/job:worker/task:1/cpu:0' names a device of an"),
+        (["CPU:0", "CPU:1", "/cpu:0"], "Replicas 0 and 2 are both on CPU:0: 'CPU:0' and '/cpu:0'"),
+        (["cpu", "/device:CPU:0"], "Replicas 0 and 1 are both on CPU:0"),
+        (["CPU:0", "GPU:0"], "'GPU:0' is a GPU and 'CPU:0' is a CPU: .* of one kind"),
+        (["CPU:0", "CPU:8", "CPU:9"], r"no device 'CPU:8'.*set_logical_cpu_devices\(10\)"),
+    ],
+)
+def test_a_list_that_names_no_distinct_devices_of_one_kind_is_refused(devices, message):
+    with pytest.raises(DeviceError, match=message):
+        replica_devices(devices)
+
+
+def test_a_device_and_its_string_are_the_same_device():
+    device = jax.local_devices(backend="cpu")[1]
+
+    with pytest.raises(DeviceError, match="Replicas 0 and 1 are both on CPU:1"):
+        replica_devices([device, "CPU:1"])
+
+
+def test_a_device_alone_is_no_list():
+    device = jax.local_devices(backend="cpu")[0]
+
+    with pytest.raises(DeviceError, match=re.escape(f"pass [{device!r}]")):
+        replica_devices(device)
+
+
+def test_the_mesh_has_one_axis_in_the_order_of_the_devices():
+    devices = tuple(reversed(jax.local_devices(backend="cpu")))
+
+    mesh = make_mesh(devices)
+
+    assert mesh.axis_names == (REPLICA_AXIS,) == ("replica",)
+    assert tuple(mesh.devices) == devices

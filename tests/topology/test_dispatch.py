@@ -1,0 +1,220 @@
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distributary.errors import InvalidValueError
+from distributary.topology import Dispatcher, dispatcher_for, make_mesh
+
+_TIMEOUT_SECONDS = 20
+
+
+class _Token:
+    """Stands for an output of a program that ends when the test says so."""
+
+    def __init__(self, *, finished: bool = True):
+        self.finished = threading.Event()
+        self.waited_for = threading.Event()
+        if finished:
+            self.finished.set()
+
+    def block_until_ready(self):
+        self.waited_for.set()
+        assert self.finished.wait(_TIMEOUT_SECONDS)
+
+
+def _bounded(max_in_flight: int = 4) -> Dispatcher:
+    return Dispatcher(threading.RLock(), max_in_flight)
+
+
+def _itself(value):
+    return value
+
+
+def test_only_several_cpu_devices_need_tokens():
+    cpu = tuple(jax.local_devices(backend="cpu"))
+
+    assert dispatcher_for(cpu).bounded
+    assert dispatcher_for(cpu[:2]).bounded
+    assert not dispatcher_for(cpu[:1]).bounded
+
+
+def test_all_meshes_of_cpu_devices_share_one_window():
+    cpu = tuple(jax.local_devices(backend="cpu"))
+
+    assert dispatcher_for(cpu[:2]) is dispatcher_for(cpu[2:])
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_keep_their_order_without_a_window(platform):
+    devices = tuple(SimpleNamespace(platform=platform, process_index=0) for _ in range(2))
+
+    dispatcher = dispatcher_for(devices)
+
+    assert not dispatcher.bounded
+    assert dispatcher is not dispatcher_for(devices[:1])
+    assert dispatcher.run(lambda: 3, token_of=pytest.fail) == 3
+
+
+def test_devices_of_other_processes_do_not_count():
+    devices = tuple(SimpleNamespace(platform="cpu", process_index=i) for i in range(4))
+
+    assert dispatcher_for(devices) is dispatcher_for(devices[:1])
+
+
+def test_run_returns_the_outputs_of_the_program():
+    devices = tuple(jax.local_devices(backend="cpu"))
+    mesh = make_mesh(devices)
+    sharding = jax.NamedSharding(mesh, jax.P("replica"))
+    step = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, "replica"),
+            mesh=mesh,
+            in_specs=jax.P("replica"),
+            out_specs=jax.P("replica"),
+        )
+    )
+    x = jax.device_put(jnp.arange(8.0), sharding)
+
+    for _ in range(6):
+        result = dispatcher_for(devices).run(lambda: step(x), _itself)
+
+    np.testing.assert_array_equal(result, np.full(8, 28.0, np.float32))
+
+
+def test_a_fifth_program_waits_for_the_first():
+    dispatcher = _bounded()
+    tokens = [_Token(finished=False) for _ in range(5)]
+    for token in tokens[:4]:
+        dispatcher.run(lambda token=token: token, _itself)
+    dispatched = threading.Event()
+
+    thread = threading.Thread(
+        target=dispatcher.run, args=(lambda: dispatched.set() or tokens[4], _itself)
+    )
+    thread.start()
+
+    assert tokens[0].waited_for.wait(_TIMEOUT_SECONDS)
+    assert not dispatched.is_set()
+    tokens[0].finished.set()
+    assert dispatched.wait(_TIMEOUT_SECONDS)
+    thread.join(_TIMEOUT_SECONDS)
+    assert not any(token.waited_for.is_set() for token in tokens[1:])
+
+
+def test_threads_share_the_window_and_dispatch_one_at_a_time():
+    dispatcher = _bounded()
+    in_call = threading.Lock()
+    in_flight: list[_Token] = []
+    most_in_flight = 0
+
+    class Token(_Token):
+        def block_until_ready(self):
+            in_flight.remove(self)
+
+    def call() -> Token:
+        nonlocal most_in_flight
+        assert in_call.acquire(blocking=False), "two threads dispatch at once"
+        in_flight.append(Token())
+        most_in_flight = max(most_in_flight, len(in_flight))
+        token = in_flight[-1]
+        in_call.release()
+        return token
+
+    def dispatch_many() -> None:
+        for _ in range(200):
+            dispatcher.run(call, _itself)
+
+    threads = [threading.Thread(target=dispatch_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TIMEOUT_SECONDS)
+
+    assert most_in_flight == 4
+    assert len(in_flight) == 4
+
+
+def test_at_most_four_tokens_are_held():
+    dispatcher = _bounded()
+    references = []
+
+    def call() -> _Token:
+        token = _Token()
+        references.append(weakref.ref(token))
+        return token
+
+    for _ in range(10):
+        dispatcher.run(call, _itself)
+    gc.collect()
+
+    assert [reference() is not None for reference in references] == [False] * 6 + [True] * 4
+
+
+def test_a_program_without_a_token_takes_no_place():
+    dispatcher = _bounded(1)
+    token = _Token()
+    dispatcher.run(lambda: token, _itself)
+
+    assert dispatcher.run(lambda: "result", lambda _: None) == "result"
+    assert dispatcher.run(lambda: "result", lambda _: None) == "result"
+
+
+def test_a_dispatch_that_fails_takes_no_place_and_frees_the_lock():
+    lock = threading.Lock()
+    dispatcher = Dispatcher(lock, 1)
+
+    with pytest.raises(ZeroDivisionError):
+        dispatcher.run(lambda: 1 / 0, pytest.fail)
+
+    assert not lock.locked()
+    unfinished = _Token(finished=False)
+    assert dispatcher.run(lambda: unfinished, _itself) is unfinished
+
+
+def test_a_program_may_be_dispatched_while_another_is_prepared():
+    dispatcher = _bounded(1)
+    inner = _Token()
+
+    outer = dispatcher.run(
+        lambda: (dispatcher.run(lambda: inner, _itself), _Token()), lambda r: r[1]
+    )
+
+    assert outer[0] is inner
+
+
+def test_a_program_that_failed_is_finished():
+    class Failed(_Token):
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("the program failed")
+
+        def is_deleted(self):
+            return False
+
+    dispatcher = _bounded(1)
+    dispatcher.run(Failed, _itself)
+
+    assert dispatcher.run(_Token, lambda _: None) is not None
+
+
+def test_a_token_that_was_donated_is_an_error():
+    dispatcher = _bounded(1)
+    token = jnp.ones(3)
+    dispatcher.run(lambda: token, _itself)
+    token.delete()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="deleted or donated"):
+        dispatcher.run(lambda: token, _itself)
+
+
+@pytest.mark.parametrize(
+    ("lock", "max_in_flight"), [(threading.RLock(), 0), (threading.RLock(), -1), (None, 4)]
+)
+def test_a_window_needs_a_place_and_a_lock(lock, max_in_flight):
+    with pytest.raises(InvalidValueError, match=f"max_in_flight is {max_in_flight} with lock"):
+        Dispatcher(lock, max_in_flight)

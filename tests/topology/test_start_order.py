@@ -1,0 +1,155 @@
+"""What happens before and after JAX starts: every test is a process of its own."""
+
+import re
+
+import jax
+import pytest
+
+from distributary.config import set_logical_cpu_devices
+from distributary.errors import BackendStartedError, InvalidValueError
+
+_PRINT_DEVICES = """
+print(len(jax.local_devices()), os.environ.get("PJRT_NPROC"))
+"""
+
+
+# Fails when JAX moves the private name behind `backends_started`.
+def test_backends_started_tells_without_starting(run_python):
+    program = """
+print(topology.backends_started(), topology.backends_started())
+jax.devices()
+print(topology.backends_started())
+"""
+    assert run_python(program).split() == ["False", "False", "True"]
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        # Logical devices are made as the list asks.
+        ("topology.replica_devices(['CPU:0', 'CPU:1'])", "2 4"),
+        ("topology.replica_devices(['/cpu:3', '/cpu:1'])", "4 8"),
+        ("topology.replica_devices(['CPU:0'])", "1 None"),
+        ("topology.replica_devices(None)", "1 None"),
+        ("config.set_logical_cpu_devices(3)", "3 6"),
+        # A later call replaces an earlier one; a list never takes devices away.
+        (
+            "config.set_logical_cpu_devices(8); config.set_logical_cpu_devices(2)",
+            "2 4",
+        ),
+        (
+            "config.set_logical_cpu_devices(4); topology.replica_devices(['CPU:0', 'CPU:1'])",
+            "4 8",
+        ),
+        (
+            "config.set_logical_cpu_devices(2); topology.replica_devices(['CPU:0', 'CPU:4'])",
+            "5 10",
+        ),
+    ],
+)
+def test_devices_are_made_before_jax_starts(run_python, program, expected):
+    assert run_python(program + _PRINT_DEVICES) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices", "expected"),
+    [
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, None, "4 8"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, ["CPU:0", "CPU:1"], "4 8"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, ["CPU:0", "CPU:2"], "3 6"),
+        ({"JAX_NUM_CPU_DEVICES": "4"}, ["CPU:0", "CPU:1"], "4 8"),
+        ({"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "20"}, None, "3 20"),
+    ],
+)
+def test_devices_asked_for_in_the_environment_are_kept(run_python, environ, devices, expected):
+    program = f"topology.replica_devices({devices})" + _PRINT_DEVICES
+
+    assert run_python(program, environ) == expected
+
+
+def test_a_small_pool_in_the_environment_is_replaced_with_a_warning(run_python):
+    program = """
+import warnings
+
+with warnings.catch_warnings(record=True, action="always") as caught:
+    config.set_logical_cpu_devices(4)
+print(caught[0].category.__name__, caught[0].filename, os.environ["PJRT_NPROC"])
+"""
+    assert run_python(program, {"PJRT_NPROC": "2"}) == "DistributaryWarning <string> 8"
+
+
+# Fails when XLA no longer takes the size of its pool from the variable.
+def test_xla_makes_a_pool_of_the_size_that_was_set(run_python):
+    program = """
+import pathlib
+
+topology.replica_devices(["CPU:0", "CPU:1", "CPU:2"])
+jax.numpy.ones(3).block_until_ready()
+names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+print(names.count("tf_XLAEigen"))
+"""
+    assert run_python(program) == "6"
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "message"),
+    [
+        (
+            "jax.devices(); config.set_logical_cpu_devices(4)",
+            "BackendStartedError",
+            r"set_logical_cpu_devices\(4\): JAX has already started.* \(1\) .*NUM_CPU_DEVICES=4",
+        ),
+        (
+            "jax.devices(); topology.replica_devices(['CPU:0', 'CPU:3'])",
+            "DeviceError",
+            r"no device 'CPU:3': this process has CPU:0\..*config.set_logical_cpu_devices\(4\) at",
+        ),
+    ],
+)
+def test_more_devices_after_the_start_are_refused(run_python, program, error, message):
+    program = f"""
+from distributary.errors import DistributaryError
+
+try:
+    {program}
+except DistributaryError as error:
+    print(type(error).__name__, error)
+"""
+    assert re.match(f"{error} .*{message}", run_python(program))
+
+
+def test_a_small_pool_after_the_start_is_reported_once(run_python):
+    program = """
+import warnings
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.devices()
+with warnings.catch_warnings(record=True, action="always") as caught:
+    config.set_logical_cpu_devices(4)
+    topology.replica_devices(None)
+print(len(caught), caught[0].category.__name__, caught[0].message, os.environ.get("PJRT_NPROC"))
+"""
+    printed = run_python(program)
+
+    assert re.match("1 DistributaryWarning JAX was started before distributary", printed)
+    assert re.search(r"4 CPU devices share a pool of 4 .*set_logical_cpu_devices\(4\)", printed)
+    assert printed.endswith("None")
+
+
+def test_the_number_of_devices_that_jax_has_is_accepted():
+    jax.devices()
+
+    set_logical_cpu_devices(8)
+
+
+def test_another_number_of_devices_is_refused():
+    jax.devices()
+
+    with pytest.raises(BackendStartedError, match=r"set_logical_cpu_devices\(4\).*\(8\) cannot"):
+        set_logical_cpu_devices(4)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1025, True, 2.0, "2", None])
+def test_a_number_of_devices_that_is_no_positive_int_is_refused(value):
+    with pytest.raises(InvalidValueError, match=f"num_devices is {value!r}, expected an int from"):
+        set_logical_cpu_devices(value)
