@@ -39,13 +39,10 @@ def build(workload: Workload, num_replicas: int, name: str = "distributary") -> 
     def take_step(number: int) -> PerReplicaValue:
         return strategy.run(step, args=batches[number % len(batches)])
 
-    def wait(loss: PerReplicaValue) -> None:
-        jax.block_until_ready(strategy.experimental_local_results(loss))
-
     def to_float(loss: PerReplicaValue) -> float:
         return float(strategy.experimental_local_results(loss)[0])
 
-    return InProcessPeer(name, take_step, wait, to_float)
+    return InProcessPeer(name, take_step, jax.block_until_ready, to_float)
 
 
 def on_every_replica(strategy: dist.Strategy, array: np.ndarray[Any, Any]) -> PerReplicaValue:

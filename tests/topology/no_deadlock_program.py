@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import distributary as dist
 from distributary import topology
 
 _NUM_CORES = 2
@@ -28,78 +29,72 @@ _CLASSES = 10
 
 def main(mode: str) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:_NUM_CORES])
-    devices = _start(mode)
-    mesh = topology.make_mesh(devices)
-    rows = jax.NamedSharding(mesh, jax.P(topology.REPLICA_AXIS))
+    strategy = _start(mode)
     random = np.random.default_rng(0)
-    parameters = {
-        "kernel": 0.1 * random.normal(size=(3, 3, 3, _FILTERS)),
-        "dense": 0.01 * random.normal(size=(_SIDE * _SIDE * _FILTERS, _CLASSES)),
-    }
-    parameters = jax.tree.map(np.float32, parameters)
-    parameters = jax.device_put(parameters, jax.NamedSharding(mesh, jax.P()))
-    batches: queue.Queue[tuple[jax.Array, jax.Array]] = queue.Queue(maxsize=4)
-    loader = threading.Thread(target=_load, args=(batches, rows, random), daemon=True)
+    with strategy.scope():
+        kernel = dist.Variable(
+            0.1 * random.normal(size=(3, 3, 3, _FILTERS)), name="kernel", dtype="float32"
+        )
+        dense = dist.Variable(
+            0.01 * random.normal(size=(_SIDE * _SIDE * _FILTERS, _CLASSES)),
+            name="dense",
+            dtype="float32",
+        )
+    batches: queue.Queue[dist.PerReplica] = queue.Queue(maxsize=4)
+    loader = threading.Thread(target=_load, args=(batches, strategy, random), daemon=True)
     loader.start()
-    compiled = jax.jit(_replica_step(mesh))
-    dispatcher = topology.dispatcher_for(devices)
 
-    losses = []
-    for _ in range(_NUM_STEPS):
-        batch = batches.get()
-        if mode == "none":
-            parameters, loss = compiled(parameters, *batch)
-        else:
-            # Called before the loop goes on.
-            call = lambda: compiled(parameters, *batch)  # noqa: B023
-            parameters, loss = dispatcher.run(call, token_of=lambda outputs: outputs[1])
-        losses.append(loss)
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        def loss_fn() -> jax.Array:
+            return _loss(kernel.value(), dense.value(), x, y)
+
+        loss, gradients = dist.value_and_grad(loss_fn, [kernel, dense])()
+        context = dist.get_replica_context()
+        loss, gradients = context.all_reduce(dist.ReduceOp.MEAN, (loss, gradients))
+        kernel.assign_sub(0.01 * gradients[0])
+        dense.assign_sub(0.01 * gradients[1])
+        return loss
+
+    if mode == "none":
+        _without_protection(strategy)
+    losses = [strategy.run(step, args=batches.get()) for _ in range(_NUM_STEPS)]
     loader.join()
-    first, last = (np.asarray(loss)[0] for loss in (losses[0], losses[-1]))
+    first, last = (
+        float(strategy.experimental_local_results(loss)[0]) for loss in (losses[0], losses[-1])
+    )
     print("learned" if last < 0.5 * first else f"did not learn: {first} to {last}")
 
 
-def _start(mode: str) -> tuple[jax.Device, ...]:
+def _start(mode: str) -> dist.MirroredStrategy:
     if mode == "pool":
-        return topology.replica_devices([f"CPU:{i}" for i in range(_NUM_REPLICAS)])
+        return dist.MirroredStrategy([f"CPU:{i}" for i in range(_NUM_REPLICAS)])
     jax.config.update("jax_num_cpu_devices", _NUM_REPLICAS)
     jax.devices()
     with warnings.catch_warnings(record=True, action="always") as caught:
-        devices = topology.replica_devices(None)
+        strategy = dist.MirroredStrategy()
     print(f"{len(caught)} {caught[0].category.__name__}")
-    return devices
+    return strategy
 
 
-def _load(batches: queue.Queue, rows: jax.NamedSharding, random: np.random.Generator) -> None:
+def _without_protection(strategy: dist.MirroredStrategy) -> None:
+    dispatcher = topology.dispatcher_for(tuple(strategy.extended.mesh.devices.flat))
+    dispatcher._max_in_flight = _NUM_STEPS + 1
+
+
+def _load(batches: queue.Queue, strategy: dist.Strategy, random: np.random.Generator) -> None:
     num_rows = _ROWS_PER_REPLICA * _NUM_REPLICAS
     x = random.normal(size=(num_rows, _SIDE, _SIDE, 3)).astype(np.float32)
     y = random.normal(size=(num_rows, _CLASSES)).astype(np.float32)
-    for _ in range(_NUM_STEPS):
-        batches.put((jax.device_put(x, rows), jax.device_put(y, rows)))
+    for batch in strategy.experimental_distribute_dataset((x, y) for _ in range(_NUM_STEPS)):
+        batches.put(batch)
 
 
-def _replica_step(mesh: jax.sharding.Mesh):
-    def loss_of(parameters, x, y):
-        features = jax.lax.conv_general_dilated(
-            x, parameters["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        features = jax.nn.relu(features).reshape(len(x), -1)
-        return jnp.mean((features @ parameters["dense"] - y) ** 2)
-
-    def step(parameters, x, y):
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, x, y)
-        loss, gradients = jax.lax.pmean((loss, gradients), topology.REPLICA_AXIS)
-        parameters = jax.tree.map(lambda p, g: p - 0.01 * g, parameters, gradients)
-        return parameters, loss[None]
-
-    replicated, split = jax.P(), jax.P(topology.REPLICA_AXIS)
-    return jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(replicated, split, split),
-        out_specs=(replicated, split),
-        check_vma=False,
+def _loss(kernel: jax.Array, dense: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    features = jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
+    features = jax.nn.relu(features).reshape(len(x), -1)
+    return jnp.mean((features @ dense - y) ** 2)
 
 
 if __name__ == "__main__":

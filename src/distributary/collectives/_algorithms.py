@@ -4,8 +4,10 @@ Each takes this replica's arrays and returns their sums over all replicas. They 
 collectives they compile to, not in the result.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -63,25 +65,22 @@ def ring(num_replicas: int) -> Sum:
     return run
 
 
-def gather_and_add(
-    num_replicas: int, accumulate: Callable[[list[Array]], Array] | None = None
-) -> Sum:
+def gather_and_add(accumulate: Callable[[list[Array]], Array] | None = None) -> Sum:
     """All-gather, then every replica adds in replica order, so all get the same bits."""
 
     def run(arrays: list[Array]) -> list[Array]:
         return [one(array) for array in arrays]
 
     def one(array: Array) -> Array:
-        rows = lax.all_gather(array, REPLICA_AXIS)
-        parts = [rows[i] for i in range(num_replicas)]
-        if accumulate is not None:
-            return accumulate(parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return add_rows(lax.all_gather(array, REPLICA_AXIS), accumulate)
 
     return run
+
+
+def add_rows(rows: Array, accumulate: Callable[[list[Array]], Array] | None = None) -> Array:
+    """The sum of `[replica, *shape]` over the replicas, in replica order."""
+    parts = [rows[i] for i in range(rows.shape[0])]
+    return functools.reduce(operator.add, parts) if accumulate is None else accumulate(parts)
 
 
 def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]]]) -> Sum:
@@ -92,15 +91,27 @@ def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]
         previous: list[Array] = []
         for pack in packs_of(arrays):
             operands = [arrays[i] for i in pack]
-            if previous:
-                # The barrier keeps XLA from merging this collective with the one before it.
-                operands, previous = lax.optimization_barrier((operands, previous))
+            if previous and previous[0].size:
+                # XLA merges collectives that do not depend on each other.
+                zero = _zero_depending_on(previous[0])
+                operands = [operand + zero.astype(operand.dtype) for operand in operands]
             previous = sum_pack(operands)
             for i, result in zip(pack, previous, strict=True):
                 results[i] = result
         return results
 
     return run
+
+
+def _zero_depending_on(array: Array) -> Array:
+    """Zero, for any bits of `array`, in a way XLA does not see through (a barrier it removes)."""
+    element = lax.stop_gradient(array).reshape(-1)[0]
+    if jnp.issubdtype(element.dtype, jnp.complexfloating):
+        element = element.real
+    bits = lax.bitcast_convert_type(element, f"uint{element.dtype.itemsize * 8}")
+    last = jnp.asarray(element.dtype.itemsize * 8 - 1, bits.dtype)
+    sign = lax.shift_right_logical(bits, last)
+    return lax.shift_right_logical(sign, jnp.ones((), bits.dtype))
 
 
 def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import (
     NamedSharding,
     PartitionSpec as P,
@@ -20,7 +22,7 @@ from distributary.collectives._reduce_op import (
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from distributary.options import CommunicationImplementation, CommunicationOptions
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import REPLICA_AXIS, dispatcher_for
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -73,15 +75,16 @@ class CrossDeviceOps(abc.ABC):
         op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
         pairs = _check_pairs(value_destination_pairs)
         options = options or CommunicationOptions()
-        values = [value for value, _ in pairs]
-        wrapped = [v if isinstance(v, PerReplica) else PerReplica((v,)) for v in values]
+        wrapped = [_components_of(value) for value, _ in pairs]
         if not wrapped:
             return []
-        if any(value.num_replicas == 1 for value in wrapped):
+        if len(wrapped) > 1 and len({_mesh_of(value) for value in wrapped}) > 1:
             return [
-                Mirrored(v.values[0]) if v.num_replicas == 1 else self.reduce(op, v, d, options)
-                for v, (_, d) in zip(wrapped, pairs, strict=True)
+                self.reduce(op, value, destinations, options)
+                for value, (_, destinations) in zip(wrapped, pairs, strict=True)
             ]
+        if wrapped[0].num_replicas == 1:
+            return [Mirrored(value.values[0]) for value in wrapped]
         if all(value.form == "local" for value in wrapped):
             return self.batch_reduce_implementation(
                 op, list(zip(wrapped, (d for _, d in pairs), strict=True)), options
@@ -153,8 +156,13 @@ class CrossDeviceOps(abc.ABC):
         self, op: ReduceOp, values: list[PerReplica], options: CommunicationOptions
     ) -> list[Any]:
         """Combines values outside of a compiled step, in a program of its own."""
-        stacked = []
-        for value in values:
+        num_replicas = values[0].num_replicas
+        results: dict[int, Any] = {}
+        stacked: dict[int, Any] = {}
+        for i, value in enumerate(values):
+            if isinstance(value.values[0], IndexedSlices):
+                results[i] = _concatenate_slices(op, value)
+                continue
             rows = value if value.form == "stacked" else stack_components(value)
             if rows is None:
                 raise ReplicaMismatchError(
@@ -162,17 +170,12 @@ class CrossDeviceOps(abc.ABC):
                     f" {[getattr(v, 'shape', v) for v in value.values]}; all replicas must agree."
                     " Reduce each replica's value to one shape first."
                 )
-            stacked.append(rows.payload)
-        mesh = stacked[0].sharding.mesh if hasattr(stacked[0], "sharding") else None
-        if not isinstance(getattr(stacked[0], "sharding", None), NamedSharding):
-            mesh = None
-        num_replicas = values[0].num_replicas
+            stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
+        mesh, _ = _mesh_of(values[0])
 
         def total(rows: list[Array]) -> list[Array]:
             if mesh is None:
-                return reduce_arrays(
-                    op, rows, num_replicas, lambda parts: [p.sum(0) for p in parts]
-                )
+                return self._reduce_rows(op, rows, options)
             return jax.shard_map(
                 lambda local: self.all_reduce(op, [x[0] for x in local], num_replicas, options),
                 mesh=mesh,
@@ -181,7 +184,48 @@ class CrossDeviceOps(abc.ABC):
                 check_vma=False,
             )(rows)
 
-        return [Mirrored(result, num_replicas) for result in jax.jit(total)(stacked)]
+        if stacked:
+            devices = () if mesh is None else tuple(mesh.devices.flat)
+            reduced = dispatcher_for(devices).run(
+                lambda: jax.jit(total)(list(stacked.values())), lambda arrays: arrays[0]
+            )
+            results.update(zip(stacked, reduced, strict=True))
+        return [Mirrored(results[i], num_replicas) for i in range(len(values))]
+
+    def _reduce_rows(
+        self, op: ReduceOp, rows: list[Array], options: CommunicationOptions
+    ) -> list[Array]:
+        """Combines arrays `[replica, *shape]` that lie on one device."""
+        num_replicas = rows[0].shape[0]
+        reduced = jax.vmap(
+            lambda local: self.all_reduce(op, local, num_replicas, options), axis_name=REPLICA_AXIS
+        )(rows)
+        return [copies[0] for copies in reduced]
+
+
+def _components_of(value: Any) -> PerReplica:
+    if isinstance(value, PerReplica):
+        return value
+    return PerReplica((value.value() if isinstance(value, Mirrored) else value,))
+
+
+def _mesh_of(value: PerReplica) -> tuple[Any, int]:
+    """The mesh the components lie on, None for another place, and the number of replicas."""
+    leaves = jax.tree.leaves(value.payload) if value.form == "stacked" else []
+    sharding = getattr(leaves[0], "sharding", None) if leaves else None
+    if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
+        return sharding.mesh, value.num_replicas
+    return None, value.num_replicas
+
+
+def _concatenate_slices(op: ReduceOp, value: PerReplica) -> IndexedSlices:
+    parts = value.values
+    rows = np.concatenate([np.asarray(part.values) for part in parts])
+    return IndexedSlices(
+        jnp.asarray(rows / len(parts) if op is ReduceOp.MEAN else rows, rows.dtype),
+        jnp.asarray(np.concatenate([np.asarray(part.indices) for part in parts])),
+        parts[0].dense_shape,
+    )
 
 
 def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
@@ -198,7 +242,8 @@ def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_destination(destinations: Any) -> None:
-    if destinations is None or isinstance(destinations, (int, list, tuple)) or destinations == "":
+    unusable = destinations is None or isinstance(destinations, (int, list, tuple))
+    if unusable or (isinstance(destinations, str) and not destinations):
         raise InvalidValueError(
             f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
             " variable whose devices are meant."
@@ -252,6 +297,16 @@ class _Summing(CrossDeviceOps):
         uneven = scope is not None and scope.uneven is not None
         add = algorithms.all_reduce if uneven else self._sum(num_replicas, options)
         return reduce_arrays(reduce_op, arrays, num_replicas, add)
+
+    def _reduce_rows(
+        self, op: ReduceOp, rows: list[Array], options: CommunicationOptions
+    ) -> list[Array]:
+        return reduce_arrays(
+            op, rows, rows[0].shape[0], lambda parts: [self._add_rows(part) for part in parts]
+        )
+
+    def _add_rows(self, rows: Array) -> Array:
+        return algorithms.add_rows(rows)
 
 
 def _with_options(add: algorithms.Sum, num_replicas: int, options: CommunicationOptions) -> Any:
@@ -361,7 +416,10 @@ class ReductionToOneDevice(_Summing):
         self.accumulation_fn = accumulation_fn
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        return algorithms.gather_and_add(num_replicas, self.accumulation_fn)
+        return algorithms.gather_and_add(self.accumulation_fn)
+
+    def _add_rows(self, rows: Array) -> Array:
+        return algorithms.add_rows(rows, self.accumulation_fn)
 
     def describe(self, platform: str) -> str:
         return f"all-gather and addition in replica order on {platform}"

@@ -124,8 +124,9 @@ def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callabl
     """What is to be summed for a mean, and how the sums become the mean."""
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
-        # Quotients and remainders cannot overflow and lose nothing.
-        parts = [array // num_replicas, array % num_replicas]
+        # Quotients and remainders cannot overflow and lose nothing; the sum of the remainders may
+        # be too large for 8 bits.
+        parts = [array // num_replicas, (array % num_replicas).astype(jnp.int32)]
         return (
             parts,
             lambda quotient, remainder: (

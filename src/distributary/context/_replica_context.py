@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from distributary.context._stack import StrategyLike, current_mode
+from distributary.context._stack import StrategyLike, current_mode, in_default_context
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.options import CommunicationOptions
 
@@ -128,9 +128,12 @@ class ReplicaContext:
         current = current_mode().replica_context
         if current is self:
             return
-        where = (
-            "in a cross-replica context" if current is None else f"inside {current.strategy!r}.run"
-        )
+        if current is None:
+            where = "in a cross-replica context"
+        elif in_default_context():
+            where = "outside of Strategy.run"
+        else:
+            where = f"inside {current.strategy!r}.run"
         raise ContextError(
             f"{what}: this ReplicaContext of {self._strategy!r} is not the current one; the code"
             f" runs {where}. Call get_replica_context() inside the function given to Strategy.run"

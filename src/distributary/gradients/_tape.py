@@ -60,6 +60,11 @@ class GradientTape:
         if self._recording:
             raise InvalidValueError("GradientTape: the tape is already recording.")
         scope = current_scope()
+        if scope is not None and scope is self._scope and (self._persistent or not self._used):
+            raise UnsupportedError(
+                "GradientTape: the tape is entered a second time, and would forget what it recorded"
+                " before. Record everything in one `with` block, or use another tape."
+            )
         if scope is None:
             raise ContextError(
                 "GradientTape records only inside Strategy.run or distributary.function, where the"
@@ -80,6 +85,7 @@ class GradientTape:
         scope.mark_tape(self._record.number, "start")
         scope.recording.append(self._record)
         self._recording = True
+        self._used = False
 
     def _stop(self) -> None:
         assert self._scope is not None
@@ -134,11 +140,15 @@ class GradientTape:
             )
         self._scope.mark_tape(self._record.number, "pause")
         self._scope.recording.remove(self._record)
+        self._recording = False
         try:
             yield
         finally:
-            self._scope.recording.append(self._record)
-            self._scope.mark_tape(self._record.number, "resume")
+            # A gradient taken inside ended a tape that is not persistent.
+            if self._persistent or not self._used:
+                self._scope.recording.append(self._record)
+                self._scope.mark_tape(self._record.number, "resume")
+                self._recording = True
 
     def reset(self) -> None:
         """Forgets what was recorded and starts anew."""
@@ -147,7 +157,6 @@ class GradientTape:
         scope = self._scope
         self._stop()
         self._watched.clear()
-        self._used = False
         self._start(scope)
 
     def gradient(
@@ -207,11 +216,10 @@ class GradientTape:
                         variables.append(leaf)
                 else:
                     order.append(("none", None))
-            elif isinstance(leaf, jax.core.Tracer):
+            elif isinstance(leaf, jax.Array):
                 order.append(("array", len(arrays)))
                 arrays.append(leaf)
-            elif isinstance(leaf, (jax.Array, float)):
-                # A concrete value was not computed in this function.
+            elif isinstance(leaf, float):
                 order.append(("none", None))
             else:
                 raise InvalidTypeError(

@@ -11,12 +11,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
-from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
+from distributary.topology import REPLICA_AXIS, Dispatcher
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices
 from distributary.variables import Variable
 
 _state_lock = threading.RLock()
+
+
+class VariableGoneError(Exception):
+    """A variable of a cached program was collected; the caller traces the function again."""
+
+
+# An output up to this size may be kept until the program that made it has finished.
+_MAX_TOKEN_BYTES = 1 << 16
 
 
 @final
@@ -37,10 +45,11 @@ class Compiled:
         "_devices",
         "_dispatcher",
         "_read_only",
+        "_rebuild",
         "_replicated",
+        "_token_of",
         "_written",
         "program",
-        "rebuild",
     )
 
     def __init__(
@@ -52,7 +61,7 @@ class Compiled:
         rebuild: Callable[[Sequence[Any]], Any],
     ) -> None:
         self.program = program
-        self.rebuild = rebuild
+        self._rebuild = rebuild
         self._replicated = replicated
         self._devices = None if replicated is None else replicated.device_set
         self._dispatcher = dispatcher
@@ -62,7 +71,11 @@ class Compiled:
             [self._place(capture) for capture in captures] for captures in program.captures
         ]
         written_shardings = [_sharding_of(handle) for handle in program.written]
-        token_sharding = stacked if dispatcher.bounded else None
+        # Inside the bounded dispatcher, an output on every device tells when the program has
+        # finished: the first result if it is small, else one made for it.
+        has_token = dispatcher.bounded and not _has_small_first_output(program)
+        token_sharding = stacked if has_token else None
+        self._token_of = _last_output if has_token else _first_output
 
         def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
             new, outs = program(captures, written, read_only, args)
@@ -80,70 +93,65 @@ class Compiled:
 
     def _place(self, value: Any) -> Any:
         """A value where the program can take it."""
-        if self._devices is None or not isinstance(value, jax.Array):
-            return value
-        if value.sharding.device_set == self._devices:
+        if not isinstance(value, jax.Array) or value.sharding.device_set == self._devices:
             return value
         return jax.device_put(value, self._replicated)
 
     def lowered(self, args: Sequence[Any]) -> Any:
         """The program lowered for `args`, for looking at what XLA compiles."""
-        return self._call.lower(*self._operands(args))
-
-    def _operands(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        written = []
-        for cell in self._written:
-            variable = _alive(cell)
-            value = variable._value
-            written.append(jnp.copy(value) if variable._shared else value)
-        return self._captures, written, [_alive(cell)._value for cell in self._read_only], args
+        written = [cell()._value for cell in self._written]
+        read_only = [cell()._value for cell in self._read_only]
+        return self._call.lower(self._captures, written, read_only, args)
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """Runs the program once and returns the function's result."""
-        if inside_jax_trace():
-            raise ContextError(
-                "Strategy.run or a distributary.function was called inside jax.jit or another JAX"
-                " trace. Compile the outer function with distributary.function instead."
-            )
-        devices = self._devices
-        if devices is not None:
-            args = [
-                jax.device_put(arg, self._replicated)
-                if isinstance(arg, jax.Array) and arg.sharding.device_set != devices
-                else arg
-                for arg in args
-            ]
+        """Runs the program once and returns the function's result.
+
+        Raises:
+            VariableGoneError: if one of its variables does not exist any more.
+            ContextError: inside `jax.jit`.
+        """
+        if self._devices is not None:
+            args = [self._place(arg) for arg in args]
         # Reading, donating and replacing the state is one step for other threads.
         with _state_lock:
-            new, outs, _ = self._dispatcher.run(lambda: self._call(*self._operands(args)), _token)
-            for cell, value in zip(self._written, new, strict=True):
-                variable = cell()
+            variables = [cell() for cell in self._written]
+            try:
+                written = [v._take() if v._shared else v._value for v in variables]
+                read_only = [cell()._value for cell in self._read_only]
+            except AttributeError:
+                raise VariableGoneError from None
+            result = self._dispatcher.run(
+                lambda: self._call(self._captures, written, read_only, args), self._token_of
+            )
+            new, outs, _ = result
+            if (new or outs) and isinstance((new or outs)[0], jax.core.Tracer):
+                raise ContextError(
+                    "Strategy.run or a distributary.function was called inside jax.jit or another"
+                    " JAX trace. Compile the outer function with distributary.function instead."
+                )
+            for variable, value in zip(variables, new, strict=True):
                 variable._value = value
-                variable._shared = False
-        return self.rebuild(outs)
-
-    @property
-    def alive(self) -> bool:
-        """Whether all its variables still exist."""
-        return all(cell() is not None for cell in (*self._written, *self._read_only))
+        return self._rebuild(outs)
 
 
-def _token(result: Any) -> Any:
+def _has_small_first_output(program: ReplicaProgram | FunctionProgram) -> bool:
+    """Whether the first output comes out of the program itself, on all devices, and is small."""
+    if not isinstance(program, ReplicaProgram) or program.uneven or not program.num_outs:
+        return False
+    aval = program.pures[0].jaxpr.outvars[0].aval
+    return program.split_outs[0] and aval.size * aval.dtype.itemsize <= _MAX_TOKEN_BYTES
+
+
+def _first_output(result: Any) -> Any:
+    return result[1][0]
+
+
+def _last_output(result: Any) -> Any:
     return result[2]
 
 
-def _alive(cell: Any) -> Variable:
-    variable = cell()
-    if variable is None:
-        raise ContextError(
-            "A variable that a compiled step uses was deleted. Keep a reference to the variables of"
-            " a model for as long as its step is called."
-        )
-    return variable
-
-
 def _sharding_of(handle: Handle) -> Any:
-    layout = _alive(handle.cell)._layout
+    layout = handle.cell()._layout
     if layout.num_replicas == 1:
         return None
     return layout.stacked if handle.per_replica else layout.replicated
@@ -229,6 +237,13 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
                 f"{what}: the function returned {leaf!r}, a {type(leaf).__name__}. It is compiled,"
                 " so it can return arrays, numbers, strings, None, variables and nests of them."
             )
+
+    if all(kind == "array" for kind, _ in slots):
+
+        def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
+            return jax.tree.unflatten(tree, values if wrap is None else map(wrap, values))
+
+        return arrays, rebuild_arrays
 
     def rebuild(values: Sequence[Any], wrap: Callable[[Any], Any] = lambda value: value) -> Any:
         remaining = iter(values)

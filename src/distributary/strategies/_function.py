@@ -14,6 +14,7 @@ from distributary.inputs import DistributedDataset, DistributedIterator
 from distributary.strategies._cache import ProgramCache
 from distributary.strategies._compiled import (
     Compiled,
+    VariableGoneError,
     is_dynamic,
     signature_of,
     split_result,
@@ -81,10 +82,14 @@ class Function:
         signature = tuple([signature_of(leaf, "distributary.function") for leaf in leaves])
         key = (tree, signature, mode.role, in_default_context())
         entry = programs.get(key)
-        if entry is None or not entry.compiled.alive:
-            entry = self._build(leaves, tree, mode.strategy)
-            self._cache.note_trace(self.python_function, programs, key)
-            programs[key] = entry
+        if entry is not None:
+            try:
+                return entry.compiled([leaves[i] for i in entry.picks])
+            except VariableGoneError:
+                del programs[key]
+        entry = self._build(leaves, tree, mode.strategy)
+        self._cache.note_trace(self.python_function, programs, key)
+        programs[key] = entry
         return entry.compiled([leaves[i] for i in entry.picks])
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

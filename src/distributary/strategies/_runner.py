@@ -12,6 +12,7 @@ from distributary.errors import InvalidTypeError, ReplicaMismatchError
 from distributary.strategies._cache import ProgramCache
 from distributary.strategies._compiled import (
     Compiled,
+    VariableGoneError,
     is_dynamic,
     signature_of,
     split_result,
@@ -85,8 +86,13 @@ class ReplicaRunner:
         if scope is None:
             key = (tree, tuple([signature_of(leaf, "Strategy.run") for leaf in leaves]), role)
             entry = programs.get(key)
-            if entry is not None and entry.compiled.alive:
-                return entry.compiled(entry.pick(leaves))
+            if entry is not None:
+                try:
+                    return entry.compiled(
+                        leaves if entry.picks is None else _pick(leaves, entry.picks)
+                    )
+                except VariableGoneError:
+                    del programs[key]
         args, kwargs = self._even_out((args, kwargs), scope is None)
         leaves, tree_after = jax.tree.flatten((args, kwargs))
         if scope is not None:
@@ -97,7 +103,7 @@ class ReplicaRunner:
         entry = self._build(function, args, kwargs, role)
         self.cache.note_trace(function, programs, key)
         programs[key] = entry
-        return entry.compiled(entry.pick(leaves))
+        return entry.compiled(_pick(leaves, entry.picks))
 
     def lower(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, role: Role
@@ -105,7 +111,7 @@ class ReplicaRunner:
         """The program of a step, lowered but not run."""
         args, kwargs = self._even_out((args, kwargs), True)
         entry = self._build(function, args, kwargs, role)
-        return entry.compiled.lowered(entry.pick(jax.tree.leaves((args, kwargs))))
+        return entry.compiled.lowered(_pick(jax.tree.leaves((args, kwargs)), entry.picks))
 
     def place_rows(self, value: PerReplica) -> PerReplica:
         """A stacked `PerReplica` with every row on its replica's device."""
@@ -152,7 +158,7 @@ class ReplicaRunner:
             self._replicated,
             self._stacked,
             self._dispatcher,
-            lambda outs: step.merge(program, outs),
+            step.merger(program),
         )
         step.release()
         return _Entry(compiled, step.picks)
@@ -189,7 +195,7 @@ class ReplicaRunner:
         )
         for handle, value in zip(program.written, new, strict=True):
             scope.write(handle, value)
-        return step.merge(program, outs)
+        return step.merger(program)(outs)
 
     def _run_inside_replica(
         self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role
@@ -213,9 +219,6 @@ class ReplicaRunner:
 class _Entry:
     compiled: Compiled
     picks: list[Any] | None
-
-    def pick(self, leaves: list[Any]) -> list[Any]:
-        return leaves if self.picks is None else _pick(leaves, self.picks)
 
 
 def _pick(leaves: list[Any], picks: list[Any] | None) -> list[Any]:
@@ -329,12 +332,24 @@ class _Step:
         self._function = _released
         self._slots = []
 
-    def merge(self, program: ReplicaProgram, outs: Sequence[Any]) -> Any:
-        """The result of the run from the outputs of the program."""
-        assert self._rebuild is not None
-        num_replicas = self._num_replicas
+    def merger(self, program: ReplicaProgram) -> Callable[[Sequence[Any]], Any]:
+        """From the outputs of the program to the result of the run."""
+        rebuild, num_replicas = self._rebuild, self._num_replicas
+        assert rebuild is not None
         if num_replicas == 1:
-            return self._rebuild(outs)
+            return rebuild
+        if program.uneven or not all(program.split_outs):
+            return lambda outs: self._merge(rebuild, program, outs)
+
+        def wrap(tree: Any) -> PerReplica:
+            return PerReplica.from_stacked(tree, num_replicas)
+
+        return lambda outs: rebuild(outs, wrap)
+
+    def _merge(
+        self, rebuild: Callable[..., Any], program: ReplicaProgram, outs: Sequence[Any]
+    ) -> Any:
+        num_replicas = self._num_replicas
         whole = {id(out) for out, split in zip(outs, program.split_outs, strict=True) if not split}
 
         def wrap(tree: Any) -> Any:
@@ -355,7 +370,7 @@ class _Step:
                 return Mirrored(tree, num_replicas)
             return PerReplica.from_stacked(tree, num_replicas)
 
-        return self._rebuild(outs, wrap)
+        return rebuild(outs, wrap)
 
 
 def _released(*args: Any, **kwargs: Any) -> Any:

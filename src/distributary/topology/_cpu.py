@@ -81,6 +81,11 @@ def prepare_cpu_threads(num_devices: int) -> None:
         _threads.enlarge(num_devices)
 
 
+def cpu_threads_suffice(num_devices: int) -> bool:
+    """Whether XLA's CPU thread pool has two threads for each of `num_devices` CPU devices."""
+    return _threads.is_large_enough(num_devices, num_existing=len(local_devices_of("CPU")))
+
+
 def _checked_count(num_devices: SupportsIndex) -> int:
     try:
         count = -1 if isinstance(num_devices, bool) else operator.index(num_devices)

@@ -9,12 +9,16 @@ from typing import TypeVar, final
 import jax
 
 from distributary.errors import InvalidValueError
+from distributary.topology._cpu import cpu_threads_suffice
 
 __all__ = ["Dispatcher", "dispatcher_for"]
 
 _T = TypeVar("_T")
 
-_MAX_IN_FLIGHT = 4
+# With a pool of two threads per device no number in flight was seen to starve a program; the window
+# then only keeps a loop from running far ahead. In a pool that is too small it is what protects.
+_MAX_IN_FLIGHT = 32
+_MAX_IN_FLIGHT_IN_A_SMALL_POOL = 4
 # Both reentrant: a program may have to be dispatched while another one is being prepared.
 _cpu_lock = threading.RLock()
 _accelerator_lock = threading.RLock()
@@ -60,6 +64,10 @@ class Dispatcher:
         # Outputs of the latest programs, oldest first; guarded by `_lock`. A program not recorded
         # here has finished.
         self._tokens: deque[jax.Array] = deque()
+
+    def narrow(self, max_in_flight: int) -> None:
+        """Lowers the number in flight to `max_in_flight`, if it is higher."""
+        self._max_in_flight = min(self._max_in_flight, max_in_flight)
 
     def run(self, call: Callable[[], _T], token_of: Callable[[_T], jax.Array | None]) -> _T:
         """Dispatches one program, after waiting for an earlier one if too many are in flight.
@@ -107,14 +115,19 @@ def dispatcher_for(mesh_devices: tuple[jax.Device, ...]) -> Dispatcher:
 
     Returns:
         With one device in this process, a dispatcher that only calls; with several CPU devices, the
-        one that all such meshes share, with at most 4 programs in flight; with several GPUs or
-        TPUs, the one that keeps their order.
+        one that all such meshes share, with at most 32 programs in flight, 4 once a mesh has more
+        devices than XLA's thread pool has room for; with several GPUs or TPUs, the one that keeps
+        their order.
     """
     this_process = jax.process_index()
     platforms = [d.platform for d in mesh_devices if d.process_index == this_process]
     if len(platforms) <= 1:
         return _direct
-    return _ordered_and_bounded if platforms[0] == "cpu" else _ordered
+    if platforms[0] != "cpu":
+        return _ordered
+    if not cpu_threads_suffice(len(platforms)):
+        _ordered_and_bounded.narrow(_MAX_IN_FLIGHT_IN_A_SMALL_POOL)
+    return _ordered_and_bounded
 
 
 def _wait_for(token: jax.Array) -> None:

@@ -90,14 +90,10 @@ class CpuThreads:
             DistributaryWarning: if the pool is too small, as far as the environment tells.
         """
         with self._lock:
-            if self._reported or num_devices <= self._prepared_for:
-                return
-            # XLA gives every CPU device of the process at least one thread.
-            size = max(self._size_asked_for(self._variable()), num_existing)
-            needed = _threads_needed(num_devices)
-            if size >= needed:
+            if self._reported or self._is_large_enough(num_devices, num_existing):
                 return
             self._reported = True
+            size, needed = self._size(num_existing), _threads_needed(num_devices)
             warnings.warn(
                 f"JAX was started before distributary could prepare it: {num_devices} CPU devices"
                 f" share a pool of {size} threads and need {needed}. The steps of a strategy are"
@@ -109,6 +105,25 @@ class CpuThreads:
                 DistributaryWarning,
                 stacklevel=_FRAMES_TO_CALLER_OF_PREPARE,
             )
+
+    def is_large_enough(self, num_devices: int, *, num_existing: int) -> bool:
+        """Whether the pool has two threads per device, as far as the environment tells.
+
+        Args:
+            num_devices: Number of CPU devices that take part in one program.
+            num_existing: Number of all CPU devices of this process.
+        """
+        with self._lock:
+            return self._is_large_enough(num_devices, num_existing)
+
+    def _is_large_enough(self, num_devices: int, num_existing: int) -> bool:
+        if num_devices <= self._prepared_for:
+            return True
+        return self._size(num_existing) >= _threads_needed(num_devices)
+
+    def _size(self, num_existing: int) -> int:
+        # XLA gives every CPU device of the process at least one thread.
+        return max(self._size_asked_for(self._variable()), num_existing)
 
     def _variable(self) -> str | None:
         for variable in _VARIABLES:

@@ -13,7 +13,6 @@ from distributary.tracing._scope import (
     activate,
     check_not_frozen,
     current_scope,
-    user_location,
 )
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "activate",
     "check_not_frozen",
     "current_scope",
-    "user_location",
 ]

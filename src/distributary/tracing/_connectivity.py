@@ -31,11 +31,21 @@ from distributary.tracing._markers import (
 from distributary.tracing._scope import Decisions, Kind
 
 _JIT = frozenset({"jit", "pjit"})
+_CALLS = frozenset({"closed_call", "core_call", "checkpoint", "remat", "remat2"})
 
 
 def is_jit(eqn: Equation) -> bool:
     """Whether `eqn` is a nested `jax.jit`, which the passes look through."""
     return eqn.primitive.name in _JIT
+
+
+def call_of(eqn: Equation) -> Any | None:
+    """The jaxpr of an equation that only calls it."""
+    if is_jit(eqn) or eqn.primitive.name in _CALLS:
+        return eqn.params["jaxpr"]
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.params["call_jaxpr"]
+    return None
 
 
 def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int]:
@@ -60,8 +70,9 @@ def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int
     if start is None:
         raise UnsupportedError(
             "GradientTape.gradient was called inside a jax.lax control flow body, jax.checkpoint or"
-            " jax.jit, but the tape was opened outside of it. Open the tape and take the gradient"
-            " in the same body, or take the gradient after the control flow."
+            " jax.jit, but the tape was opened outside of it, or while a tape records that was"
+            " opened later. Open the tape and take the gradient in the same body, or take the"
+            " gradient after the control flow and after the other tape."
         )
     return start, gradient_index if stop is None else stop
 
@@ -87,10 +98,14 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
     targets = eqn.invars[:num_targets]
     arrays = eqn.invars[2 * num_targets :]
 
-    bits = {var: 1 << i for i, var in enumerate(arrays) if not _is_literal(var)}
+    bits: dict[Any, int] = {}
+    for i, var in enumerate(arrays):
+        if not _is_literal(var):
+            bits[var] = bits.get(var, 0) | 1 << i
     state = {handle: 1 << (len(arrays) + i) for i, handle in enumerate(handles)}
     env = dict(bits)
-    _Flow(bits, set(handles)).run(region, env, state)
+    tape = eqn.params["tape"]
+    _Flow(bits, set(handles), tape).run(region, env, state)
     reached = 0
     for target in targets:
         reached |= 0 if _is_literal(target) else env.get(target, 0)
@@ -101,29 +116,41 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
         kinds.append("dense" if connected else None)
     for i, handle in enumerate(handles, start=len(arrays)):
         connected = reached >> i & 1 and jnp.issubdtype(handle.dtype, jnp.inexact)
-        kinds.append(_handle_kind(region, handle) if connected else None)
+        kinds.append(_handle_kind(region, handle, tape) if connected else None)
     return tuple(kinds)
 
 
-def _handle_kind(region: Sequence[Equation], handle: Handle) -> Kind:
-    sizes = sparse_read_sizes(region, handle)
+def _handle_kind(region: Sequence[Equation], handle: Handle, tape: int) -> Kind:
+    sizes = sparse_read_sizes(region, handle, tape)
     return "dense" if sizes is None else ("sparse", sum(sizes))
 
 
-def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle) -> list[int] | None:
+def pauses(eqn: Equation, tape: int, paused: bool) -> bool:
+    """Whether `tape` is in `stop_recording` after `eqn`, if it was `paused` before."""
+    if eqn.primitive is tape_p and eqn.params["tape"] == tape:
+        return bool(eqn.params["event"] == "pause")
+    return paused
+
+
+def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> list[int] | None:
     """Rows of every read of a table that is only read by rows, outside of control flow.
 
     Returns:
-        The number of rows of each read in program order, or None if the table is read otherwise.
+        The number of rows of each read that `tape` records, in program order, or None if the table
+        is read otherwise.
     """
     sizes: list[int] = []
+    paused = False
     for eqn in eqns:
+        paused = pauses(eqn, tape, paused)
+        if paused:
+            continue
         if eqn.primitive is read_p and eqn.params["handle"] is handle:
             return None
         if eqn.primitive is sparse_read_p and eqn.params["handle"] is handle:
             sizes.append(eqn.invars[0].aval.size)
         elif is_jit(eqn):
-            inner = sparse_read_sizes(next(sub_jaxprs(eqn)).eqns, handle)
+            inner = sparse_read_sizes(next(sub_jaxprs(eqn)).eqns, handle, tape)
             if inner is None:
                 return None
             sizes += inner
@@ -140,13 +167,16 @@ def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle) -> list[int] | N
 class _Flow:
     """Forward reachability: which sources (bits of a mask) each value depends on."""
 
-    def __init__(self, bits: dict[Any, int], sources: set[Handle]) -> None:
+    def __init__(self, bits: dict[Any, int], sources: set[Handle], tape: int) -> None:
         self._bits = bits
         self._sources = sources
+        self._tape = tape
+        self._paused = False
         self._written: set[Handle] = set()
 
     def run(self, eqns: Sequence[Equation], env: dict[Any, int], state: dict[Handle, int]) -> None:
         for eqn in eqns:
+            self._paused = pauses(eqn, self._tape, self._paused)
             operands = 0
             for atom in eqn.invars:
                 operands |= 0 if _is_literal(atom) else env.get(atom, 0)
@@ -163,7 +193,7 @@ class _Flow:
             else:
                 masks = [operands | self._nested_reads(eqn, state)] * len(eqn.outvars)
             for var, mask in zip(eqn.outvars, masks, strict=True):
-                differentiable = _is_differentiable(var.aval)
+                differentiable = _is_differentiable(var.aval) and not self._paused
                 env[var] = (mask if differentiable else 0) | self._bits.get(var, 0)
 
     def _run_jit(self, eqn: Equation, env: dict[Any, int], state: dict[Handle, int]) -> list[int]:
@@ -193,7 +223,7 @@ class _Flow:
         return mask
 
     def _read(self, handle: Handle, state: dict[Handle, int]) -> int:
-        if handle in self._written and handle in self._sources:
+        if handle in self._written and handle in self._sources and not self._paused:
             raise UnsupportedError(
                 f"GradientTape: variable {handle.name!r} is assigned and then read again while the"
                 " tape records, and the gradient with respect to it is asked for. Assign it after"

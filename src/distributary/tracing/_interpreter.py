@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._connectivity import is_jit, sparse_read_sizes, tape_region
+from distributary.tracing._connectivity import (
+    is_jit,
+    pauses,
+    sparse_read_sizes,
+    tape_region,
+)
 from distributary.tracing._markers import (
     MARKERS,
     Array,
@@ -25,6 +30,7 @@ from distributary.tracing._markers import (
     contains,
     grad_p,
     handles_written,
+    jaxpr_of,
     open_jaxpr,
     read_p,
     sparse_read_p,
@@ -34,6 +40,8 @@ from distributary.tracing._markers import (
 
 State: TypeAlias = dict[Handle, Array]
 Env: TypeAlias = dict[Any, Array]
+
+_WRITE = frozenset({write_p})
 
 
 def interpret(
@@ -65,8 +73,11 @@ class _Interpreter:
         # Tables of which rows are read: the zeros added to the rows of successive reads, and the
         # ids read so far.
         self._row_cuts: list[tuple[Handle, Iterator[Array], list[Array]]] = []
-        # Number of tapes that record.
+        # Number of tapes that record, and the innermost of them.
         self._depth = 0
+        self._tape: int | None = None
+        # Whether that one is in GradientTape.stop_recording.
+        self._paused = False
 
     def jaxpr(
         self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array], state: State
@@ -81,17 +92,27 @@ class _Interpreter:
         index = 0
         while index < len(eqns):
             eqn = eqns[index]
+            start, paused = index, self._paused
             if not self._is_special(eqn):
-                end = index + 1
-                while end < len(eqns) and not self._is_special(eqns[end]):
-                    end += 1
-                _evaluate_chunk(eqns[index:end], env, last_use, end)
-                index = end
+                index += 1
+                while index < len(eqns) and not self._is_special(eqns[index]):
+                    index += 1
+                _evaluate_chunk(eqns[start:index], env, last_use, index)
             elif eqn.primitive is tape_p and eqn.params["event"] == "start":
                 index = self._start_tape(eqns, index, env, state, last_use)
+                for recorded in eqns[start:index]:
+                    self._note_pause(recorded)
             else:
                 self._special(eqns, index, env, state)
                 index += 1
+            if paused:
+                for var in _outputs(eqns[start:index]):
+                    if var in env and var not in self._cuts:
+                        env[var] = lax.stop_gradient(env[var])
+
+    def _note_pause(self, eqn: Equation) -> None:
+        if self._tape is not None:
+            self._paused = pauses(eqn, self._tape, self._paused)
 
     def _is_special(self, eqn: Equation) -> bool:
         return contains(eqn, MARKERS) or any(var in self._cuts for var in eqn.outvars)
@@ -109,6 +130,7 @@ class _Interpreter:
             state[eqn.params["handle"]] = value
             outs = []
         elif eqn.primitive is tape_p:
+            self._note_pause(eqn)
             outs = []
         elif eqn.primitive is grad_p:
             outs = self._gradient(eqns, index, env)
@@ -117,12 +139,16 @@ class _Interpreter:
         else:
             outs = self._nested(eqn, operands, state)
         for var, out in zip(eqn.outvars, outs, strict=True):
+            if self._paused:
+                out = lax.stop_gradient(out)
             for zero in self._cuts.get(var, ()):
                 out = out + zero
             env[var] = out
 
     def _sparse_read(self, handle: Handle, ids: Array, state: State) -> Array:
         rows = jnp.take(state[handle], ids, axis=0)
+        if self._paused:
+            return rows
         for cut, zeros, seen in self._row_cuts:
             if cut is handle:
                 seen.append(ids.reshape(-1).astype("int32"))
@@ -266,7 +292,7 @@ class _Interpreter:
             return index + 1
         start, stop = tape_region(eqns, gradient_index)
         region = eqns[start + 1 : stop]
-        live = [var for eqn in region for var in eqn.outvars if last_use.get(var, -1) >= stop]
+        live = [var for var in _outputs(region) if last_use.get(var, -1) >= stop]
         pullback = self._differentiate(eqns[gradient_index], region, env, state, live)
         env.update(zip(live, pullback.live, strict=True))
         state.update(pullback.changed)
@@ -284,7 +310,7 @@ class _Interpreter:
             # Not the tape's first gradient, or two tapes overlap: the recorded equations are
             # evaluated once more. XLA merges what is computed twice.
             start, stop = tape_region(eqns, index)
-            region = eqns[start + 1 : stop]
+            region = _leading_to(eqn, eqns[start:stop])
             pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])
         num_targets = eqn.params["num_targets"]
         seeds = [_value(env, atom) for atom in eqn.invars[num_targets : 2 * num_targets]]
@@ -299,8 +325,13 @@ class _Interpreter:
         live: list[Any],
     ) -> "_Pullback":
         """Evaluates `region` as a function of the sources of the gradient `eqn`."""
-        num_targets = eqn.params["num_targets"]
-        targets = eqn.invars[:num_targets]
+        known = {*env, *_outputs(region)}
+        # Targets computed after the tape are constants, and may have no value yet.
+        targets = {
+            i: target
+            for i, target in enumerate(eqn.invars[: eqn.params["num_targets"]])
+            if not isinstance(target, jex_core.Literal) and target in known
+        }
         sources = _Sources.of(eqn, region, env, state)
         keys: dict[str, Any] = {}
 
@@ -312,6 +343,7 @@ class _Interpreter:
             before = dict(inner_state)
             seen: list[list[Array]] = [[] for _ in rows]
             saved = self._cuts, self._row_cuts, dict(self._snapshots)
+            saved_tape = self._tape, self._paused
             self._cuts = dict(self._cuts)
             for var, zero in zip(sources.inner, zeros, strict=True):
                 self._cuts[var] = (*self._cuts.get(var, ()), zero)
@@ -320,10 +352,12 @@ class _Interpreter:
                 for handle, values, ids in zip(sources.sparse, rows, seen, strict=True)
             ]
             self._depth += 1
+            self._tape, self._paused = eqn.params["tape"], False
             try:
-                self.equations(region, inner_env, inner_state, {*live, *_variables(targets)})
+                self.equations(region, inner_env, inner_state, {*live, *targets.values()})
             finally:
                 self._depth -= 1
+                self._tape, self._paused = saved_tape
                 snapshots = {t: s for t, s in self._snapshots.items() if t not in saved[2]}
                 self._cuts, self._row_cuts, self._snapshots = saved
             changed = {h: v for h, v in inner_state.items() if v is not before[h]}
@@ -335,7 +369,7 @@ class _Interpreter:
                 [list(values.values()) for values in snapshots.values()],
                 [_concatenate(ids) for ids in seen],
             )
-            return [_value(inner_env, atom) for atom in targets], aux
+            return [inner_env[var] for var in targets.values()], aux
 
         _, pull, (live_values, changed, snapshots, ids) = jax.vjp(
             recorded,
@@ -350,6 +384,7 @@ class _Interpreter:
         )
         return _Pullback(
             eqn,
+            list(targets),
             sources,
             pull,
             live_values,
@@ -378,7 +413,7 @@ class _Sources:
     @classmethod
     def of(cls, eqn: Equation, region: Sequence[Equation], env: Env, state: State) -> "_Sources":
         sources = cls([], [], [], [], {})
-        kinds = eqn.params["kinds"]
+        kinds, tape = eqn.params["kinds"], eqn.params["tape"]
         handles: tuple[Handle, ...] = eqn.params["handles"]
         arrays = eqn.invars[2 * eqn.params["num_targets"] :]
         inside = {var for inner in region for var in inner.outvars}
@@ -395,7 +430,7 @@ class _Sources:
                 sources.dense.append(handle)
             elif kind is not None:
                 sources.order.append(("sparse", len(sources.sparse)))
-                sources.sparse[handle] = sparse_read_sizes(region, handle) or []
+                sources.sparse[handle] = sparse_read_sizes(region, handle, tape) or []
         return sources
 
 
@@ -405,6 +440,7 @@ class _Pullback:
     """The recorded part of a tape, evaluated, and the way back from its targets."""
 
     eqn: Equation
+    targets: list[int]  # those that `pull` takes a seed of
     sources: _Sources
     pull: Any
     live: list[Array]
@@ -413,7 +449,7 @@ class _Pullback:
     ids: list[Array]
 
     def gradients(self, seeds: list[Array]) -> list[Array]:
-        outer, inner, dense, sparse = self.pull(seeds)
+        outer, inner, dense, sparse = self.pull([seeds[i] for i in self.targets])
         groups = {"outer": outer, "inner": inner, "dense": dense}
         outs: list[Array] = []
         for name, index in self.sources.order:
@@ -422,6 +458,22 @@ class _Pullback:
             else:
                 outs.append(groups[name][index])
         return outs
+
+
+def _leading_to(gradient: Equation, region: Sequence[Equation]) -> list[Equation]:
+    """Of what a tape recorded, from its start marker on, what a later gradient of it needs."""
+    needed = set(_variables(gradient.invars))
+    kept: list[Equation] = []
+    for eqn in reversed(region):
+        stays = eqn.primitive is tape_p or contains(eqn, _WRITE)
+        if stays or not needed.isdisjoint(eqn.outvars):
+            needed.update(_variables(eqn.invars))
+            kept.append(eqn)
+    kept.reverse()
+    tape = gradient.params["tape"]
+    # The start marker is for gradients that the tape itself recorded.
+    recorded = any(e.primitive is grad_p and e.params["tape"] == tape for e in kept)
+    return kept if recorded else kept[1:]
 
 
 def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
@@ -443,7 +495,7 @@ def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
 
 def _evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Any, int], end: int) -> None:
     """Evaluates equations without markers; `end` is the index after the last of them."""
-    outs = [var for eqn in eqns for var in eqn.outvars if last_use.get(var, -1) >= end]
+    outs = [var for var in _outputs(eqns) if last_use.get(var, -1) >= end]
     env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
 
 
@@ -452,9 +504,12 @@ def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Ar
     free = dict.fromkeys(
         var for eqn in eqns for var in _variables(eqn.invars) if var not in defined
     )
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    jaxpr = jex_core.Jaxpr((), list(free), list(outs), list(eqns), effects)
+    jaxpr = jaxpr_of(list(free), outs, eqns)
     return jax.core.eval_jaxpr(jaxpr, (), *(env[var] for var in free))
+
+
+def _outputs(eqns: Sequence[Equation]) -> Iterator[Any]:
+    return (var for eqn in eqns for var in eqn.outvars)
 
 
 def _concatenate(parts: list[Array]) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
-from distributary.tracing._connectivity import is_jit
+from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._interpreter import evaluate
 from distributary.tracing._markers import Array, Equation, open_jaxpr, sub_jaxprs, walk
@@ -69,7 +69,11 @@ def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Repl
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def value(atom: Any) -> Array:
-        return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+        if isinstance(atom, jex_core.Literal):
+            # A Python number: the rules below need its shape.
+            aval: Any = atom.aval
+            return jnp.asarray(atom.val, aval.dtype)
+        return env[atom]
 
     last_use: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
@@ -90,7 +94,7 @@ def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Repl
             index = end
             continue
         operands = [value(atom) for atom in eqn.invars]
-        call = _call_of(eqn)
+        call = call_of(eqn)
         if call is not None:
             inner, closed = open_jaxpr(call)
             results = yield from _replica(inner, closed, operands)
@@ -111,15 +115,6 @@ def _has_collective(eqn: Equation) -> bool:
     return any(
         inner.primitive.name in COLLECTIVES for sub in sub_jaxprs(eqn) for inner in walk(sub.eqns)
     )
-
-
-def _call_of(eqn: Equation) -> Any | None:
-    """The jaxpr of an equation that only calls it."""
-    if is_jit(eqn) or eqn.primitive.name in ("closed_call", "checkpoint", "remat", "remat2"):
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.params["call_jaxpr"]
-    return None
 
 
 def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:

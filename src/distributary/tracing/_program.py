@@ -5,12 +5,12 @@
 `distributary.function`.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import (
@@ -36,18 +36,22 @@ from distributary.tracing._markers import (
     grad_p,
     handles_read,
     handles_written,
+    jaxpr_of,
     walk,
     write_p,
 )
+from distributary.tracing._numbering import Numbering
 from distributary.tracing._scope import (
     Decisions,
     SizesMissing,
     TraceScope,
     UnevenSizes,
     activate,
+    location_of,
 )
 
 _MAX_TRACES = 10
+_retraces = itertools.count(1)
 
 
 @final
@@ -64,7 +68,7 @@ class Pure:
     handles: list[Handle]
     written: list[Handle]
     num_outs: int
-    writes: dict[int, tuple[Handle, str]]
+    where: dict[Handle, str]  # the last assignment to each of `written`
     varying: list[bool]  # of the outputs; empty where nothing can vary
 
 
@@ -88,13 +92,12 @@ def trace(
     """
     decisions: Decisions = {}
     may_create = True
+    names = list(axis_env)
     for _ in range(_MAX_TRACES):
         scope = make_scope(decisions, may_create)
         with activate(scope):
             # A fresh function: JAX caches traces by function identity.
-            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=axis_env or None)(
-                *avals
-            )
+            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names or None)(*avals)
         eqns = closed.jaxpr.eqns
         _check_no_write_lost(eqns, scope)
         used = {
@@ -105,7 +108,11 @@ def trace(
         found = gradient_kinds(eqns)
         if found == used and not (scope.created and may_create):
             return closed, scope
-        decisions = found
+        # The tapes of nested jits that JAX had cached have no number in this trace. In the next one
+        # they have: the new name keeps the jaxprs apart that JAX caches.
+        known = all(tape in scope.tapes for tape, _ in found)
+        decisions = {(scope.tapes[t], c): kinds for (t, c), kinds in found.items()} if known else {}
+        names = [*axis_env, (f"trace {next(_retraces)}", 1)]
         may_create = may_create and not scope.created
     raise ContextError(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
@@ -115,12 +122,15 @@ def trace(
 
 def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
     present = {eqn.params["serial"] for eqn in walk(eqns) if eqn.primitive is write_p}
-    for serial, (handle, where) in scope.writes.items():
-        if serial not in present:
+    # JAX may trace the body of a loop twice and keep one of the traces.
+    kept = {scope.writes[serial] for serial in present if serial in scope.writes}
+    for serial, write in scope.writes.items():
+        if serial not in present and write not in kept:
+            handle, calls = write
             raise UnsupportedError(
-                f"The assignment to variable {handle.name!r} at {where} is inside a function that"
-                " JAX transformed (jax.grad of a scan, jax.custom_vjp, ...) and would be lost."
-                " Return the value from that function and assign it afterwards."
+                f"The assignment to variable {handle.name!r} at {location_of(calls)} is inside a"
+                " function that JAX transformed (jax.grad of a scan, jax.custom_vjp, ...) and would"
+                " be lost. Return the value from that function and assign it afterwards."
             )
 
 
@@ -160,38 +170,63 @@ def purify(
     num_outs = len(closed.jaxpr.outvars)
     opened = jaxpr.jaxpr
     # Constants the interpreter introduced become captures as well.
-    opened = jex_core.Jaxpr(
-        (),
-        [*opened.constvars, *opened.invars],
-        opened.outvars,
-        opened.eqns,
-        opened.effects,
-    )
-    return Pure(opened, [*jaxpr.consts, *consts], handles, written, num_outs, scope.writes, [])
+    opened = jaxpr_of([*opened.constvars, *opened.invars], opened.outvars, opened.eqns)
+    where = {
+        eqn.params["handle"]: eqn.params["where"]
+        for eqn in walk(closed.jaxpr.eqns)
+        if eqn.primitive is write_p
+    }
+    return Pure(opened, [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
 
 
 def _struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _check_divergence(pure: Pure, varying_args: Sequence[bool]) -> None:
-    varying_inputs = [
-        *[False] * len(pure.captures),
-        *[handle.per_replica for handle in pure.handles],
-        *varying_args,
-    ]
-    pure.varying = varying_outputs(pure.jaxpr, varying_inputs)
-    for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
-        if varying and not handle.per_replica:
-            where = next(w for h, w in reversed(pure.writes.values()) if h is handle)
-            raise ReplicaDivergenceError(
-                f"Variable {handle.name!r} is mirrored, but the value assigned to it at {where} can"
-                " differ between replicas: its copies would drift apart. Combine the replicas"
-                " first, value = get_replica_context().all_reduce(ReduceOp.SUM or MEAN, value), or"
-                " create the variable with an aggregation (VariableAggregation.SUM, MEAN or"
-                " ONLY_FIRST_REPLICA), or with synchronization=VariableSynchronization.ON_READ if"
-                " every replica is to keep a value of its own."
-            )
+def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_replicas: int) -> None:
+    for pure in pures:
+        varying_inputs = [
+            *[False] * len(pure.captures),
+            *[handle.per_replica for handle in pure.handles],
+            *varying_args,
+        ]
+        pure.varying = varying_outputs(pure.jaxpr, varying_inputs, num_replicas)
+    if len(pures) > 1:
+        _note_different_programs(pures, varying_args)
+    for pure in pures:
+        for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
+            if varying and not handle.per_replica:
+                raise ReplicaDivergenceError(
+                    f"Variable {handle.name!r} is mirrored, but the value assigned to it at"
+                    f" {pure.where[handle]} can differ between replicas: its copies would drift"
+                    " apart. Combine the replicas first, value ="
+                    " get_replica_context().all_reduce(ReduceOp.SUM or MEAN, value), or create the"
+                    " variable with an aggregation (VariableAggregation.SUM, MEAN or"
+                    " ONLY_FIRST_REPLICA), or with synchronization=VariableSynchronization.ON_READ"
+                    " if every replica is to keep a value of its own."
+                )
+
+
+def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) -> None:
+    """Marks outputs as varying that the replicas of an uneven batch compute differently."""
+    numbering = Numbering()
+    seen: dict[Any, set[int]] = {}
+    for i, pure in enumerate(pures):
+        inputs = [
+            *[numbering.constant(capture) for capture in pure.captures],
+            *[(handle, i if handle.per_replica else None) for handle in pure.handles],
+            *[(k, i if varies else None) for k, varies in enumerate(varying_args)],
+        ]
+        numbers = numbering.outputs(pure.jaxpr, inputs)
+        for output, number in zip(_outputs(pure), numbers, strict=True):
+            seen.setdefault(output, set()).add(number)
+    for pure in pures:
+        for k, output in enumerate(_outputs(pure)):
+            pure.varying[k] = pure.varying[k] or len(seen[output]) > 1
+
+
+def _outputs(pure: Pure) -> list[Any]:
+    return [*range(pure.num_outs), *pure.written]
 
 
 @final
@@ -256,7 +291,13 @@ class ReplicaProgram:
             pures = [purify(closed, scope, avals[0], self._axis_env)]
         else:
             pures = self._trace_each(function, avals)
-        for pure in pures[1:]:
+        for i, pure in enumerate(pures):
+            if pure.num_outs != pures[0].num_outs:
+                raise ReplicaMismatchError(
+                    f"The function returns {pure.num_outs} arrays on replica {i} of an uneven batch"
+                    f" and {pures[0].num_outs} on replica 0. Do not let Python branches on the"
+                    " batch size decide what it returns."
+                )
             for handle in set(pure.written) ^ set(pures[0].written):
                 raise ReplicaMismatchError(
                     f"Variable {handle.name!r} is assigned on some replicas of an uneven batch and"
@@ -264,8 +305,7 @@ class ReplicaProgram:
                     " it is assigned; assign it on every replica."
                 )
         if num_replicas > 1:
-            for pure in pures:
-                _check_divergence(pure, self._varying_args)
+            _check_divergence(pures, self._varying_args, num_replicas)
         return pures
 
     def _trace_each(
@@ -297,7 +337,8 @@ class ReplicaProgram:
             if not uneven.settle():
                 raise ReplicaMismatchError(
                     "The replicas of an uneven batch do not call all_gather equally often. Do not"
-                    " let Python branches on the batch size decide whether it runs."
+                    " let Python branches on the batch size decide whether it runs, and do not call"
+                    " one jax.jit function with all_gather in it on several arrays."
                 )
 
     def __call__(

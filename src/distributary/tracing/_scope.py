@@ -1,10 +1,12 @@
 """What is being traced in this thread, and the record the trace leaves."""
 
+import itertools
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, Literal, final
 
-from distributary.errors import ContextError
+from distributary.errors import ContextError, ReplicaMismatchError
 from distributary.topology import inside_jax_trace
 from distributary.tracing._markers import (
     REPLICA_ID,
@@ -19,7 +21,14 @@ from distributary.tracing._markers import (
 
 # A gradient is an array ("dense"), rows of a table ("sparse", number of rows), or absent (None).
 Kind = Literal["dense"] | tuple[Literal["sparse"], int] | None
+# By the tape (its number among all tapes, or among those of one trace) and the call of `gradient`.
 Decisions = dict[tuple[int, int], tuple[Kind, ...]]
+Call = tuple[str, int]  # file and line of a caller
+
+# Unique among all traces: JAX caches the jaxprs of nested jits, markers included, and puts them
+# into other traces.
+_tape_numbers = itertools.count(1)
+_write_serials = itertools.count(1)
 
 
 @final
@@ -47,10 +56,11 @@ class TraceScope:
         self.uneven = uneven
         self.may_create = may_create
         self.created: list[str] = []
-        self.writes: dict[int, tuple[Handle, str]] = {}
+        self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # those whose replicas run inside a function
-        self._num_tapes = 0
+        # The tapes opened in this trace, by number, counted from 0.
+        self.tapes: dict[int, int] = {}
 
     def read(self, handle: Handle) -> Array:
         """The current value of a variable, as a tracer."""
@@ -70,15 +80,16 @@ class TraceScope:
 
     def write(self, handle: Handle, value: Array) -> None:
         """Records the new value of a variable."""
-        serial = len(self.writes)
-        where = user_location()
-        self.writes[serial] = (handle, where)
-        write_p.bind(value, handle=handle, serial=serial, where=where)
+        serial = next(_write_serials)
+        calls = tuple(_user_calls())
+        self.writes[serial] = (handle, calls)
+        write_p.bind(value, handle=handle, serial=serial, where=location_of(calls))
 
     def new_tape(self) -> int:
-        """Number of a new tape; the same in every trace of the same function."""
-        self._num_tapes += 1
-        return self._num_tapes
+        """Number of a new tape."""
+        number = next(_tape_numbers)
+        self.tapes[number] = len(self.tapes)
+        return number
 
     def mark_tape(self, tape: int, event: str) -> None:
         """Marks where a tape starts, stops, pauses and resumes recording."""
@@ -96,19 +107,21 @@ class TraceScope:
 
         An entry is an array, a pair `(rows, ids)` or None.
         """
-        key = (tape.number, tape.num_calls)
+        call = tape.num_calls
         tape.num_calls += 1
-        guess: tuple[Kind, ...] = tuple(
+        kinds: tuple[Kind, ...] = tuple(
             [tape.guess(s) if isinstance(s, Handle) else "dense" for s in (*arrays, *handles)]
         )
-        kinds = self.decisions.get(key, guess)
+        known = self.decisions.get((self.tapes[tape.number], call), ())
+        if len(known) == len(kinds):
+            kinds = known
         outs = iter(
             grad_p.bind(
                 *targets,
                 *seeds,
                 *arrays,
                 tape=tape.number,
-                call=key[1],
+                call=call,
                 num_targets=len(targets),
                 handles=tuple(handles),
                 kinds=kinds,
@@ -164,8 +177,15 @@ class UnevenSizes:
     def sizes(self, size: int) -> tuple[int, ...]:
         """Sizes of all replicas for the next gather, to which this replica brings `size`."""
         if self._calls < len(self.known):
+            sizes = self.known[self._calls]
             self._calls += 1
-            return self.known[self._calls - 1]
+            if sizes[self._replica] != size:
+                raise ReplicaMismatchError(
+                    f"all_gather: replica {self._replica} of an uneven batch brings {size} rows,"
+                    f" but {sizes[self._replica]} when it was traced before. Do not call one"
+                    " jax.jit function with all_gather in it on several arrays."
+                )
+            return sizes
         self._pending[self._replica] = size
         raise SizesMissing
 
@@ -221,12 +241,16 @@ def check_not_frozen(name: str, what: str) -> None:
         )
 
 
-def user_location() -> str:
-    """`file:line` of the innermost caller outside of distributary and JAX."""
+def _user_calls() -> Iterator[Call]:
+    """The callers outside of distributary and JAX, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("distributary.", "jax.", "jax_")):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return "unknown location"
+
+
+def location_of(calls: tuple[Call, ...]) -> str:
+    """`file:line` of the innermost of `calls`."""
+    return "{}:{}".format(*calls[0]) if calls else "unknown location"

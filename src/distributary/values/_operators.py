@@ -15,6 +15,9 @@ class ArrayOperators:
 
     __slots__ = ()
 
+    # NumPy arrays on the left leave the operation to us, instead of converting to NumPy.
+    __array_priority__ = 100
+
     def __jax_array__(self) -> Any:
         raise NotImplementedError
 

@@ -34,13 +34,12 @@ def slices_across_replicas(
     slices: IndexedSlices,
     aggregation: VariableAggregation,
     num_replicas: int,
-    scope: TraceScope | None,
+    scope: TraceScope,
 ) -> IndexedSlices:
     """Inside a replica program: the rows of all replicas that count."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
         return slices
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        assert scope is not None
         values = across_replicas(slices.values, aggregation, num_replicas, scope)
         ids = across_replicas(slices.indices, aggregation, num_replicas, scope)
         return IndexedSlices(values, ids, slices.dense_shape)

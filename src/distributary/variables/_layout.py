@@ -45,6 +45,13 @@ class VariableLayout:
             return jnp.array(host)
         return jax.device_put(host, sharding)
 
+    def bring(self, value: Any, dtype: Any = None) -> jax.Array:
+        """`value` where it can be combined with a variable; not necessarily a copy."""
+        array = jnp.asarray(value, dtype)
+        if self.replicated is None or array.sharding.device_set == self.replicated.device_set:
+            return array
+        return jax.device_put(array, self.replicated)
+
 
 def array_of(value: Any, what: str) -> Any:
     """`value` as a NumPy or JAX array of a dtype that JAX can hold.

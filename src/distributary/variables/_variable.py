@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.collectives import ReduceOp
 from distributary.context import (
     another_thread_in_scope,
     current_mode,
@@ -46,7 +47,7 @@ _SCATTER: dict[str, Callable[[Any, Array], Array]] = {
     "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
     "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
     "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
-    "scatter_div": lambda at, rows: at.divide(rows, mode="drop"),
+    "scatter_div": lambda at, rows: _divide_rows(at, rows),
     "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
     "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
     "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
@@ -59,7 +60,9 @@ class Variable(ArrayOperators):
 
     Under a strategy with replicas this gives a `MirroredVariable` (all replicas hold one value) or,
     with `synchronization=ON_READ`, a `SyncOnReadVariable` (each replica holds its own). It behaves
-    like an array in expressions and in JAX functions.
+    like an array in expressions and where NumPy or `jnp.asarray` convert it. Most functions of
+    `jax.numpy` and `jax.nn` are compiled by `jax.jit`, which takes arrays only: give them
+    `v.value()`.
 
     Args:
         initial_value: Array, number, nest of lists, or a function without arguments that gives
@@ -295,6 +298,11 @@ class Variable(ArrayOperators):
         """The eager value, for use before the next step only."""
         return self._value
 
+    def _take(self) -> Array:
+        """The stored array for a program that donates it, while others may hold it."""
+        self._shared = False
+        return jnp.copy(self._value)
+
     # Assigning
 
     def assign(
@@ -363,7 +371,7 @@ class Variable(ArrayOperators):
         if kind == "assign":
             self._value = self._layout.place(value, self._dtype)
         else:
-            self._value = _combine(kind, self._value, jnp.asarray(value, self._dtype))
+            self._value = _combine(kind, self._value, self._layout.bring(value, self._dtype))
         self._shared = False
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
@@ -447,6 +455,8 @@ class Variable(ArrayOperators):
             As for `assign`.
 
         Raises:
+            InvalidValueError: if the rows do not have the variable's row shape.
+            InvalidTypeError: if the dtype cannot be converted without loss of kind.
             UnsupportedError: for ON_READ variables, and for min, max and update with aggregation
                 SUM or MEAN.
 
@@ -479,24 +489,51 @@ class Variable(ArrayOperators):
         return self._scatter("scatter_update", sparse_delta)
 
     def _scatter(self, kind: str, slices: Any) -> Any:
-        if not isinstance(slices, IndexedSlices):
-            raise InvalidTypeError(
-                f"Variable {self._name!r}: {kind} needs distributary.IndexedSlices(values,"
-                f" indices), got {type(slices).__name__}."
-            )
         self._check_assignable(kind)
+        self._check_scatter(kind)
         scope = current_scope()
         if scope is None:
             check_not_frozen(self._name, "assigned")
-            self._value = _SCATTER[kind](self._value.at[slices.indices], slices.values)
+            slices = self._convert_slices(kind, slices)
+            rows = self._layout.bring(slices.values)
+            ids = self._layout.bring(slices.indices)
+            self._value = _SCATTER[kind](self._value.at[ids], rows)
             self._shared = False
             return self
-        rows = self._aggregate_slices(kind, slices)
-        new = _SCATTER[kind](scope.read(self._handle).at[rows.indices], rows.values)
+        slices = self._aggregate_slices(scope, self._convert_slices(kind, slices))
+        new = _SCATTER[kind](scope.read(self._handle).at[slices.indices], slices.values)
         scope.write(self._handle, new)
         return new
 
-    def _aggregate_slices(self, kind: str, slices: IndexedSlices) -> IndexedSlices:
+    def _convert_slices(self, kind: str, slices: Any) -> IndexedSlices:
+        """The rows as arrays of the variable's dtype."""
+        what = f"Variable {self._name!r}: {kind}"
+        if not isinstance(slices, IndexedSlices):
+            raise InvalidTypeError(
+                f"{what} needs distributary.IndexedSlices(values, indices), got"
+                f" {type(slices).__name__}."
+            )
+        values, ids = array_of(slices.values, what), array_of(slices.indices, what)
+        if not self._shape or ids.ndim != 1 or values.shape != (ids.size, *self._shape[1:]):
+            raise InvalidValueError(
+                f"{what} got rows of shape {values.shape} and indices of shape {ids.shape}, but"
+                f" the variable has shape {self._shape}; expected rows [num_rows,"
+                " *variable.shape[1:]] and indices [num_rows]."
+            )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise InvalidTypeError(f"{what} needs integer indices, got {ids.dtype}.")
+        if not _same_kind(values.dtype, self._dtype):
+            raise InvalidTypeError(
+                f"{what} got rows of dtype {values.dtype}, but the variable is {self._dtype}."
+                f" Convert them first: values.astype({self._dtype.name!r})."
+            )
+        rows = jnp.asarray(values, self._dtype)
+        return IndexedSlices(rows, jnp.asarray(ids), slices.dense_shape)
+
+    def _check_scatter(self, kind: str) -> None:
+        pass
+
+    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
         return slices
 
     # Identity
@@ -569,11 +606,20 @@ class _DistributedVariable(Variable, DistributedValues):
     @property
     def values(self) -> tuple["VariableComponent", ...]:
         """The copies of this process' replicas, for looking at."""
-        copies = self._copies()
+        scope = current_scope()
+        if scope is None:
+            check_not_frozen(self._name, "read")
+            copies = self._copies(self._value)
+        else:
+            self._check_strategy("read")
+            copies = self._copies_traced(scope)
         return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
 
-    def _copies(self) -> tuple[Any, ...]:
+    def _copies(self, state: Array) -> tuple[Any, ...]:
         raise NotImplementedError
+
+    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
+        return self._copies(scope.read(self._handle))
 
     def __repr__(self) -> str:
         if current_scope() is not None:
@@ -588,8 +634,8 @@ class _DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(_DistributedVariable):
     """A variable with the same value on every replica; created by `Variable` in a scope."""
 
-    def _copies(self) -> tuple[Any, ...]:
-        return Mirrored(self._value, self._layout.num_replicas).values
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        return Mirrored(state, self._layout.num_replicas).values
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         if scope.kind != "replica" or current_mode().role != "replica":
@@ -613,7 +659,7 @@ class MirroredVariable(_DistributedVariable):
         scope.write(self._handle, new)
         return new
 
-    def _aggregate_slices(self, kind: str, slices: IndexedSlices) -> IndexedSlices:
+    def _check_scatter(self, kind: str) -> None:
         aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
         if kind in _NOT_LINEAR and aggregated:
             raise UnsupportedError(
@@ -621,10 +667,12 @@ class MirroredVariable(_DistributedVariable):
                 f" {self._aggregation.name}. Use aggregation NONE with equal rows on every replica,"
                 " or ONLY_FIRST_REPLICA."
             )
-        if current_mode().role != "replica":
+
+    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
+        if scope.kind != "replica" or current_mode().role != "replica":
             return slices
         return aggregation_rules.slices_across_replicas(
-            slices, self._aggregation, self._layout.num_replicas, current_scope()
+            slices, self._aggregation, self._layout.num_replicas, scope
         )
 
 
@@ -643,8 +691,15 @@ class SyncOnReadVariable(_DistributedVariable):
     def _initial_of_copy(self) -> Any:
         return self._value[0]
 
-    def _copies(self) -> tuple[Any, ...]:
-        return PerReplica.from_stacked(self._value, self._layout.num_replicas).values
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        return PerReplica.from_stacked(state, self._layout.num_replicas).values
+
+    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
+        own = scope.read(self._handle)
+        if scope.kind == "function":
+            return self._copies(own)
+        num_replicas = self._layout.num_replicas
+        return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
 
     def _read_traced(self, scope: TraceScope) -> Array:
         value = scope.read(self._handle)
@@ -661,9 +716,17 @@ class SyncOnReadVariable(_DistributedVariable):
         return self._peek()
 
     def _peek(self) -> Array:
-        return aggregation_rules.of_rows(self._value, self._aggregation, self._name)
+        aggregation_rules.check_readable(self._aggregation, self._name)
+        rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return jax.device_put(rows.values[0], self._layout.replicated)
+        # A program of all replicas, which must go through the strategy's dispatcher.
+        op = ReduceOp.from_variable_aggregation(self._aggregation)
+        return self._layout.strategy.extended.combine.reduce(op, rows, None)
 
     def _check_cross_change(self, kind: str) -> None:
+        # Before anything is changed: assign gives the new aggregated value.
+        aggregation_rules.check_readable(self._aggregation, self._name)
         if self._aggregation is VariableAggregation.SUM and kind != "assign":
             raise InvalidValueError(
                 f"Variable {self._name!r}: {kind} in a cross-replica context is not defined for"
@@ -674,7 +737,7 @@ class SyncOnReadVariable(_DistributedVariable):
     def _change_eager(self, kind: str, value: Any) -> None:
         self._check_cross_change(kind)
         num = self._layout.num_replicas
-        value = jnp.asarray(value, self._dtype)
+        value = self._layout.bring(value, self._dtype)
         if kind == "assign":
             rows = aggregation_rules.parts_of(value, self._aggregation, num)
             self._value = self._layout.place(rows, self._dtype, stacked=True)
@@ -696,7 +759,7 @@ class SyncOnReadVariable(_DistributedVariable):
         scope.write(self._handle, new)
         return self._read_traced(scope)
 
-    def _scatter(self, kind: str, slices: Any) -> Any:
+    def _check_scatter(self, kind: str) -> None:
         raise UnsupportedError(
             f"Variable {self._name!r}: {kind} is not defined for synchronization ON_READ. Read it,"
             " change the array with .at[...] and assign it."
@@ -746,6 +809,8 @@ class VariableComponent(ArrayOperators):
         return np.array(self._array, dtype=dtype)
 
     def __repr__(self) -> str:
+        if isinstance(self._array, jax.core.Tracer):
+            return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
         return self.variable._component_text(self.name, self._array)
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
@@ -776,6 +841,12 @@ def _combine(kind: str, current: Any, value: Array) -> Array:
     if kind == "assign":
         return value
     return current + value if kind == "assign_add" else current - value
+
+
+def _divide_rows(at: Any, rows: Array) -> Array:
+    divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
+    # Integers are divided as integers, rounded towards zero.
+    return jax.lax.div(at.array, divisors)
 
 
 def _same_kind(source: Any, target: Any) -> bool:
@@ -833,13 +904,16 @@ def _note_creation(scope: TraceScope, name: str) -> None:
     scope.created.append(name)
 
 
-_warned_threads: set[int] = set()
+class _ThreadState(threading.local):
+    warned = False
+
+
+_thread_state = _ThreadState()
 
 
 def _warn_if_scope_is_in_another_thread(what: str) -> None:
-    thread = threading.get_ident()
-    if in_default_context() and thread not in _warned_threads and another_thread_in_scope():
-        _warned_threads.add(thread)
+    if in_default_context() and not _thread_state.warned and another_thread_in_scope():
+        _thread_state.warned = True
         warnings.warn(
             f"{what} is created in a thread without a strategy scope while another thread has one"
             " open. Scopes hold for one thread only: enter `with strategy.scope():` in this thread"

@@ -1,0 +1,18 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+import distributary as dist
+
+
+@pytest.fixture
+def on_replicas(strategy_of) -> Callable[..., tuple[Any, ...]]:
+    """A function that calls `step` with one component per replica; gives a result per replica."""
+
+    def call(step: Callable[..., Any], components: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:
+        strategy = kwargs.pop("strategy", None) or strategy_of(len(components))
+        result = strategy.run(step, (dist.PerReplica(components),))
+        return strategy.experimental_local_results(result)
+
+    return call

@@ -1,0 +1,329 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+)
+
+NUM_REPLICAS = [1, 2, 3, 4, 8]
+DTYPES = ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "uint32", "complex64"]
+
+
+def _all_reduce(op, value, options=None):
+    return dist.get_replica_context().all_reduce(op, value, options)
+
+
+def _tape_gradient(function, x):
+    with dist.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    return tape.gradient(y, x)
+
+
+def _jax_gradient(function, x):
+    return jax.grad(lambda x: jnp.sum(function(x)))(x)
+
+
+@pytest.mark.parametrize("num_replicas", NUM_REPLICAS)
+def test_sum_and_mean_of_every_dtype(num_replicas, on_replicas):
+    host = {d: np.arange(6).reshape(2, 3) for d in DTYPES}
+    components = [
+        {d: jnp.asarray(value + r, d) for d, value in host.items()} for r in range(num_replicas)
+    ]
+
+    results = on_replicas(lambda x: (_all_reduce("SUM", x), _all_reduce("MEAN", x)), components)
+
+    total = np.arange(6).reshape(2, 3) * num_replicas + sum(range(num_replicas))
+    for sums, means in results:
+        for dtype in DTYPES:
+            assert sums[dtype].dtype == dtype
+            np.testing.assert_array_equal(np.asarray(sums[dtype], np.complex64), total)
+            is_float = jnp.issubdtype(dtype, jnp.inexact)
+            assert means[dtype].dtype == (dtype if is_float else jnp.float32)
+            rtol = 1e-2 if dtype == "bfloat16" else 1e-3 if dtype == "float16" else 1e-6
+            mean = np.asarray(means[dtype], np.complex64)
+            np.testing.assert_allclose(mean, total / num_replicas, rtol=rtol)
+
+
+def test_complex_numbers_keep_their_imaginary_part(on_replicas):
+    components = [jnp.array([1 + 2j]), jnp.array([3 - 7j])]
+
+    sums, means = on_replicas(
+        lambda x: (_all_reduce("SUM", x), _all_reduce("MEAN", x)), components
+    )[0]
+
+    assert sums[0] == 4 - 5j
+    assert means[0] == 2 - 2.5j
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1.0, "b": [2.0, (3.0,)]},
+        (1.0, [2.0]),
+        [],
+        {},
+    ],
+)
+def test_nests_keep_their_structure(value, strategy_of):
+    def step(x):
+        return _all_reduce("SUM", jax.tree.map(lambda leaf: leaf * x, value))
+
+    result = strategy_of(2).run(step, (jnp.float32(1.0),))
+
+    doubled = jax.tree.map(lambda leaf: leaf.values[1], result, is_leaf=_is_per_replica)
+    assert doubled == jax.tree.map(lambda leaf: 2 * leaf, value)
+
+
+def _is_per_replica(leaf):
+    return isinstance(leaf, dist.PerReplica)
+
+
+@pytest.mark.parametrize("op", ["sum", "Sum", "SUM", dist.ReduceOp.SUM])
+def test_operation_by_name(op, on_replicas):
+    assert on_replicas(lambda x: _all_reduce(op, x), [1.0, 2.0]) == (3.0, 3.0)
+
+
+def test_replica_order_does_not_matter_for_the_result_every_replica_gets(on_replicas):
+    results = on_replicas(lambda x: _all_reduce("SUM", x), [jnp.float32(0.1 * r) for r in range(8)])
+
+    assert len({float(result) for result in results}) == 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_values_that_all_replicas_share_count_once_per_replica(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    constant = jnp.arange(3.0)
+    with strategy.scope():
+        v = dist.Variable(5.0)
+
+    def step(x):
+        return _all_reduce("SUM", [constant, np.float32(2), 3, 1.5, v, x.shape[0]])
+
+    result = strategy.run(step, (jnp.zeros(4),))
+    values = strategy.experimental_local_results(result)[-1]
+
+    for value, once in zip(values, [constant, 2, 3, 1.5, 5.0, 4], strict=True):
+        np.testing.assert_array_equal(value, np.asarray(once) * num_replicas)
+
+
+def test_several_in_a_row_and_of_results(on_replicas):
+    def step(x):
+        total = _all_reduce("SUM", x)
+        return _all_reduce("MEAN", x * total), _all_reduce("SUM", total)
+
+    assert on_replicas(step, [1.0, 2.0])[1] == (4.5, 6.0)
+
+
+# MEAN
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+def test_mean_does_not_overflow(num_replicas, on_replicas):
+    high = {
+        "float16": 60000.0,
+        "bfloat16": 3e38,
+        "float32": 3e38,
+        "int8": 127,
+        "uint8": 255,
+        "int32": 2**31 - 1,
+        "uint32": 2**32 - 1,
+    }
+    components = [
+        {dtype: jnp.asarray(value, dtype) for dtype, value in high.items()}
+    ] * num_replicas
+
+    (means, *_) = on_replicas(lambda x: _all_reduce("MEAN", x), components)
+
+    for dtype, mean in means.items():
+        expected = np.asarray(components[0][dtype], np.float64)
+        np.testing.assert_allclose(np.asarray(mean, np.float64), expected, rtol=1e-6)
+
+
+def test_mean_of_negative_integers(on_replicas):
+    components = [jnp.array([-7, -(2**31), 5]), jnp.array([2, -(2**31), -5])]
+
+    (mean, _) = on_replicas(lambda x: _all_reduce("MEAN", x), components)
+
+    np.testing.assert_array_equal(mean, [-2.5, -(2.0**31), 0.0])
+
+
+def test_mean_of_small_floats_is_not_lost(on_replicas):
+    (mean, *_) = on_replicas(
+        lambda x: _all_reduce("MEAN", x),
+        [{"half": jnp.float16(6e-8), "single": jnp.float32(1e-37)}] * 3,
+    )
+
+    assert mean["half"] == jnp.float16(6e-8)
+    np.testing.assert_allclose(mean["single"], 1e-37, rtol=1e-6)
+
+
+def test_nan_and_infinity_pass_through(on_replicas):
+    (mean, _) = on_replicas(
+        lambda x: _all_reduce("MEAN", x), [jnp.array([jnp.nan, jnp.inf]), jnp.array([1.0, 1.0])]
+    )
+
+    np.testing.assert_array_equal(mean, [np.nan, np.inf])
+
+
+# What cannot be reduced
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "all_reduce: got None, expected an array of numbers"),
+        ("text", "all_reduce: got 'text', expected an array of numbers"),
+        (b"text", "all_reduce: got b'text'"),
+        ([1.0, None], "all_reduce: got None"),
+        (object(), "a object; expected an array of numbers"),
+        (True, "got a boolean array of shape"),
+        (np.array([True]), r"got a boolean array of shape \(1,\)"),
+        (np.array([None]), "expected an array of numbers"),
+    ],
+)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_is_no_number_is_refused(value, message, num_replicas, strategy_of):
+    with pytest.raises(InvalidTypeError, match=message):
+        strategy_of(num_replicas).run(lambda: _all_reduce("SUM", value))
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "message"),
+    [
+        ("MAX", InvalidValueError, "reduce_op is 'MAX', which is not a valid ReduceOp"),
+        ("", InvalidValueError, "reduce_op is '', which is not a valid ReduceOp"),
+        (None, InvalidTypeError, r"reduce_op is None, expected ReduceOp\.SUM or ReduceOp\.MEAN"),
+        (1, InvalidTypeError, "reduce_op is 1, expected"),
+        (jnp.sum, InvalidTypeError, "There are only these two"),
+    ],
+)
+def test_unknown_operations(op, error, message, strategy_of):
+    with pytest.raises(error, match=f"all_reduce: {message}" if error is not None else message):
+        strategy_of(2).run(lambda: _all_reduce(op, 1.0))
+
+
+def test_the_context_of_another_run_is_stale(strategy_of):
+    strategy = strategy_of(2)
+    kept = []
+    strategy.run(lambda: kept.append(dist.get_replica_context()))
+
+    with pytest.raises(ContextError, match="all_reduce: this ReplicaContext .* is not the current"):
+        kept[0].all_reduce("SUM", 1.0)
+
+
+def test_outside_of_run_the_default_strategy_has_one_replica():
+    assert _all_reduce("SUM", jnp.float32(3.0)) == 3.0
+    assert _all_reduce("MEAN", jnp.int32(3)).dtype == jnp.float32
+
+
+def test_replicas_of_an_uneven_batch_must_agree_in_shape(on_replicas):
+    with pytest.raises(
+        ReplicaMismatchError, match=r"all_reduce: replica 1 has shape \(1,\), but replica 0 has \(2,\)"
+    ):
+        on_replicas(lambda x: _all_reduce("SUM", x), [np.ones(2), np.ones(1)])
+
+
+# Gradients, as in tf.distribute
+
+
+@pytest.mark.parametrize("gradient_of", [_tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
+@pytest.mark.parametrize(("op", "expected"), [("SUM", (4.0, 8.0)), ("MEAN", (2.0, 4.0))])
+def test_gradient_of_a_reduction_is_the_reduced_upstream_gradient(
+    op, expected, gradient_of, on_replicas
+):
+    def step(x):
+        return gradient_of(lambda x: _all_reduce(op, x * x), x)
+
+    assert on_replicas(step, [1.0, 2.0]) == expected
+
+
+@pytest.mark.parametrize("gradient_of", [_tape_gradient, _jax_gradient], ids=["tape", "jax.grad"])
+@pytest.mark.parametrize(("op", "expected"), [("SUM", 16.0), ("MEAN", 4.0)])
+def test_upstream_gradients_that_differ_between_replicas(op, expected, gradient_of, on_replicas):
+    # The upstream gradient of replica r is weight r, so each gets 3 + 5 of them, or their mean.
+    def step(inputs):
+        x, weight = inputs
+        return gradient_of(lambda x: weight * _all_reduce(op, 2.0 * x), x)
+
+    results = on_replicas(step, [(1.0, 3.0), (2.0, 5.0)])
+
+    assert results == ((expected * (1 if op == "SUM" else 2)),) * 2
+
+
+def test_gradient_of_the_other_dtypes(on_replicas):
+    def step(x):
+        def loss(x):
+            means = _all_reduce("MEAN", x)
+            return sum(jnp.sum(jnp.real(mean).astype(jnp.float32)) for mean in means.values())
+
+        return jax.grad(loss)(x)
+
+    components = [{d: jnp.ones(2, d) for d in ("float16", "bfloat16", "complex64")}] * 2
+
+    for gradients in on_replicas(step, components):
+        for gradient in gradients.values():
+            np.testing.assert_array_equal(gradient, np.ones(2))
+
+
+def test_second_order_through_a_reduction(on_replicas):
+    # y = (x0² + x1²)²; each replica's y counts once per replica.
+    def step(x):
+        first = _tape_gradient(lambda x: _all_reduce("SUM", x * x) ** 2, x)
+        second = jax.grad(
+            lambda x: jnp.sum(_jax_gradient(lambda x: _all_reduce("SUM", x * x) ** 2, x))
+        )(x)
+        return first, second
+
+    results = on_replicas(step, [1.0, 2.0])
+
+    def total(x):
+        return 2.0 * jnp.sum(x * x) ** 2
+
+    x = jnp.array([1.0, 2.0])
+    first = jax.grad(total)(x)
+    second = jax.hessian(total)(x) @ jnp.ones(2)
+    np.testing.assert_allclose([r[0] for r in results], first)
+    np.testing.assert_allclose([r[1] for r in results], second)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack is -1, expected a number"),
+        ({"bytes_per_pack": 1.5}, TypeError, "bytes_per_pack is 1.5, expected an int"),
+        ({"bytes_per_pack": True}, TypeError, "bytes_per_pack is True, expected an int"),
+        ({"timeout_seconds": -1.0}, ValueError, "timeout_seconds is -1.0"),
+        ({"implementation": "TREE"}, ValueError, "implementation is 'TREE', expected one of"),
+        ({"implementation": 3}, ValueError, "implementation is 3, expected one of"),
+    ],
+)
+def test_options_check_themselves(arguments, error, message):
+    with pytest.raises(error, match=message):
+        dist.experimental.CommunicationOptions(**arguments)
+
+
+def test_implementation_by_name():
+    options = dist.experimental.CommunicationOptions(implementation="ring")
+
+    assert options.implementation is dist.experimental.CommunicationImplementation.RING
+
+
+def test_merged_options_take_what_is_not_the_default():
+    first = dist.experimental.CommunicationOptions(bytes_per_pack=8, timeout_seconds=3.0)
+    second = dist.experimental.CommunicationOptions(bytes_per_pack=16, implementation="NCCL")
+
+    merged = first.merge(second)
+
+    assert (merged.bytes_per_pack, merged.timeout_seconds) == (16, 3.0)
+    assert merged.implementation.name == "NCCL"
+    assert first.merge(None) is first

@@ -1,0 +1,240 @@
+"""The chosen algorithm is really the one that is compiled, and all give the same numbers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+_SHAPES = [(3,), (4, 2), (), (17,)]
+
+
+def _strategy(num_replicas, ops=None):
+    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)], ops)
+
+
+def _inputs(strategy):
+    return [
+        strategy.experimental_distribute_values_from_function(
+            lambda context, shape=shape: np.full(
+                shape, 1.0 + context.replica_id_in_sync_group, np.float32
+            )
+        )
+        for shape in _SHAPES
+    ]
+
+
+def _step(options=None):
+    def step(*values):
+        # Multiplied, so that no collective is of a constant.
+        return dist.get_replica_context().all_reduce(
+            "sum", [value * 2.0 for value in values], options
+        )
+
+    return step
+
+
+def _collectives(text):
+    """Names and replica groups of the collectives of a compiled program."""
+    pattern = r"= \S.*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\}|\[.*?\])"
+    return re.findall(pattern, text)
+
+
+def _compiled(strategy, options=None):
+    text = strategy.extended.lower(_step(options), _inputs(strategy)).compile().as_text()
+    return _collectives(text)
+
+
+ALGORITHMS = {
+    "default": (None, None),
+    "one pack": (lambda: dist.NcclAllReduce(), None),
+    "two packs": (lambda: dist.NcclAllReduce(num_packs=2), None),
+    "no packing": (lambda: dist.NcclAllReduce(num_packs=0), None),
+    "hierarchical": (lambda: dist.HierarchicalCopyAllReduce(), None),
+    "one device": (lambda: dist.ReductionToOneDevice(), None),
+    "accumulate": (lambda: dist.ReductionToOneDevice(accumulation_fn=sum), None),
+    "ring": (None, dist.experimental.CommunicationOptions(implementation="ring")),
+    "by bytes": (None, dist.experimental.CommunicationOptions(bytes_per_pack=40)),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
+def test_every_algorithm_sums_and_averages(name, num_replicas):
+    make_ops, options = ALGORITHMS[name]
+    strategy = _strategy(num_replicas, make_ops and make_ops())
+    total = num_replicas * (num_replicas + 1) / 2
+
+    def step(*values):
+        context = dist.get_replica_context()
+        return (
+            context.all_reduce("SUM", list(values), options),
+            context.all_reduce("MEAN", list(values), options),
+        )
+
+    sums, means = strategy.run(step, args=_inputs(strategy))
+
+    for shape, summed, mean in zip(_SHAPES, sums, means, strict=True):
+        for copy in summed.values:
+            np.testing.assert_allclose(copy, np.full(shape, total), rtol=1e-6)
+        for copy in mean.values:
+            np.testing.assert_allclose(copy, np.full(shape, total / num_replicas), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("default", ["all-reduce"]),
+        ("one pack", ["all-reduce"]),
+        ("two packs", ["all-reduce"] * 2),
+        ("no packing", ["all-reduce"] * 4),
+        ("by bytes", ["all-reduce"] * 2),
+        ("one device", ["all-gather"]),
+    ],
+)
+def test_the_algorithm_decides_the_compiled_collectives(name, expected):
+    make_ops, options = ALGORITHMS[name]
+    strategy = _strategy(4, make_ops and make_ops())
+
+    found = [kind for kind, _ in _compiled(strategy, options)]
+
+    if name == "one device":
+        assert set(found) == set(expected)
+    else:
+        assert found == expected
+
+
+def test_ring_is_a_reduce_scatter_and_an_all_gather():
+    _, options = ALGORITHMS["ring"]
+
+    found = [kind for kind, _ in _compiled(_strategy(2), options)]
+
+    assert found.count("reduce-scatter") >= 1
+    assert found.count("all-gather") >= 1
+    # The scalar is too small to be scattered.
+    assert found.count("all-reduce") == 1
+
+
+def test_hierarchical_reduces_inside_groups_and_then_across():
+    found = _compiled(_strategy(4, dist.HierarchicalCopyAllReduce()))
+
+    assert found == [("all-reduce", "{{0,1},{2,3}}"), ("all-reduce", "{{0,2},{1,3}}")]
+    assert [groups for _, groups in _compiled(_strategy(3, dist.HierarchicalCopyAllReduce()))] == [
+        "{{0,1,2}}"
+    ]
+
+
+class _Doubling(dist.CrossDeviceOps):
+    """Twice the sum, so that its use shows in the numbers."""
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        return 2.0 * sum(per_replica_value.values)
+
+
+def test_a_subclass_is_used_inside_and_outside_of_run():
+    strategy = _strategy(2, _Doubling())
+    (x, *_) = _inputs(strategy)
+
+    inside = strategy.run(lambda v: dist.get_replica_context().all_reduce("sum", v), args=(x,))
+
+    np.testing.assert_array_equal(inside.values[0], np.full(3, 6.0))
+    np.testing.assert_array_equal(strategy.reduce("sum", x, axis=None), np.full(3, 6.0))
+
+
+def test_reduce_and_batch_reduce_work_on_their_own():
+    strategy = _strategy(2)
+    first, second, *_ = _inputs(strategy)
+    ops = dist.NcclAllReduce()
+
+    result = ops.reduce(dist.ReduceOp.SUM, first, destinations=first)
+    results = ops.batch_reduce(dist.ReduceOp.MEAN, [(first, "CPU:0"), (second, second)])
+
+    np.testing.assert_array_equal(result.numpy(), np.full(3, 3.0))
+    np.testing.assert_array_equal(results[1].numpy(), np.full((4, 2), 1.5))
+
+
+@pytest.mark.parametrize("kind", [dist.NcclAllReduce, dist.HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("num_packs", [-1, 1.5, True])
+def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
+    with pytest.raises(ValueError, match=f"num_packs is {num_packs}"):
+        kind(num_packs=num_packs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bytes_per_pack": -1}, "bytes_per_pack is -1"),
+        ({"bytes_per_pack": "4"}, "bytes_per_pack is '4'"),
+        ({"timeout_seconds": -2.0}, "timeout_seconds is -2.0"),
+        ({"implementation": "carrier pigeon"}, "carrier pigeon"),
+        ({"implementation": 3}, "implementation is 3"),
+    ],
+)
+def test_communication_options_check_themselves(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        dist.experimental.CommunicationOptions(**options)
+
+
+def test_merged_options_take_what_was_set():
+    options = dist.experimental.CommunicationOptions
+    first = options(bytes_per_pack=5, timeout_seconds=3.0)
+
+    merged = first.merge(options(implementation="NCCL", timeout_seconds=4.0))
+
+    assert merged == options(5, 4.0, dist.experimental.CommunicationImplementation.NCCL)
+    assert first.merge(None) is first
+
+
+def test_something_else_than_cross_device_ops_is_refused():
+    with pytest.raises(TypeError, match="cross_device_ops is 'nccl'"):
+        dist.MirroredStrategy(["CPU:0"], cross_device_ops="nccl")
+
+
+def test_strategies_say_which_reduction_they_use():
+    assert "all-reduce" in repr(_strategy(2))
+    assert "hierarchical" in repr(_strategy(2, dist.HierarchicalCopyAllReduce()))
+    assert "replica order" in repr(_strategy(2, dist.ReductionToOneDevice()))
+
+
+def test_equal_steps_of_two_strategies_use_each_its_own_algorithm():
+    # A nested jit is cached by JAX across the two.
+    @jax.jit
+    def helper(value):
+        return dist.get_replica_context().all_reduce("sum", value)
+
+    def step(value):
+        return helper(value * 2.0)
+
+    kinds = []
+    for ops in (None, dist.ReductionToOneDevice()):
+        strategy = _strategy(2, ops)
+        text = strategy.extended.lower(step, _inputs(strategy)[:1]).compile().as_text()
+        kinds.append({kind for kind, _ in _collectives(text)})
+
+    assert kinds == [{"all-reduce"}, {"all-gather"}]
+
+
+def test_all_gradients_of_a_step_travel_in_one_all_reduce():
+    strategy = _strategy(4)
+    with strategy.scope():
+        variables = [dist.Variable(jnp.ones(shape)) for shape in _SHAPES]
+
+    def step(x):
+        def loss_fn():
+            return sum(jnp.sum(v * x) for v in variables)
+
+        loss, gradients = dist.value_and_grad(loss_fn, variables)()
+        gradients, loss = dist.get_replica_context().all_reduce("sum", (gradients, loss))
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    x = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+    text = strategy.extended.lower(step, (x,)).compile().as_text()
+
+    assert [kind for kind, _ in _collectives(text)] == ["all-reduce"]

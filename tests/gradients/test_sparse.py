@@ -1,0 +1,258 @@
+"""Gradients of `sparse_read`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distributary as dist
+
+TABLE = np.arange(12, dtype=np.float32).reshape(6, 2)
+IDS = jnp.array([4, 1, 4])
+
+
+@pytest.fixture
+def table(place):
+    return place.variable(TABLE)
+
+
+def _slices(gradient, values, indices):
+    assert isinstance(gradient, dist.IndexedSlices)
+    assert gradient.dense_shape == TABLE.shape
+    np.testing.assert_array_equal(gradient.indices, indices)
+    np.testing.assert_allclose(gradient.values, values, rtol=1e-6)
+
+
+def _gradient(loss, source):
+    def step(*args):
+        with dist.GradientTape() as tape:
+            value = loss(*args)
+        return tape.gradient(value, source)
+
+    return step
+
+
+def test_rows_and_their_ids_duplicates_kept(place, table):
+    gradient = place(_gradient(lambda ids: jnp.sum(table.sparse_read(ids) ** 2), table), IDS)
+
+    _slices(gradient, 2 * TABLE[[4, 1, 4]], [4, 1, 4])
+    np.testing.assert_array_equal(gradient.to_dense()[4], 4 * TABLE[4])
+
+
+def test_several_reads_are_concatenated_in_the_order_of_reading(place, table):
+    def loss(ids):
+        return jnp.sum(table.sparse_read(ids)) + 5.0 * jnp.sum(table.sparse_read(ids[:1]) ** 2)
+
+    gradient = place(_gradient(loss, table), IDS)
+
+    _slices(gradient, [[1, 1], [1, 1], [1, 1], 10 * TABLE[4]], [4, 1, 4, 4])
+
+
+def test_ids_of_any_shape(place, table):
+    ids = jnp.array([[0, 1], [2, 0]])
+
+    gradient = place(_gradient(lambda ids: jnp.sum(table.sparse_read(ids) ** 2), table), ids)
+
+    _slices(gradient, 2 * TABLE[[0, 1, 2, 0]], [0, 1, 2, 0])
+
+
+def test_a_read_that_does_not_reach_the_target_counts_with_zeros(place, table):
+    def loss(ids):
+        table.sparse_read(ids[:1])
+        return jnp.sum(table.sparse_read(ids[1:2]))
+
+    gradient = place(_gradient(loss, table), IDS)
+
+    np.testing.assert_array_equal(gradient.to_dense()[1], [1, 1])
+    np.testing.assert_array_equal(gradient.to_dense()[4], [0, 0])
+
+
+def test_rows_that_do_not_reach_the_target_give_none(place, table):
+    v = place.variable(3.0)
+
+    def loss(ids):
+        table.sparse_read(ids)
+        return v * v
+
+    gradients = place(_gradient(loss, [table, v]), IDS)
+
+    assert gradients == [None, 6.0]
+
+
+def test_a_table_read_sparsely_and_densely_has_a_dense_gradient(place, table):
+    def loss(ids):
+        return jnp.sum(table.sparse_read(ids)) + jnp.sum(table * table)
+
+    gradient = place(_gradient(loss, table), IDS)
+
+    expected = 2 * TABLE
+    np.add.at(expected, np.array([4, 1, 4]), 1)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+def test_a_dense_read_after_the_tape_does_not_matter(place, table):
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(table.sparse_read(ids))
+        return tape.gradient(loss, table), jnp.sum(table.value())
+
+    gradient, total = place(step, IDS)
+
+    _slices(gradient, np.ones((3, 2)), [4, 1, 4])
+    assert total == TABLE.sum()
+
+
+def test_nested_jit_keeps_rows(place, table):
+    @jax.jit
+    def embed(ids):
+        return jnp.sum(table.sparse_read(ids) ** 2)
+
+    def loss(ids):
+        return embed(ids) + 3.0 * embed(ids)
+
+    gradient = place(_gradient(loss, table), IDS)
+
+    rows = TABLE[[4, 1, 4]]
+    _slices(gradient, np.concatenate([2 * rows, 6 * rows]), [4, 1, 4, 4, 1, 4])
+
+
+@pytest.mark.parametrize("kind", ["scan", "cond", "checkpoint"])
+def test_reads_inside_control_flow_give_a_dense_gradient(kind, run):
+    table = run.variable(TABLE)
+
+    def loss(ids):
+        if kind == "scan":
+            return lax.scan(lambda c, i: (c + jnp.sum(table.sparse_read(i)), None), 0.0, ids)[0]
+        if kind == "cond":
+            return lax.cond(ids[0] > 0, lambda: jnp.sum(table.sparse_read(ids)), lambda: 0.0)
+        return jax.checkpoint(lambda i: jnp.sum(table.sparse_read(i)))(ids)
+
+    gradient = run(_gradient(loss, table), IDS)
+
+    expected = np.zeros_like(TABLE)
+    np.add.at(expected, np.array([4, 1, 4]), 1)
+    np.testing.assert_array_equal(gradient, expected)
+
+
+def test_vmap_of_a_read(run):
+    table = run.variable(TABLE)
+
+    def loss(ids):
+        return jnp.sum(jax.vmap(lambda i: jnp.sum(table.sparse_read(i) ** 2))(ids))
+
+    gradient = run(_gradient(loss, table), IDS)
+
+    _slices(gradient, 2 * TABLE[[4, 1, 4]], [4, 1, 4])
+
+
+def test_nested_tapes_on_one_table(place, table):
+    def step(ids):
+        with dist.GradientTape() as outer:
+            with dist.GradientTape() as inner:
+                loss = jnp.sum(table.sparse_read(ids) ** 3)
+            first = inner.gradient(loss, table)
+            penalty = jnp.sum(first.values**2)
+        return first, outer.gradient(penalty, table)
+
+    first, second = place(step, IDS)
+
+    rows = TABLE[[4, 1, 4]]
+    _slices(first, 3 * rows**2, [4, 1, 4])
+    _slices(second, 36 * rows**3, [4, 1, 4])
+
+
+def test_persistent_tape(place, table):
+    def step(ids):
+        with dist.GradientTape(persistent=True) as tape:
+            rows = table.sparse_read(ids)
+            a, b = jnp.sum(rows), jnp.sum(rows**2)
+        return tape.gradient(a, table), tape.gradient(b, [table, rows])
+
+    first, (second, of_rows) = place(step, IDS)
+
+    _slices(first, np.ones((3, 2)), [4, 1, 4])
+    _slices(second, 2 * TABLE[[4, 1, 4]], [4, 1, 4])
+    np.testing.assert_array_equal(of_rows, 2 * TABLE[[4, 1, 4]])
+
+
+def test_unconnected_zero_of_a_table_is_dense(place, table):
+    def step(ids):
+        with dist.GradientTape() as tape:
+            table.sparse_read(ids)
+            loss = jnp.float32(1.0)
+        return tape.gradient(loss, table, unconnected_gradients="zero")
+
+    np.testing.assert_array_equal(place(step, IDS), np.zeros_like(TABLE))
+
+
+def test_assigning_rows_after_the_tape(place, table):
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(table.sparse_read(ids) ** 2)
+        gradient = tape.gradient(loss, table)
+        table.scatter_sub(dist.IndexedSlices(0.5 * gradient.values, gradient.indices))
+        return loss
+
+    place(step, IDS)
+
+    expected = TABLE.copy()
+    expected[1] -= TABLE[1]
+    expected[4] -= 2 * TABLE[4]
+    np.testing.assert_allclose(table.numpy(), expected)
+
+
+# Over the replicas
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_all_reduce_concatenates_and_does_not_densify(op, strategy_of):
+    strategy = strategy_of(2)
+    table_shape = (1013, 3)
+    with strategy.scope():
+        table = dist.Variable(jnp.ones(table_shape))
+        bias = dist.Variable(jnp.ones(7))
+    ids = dist.PerReplica([jnp.array([1, 5]), jnp.array([5, 7])])
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(table.sparse_read(ids)) * (1.0 + jnp.sum(bias.value()))
+        gradients = tape.gradient(loss, [table, bias])
+        return dist.get_replica_context().all_reduce(op, gradients)
+
+    gradient, of_bias = strategy.run(step, (ids,))
+    text = strategy.extended.lower(step, (ids,)).compile().as_text()
+
+    scale = 1.0 if op == "SUM" else 0.5
+    for copy in gradient.values:
+        np.testing.assert_array_equal(copy.indices, [1, 5, 5, 7])
+        np.testing.assert_array_equal(copy.values, np.full((4, 3), 8.0 * scale))
+        assert copy.dense_shape == table_shape
+    np.testing.assert_array_equal(of_bias.values[1], np.full(7, 12.0 * scale))
+    collectives = [line for line in text.splitlines() if "all-reduce(" in line or "all-gather(" in line]
+    assert collectives
+    assert not any("1013" in line for line in collectives)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (3, 0), (1, 1)])
+def test_replicas_of_an_uneven_batch_bring_different_numbers_of_rows(sizes, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        table = dist.Variable(TABLE)
+    ids = [np.array([4, 1, 5])[: sizes[0]], np.array([2])[: sizes[1]]]
+
+    def step(ids):
+        value, gradient = dist.value_and_grad(lambda: jnp.sum(table.sparse_read(ids) ** 2), table)()
+        gradient = dist.get_replica_context().all_reduce("SUM", gradient)
+        table.scatter_sub(gradient)
+        return gradient
+
+    gradient = strategy.run(step, (dist.PerReplica(ids),))
+
+    whole = np.concatenate(ids)
+    expected = TABLE.copy()
+    np.add.at(expected, whole, -2 * TABLE[whole])
+    for copy in gradient.values:
+        np.testing.assert_array_equal(copy.indices, whole)
+        np.testing.assert_array_equal(copy.values, 2 * TABLE[whole])
+    np.testing.assert_array_equal(table.numpy(), expected)

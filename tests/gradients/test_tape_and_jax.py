@@ -1,0 +1,541 @@
+"""A tape around, and inside of, what JAX offers: control flow, jit, checkpoint, custom gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distributary as dist
+from distributary.errors import UnsupportedError
+
+X = jnp.array([0.5, -1.0, 2.0])
+
+
+def _equal(actual, expected, rtol=1e-5):
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=rtol), actual, expected)
+
+
+def _tape_of(function, v):
+    """`function(v.value(), x)` and its gradient, by a tape."""
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            tape.watch(x)
+            result = function(v.value(), x)
+        return result, tape.gradient(result, [v, x])
+
+    return step
+
+
+@jax.custom_vjp
+def _clipped_square(x):
+    return x * x
+
+
+_clipped_square.defvjp(lambda x: (x * x, x), lambda x, g: (jnp.clip(2 * x * g, -1.0, 1.0),))
+
+
+@jax.custom_jvp
+def _loud(x):
+    return x * 3.0
+
+
+@_loud.defjvp
+def _loud_jvp(primals, tangents):
+    return _loud(primals[0]), 100.0 * tangents[0]
+
+
+def _scanned(v, x):
+    def body(carry, row):
+        return jnp.tanh(carry * v + row), carry
+
+    last, all_of_them = lax.scan(body, v, x)
+    return last + jnp.sum(all_of_them)
+
+
+def _branching(v, x):
+    return jnp.sum(lax.cond(v > 0, lambda a: a * v * v, lambda a: a + v, x))
+
+
+def _switching(v, x):
+    return lax.switch(1, [jnp.sum, lambda a: jnp.sum(a * v), lambda a: v], x)
+
+
+def _counted_loop(v, x):
+    return jnp.sum(lax.fori_loop(0, 3, lambda i, a: a * v, x))
+
+
+def _solved(v, x):
+    matrix = jnp.eye(3) * v + jnp.outer(x, x)
+    return jnp.sum(jnp.linalg.solve(matrix, x)) + jnp.linalg.slogdet(matrix)[1]
+
+
+FUNCTIONS = {
+    "relu": lambda v, x: jnp.sum(jax.nn.relu(v * x) ** 2),
+    "softmax": lambda v, x: jax.nn.log_softmax(v * x)[1],
+    "custom_vjp": lambda v, x: jnp.sum(_clipped_square(v * x)),
+    "custom_jvp": lambda v, x: jnp.sum(_loud(v * x)),
+    "checkpoint": lambda v, x: jnp.sum(jax.checkpoint(lambda a: jnp.sin(jnp.sin(a * v)))(x)),
+    "jit": lambda v, x: jax.jit(lambda a, b: jnp.sum(jnp.exp(a * b)))(v, x),
+    "linalg": _solved,
+    "scan": _scanned,
+    "cond": _branching,
+    "switch": _switching,
+    "fori_loop": _counted_loop,
+    "vmap": lambda v, x: jnp.sum(jax.vmap(lambda a: jnp.sin(a * v))(x)),
+    "grad": lambda v, x: jnp.sum(jax.grad(lambda a: jnp.sum(jnp.sin(a * v)))(x)),
+    "take": lambda v, x: jnp.sum(v * x[jnp.array([0, 2, 2])] ** 2),
+    "sort": lambda v, x: jnp.sort(v * x)[0] * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradient_through(name, run):
+    function = FUNCTIONS[name]
+    v = run.variable(1.5)
+
+    value, gradients = run(_tape_of(function, v), X)
+
+    expected = jax.value_and_grad(function, (0, 1))(jnp.float32(1.5), X)
+    _equal((value, tuple(gradients)), expected)
+
+
+@pytest.mark.parametrize("name", ["relu", "scan", "checkpoint", "linalg", "cond"])
+def test_second_order_through(name, run):
+    function = FUNCTIONS[name]
+    v = run.variable(1.5)
+
+    def step(x):
+        with dist.GradientTape() as outer:
+            with dist.GradientTape() as inner:
+                result = function(v.value(), x)
+            gradient = inner.gradient(result, v)
+        return outer.gradient(gradient, v)
+
+    _equal(run(step, X), jax.grad(jax.grad(function))(jnp.float32(1.5), X), rtol=1e-4)
+
+
+# Variables read inside
+
+
+def _read_in_scan(v, x):
+    return lax.scan(lambda carry, row: (carry + v * row * row, None), 0.0, x)[0]
+
+
+def _read_in_cond(v, x):
+    return lax.cond(x[0] > 0, lambda: v * v, lambda: v + 1.0)
+
+
+def _read_in_jit(v, x):
+    return jax.jit(lambda a: jnp.sum(a * v) * v)(x)
+
+
+def _read_in_checkpoint(v, x):
+    return jax.checkpoint(lambda a: jnp.sum(jnp.sin(a * v)))(x)
+
+
+def _read_in_while(v, x):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + 2.0), (0, 0.0))[1] * v
+
+
+def _read_in_vmap(v, x):
+    return jnp.sum(jax.vmap(lambda a: a * v)(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _read_in_scan,
+        _read_in_cond,
+        _read_in_jit,
+        _read_in_checkpoint,
+        _read_in_while,
+        _read_in_vmap,
+    ],
+)
+def test_variable_read_inside_of(function, run):
+    v = run.variable(1.5)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            result = function(v, x)
+        return result, tape.gradient(result, v)
+
+    _equal(run(step, X), jax.value_and_grad(function)(jnp.float32(1.5), X))
+
+
+# Tapes opened and closed inside
+
+
+def _with_tape(v, x):
+    with dist.GradientTape() as tape:
+        tape.watch(x)
+        loss = jnp.sum(v * v * x)
+    return tape.gradient(loss, v)
+
+
+def test_tape_inside_scan(run):
+    v = run.variable(1.5)
+
+    def step(x):
+        return lax.scan(lambda total, row: (total + _with_tape(v, row), None), 0.0, x)[0]
+
+    _equal(run(step, X), jnp.sum(3.0 * X))
+
+
+def test_training_loop_inside_scan(run):
+    v = run.variable(1.5)
+
+    def step(x):
+        def body(_, row):
+            with dist.GradientTape() as tape:
+                loss = (v * row - 1.0) ** 2
+            v.assign_sub(0.1 * tape.gradient(loss, v))
+            return None, loss
+
+        return lax.scan(body, None, x)[1]
+
+    def plain(v, row):
+        loss, gradient = jax.value_and_grad(lambda v: (v * row - 1.0) ** 2)(v)
+        return v - 0.1 * gradient, loss
+
+    losses = run(step, X)
+    last, expected = lax.scan(plain, jnp.float32(1.5), X)
+    _equal((losses, v.value()), (expected, last))
+
+
+def test_tape_inside_while_loop(run):
+    v = run.variable(1.5)
+
+    def step(x):
+        def body(state):
+            i, total = state
+            return i + 1, total + _with_tape(v, x)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, 0.0))[1]
+
+    _equal(run(step, X), 3 * jnp.sum(3.0 * X))
+
+
+def test_tape_inside_cond(run):
+    v = run.variable(1.5)
+
+    def step(x):
+        return lax.cond(x[0] > 0, lambda: _with_tape(v, x), lambda: jnp.float32(0))
+
+    _equal(run(step, X), jnp.sum(3.0 * X))
+    _equal(run(step, -X), 0.0)
+
+
+def test_tape_inside_checkpoint(run):
+    v = run.variable(1.5)
+
+    _equal(run(lambda x: jax.checkpoint(lambda a: _with_tape(v, a))(x), X), jnp.sum(3.0 * X))
+
+
+def test_tape_inside_jit_that_is_called_twice(run):
+    v = run.variable(1.5)
+    gradient = jax.jit(lambda a: _with_tape(v, a))
+
+    _equal(run(lambda x: (gradient(x), gradient(2 * x)), X), (jnp.sum(3 * X), jnp.sum(6 * X)))
+
+
+def test_jit_with_a_tape_serves_several_steps(run):
+    # JAX keeps the traced jit, with the number of its tape, and puts it into the second step.
+    v, w = run.variable(1.5), run.variable(2.0)
+    gradient = jax.jit(lambda a: _with_tape(v, a))
+    run(lambda x: gradient(x), X)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = gradient(x) * w
+        return tape.gradient(loss, [v, w])
+
+    _equal(run(step, X), [2.0 * 2.0 * jnp.sum(X), jnp.sum(3.0 * X)])
+
+
+def test_none_from_a_tape_inside_a_cached_jit(run):
+    v, w = run.variable(1.5), run.variable(2.0)
+
+    @jax.jit
+    def inner(x):
+        with dist.GradientTape() as tape:
+            w.value()
+            loss = jnp.sum(v * x)
+        return [g for g in tape.gradient(loss, [v, w]) if g is not None]
+
+    first = run(lambda x: inner(x), X)
+    second = run(lambda x: inner(x) + inner(x * 2), X)
+
+    _equal(first, [jnp.sum(X)])
+    _equal(second, [jnp.sum(X), jnp.sum(2 * X)])
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda f: lax.scan(lambda c, _: (c, f()), 0.0, None, length=2)[1],
+        lambda f: lax.cond(True, f, lambda: jnp.float32(0)),
+        lambda f: jax.jit(f)(),
+        lambda f: jax.checkpoint(f)(),
+    ],
+    ids=["scan", "cond", "jit", "checkpoint"],
+)
+def test_tape_opened_outside_and_gradient_inside(inside, run):
+    v = run.variable(1.5)
+
+    def step():
+        with dist.GradientTape() as tape:
+            loss = v * v
+        return inside(lambda: tape.gradient(loss, v))
+
+    with pytest.raises(UnsupportedError, match="the tape was opened outside of it"):
+        run(step)
+
+
+def test_gradient_while_a_later_tape_records(run):
+    v = run.variable(1.5)
+
+    def step():
+        first, second = dist.GradientTape(), dist.GradientTape()
+        first.__enter__()
+        loss = v * v
+        with second:
+            first.__exit__(None, None, None)
+            gradient = first.gradient(loss, v)
+            twice = gradient * v
+        return second.gradient(twice, v)
+
+    with pytest.raises(UnsupportedError, match="while a tape records that was opened later"):
+        run(step)
+
+
+@pytest.mark.parametrize("transformation", [jax.vmap, jax.grad], ids=["vmap", "grad"])
+def test_gradient_inside_vmap_or_grad(transformation, run):
+    v = run.variable(1.5)
+
+    def inner(a):
+        with dist.GradientTape() as tape:
+            loss = v * v * a
+        return tape.gradient(loss, v)
+
+    def step(x):
+        return transformation(inner)(x if transformation is jax.vmap else x[0])
+
+    with pytest.raises(UnsupportedError, match=r"inside a function transformed by jax\.vmap or"):
+        run(step, X)
+
+
+def test_variable_inside_a_custom_vjp(run):
+    v = run.variable(1.5)
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x * v
+
+    scaled.defvjp(lambda x: (x * v, None), lambda _, g: (g,))
+
+    with pytest.raises(UnsupportedError, match="custom_vjp"):
+        run(lambda x: scaled(x), X)
+
+
+# Assignments while a tape records
+
+
+def test_assignment_inside_the_tape_takes_effect_and_has_no_gradient(place):
+    v = place.variable(2.0)
+    average = place.variable(10.0, trainable=False)
+    count = place.variable(0, trainable=False)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            mean = jnp.mean(v * x)
+            average.assign(0.9 * average + 0.1 * mean)
+            count.assign_add(1)
+            loss = mean**2 + average * v
+        return tape.gradient(loss, v)
+
+    gradient = place(step, X)
+
+    mean = 2.0 * jnp.mean(X)
+    _equal(average.value(), 9.0 + 0.1 * mean)
+    assert count.numpy() == 1
+    _equal(gradient, 2 * mean * jnp.mean(X) + average.value())
+
+
+def test_assignment_inside_nested_tapes_takes_effect_once(place):
+    v, count = place.variable(2.0), place.variable(0.0, trainable=False)
+
+    def step():
+        with dist.GradientTape() as outer:
+            with dist.GradientTape() as inner:
+                count.assign_add(1.0)
+                loss = v**3
+            gradient = inner.gradient(loss, v)
+            count.assign_add(10.0)
+        return outer.gradient(gradient, v)
+
+    _equal(place(step), 12.0)
+    assert count.numpy() == 11.0
+
+
+def test_assignment_inside_a_persistent_tape_takes_effect_once(place):
+    v, count = place.variable(2.0), place.variable(0.0, trainable=False)
+
+    def step():
+        with dist.GradientTape(persistent=True) as tape:
+            scale = count.assign_add(1.0)
+            first, second = scale * v**2, scale * v**3
+        return tape.gradient(first, v), tape.gradient(second, v)
+
+    _equal(place(step), (4.0, 12.0))
+    _equal(place(step), (8.0, 24.0))
+    assert count.numpy() == 2.0
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_assignment_inside_a_nested_function_of_the_tape(wrap, run):
+    v, count = run.variable(2.0), run.variable(0.0, trainable=False)
+
+    def step(x):
+        @wrap
+        def layer(a):
+            count.assign_add(jnp.sum(a) * v)
+            return jnp.sum(jnp.sin(a * v))
+
+        with dist.GradientTape() as tape:
+            loss = layer(x)
+        return tape.gradient(loss, v)
+
+    _equal(run(step, X), jnp.sum(X * jnp.cos(2.0 * X)))
+    _equal(count.value(), 2.0 * jnp.sum(X))
+
+
+def test_assignment_inside_a_scan_of_the_tape(run):
+    v, count = run.variable(2.0), run.variable(0.0, trainable=False)
+
+    def step(x):
+        def body(carry, row):
+            count.assign_add(row)
+            return carry + v * row, None
+
+        with dist.GradientTape() as tape:
+            loss = lax.scan(body, 0.0, x)[0]
+        return tape.gradient(loss, v)
+
+    _equal(run(step, X), jnp.sum(X))
+    _equal(count.value(), jnp.sum(X))
+
+
+def test_update_of_a_source_after_the_forward_pass(place):
+    v = place.variable(2.0)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = jnp.sum(v * v * x)
+            v.assign(100.0)
+        return tape.gradient(loss, v)
+
+    _equal(place(step, X), 4.0 * jnp.sum(X))
+    assert v.numpy() == 100.0
+
+
+def test_reading_a_source_after_assigning_it_is_refused(place):
+    v = place.variable(2.0, name="weights")
+
+    def step():
+        with dist.GradientTape() as tape:
+            v.assign(v * 2.0)
+            loss = v * v
+        return tape.gradient(loss, v)
+
+    with pytest.raises(UnsupportedError, match="'weights' is assigned and then read again while"):
+        place(step)
+
+
+def test_gradient_of_a_value_after_another_variable_was_assigned(place):
+    v, other = place.variable(2.0), place.variable(3.0, trainable=False)
+
+    def step():
+        with dist.GradientTape() as tape:
+            other.assign(v * v)
+            loss = other * v
+        return tape.gradient(loss, v)
+
+    # As in TensorFlow, no gradient flows through the assignment.
+    assert place(step) == 4.0
+
+
+# Nothing is computed twice
+
+
+def _loss(w1, b1, w2, x, y):
+    hidden = jax.nn.relu(x @ w1 + b1)
+    return jnp.mean((jnp.tanh(hidden @ w2) - y) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("persistent", "order"), [(False, "together"), (True, "together"), (True, "one_by_one")]
+)
+def test_a_tape_costs_what_value_and_grad_costs_and_gives_the_same_bits(persistent, order):
+    strategy = dist.OneDeviceStrategy("CPU:0")
+    random = np.random.default_rng(0)
+    shapes = [(16, 32), (32,), (32, 4)]
+    arrays = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
+    with strategy.scope():
+        variables = [dist.Variable(array) for array in arrays]
+    x = jnp.asarray(random.normal(size=(8, 16)), jnp.float32)
+    y = jnp.asarray(random.normal(size=(8, 4)), jnp.float32)
+
+    def step(x, y):
+        with dist.GradientTape(persistent=persistent) as tape:
+            loss = _loss(*(v.value() for v in variables), x, y)
+        if order == "together":
+            return loss, tuple(tape.gradient(loss, variables))
+        return loss, tuple(tape.gradient(loss, v) for v in variables)
+
+    ours = strategy.extended.lower(step, (x, y)).compile()
+    plain = jax.jit(jax.value_and_grad(_loss, (0, 1, 2))).lower(*arrays, x, y).compile()
+    result = strategy.run(step, (x, y))
+
+    assert ours.cost_analysis()["flops"] == plain.cost_analysis()["flops"]
+    jax.tree.map(np.testing.assert_array_equal, result, plain(*arrays, x, y))
+
+
+def test_a_tape_in_a_scan_costs_what_value_and_grad_costs():
+    strategy = dist.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        v = dist.Variable(jnp.ones((8, 8)))
+    xs = jnp.ones((5, 4, 8))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def step(xs):
+        def body(_, x):
+            with dist.GradientTape() as tape:
+                value = loss(v.value(), x)
+            v.assign_sub(0.1 * tape.gradient(value, v))
+            return None, value
+
+        return lax.scan(body, None, xs)[1]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def plain(w, xs):
+        def body(w, x):
+            value, gradient = jax.value_and_grad(loss)(w, x)
+            return w - 0.1 * gradient, value
+
+        return lax.scan(body, w, xs)
+
+    ours = strategy.extended.lower(step, (xs,)).compile()
+    theirs = plain.lower(jnp.ones((8, 8)), xs).compile()
+    losses = strategy.run(step, (xs,))
+
+    assert ours.cost_analysis()["flops"] == theirs.cost_analysis()["flops"]
+    expected_state, expected = plain(jnp.ones((8, 8)), xs)
+    np.testing.assert_array_equal(losses, expected)
+    np.testing.assert_array_equal(v.numpy(), expected_state)

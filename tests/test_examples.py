@@ -1,0 +1,91 @@
+"""The examples run as the README says, and reach what they promise."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+_DIGITS_SECONDS = 300  # about 10 on two idle cores
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(tmp_path):
+    process = _run("digits.py", tmp_path, _DIGITS_SECONDS)
+
+    output = process.stdout
+    assert process.returncode == 0, output + process.stderr
+    assert process.stderr == ""
+    assert output.startswith("<MirroredStrategy: 2 replicas on CPU:0, CPU:1; XLA all-reduce"), (
+        output
+    )
+    accuracy = re.search(r"^Test accuracy: ([\d.]+)%", output, flags=re.MULTILINE)
+    assert accuracy is not None, output
+    assert 97 <= float(accuracy[1]) <= 100
+    assert re.search(r"^Time: [\d.]+ s", output, flags=re.MULTILINE), output
+    assert len(output.splitlines()) < 20, "plain output is a few lines, not a log"
+    width, height, pixels = _read_png(tmp_path / "digits_learning_curves.png")
+    assert width >= 800
+    assert height >= 300
+    assert len(set(pixels)) > 100, "the picture is almost empty"
+
+
+def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
+    process = _run("digits.py", tmp_path, _DIGITS_SECONDS, "--epochs", "1")
+
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "Test accuracy: " in process.stdout
+
+
+def test_digits_explains_its_options(tmp_path):
+    process = _run("digits.py", tmp_path, 60, "--help")
+
+    assert process.returncode == 0
+    assert {"--epochs", "--global-batch-size", "--learning-rate", "--seed"} <= set(
+        re.findall(r"--[\w-]+", process.stdout)
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def _run(
+    name: str, directory: Path, timeout_seconds: float, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs an example as a user without accelerators would."""
+    device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "XLA_FLAGS")
+    environ = {name: value for name, value in os.environ.items() if name not in device_variables}
+    # Absolute, as another directory is the current one there.
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    environ["JAX_PLATFORMS"] = "cpu"
+    return subprocess.run(
+        [sys.executable, _EXAMPLES / name, *arguments],
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+    )
+
+
+def _read_png(path: Path) -> tuple[int, int, list[bytes]]:
+    """Width, height and raw rows of a PNG whose checksums are right."""
+    data = path.read_bytes()
+    assert data.startswith(_SIGNATURE)
+    chunks: list[tuple[bytes, bytes]] = []
+    position = len(_SIGNATURE)
+    while position < len(data):
+        (length,) = struct.unpack(">I", data[position : position + 4])
+        kind_and_body = data[position + 4 : position + 8 + length]
+        (checksum,) = struct.unpack(">I", data[position + 8 + length : position + 12 + length])
+        assert zlib.crc32(kind_and_body) == checksum
+        chunks.append((kind_and_body[:4], kind_and_body[4:]))
+        position += length + 12
+    assert chunks[-1][0] == b"IEND"
+    width, height, depth, color = struct.unpack(">IIBB", chunks[0][1][:10])
+    assert (depth, color) in ((8, 2), (8, 6)), "8 bits of RGB or RGBA"
+    raw = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
+    row_bytes = 1 + width * (3 if color == 2 else 4)
+    assert len(raw) == row_bytes * height
+    return width, height, [raw[i : i + row_bytes] for i in range(0, len(raw), row_bytes)]

@@ -1,0 +1,113 @@
+"""What must not grow and what must go away."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+import distributary as dist
+
+
+def _measure() -> tuple[int, int]:
+    gc.collect()
+    return len(jax.live_arrays()), len(gc.get_objects())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_ten_thousand_steps_leave_nothing_behind(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        w = dist.Variable(jnp.ones(256), name="w")
+
+    def step(x):
+        w.assign_add(dist.get_replica_context().all_reduce(dist.ReduceOp.SUM, x))
+        return x.sum()
+
+    x = strategy.experimental_distribute_values_from_function(lambda _: np.ones(256, np.float32))
+
+    def take(num_steps: int) -> None:
+        for _ in range(num_steps):
+            total = strategy.run(step, args=(x,))
+            w.value()  # makes the next step copy what it would donate
+        strategy.reduce(dist.ReduceOp.SUM, total, axis=None).block_until_ready()
+
+    take(100)
+    num_programs = len(strategy.extended.runner.cache)
+    arrays, objects = _measure()
+    memory = psutil.Process().memory_info().rss
+    take(10_000)
+
+    arrays_after, objects_after = _measure()
+    grown_bytes = psutil.Process().memory_info().rss - memory
+    assert len(strategy.extended.runner.cache) == num_programs
+    assert arrays_after <= arrays + 4
+    assert objects_after <= objects + 100
+    # 10,000 steps that kept one of their arrays would hold 10 MB and more.
+    assert grown_bytes < 6_000_000
+    np.testing.assert_array_equal(w.numpy(), 1.0 + 10_100 * num_replicas)
+
+
+def test_a_dropped_strategy_is_collected_with_its_variables_and_programs(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        w = dist.Variable(jnp.ones(3))
+    strategy.run(lambda: w.assign_add(jnp.ones(3)))
+    references = [weakref.ref(strategy), weakref.ref(w), weakref.ref(strategy.extended.runner)]
+
+    del strategy, w
+    gc.collect()
+
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_a_dropped_step_is_collected_with_what_it_holds(strategy_of):
+    strategy = strategy_of(2)
+
+    class Model:
+        def __init__(self):
+            with strategy.scope():
+                self.w = dist.Variable(jnp.ones(3))
+
+        def step(self, x):
+            with dist.GradientTape() as tape:
+                loss = jnp.sum(self.w * x)
+            self.w.assign_sub(tape.gradient(loss, self.w))
+            return loss
+
+    model = Model()
+
+    def step(x):
+        return model.step(x)
+
+    strategy.run(step, args=(jnp.ones(3),))
+    strategy.run(model.step, args=(jnp.ones(3),))
+    assert len(strategy.extended.runner.cache) == 2
+    references = [weakref.ref(step), weakref.ref(model)]
+
+    del step, model
+    gc.collect()
+
+    assert [reference() for reference in references] == [None, None]
+    assert len(strategy.extended.runner.cache) == 0
+
+
+def test_a_dropped_function_is_collected(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        w = dist.Variable(jnp.ones(3))
+
+    @dist.function
+    def train(x):
+        return strategy.reduce("sum", strategy.run(lambda y: y * w, args=(x,)), axis=None)
+
+    np.testing.assert_array_equal(train(jnp.ones(3)), [2, 2, 2])
+    reference = weakref.ref(train)
+
+    del train
+    gc.collect()
+
+    assert reference() is None

@@ -1,0 +1,559 @@
+"""What assigning does, in every context, against a model of it in NumPy."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import InvalidValueError, ReplicaDivergenceError
+
+AUTO = dist.VariableSynchronization.AUTO
+ON_WRITE = dist.VariableSynchronization.ON_WRITE
+ON_READ = dist.VariableSynchronization.ON_READ
+NONE = dist.VariableAggregation.NONE
+SUM = dist.VariableAggregation.SUM
+MEAN = dist.VariableAggregation.MEAN
+FIRST = dist.VariableAggregation.ONLY_FIRST_REPLICA
+
+KINDS = ("assign", "assign_add", "assign_sub")
+CONTEXTS = (
+    "run",
+    "default",
+    "scope",
+    "merge_call",
+    "update",
+    "update in run",
+    "function",
+    "function in scope",
+)
+INITIAL = 10.0
+CROSS_REPLICA_VALUE = 4.0
+
+
+class Case(NamedTuple):
+    synchronization: dist.VariableSynchronization
+    aggregation: dist.VariableAggregation
+    kind: str
+
+    def __str__(self):
+        return f"{self.synchronization.name}-{self.aggregation.name}-{self.kind}"
+
+
+CASES = [
+    Case(*case)
+    for case in itertools.product((AUTO, ON_WRITE, ON_READ), (NONE, SUM, MEAN, FIRST), KINDS)
+]
+
+
+class Outcome(NamedTuple):
+    """What is seen of a variable after an assignment."""
+
+    in_step: Any  # v.value() where it was assigned; one value per replica inside run
+    copies: np.ndarray  # the components, [replica]
+    numpy: float | None  # v.numpy() outside, None if there is no such value
+    in_next_run: np.ndarray  # v.value() in another run, [replica]
+
+
+def _combine(aggregation, values):
+    """One value of the values of the replicas."""
+    return {SUM: np.sum, MEAN: np.mean, FIRST: lambda v: v[0]}[aggregation](values)
+
+
+def _apply(kind, current, value):
+    return {"assign": 0 * current, "assign_add": current, "assign_sub": current}[kind] + (
+        -value if kind == "assign_sub" else value
+    )
+
+
+def model(case: Case, context: str, num_replicas: int) -> Outcome | type[Exception]:
+    """Section 7 of the reference, and an error where copies would drift apart."""
+    on_read = case.synchronization is ON_READ
+    copies = np.full(num_replicas, INITIAL, np.float32)
+    values = np.full(num_replicas, CROSS_REPLICA_VALUE, np.float32)
+    if context == "run":
+        values = np.arange(1, num_replicas + 1, dtype=np.float32)
+        if not on_read and num_replicas > 1:
+            if case.aggregation is NONE:
+                return ReplicaDivergenceError
+            values = np.full(num_replicas, _combine(case.aggregation, values), np.float32)
+    elif on_read and not context.startswith("update"):
+        if case.aggregation is NONE or (case.aggregation is SUM and case.kind != "assign"):
+            return InvalidValueError
+        if case.aggregation is SUM:
+            values = values / num_replicas
+    copies = _apply(case.kind, copies, values)
+    numpy = copies[0]
+    if on_read:
+        numpy = None if case.aggregation is NONE else _combine(case.aggregation, copies)
+    per_replica = context == "run" or context.startswith("update")
+    return Outcome(copies if per_replica else numpy, copies, numpy, copies)
+
+
+def test_model_agrees_with_the_table_of_the_reference():
+    # Two replicas, initial 10, replica r assigns r + 1.
+    def copies(*case, context="run"):
+        return model(Case(*case), context, 2).copies.tolist()
+
+    assert copies(ON_WRITE, SUM, "assign") == [3, 3]
+    assert copies(ON_WRITE, SUM, "assign_sub") == [7, 7]
+    assert copies(ON_WRITE, MEAN, "assign_add") == [11.5, 11.5]
+    assert copies(ON_WRITE, FIRST, "assign_sub") == [9, 9]
+    assert copies(ON_READ, SUM, "assign_add") == [11, 12]
+    assert copies(ON_READ, SUM, "assign", context="scope") == [2, 2]
+    assert copies(ON_READ, MEAN, "assign_sub", context="scope") == [6, 6]
+
+
+def _variable(strategy, case, name="v"):
+    with strategy.scope():
+        return dist.Variable(
+            INITIAL,
+            name=name,
+            synchronization=case.synchronization,
+            aggregation=case.aggregation,
+        )
+
+
+def _assign_all(strategy, context: str, variables: dict[Case, dist.Variable]) -> dict[Case, Any]:
+    """Assigns to every variable in `context`; returns what is read there at once."""
+
+    def assign(v, kind, value=CROSS_REPLICA_VALUE):
+        getattr(v, kind)(value)
+        return v.value()
+
+    def assign_all():
+        return [assign(v, case.kind) for case, v in variables.items()]
+
+    def update():
+        # All variables in the update of the first, which is one program.
+        first = next(iter(variables.values()))
+        return strategy.extended.update(first, lambda _: assign_all())
+
+    def assign_in_run():
+        one_more = dist.get_replica_context().replica_id_in_sync_group + 1.0
+        return [assign(v, case.kind, one_more) for case, v in variables.items()]
+
+    def merge_call():
+        return dist.get_replica_context().merge_call(lambda _: assign_all())
+
+    if context == "default":
+        seen = assign_all()
+    elif context == "scope":
+        with strategy.scope():
+            seen = assign_all()
+    elif context == "function":
+        seen = dist.function(assign_all)()
+    elif context == "function in scope":
+        with strategy.scope():
+            seen = dist.function(assign_all)()
+    elif context == "update":
+        seen = update()
+    else:
+        step = {"run": assign_in_run, "merge_call": merge_call, "update in run": update}[context]
+        seen = strategy.run(step)
+    return dict(zip(variables, seen, strict=True))
+
+
+def _components(strategy, value) -> np.ndarray:
+    return np.array([np.asarray(c) for c in strategy.experimental_local_results(value)])
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[str, int], dict[Case, Outcome]]:
+    """Every allowed assignment of one context and strategy, all in one program."""
+
+    @functools.cache
+    def compute(context, num_replicas):
+        strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+        expected = {case: model(case, context, num_replicas) for case in CASES}
+        variables = {
+            case: _variable(strategy, case) for case in CASES if isinstance(expected[case], Outcome)
+        }
+        seen = _assign_all(strategy, context, variables)
+        later = strategy.run(lambda: [v.value() for v in variables.values()])
+        return {
+            case: Outcome(
+                _components(strategy, seen[case]),
+                _components(strategy, v),
+                None if expected[case].numpy is None else v.numpy(),
+                _components(strategy, value),
+            )
+            for (case, v), value in zip(variables.items(), later, strict=True)
+        }
+
+    return compute
+
+
+_ALLOWED = [
+    (context, num_replicas, case)
+    for context, num_replicas, case in itertools.product(CONTEXTS, (1, 2, 4, 8), CASES)
+    if isinstance(model(case, context, num_replicas), Outcome)
+]
+
+
+@pytest.mark.parametrize(("context", "num_replicas", "case"), _ALLOWED, ids=str)
+def test_assignment_does_what_the_model_does(context, num_replicas, case, outcomes):
+    expected = model(case, context, num_replicas)
+
+    result = outcomes(context, num_replicas)[case]
+
+    np.testing.assert_array_equal(result.copies, expected.copies)
+    np.testing.assert_array_equal(result.in_next_run, expected.in_next_run)
+    np.testing.assert_array_equal(
+        result.in_step, np.broadcast_to(expected.in_step, result.in_step.shape)
+    )
+    assert result.numpy == expected.numpy
+
+
+_REFUSED = [
+    (case, context)
+    for case, context in itertools.product(CASES, CONTEXTS)
+    if not isinstance(model(case, context, 2), Outcome)
+]
+
+
+@pytest.mark.parametrize(("case", "context"), _REFUSED, ids=str)
+def test_refused_assignment_changes_nothing(case, context, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, case, name="refused")
+
+    with pytest.raises(model(case, context, 2), match="'refused'"):
+        _assign_all(strategy, context, {case: v})
+
+    assert [c.numpy() for c in v.values] == [INITIAL, INITIAL]
+
+
+# The same value on every replica
+
+
+SAME_VALUES: dict[str, Callable[[Any], Any]] = {
+    "number": lambda captured: 5.0,
+    "NumPy array": lambda captured: np.float32(5.0),
+    "captured array": lambda captured: captured,
+    "computed from a captured array": lambda captured: jnp.sqrt(captured * 5),
+}
+
+
+@pytest.mark.parametrize("value", SAME_VALUES.values(), ids=SAME_VALUES)
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_equal_values_of_all_replicas_count_once_unless_summed(num_replicas, value, strategy_of):
+    strategy = strategy_of(num_replicas)
+    variables = {
+        case: _variable(strategy, case)
+        for case in CASES
+        if case.synchronization is AUTO and case.aggregation is not SUM
+    }
+
+    captured = jnp.float32(5.0)
+
+    def step():
+        for case, v in variables.items():
+            getattr(v, case.kind)(value(captured))
+
+    strategy.run(step)
+
+    for case, v in variables.items():
+        assert v.numpy() == _apply(case.kind, INITIAL, 5.0), case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [5.0, 5, np.float32(5.0)], ids=repr)
+def test_number_is_refused_where_it_is_not_clear_whether_it_is_summed(kind, value, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, SUM, kind), name="total")
+
+    with pytest.raises(
+        ValueError, match=rf"'total': {kind} got {re.escape(repr(value))}.*or 2 times"
+    ):
+        strategy.run(lambda: getattr(v, kind)(value))
+
+    assert v.numpy() == INITIAL
+
+
+def test_number_is_summed_over_one_replica(strategy_of):
+    strategy = strategy_of(1)
+    v = _variable(strategy, Case(AUTO, SUM, "assign_add"))
+
+    strategy.run(lambda: v.assign_add(5.0))
+
+    assert v.numpy() == INITIAL + 5.0
+
+
+def test_array_computed_in_the_step_is_summed_once_per_replica(strategy_of):
+    strategy = strategy_of(4)
+    v = _variable(strategy, Case(AUTO, SUM, "assign_add"))
+
+    def step(x):
+        v.assign_add(x)
+
+    strategy.run(step, args=(np.float32(5.0),))
+
+    assert v.numpy() == INITIAL + 4 * 5.0
+
+
+# Integers, booleans and shapes
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("value", [7, -7, 0, 2**31 - 1])
+@pytest.mark.parametrize("context", ["scope", "merge_call", "function"])
+def test_parts_of_an_integer_add_up_to_it(num_replicas, value, context, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        v = dist.Variable(0, synchronization=ON_READ, aggregation=SUM)
+
+    def assign():
+        v.assign(jnp.int32(value))
+
+    if context == "scope":
+        with strategy.scope():
+            assign()
+    elif context == "function":
+        dist.function(assign)()
+    else:
+        strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: assign()))
+
+    assert v.numpy() == value
+    assert v.dtype == jnp.int32
+    parts = [int(part.numpy()) for part in v.values]
+    assert len(parts) == num_replicas
+    # Replica 0 takes the remainder.
+    assert len(set(parts[1:])) <= 1
+
+
+_DTYPES_OF = {
+    SUM: ("float32", "float16", "bfloat16", "int32", "complex64"),
+    MEAN: ("float32", "float16", "bfloat16", "complex64"),
+    FIRST: ("float32", "float16", "bfloat16", "int32", "bool", "complex64"),
+}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "dtype"), [(a, dtype) for a, dtypes in _DTYPES_OF.items() for dtype in dtypes]
+)
+def test_replicas_are_combined_in_every_dtype(aggregation, dtype, strategy_of):
+    strategy = strategy_of(4)
+    with strategy.scope():
+        mirrored = dist.Variable(np.zeros((2, 3)), dtype=dtype, aggregation=aggregation)
+        local = dist.Variable(
+            np.zeros((2, 3)), dtype=dtype, aggregation=aggregation, synchronization=ON_READ
+        )
+    rows = np.arange(24).reshape(4, 2, 3)
+
+    def step(x):
+        mirrored.assign(x)
+        local.assign(x)
+
+    strategy.run(step, args=(dist.PerReplica(list(jnp.asarray(rows, dtype))),))
+
+    expected = _combine_rows(aggregation, rows).astype(np.complex64)
+    for v in (mirrored, local):
+        assert v.numpy().dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(
+            v.numpy().astype(np.complex64), expected != 0 if dtype == "bool" else expected
+        )
+
+
+def _combine_rows(aggregation, rows):
+    return {SUM: rows.sum(0), MEAN: rows.mean(0), FIRST: rows[0]}[aggregation]
+
+
+def test_mean_does_not_overflow_where_it_is_finite(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        mirrored = dist.Variable(0.0, dtype=jnp.float16, aggregation=MEAN)
+        local = dist.Variable(0.0, dtype=jnp.float16, aggregation=MEAN, synchronization=ON_READ)
+
+    def step(x):
+        mirrored.assign(x)
+        local.assign(x)
+
+    strategy.run(step, args=(jnp.float16(40000),))
+
+    assert (mirrored.numpy(), local.numpy()) == (40000, 40000)
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+@pytest.mark.parametrize("context", ["run", "scope", "function"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (np.ones(3, np.float32), ValueError, r"'m': assign.*shape \(3,\).*shape \(2, 3\)"),
+        (1.0, ValueError, r"'m': assign.*shape \(\).*shape \(2, 3\).*not broadcast"),
+        (np.ones((2, 3), np.complex64), TypeError, r"'m': assign got dtype complex64.*is float32"),
+        ("text", TypeError, "'m': assign: got 'text'"),
+        (None, TypeError, "'m': assign: got None"),
+        (dist.IndexedSlices(np.ones((1, 3)), np.zeros(1, int)), TypeError, "'m'.*scatter_add"),
+    ],
+    ids=["vector", "scalar", "complex", "text", "None", "slices"],
+)
+def test_value_that_does_not_fit_is_refused(
+    synchronization, context, value, error, message, strategy_of
+):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(
+            np.zeros((2, 3), np.float32),
+            name="m",
+            synchronization=synchronization,
+            aggregation=MEAN,
+        )
+
+    def assign():
+        v.assign(value)
+
+    with pytest.raises(error, match=message):
+        if context == "run":
+            strategy.run(assign)
+        elif context == "function":
+            dist.function(assign)()
+        else:
+            with strategy.scope():
+                assign()
+
+    np.testing.assert_array_equal(v.numpy(), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [("int32", 1.5), ("bool", 1), ("float32", 1j), ("int32", np.float16(1)), ("bool", 1.0)],
+)
+def test_value_of_a_wider_kind_is_refused(dtype, value):
+    v = dist.Variable(0, dtype=dtype, name="narrow")
+
+    with pytest.raises(TypeError, match=rf"'narrow': assign got dtype .*is {dtype}.*astype"):
+        v.assign(value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "expected"),
+    [
+        ("float32", 3, 3.0),
+        ("float32", True, 1.0),
+        ("float16", np.float64(0.5), 0.5),
+        ("complex64", 2.0, 2.0),
+        ("int32", np.uint8(7), 7),
+        ("int32", True, 1),
+        ("bfloat16", np.float32(1.5), 1.5),
+    ],
+)
+def test_value_of_a_narrower_kind_is_converted(dtype, value, expected):
+    v = dist.Variable(0, dtype=dtype)
+
+    v.assign(value)
+
+    assert v.dtype == jnp.dtype(dtype)
+    assert v.numpy() == expected
+
+
+# Results and sources of assignments
+
+
+def test_assign_returns_the_variable_outside_and_the_value_inside(strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, "assign"))
+
+    assert v.assign(1.0) is v
+    assert dist.function(lambda: v.assign(2.0))() == 2.0
+    assert _components(strategy, strategy.run(lambda: v.assign_add(3.0))).tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+def test_read_value_false_returns_nothing(synchronization, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(synchronization, MEAN, "assign"))
+
+    assert v.assign(1.0, read_value=False) is None
+    assert strategy.run(lambda: v.assign(2.0, read_value=False)) is None
+    assert dist.function(lambda: v.assign_add(3.0, read_value=False))() is None
+
+    assert v.numpy() == 5.0
+
+
+def test_variables_and_mirrored_values_can_be_assigned(strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, "assign"))
+    total = _variable(strategy, Case(ON_READ, SUM, "assign"))
+    mirrored = strategy.extended.update(v, lambda v: v.assign(3.0))
+
+    v.assign(total)
+    from_sum = v.numpy()
+    v.assign_add(mirrored)
+
+    assert isinstance(mirrored, dist.Mirrored)
+    assert (from_sum, v.numpy()) == (20.0, 23.0)
+
+
+@pytest.mark.parametrize("context", ["scope", "merge_call", "function"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_per_replica_is_refused_in_a_cross_replica_context(context, kind, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, kind), name="w")
+    per_replica = dist.PerReplica([jnp.float32(1), jnp.float32(2)])
+
+    with pytest.raises(ReplicaDivergenceError, match=rf"'w': {kind} got a PerReplica.*reduce"):
+        if context == "scope":
+            with strategy.scope():
+                getattr(v, kind)(per_replica)
+        elif context == "function":
+            dist.function(lambda x: getattr(v, kind)(x))(per_replica)
+        else:
+            strategy.run(
+                lambda x: dist.get_replica_context().merge_call(
+                    lambda _, merged: getattr(v, kind)(merged), (x,)
+                ),
+                (per_replica,),
+            )
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+@pytest.mark.parametrize("kind", KINDS)
+def test_array_on_another_device_is_brought_to_the_variable(synchronization, kind, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(synchronization, MEAN, kind))
+    component = (
+        strategy_of(4)
+        .run(lambda: dist.get_replica_context().replica_id_in_sync_group * 1.0)
+        .values[3]
+    )
+
+    getattr(v, kind)(component)
+
+    assert v.numpy() == _apply(kind, INITIAL, 3.0)
+    assert _components(strategy, strategy.run(lambda: v.value())).tolist() == [v.numpy()] * 2
+
+
+def test_update_gives_each_copy_of_an_on_read_variable_its_component(strategy_of):
+    strategy = strategy_of(4)
+    v = _variable(strategy, Case(ON_READ, SUM, "assign_add"))
+    per_replica = strategy.experimental_distribute_values_from_function(
+        lambda context: float(context.replica_id_in_sync_group)
+    )
+
+    strategy.extended.update(v, lambda v, x: v.assign_add(x), (per_replica,))
+
+    assert _components(strategy, v).tolist() == [10.0, 11.0, 12.0, 13.0]
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_update_returns_one_result_per_copy(group, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, "assign"))
+
+    result = strategy.extended.update(v, lambda v, x: v.assign_add(x), (2.0,), group=group)
+
+    assert isinstance(result, dist.Mirrored) == group
+    assert [float(c) for c in (result.values if group else result)] == [12.0, 12.0]
+
+
+def test_update_without_a_result_returns_none(strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, "assign"))
+
+    assert strategy.extended.update(v, lambda v: v.assign(2.0, read_value=False)) is None
+    assert v.numpy() == 2.0

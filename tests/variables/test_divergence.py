@@ -1,0 +1,456 @@
+"""Copies of a mirrored variable cannot drift apart: such a step is refused when it is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distributary as dist
+from distributary.errors import ContextError, ReplicaDivergenceError
+
+ON_READ = dist.VariableSynchronization.ON_READ
+SUM = dist.VariableAggregation.SUM
+
+
+def _context():
+    return dist.get_replica_context()
+
+
+def _replica_id():
+    return _context().replica_id_in_sync_group * 1.0
+
+
+# Ways to write a value x to a variable v
+
+
+def _assign(v, x):
+    v.assign(x)
+
+
+def _assign_add(v, x):
+    v.assign_add(x)
+
+
+def _scan_over_values(v, x):
+    lax.scan(lambda c, step: (c, v.assign_add(step)), 0.0, x * jnp.arange(3.0))
+
+
+def _scan_with_carry(v, x):
+    # The value varies from the second round on.
+    lax.scan(lambda c, step: (c + x, v.assign_add(c)), 0.0, None, length=3)
+
+
+def _map(v, x):
+    lax.map(lambda step: v.assign_add(step * x), jnp.arange(3.0))
+
+
+def _cond_by_operand(v, x):
+    lax.cond(v.value() > 0, lambda y: v.assign(y), lambda y: v.assign_add(1.0), x)
+
+
+def _cond_by_predicate(v, x):
+    lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.assign(2.0))
+
+
+def _cond_with_one_writing_branch(v, x):
+    lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.value())
+
+
+def _switch(v, x):
+    lax.switch(x.astype(jnp.int32), [lambda: v.assign(0.0), lambda: v.assign(1.0)])
+
+
+def _while_loop_by_condition(v, x):
+    def body(i):
+        v.assign_add(1.0)
+        return i + 1
+
+    lax.while_loop(lambda i: i < x, body, 0.0)
+
+
+def _while_loop_by_carry(v, x):
+    def body(carry):
+        v.assign_add(carry[1])
+        return carry[0] + 1, carry[1] + x
+
+    lax.while_loop(lambda carry: carry[0] < 3, body, (0, 0.0))
+
+
+def _fori_loop(v, x):
+    lax.fori_loop(0, 3, lambda i, c: c + v.assign_add(x * i), 0.0)
+
+
+def _jit(v, x):
+    jax.jit(lambda y: v.assign(y))(x)
+
+
+def _checkpoint(v, x):
+    jax.checkpoint(lambda y: v.assign(y))(x)
+
+
+def _scan_in_jit_in_cond(v, x):
+    scan = jax.jit(lambda y: lax.scan(lambda c, s: (c, v.assign_add(s)), 0.0, y * jnp.ones(2))[0])
+    lax.cond(v.value() > 0, scan, lambda y: y, x)
+
+
+def _through_another_variable(v, x):
+    with_sum = jnp.stack([v.value(), x]).sum()
+    v.assign(with_sum)
+    v.assign(v * 2)
+
+
+def _update(v, x):
+    v.distribute_strategy.extended.update(v, lambda v, y: v.assign(y), (x,))
+
+
+WRITES = [
+    _assign,
+    _assign_add,
+    _scan_over_values,
+    _scan_with_carry,
+    _map,
+    _cond_by_operand,
+    _cond_by_predicate,
+    _cond_with_one_writing_branch,
+    _switch,
+    _while_loop_by_condition,
+    _while_loop_by_carry,
+    _fori_loop,
+    _jit,
+    _checkpoint,
+    _scan_in_jit_in_cond,
+    _through_another_variable,
+    _update,
+]
+
+
+def _name(function):
+    return function.__name__.strip("_")
+
+
+@pytest.fixture
+def mirrored(strategy_of):
+    with strategy_of(2).scope():
+        return dist.Variable(1.0, name="w")
+
+
+@pytest.mark.parametrize("write", WRITES, ids=_name)
+def test_value_that_differs_between_replicas_is_refused(write, mirrored):
+    strategy = mirrored.distribute_strategy
+
+    with pytest.raises(
+        ReplicaDivergenceError,
+        match=r"'w' is mirrored, but the value assigned to it at .*test_divergence\.py:\d+ can",
+    ):
+        strategy.run(lambda: write(mirrored, _replica_id()))
+
+    assert mirrored.numpy() == 1.0
+
+
+@pytest.mark.parametrize("write", WRITES, ids=_name)
+def test_reduced_value_is_written_alike_on_all_replicas(write, mirrored):
+    strategy = mirrored.distribute_strategy
+    one_device = dist.OneDeviceStrategy("CPU:0")
+    with one_device.scope():
+        alone = dist.Variable(1.0)
+
+    strategy.run(lambda: write(mirrored, _context().all_reduce("sum", _replica_id())))
+    one_device.run(lambda: write(alone, jnp.float32(1.0)))
+
+    assert [float(c.numpy()) for c in mirrored.values] == [alone.numpy()] * 2
+
+
+def test_assignment_is_named_by_its_line(mirrored):
+    def step():
+        mirrored.assign(_replica_id())
+
+    line = step.__code__.co_firstlineno + 1
+    with pytest.raises(ReplicaDivergenceError, match=rf"test_divergence\.py:{line} can"):
+        mirrored.distribute_strategy.run(step)
+
+
+# Where a difference comes from
+
+
+def _from_replica_id(x, local):
+    return _replica_id()
+
+
+def _from_axis_index(x, local):
+    return lax.axis_index("replica") * 1.0
+
+
+def _from_argument(x, local):
+    return x
+
+
+def _from_on_read_variable(x, local):
+    return local[0]
+
+
+def _from_rows_of_on_read_variable(x, local):
+    return local.sparse_read([0])[0]
+
+
+def _from_random_numbers_per_replica(x, local):
+    key = jax.random.fold_in(jax.random.key(0), _context().replica_id_in_sync_group)
+    return jax.random.uniform(key)
+
+
+def _from_selection(x, local):
+    return jnp.where(_replica_id() == 0, 1.0, 2.0)
+
+
+def _from_own_part_of_a_gather(x, local):
+    everything = _context().all_gather(x[None], 0)
+    return everything[_context().replica_id_in_sync_group]
+
+
+def _from_scattered_sum(x, local):
+    return lax.psum_scatter(jnp.ones(2), "replica")
+
+
+def _from_host_callback(x, local):
+    return jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _from_merge_call(x, local):
+    return _context().merge_call(lambda strategy, y: y, (x,))
+
+
+def _from_gradient(x, local):
+    return jax.grad(lambda y: y * x)(1.0)
+
+
+DIFFERENT = [
+    _from_replica_id,
+    _from_axis_index,
+    _from_argument,
+    _from_on_read_variable,
+    _from_rows_of_on_read_variable,
+    _from_random_numbers_per_replica,
+    _from_selection,
+    _from_own_part_of_a_gather,
+    _from_scattered_sum,
+    _from_host_callback,
+    _from_merge_call,
+    _from_gradient,
+]
+
+
+def _of_constant(x, local):
+    return 3.0
+
+
+def _of_sum(x, local):
+    return _context().all_reduce("sum", x)
+
+
+def _of_mean(x, local):
+    return _context().all_reduce("mean", local[1])
+
+
+def _of_gather(x, local):
+    return _context().all_gather(x[None], 0).max()
+
+
+def _of_psum(x, local):
+    return lax.psum(x, "replica")
+
+
+def _of_reduce_in_merge_call(x, local):
+    return _context().merge_call(lambda strategy, y: strategy.reduce("sum", y, axis=None), (x,))
+
+
+def _of_on_read_variable_in_merge_call(x, local):
+    return _context().merge_call(lambda strategy: local[0])
+
+
+def _of_random_numbers(x, local):
+    return jax.random.uniform(jax.random.key(0))
+
+
+def _of_loop(x, local):
+    return lax.fori_loop(0, 3, lambda i, c: c + _of_sum(x, local), 0.0)
+
+
+EQUAL = [
+    _of_constant,
+    _of_sum,
+    _of_mean,
+    _of_gather,
+    _of_psum,
+    _of_reduce_in_merge_call,
+    _of_on_read_variable_in_merge_call,
+    _of_random_numbers,
+    _of_loop,
+]
+
+
+@pytest.fixture
+def run_with(mirrored):
+    """Assigns what a function computes from an argument and a variable that differ."""
+    strategy = mirrored.distribute_strategy
+    with strategy.scope():
+        local = dist.Variable([1.0, 2.0], synchronization=ON_READ, aggregation=SUM)
+
+    def run(compute):
+        return strategy.run(
+            lambda x: mirrored.assign(compute(x, local), read_value=False),
+            (dist.PerReplica([jnp.float32(1), jnp.float32(2)]),),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("compute", DIFFERENT, ids=_name)
+def test_every_source_of_difference_is_seen(compute, run_with):
+    with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
+        run_with(compute)
+
+
+@pytest.mark.parametrize("compute", EQUAL, ids=_name)
+def test_equal_values_are_accepted(compute, run_with, mirrored):
+    run_with(compute)
+
+    copies = [float(c.numpy()) for c in mirrored.values]
+    assert copies[0] == copies[1] != 1.0
+
+
+def test_arguments_all_replicas_share_are_equal(mirrored):
+    strategy = mirrored.distribute_strategy
+    shared = strategy.extended.update(mirrored, lambda v: v.assign(2.0))
+
+    def step(array, mirrored_value, number, plain):
+        mirrored.assign(array + mirrored_value + number + plain)
+
+    strategy.run(step, (np.float32(1), shared, 3.0, dist.Variable(4.0)))
+
+    assert mirrored.numpy() == 1 + 2 + 3 + 4
+
+
+def test_difference_inside_a_function_is_refused(mirrored):
+    strategy = mirrored.distribute_strategy
+
+    @dist.function
+    def epoch():
+        strategy.run(lambda: mirrored.assign(1.0))
+        strategy.run(lambda: mirrored.assign(_replica_id()))
+
+    with pytest.raises(ReplicaDivergenceError, match=r"'w' is mirrored.*test_divergence\.py:\d+"):
+        epoch()
+
+    assert mirrored.numpy() == 1.0
+
+
+def test_difference_in_update_outside_of_run_is_refused(mirrored):
+    strategy = mirrored.distribute_strategy
+    per_replica = dist.PerReplica([jnp.float32(1), jnp.float32(2)])
+
+    with pytest.raises(ReplicaDivergenceError, match=r"'w' is mirrored.*test_divergence\.py:\d+"):
+        strategy.extended.update(mirrored, lambda v, x: v.assign(x), (per_replica,))
+
+
+def test_value_per_replica_in_a_merge_call_is_refused(mirrored):
+    with pytest.raises(ReplicaDivergenceError, match=r"'w': assign_add got a PerReplica.*reduce"):
+        mirrored.distribute_strategy.run(
+            lambda: _context().merge_call(lambda _, x: mirrored.assign_add(x), (_replica_id(),))
+        )
+
+
+def test_difference_is_refused_on_an_uneven_batch(mirrored):
+    uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
+
+    with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
+        mirrored.distribute_strategy.run(lambda x: mirrored.assign(x.sum()), (uneven,))
+
+
+def test_one_replica_cannot_diverge(strategy_of):
+    strategy = strategy_of(1)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+
+    strategy.run(lambda: v.assign(_replica_id() + 5))
+
+    assert v.numpy() == 5.0
+
+
+def test_step_works_after_a_refused_one(mirrored):
+    def step(x, reduce):
+        mirrored.assign(_context().all_reduce("sum", x) if reduce else x)
+
+    per_replica = dist.PerReplica([jnp.float32(1), jnp.float32(2)])
+    with pytest.raises(ReplicaDivergenceError, match="'w'"):
+        mirrored.distribute_strategy.run(step, (per_replica, False))
+    mirrored.distribute_strategy.run(step, (per_replica, True))
+
+    assert mirrored.numpy() == 3.0
+
+
+# Collectives that not all replicas would reach
+
+
+def _all_reduce(v):
+    return _context().all_reduce("sum", jnp.float32(1.0))
+
+
+def _all_gather(v):
+    return _context().all_gather(jnp.ones(1), 0).sum()
+
+
+def _assignment_with_aggregation(v):
+    return v.assign(jnp.sqrt(v.value()))
+
+
+def _merge_call(v):
+    return _context().merge_call(lambda s, x: s.reduce("mean", x, axis=None), (jnp.float32(1.0),))
+
+
+def _all_reduce_in_jit(v):
+    return jax.jit(lambda: _all_reduce(v))()
+
+
+COLLECTIVES = [
+    _all_reduce,
+    _all_gather,
+    _assignment_with_aggregation,
+    _merge_call,
+    _all_reduce_in_jit,
+]
+
+
+def _in_cond(collective, v, x):
+    return lax.cond(x > 0, lambda: collective(v), lambda: 0.0)
+
+
+def _in_switch(collective, v, x):
+    return lax.switch(x.astype(jnp.int32), [lambda: 0.0, lambda: collective(v)])
+
+
+def _in_while_loop(collective, v, x):
+    return lax.while_loop(lambda c: c < x, lambda c: c + collective(v), 0.0)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=_name)
+@pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
+def test_collective_some_replicas_would_skip_is_refused(control_flow, collective, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0, aggregation=SUM)
+
+    with pytest.raises(ContextError, match=r"collective .*control flow.*waiting forever"):
+        strategy.run(lambda: control_flow(collective, v, _replica_id()))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=_name)
+@pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
+def test_collective_all_replicas_reach_alike_is_accepted(control_flow, collective, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0, aggregation=SUM)
+
+    result = strategy.run(lambda x: control_flow(collective, v, x), (np.float32(1.0),))
+
+    expected = 1.0 if collective is _merge_call else 2.0
+    assert [float(x) for x in result.values] == [expected, expected]

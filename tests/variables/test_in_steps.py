@@ -1,0 +1,421 @@
+"""Reading and assigning variables inside compiled steps, JAX control flow and transformations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distributary as dist
+from distributary.errors import ContextError, UnsupportedError
+
+ON_READ = dist.VariableSynchronization.ON_READ
+SUM = dist.VariableAggregation.SUM
+MEAN = dist.VariableAggregation.MEAN
+
+
+# Control flow: each body reads and assigns a variable that starts as 1.
+
+
+def _scan(v):
+    return lax.scan(lambda c, x: (c + v.assign_add(x), v.value()), 0.0, jnp.arange(3.0))
+
+
+def _scan_in_reverse(v):
+    def body(carry, x):
+        v.assign(v * 2 + x)
+        return carry, v.value()
+
+    return lax.scan(body, 0.0, jnp.arange(3.0), reverse=True)[1]
+
+
+def _empty_scan(v):
+    return lax.scan(lambda c, x: (c, v.assign_add(x)), v.value(), jnp.zeros(0))[0]
+
+
+def _unrolled_scan(v):
+    return lax.scan(lambda c, x: (v.assign_add(x), None), 0.0, jnp.arange(5.0), unroll=2)[0]
+
+
+def _fori_loop(v):
+    return lax.fori_loop(0, 3, lambda i, c: c + v.assign_add(v.value()), 0.0)
+
+
+def _while_loop(v):
+    def body(count):
+        v.assign(v * 2)
+        return count + 1
+
+    return lax.while_loop(lambda count: v.value() < 10, body, 0)
+
+
+def _cond(v):
+    first = lax.cond(v.value() > 0, lambda: v.assign(5.0), lambda: v.assign_sub(1.0))
+    return first, lax.cond(v.value() < 0, lambda: v.assign(7.0), lambda: v.assign_sub(1.0))
+
+
+def _cond_with_one_writing_branch(v):
+    first = lax.cond(v.value() < 0, lambda: v.assign(5.0), lambda: v.value())
+    return first, lax.cond(v.value() > 0, lambda: v.assign(5.0), lambda: v.value())
+
+
+def _switch(v):
+    branches = [lambda i=i: v.assign_add(10.0**i) for i in range(3)]
+    return [lax.switch(i, branches) for i in jnp.array([2, 0, 1])]
+
+
+def _map(v):
+    return lax.map(lambda x: v.assign_add(x), jnp.arange(3.0))
+
+
+def _nested_jit(v):
+    @jax.jit
+    def scale(x):
+        return v.assign(v * x)
+
+    return scale(3.0), v.value(), scale(2.0), v.value()
+
+
+def _checkpoint(v):
+    return jax.checkpoint(lambda x: v.assign_add(x) * v.value())(2.0)
+
+
+def _nested(v):
+    def body(carry, x):
+        return lax.cond(x > 0, jax.jit(lambda: v.assign_add(x)), lambda: v.value()), v.value()
+
+    return lax.scan(body, 0.0, jnp.arange(3.0))
+
+
+def _vmap_of_a_read(v):
+    v.assign_add(1.0)
+    return jax.vmap(lambda x: x * v.value())(jnp.arange(3.0))
+
+
+def _grad_with_an_assignment(v):
+    return jax.grad(lambda x: v.assign(5.0) * x * x)(3.0), v.value()
+
+
+def _grad_of_a_scan_that_reads(v):
+    v.assign_add(1.0)
+    return jax.grad(lambda x: lax.scan(lambda c, _: (c * v.value(), None), x, length=3)[0])(1.0)
+
+
+# Function: (leaves of the result, value afterwards).
+CONTROL_FLOW: dict[Any, tuple[list[Any], float]] = {
+    _scan: ([7, [1, 2, 4]], 4),
+    _scan_in_reverse: ([[18, 9, 4]], 18),
+    _empty_scan: ([1], 1),
+    _unrolled_scan: ([11], 11),
+    _fori_loop: ([14], 8),
+    _while_loop: ([4], 16),
+    _cond: ([5, 4], 4),
+    _cond_with_one_writing_branch: ([1, 5], 5),
+    _switch: ([101, 102, 112], 112),
+    _map: ([[1, 2, 4]], 4),
+    _nested_jit: ([3, 3, 6, 6], 6),
+    _checkpoint: ([9], 3),
+    _nested: ([4, [1, 2, 4]], 4),
+    _vmap_of_a_read: ([[0, 2, 4]], 2),
+    _grad_with_an_assignment: ([30, 5], 5),
+    _grad_of_a_scan_that_reads: ([8], 2),
+}
+
+
+def _run(strategy, function):
+    return [
+        strategy.experimental_local_results(leaf)
+        for leaf in jax.tree.leaves(strategy.run(function), is_leaf=_is_per_replica)
+    ]
+
+
+def _function(strategy, function):
+    return [(leaf,) for leaf in jax.tree.leaves(dist.function(function)())]
+
+
+def _is_per_replica(x):
+    return isinstance(x, dist.PerReplica)
+
+
+_MIRRORED = {"aggregation": MEAN}
+_ON_READ = {"synchronization": ON_READ, "aggregation": MEAN}
+_SETUPS = {
+    "mirrored": (2, _run, _MIRRORED),
+    "on read": (2, _run, _ON_READ),
+    "one replica": (1, _run, _MIRRORED),
+    "mirrored in a function": (2, _function, _MIRRORED),
+    "on read in a function": (2, _function, _ON_READ),
+}
+
+
+@pytest.mark.parametrize(("num_replicas", "call", "kwargs"), _SETUPS.values(), ids=_SETUPS)
+@pytest.mark.parametrize("body", CONTROL_FLOW, ids=lambda f: f.__name__.strip("_"))
+def test_control_flow_carries_variables(body, num_replicas, call, kwargs, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        v = dist.Variable(1.0, **kwargs)
+    expected, value_afterwards = CONTROL_FLOW[body]
+
+    results = call(strategy, lambda: body(v))
+
+    for components, should_be in zip(results, expected, strict=True):
+        for component in components:
+            np.testing.assert_allclose(component, should_be, rtol=1e-6)
+    assert v.numpy() == value_afterwards
+
+
+def test_replicas_loop_over_values_of_their_own(strategy_of):
+    strategy = strategy_of(4)
+    with strategy.scope():
+        local = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+        total = dist.Variable(0.0, aggregation=SUM)
+
+    def step():
+        replica_id = dist.get_replica_context().replica_id_in_sync_group
+        # The number of rounds and the branch differ between replicas, so no collective is inside.
+        lax.fori_loop(0, replica_id, lambda i, c: c + local.assign_add(1.0), 0.0)
+        lax.cond(replica_id % 2 == 0, lambda: local.assign_add(0.5), lambda: local.value())
+        # All replicas go round alike, and each round has a collective.
+        lax.scan(lambda c, x: (c, total.assign_add(x + replica_id)), 0.0, jnp.arange(2.0))
+
+    strategy.run(step)
+
+    assert [c.numpy() for c in local.values] == [0.5, 1.0, 2.5, 3.0]
+    assert total.numpy() == (0 + 1 + 2 + 3) + (1 + 2 + 3 + 4)
+
+
+def test_condition_of_a_while_loop_cannot_assign(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0, name="w")
+
+    with pytest.raises(UnsupportedError, match=r"variable 'w'"):
+        strategy.run(lambda: lax.while_loop(lambda c: v.assign_add(1.0) < 5, lambda c: c, 0))
+
+
+# Helpers whose trace JAX keeps
+
+
+def test_cached_helper_reads_the_current_value(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+        local = dist.Variable(1.0, synchronization=ON_READ, aggregation=SUM)
+
+    @jax.jit
+    def helper(x):
+        return v * x + local.value()
+
+    def step(x):
+        before = helper(x)
+        v.assign_add(1.0)
+        local.assign(local + dist.get_replica_context().replica_id_in_sync_group)
+        return before, helper(x)
+
+    def other_step():
+        return helper(jnp.float32(10.0))
+
+    first, second = strategy.run(step, (jnp.float32(10.0),))
+    third, fourth = strategy.run(step, (jnp.float32(10.0),))
+    v.assign(7.0)
+    outside = strategy.run(other_step)
+
+    components = [[float(c) for c in r.values] for r in (first, second, third, fourth, outside)]
+    assert components == [[11, 11], [21, 22], [21, 22], [31, 33], [71, 73]]
+
+
+def test_cached_helper_assigns_and_is_used_by_two_steps(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(0.0)
+
+    @jax.jit
+    def helper(x):
+        v.assign(v * 2 + x)
+
+    def step(x):
+        helper(x)
+        helper(x + 1)
+
+    def other_step(x):
+        helper(x)
+
+    strategy.run(step, (jnp.float32(1.0),))
+    strategy.run(other_step, (jnp.float32(1.0),))
+    dist.function(step)(jnp.float32(1.0))
+
+    assert v.numpy() == ((((0 * 2 + 1) * 2 + 2) * 2 + 1) * 2 + 1) * 2 + 2
+
+
+def test_cached_helper_serves_strategies_with_different_numbers_of_replicas(strategy_of):
+    @jax.jit
+    def helper(x):
+        return dist.get_replica_context().all_reduce("sum", x)
+
+    sums = [strategy_of(n).run(helper, (jnp.float32(1.0),)) for n in (2, 4, 1)]
+
+    assert [float(s.values[0]) for s in sums[:2]] == [2.0, 4.0]
+    assert float(sums[2]) == 1.0
+
+
+# Assignments JAX would lose
+
+
+def _in_grad_of_scan(v):
+    def loss(x):
+        return lax.scan(lambda c, _: (c * v.assign_add(1.0), None), x, length=2)[0]
+
+    jax.grad(loss)(2.0)
+
+
+def _in_vmap(v):
+    jax.vmap(lambda x: v.assign(x))(jnp.ones(3))
+
+
+def _in_grad_of_jit(v):
+    jax.grad(jax.jit(lambda x: x * v.assign(2.0)))(2.0)
+
+
+def _in_grad_of_checkpoint(v):
+    jax.grad(jax.checkpoint(lambda x: x * v.assign_add(2.0)))(2.0)
+
+
+def _in_grad_of_cond(v):
+    jax.grad(lambda x: lax.cond(x > 0, lambda: x * v.assign(2.0), lambda: x))(2.0)
+
+
+def _in_eval_shape(v):
+    jax.eval_shape(lambda: v.assign(2.0))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    "step",
+    [
+        _in_grad_of_scan,
+        _in_vmap,
+        _in_grad_of_jit,
+        _in_grad_of_checkpoint,
+        _in_grad_of_cond,
+        _in_eval_shape,
+    ],
+)
+def test_assignment_that_would_be_lost_is_refused(step, num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        v = dist.Variable(1.0, name="w")
+
+    where = r"'w' (at .*test_in_steps\.py:\d+ )?is (inside|assigned inside) a function"
+    with pytest.raises(UnsupportedError, match=where):
+        strategy.run(lambda: step(v))
+
+    assert v.numpy() == 1.0
+
+
+def test_read_in_a_custom_derivative_is_refused_by_name(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0, name="w")
+
+    @jax.custom_jvp
+    def f(x):
+        return x * v.value()
+
+    f.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+
+    with pytest.raises(UnsupportedError, match=r"custom_jvp.*v\.value\(\)"):
+        strategy.run(lambda: f(2.0))
+
+
+# Values and donation
+
+
+@pytest.mark.parametrize("kwargs", [_MIRRORED, _ON_READ, {}], ids=["mirrored", "on read", "plain"])
+def test_value_read_before_a_step_stays_valid(kwargs, strategy_of):
+    strategy = strategy_of(2) if kwargs else dist.get_strategy()
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], **kwargs)
+    kept = [v.value(), v.read_value(), jnp.asarray(v), v[:], v.numpy(), v + 0]
+    if kwargs:
+        kept += [c.value() for c in v.values]
+        kept += strategy.experimental_local_results(v)
+
+    def step():
+        v.assign_add(jnp.ones(2))
+
+    for _ in range(3):
+        strategy.run(step)
+        dist.function(step)()
+
+    for value in kept:
+        np.testing.assert_array_equal(value, [1.0, 2.0])
+    np.testing.assert_array_equal(v.numpy(), [7.0, 8.0])
+
+
+def test_components_are_current_in_every_step(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+        local = dist.Variable(1.0, synchronization=ON_READ, aggregation=SUM)
+
+    def read():
+        return [c * 1.0 for c in (*v.values, *strategy.experimental_local_results(local))]
+
+    def assign_and_read():
+        v.assign_add(1.0)
+        local.assign_add(1.0 * dist.get_replica_context().replica_id_in_sync_group)
+        return read()
+
+    compiled = dist.function(read)
+    seen = [compiled(), *zip(*(r.values for r in strategy.run(assign_and_read)), strict=True)]
+    v.assign(5.0)
+    seen += [compiled(), *zip(*(r.values for r in strategy.run(read)), strict=True)]
+
+    assert [[float(x) for x in row] for row in seen] == [
+        [1, 1, 1, 1],
+        [2, 2, 1, 2],
+        [2, 2, 1, 2],
+        [5, 5, 1, 2],
+        [5, 5, 1, 2],
+        [5, 5, 1, 2],
+    ]
+
+
+# Raw jax.jit
+
+
+@pytest.mark.parametrize("kwargs", [_MIRRORED, _ON_READ, {}], ids=["mirrored", "on read", "plain"])
+def test_raw_jit_is_refused(kwargs, strategy_of):
+    strategy = strategy_of(2) if kwargs else dist.get_strategy()
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], name="w", **kwargs)
+    uses = {
+        "read": [lambda: v.value(), lambda: v + 1, lambda: jnp.asarray(v), lambda: v.numpy()],
+        "assigned": [lambda: v.assign([0.0, 0.0], read_value=False)],
+    }
+    if kwargs:
+        uses["read"].append(lambda: v.values[0].value())
+
+    for verb, functions in uses.items():
+        message = rf"'w' is {verb} inside.*distributary\.function"
+        for function in functions:
+            with pytest.raises(ContextError, match=message):
+                jax.jit(function)()
+            with pytest.raises(ContextError, match=message):
+                lax.scan(lambda c, _, function=function: (function(), c)[::-1], 0.0, length=2)
+
+    np.testing.assert_array_equal(v.numpy(), [1.0, 2.0])
+
+
+def test_run_and_function_inside_raw_jit_are_refused(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+
+    for function in (lambda: strategy.run(lambda: v.value()), dist.function(lambda: v.value())):
+        with pytest.raises(ContextError, match=r"inside jax\.jit.*distributary\.function"):
+            jax.jit(function)()
+
+    assert (strategy.run(lambda: v.value()).values[0], v.numpy()) == (1.0, 1.0)

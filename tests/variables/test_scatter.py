@@ -1,0 +1,314 @@
+"""Changing and reading rows, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import ReplicaDivergenceError
+
+ON_READ = dist.VariableSynchronization.ON_READ
+NONE = dist.VariableAggregation.NONE
+SUM = dist.VariableAggregation.SUM
+MEAN = dist.VariableAggregation.MEAN
+FIRST = dist.VariableAggregation.ONLY_FIRST_REPLICA
+
+_UFUNCS = {
+    "scatter_add": np.add,
+    "scatter_sub": np.subtract,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.divide,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
+}
+LINEAR = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div")
+KINDS = (*_UFUNCS, "scatter_update")
+NUM_ROWS, WIDTH = 5, 2
+
+
+def _scatter(kind, array, values, indices):
+    """What a scatter does to an array, row after row."""
+    result = array.copy()
+    for row, index in zip(values, indices, strict=True):
+        result[index] = row if kind == "scatter_update" else _UFUNCS[kind](result[index], row)
+    return result
+
+
+def _initial():
+    return np.arange(1, 1 + NUM_ROWS * WIDTH, dtype=np.float32).reshape(NUM_ROWS, WIDTH)
+
+
+def _rows_of_replica(kind, replica):
+    """Two rows; index 1 repeats over replicas except where the last of equal rows would win."""
+    values = np.array([[2, 4], [-3, 8]], np.float32) * (replica + 1)
+    first = 1 if kind != "scatter_update" else replica % NUM_ROWS
+    return values, np.array([first, (2 + replica) % NUM_ROWS])
+
+
+def _create(strategy, kinds, **kwargs):
+    with strategy.scope():
+        return {kind: dist.Variable(_initial(), name=kind, **kwargs) for kind in kinds}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
+def test_replicas_rows_are_combined_as_the_aggregation_says(aggregation, num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    kinds = KINDS if aggregation is FIRST else LINEAR
+    variables = _create(strategy, kinds, aggregation=aggregation)
+    values, indices = (
+        {
+            kind: strategy.experimental_distribute_values_from_function(
+                lambda c, kind=kind, part=part: _rows_of_replica(kind, c.replica_id_in_sync_group)[
+                    part
+                ]
+            )
+            for kind in kinds
+        }
+        for part in (0, 1)
+    )
+
+    def step(values, indices):
+        return {
+            kind: getattr(v, kind)(dist.IndexedSlices(values[kind], indices[kind]))
+            for kind, v in variables.items()
+        }
+
+    results = strategy.run(step, (values, indices))
+
+    for kind, v in variables.items():
+        expected = _initial()
+        for replica in range(1 if aggregation is FIRST else num_replicas):
+            rows, ids = _rows_of_replica(kind, replica)
+            rows = rows / num_replicas if aggregation is MEAN else rows
+            expected = _scatter(kind, expected, rows, ids)
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=kind)
+        for result in strategy.experimental_local_results(results[kind]):
+            np.testing.assert_array_equal(result, v.numpy(), err_msg=kind)
+
+
+def test_mean_divides_rows_also_where_they_multiply(strategy_of):
+    # From the reference: 10 * (2 / 2) * (2 / 2).
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable([10.0], aggregation=MEAN)
+
+    strategy.run(lambda: v.scatter_mul(dist.IndexedSlices(jnp.full(1, 2.0), jnp.zeros(1, int))))
+
+    assert v.numpy() == [10.0]
+
+
+@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
+@pytest.mark.parametrize("context", ["default", "scope", "merge_call", "update", "function"])
+def test_rows_count_once_in_a_cross_replica_context(aggregation, context, strategy_of):
+    strategy = strategy_of(2)
+    kinds = KINDS if aggregation in (NONE, FIRST) else LINEAR
+    variables = _create(strategy, kinds, aggregation=aggregation)
+    slices = {kind: dist.IndexedSlices(*_rows_of_replica(kind, 0)) for kind in kinds}
+
+    def scatter_all():
+        for kind, v in variables.items():
+            getattr(v, kind)(slices[kind])
+
+    if context == "default":
+        scatter_all()
+    elif context == "scope":
+        with strategy.scope():
+            scatter_all()
+    elif context == "function":
+        dist.function(scatter_all)()
+    elif context == "update":
+        strategy.extended.update(variables[kinds[0]], lambda _: scatter_all())
+    else:
+        strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: scatter_all()))
+
+    for kind, v in variables.items():
+        expected = _scatter(kind, _initial(), *_rows_of_replica(kind, 0))
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=kind)
+
+
+def test_equal_rows_need_no_aggregation(strategy_of):
+    strategy = strategy_of(2)
+    variables = _create(strategy, KINDS)
+
+    def step():
+        for kind, v in variables.items():
+            getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0)))
+
+    strategy.run(step)
+
+    for kind, v in variables.items():
+        expected = _scatter(kind, _initial(), *_rows_of_replica(kind, 0))
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", ["values", "indices"])
+def test_different_rows_without_aggregation_are_refused(kind, part, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, [kind])[kind]
+
+    def step():
+        replica_id = dist.get_replica_context().replica_id_in_sync_group
+        values, indices = jnp.ones((1, WIDTH)), jnp.zeros(1, jnp.int32)
+        if part == "values":
+            values += replica_id
+        else:
+            indices += replica_id
+        getattr(v, kind)(dist.IndexedSlices(values, indices))
+
+    with pytest.raises(ReplicaDivergenceError, match=rf"'{kind}' is mirrored.*test_scatter.py:\d+"):
+        strategy.run(step)
+
+
+def _run(strategy, function):
+    return strategy.run(function)
+
+
+def _scope(strategy, function):
+    with strategy.scope():
+        return function()
+
+
+def _function(strategy, function):
+    return dist.function(function)()
+
+
+_CONTEXTS = pytest.mark.parametrize("call", [_run, _scope, _function])
+
+
+@_CONTEXTS
+@pytest.mark.parametrize("kind", ["scatter_min", "scatter_max", "scatter_update"])
+@pytest.mark.parametrize("aggregation", [SUM, MEAN])
+def test_what_cannot_be_summed_is_refused(aggregation, kind, call, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, [kind], aggregation=aggregation)[kind]
+
+    with pytest.raises(
+        NotImplementedError, match=rf"'{kind}': {kind} is not defined for.*{aggregation.name}"
+    ):
+        call(strategy, lambda: getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0))))
+
+    np.testing.assert_array_equal(v.numpy(), _initial())
+
+
+@_CONTEXTS
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter_into_an_on_read_variable_is_refused(kind, call, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, [kind], synchronization=ON_READ, aggregation=SUM)[kind]
+
+    with pytest.raises(NotImplementedError, match=rf"'{kind}': {kind} is not defined for.*ON_READ"):
+        call(strategy, lambda: getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0))))
+
+
+@_CONTEXTS
+@pytest.mark.parametrize(
+    ("slices", "error", "message"),
+    [
+        (np.ones((1, WIDTH)), TypeError, "got ndarray"),
+        (dist.IndexedSlices(np.ones((1, 1)), [0]), ValueError, r"rows of shape \(1, 1\).*\(5, 2\)"),
+        (dist.IndexedSlices([[1.0, 2.0]], [0, 1]), ValueError, r"\(1, 2\) and indices.*\(2,\)"),
+        (dist.IndexedSlices(np.ones((1, 2)), [0.0]), TypeError, "integer indices, got float"),
+        (dist.IndexedSlices(np.ones((1, 2)) * 1j, [0]), TypeError, "dtype complex128.*is float32"),
+    ],
+    ids=["array", "narrow row", "too few rows", "float indices", "complex rows"],
+)
+def test_rows_that_do_not_fit_are_refused(slices, error, message, call, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, ["w"])["w"]
+
+    with pytest.raises(error, match=rf"'w': scatter_add.*{message}"):
+        call(strategy, lambda: v.scatter_add(slices))
+
+
+def test_scalar_has_no_rows(strategy_of):
+    v = dist.Variable(1.0, name="s")
+
+    with pytest.raises(ValueError, match=r"'s': scatter_add got rows.*shape \(\)"):
+        v.scatter_add(dist.IndexedSlices(np.ones(1), np.zeros(1, int)))
+    with pytest.raises(ValueError, match="'s' is a scalar and has no rows"):
+        v.sparse_read([0])
+
+
+@_CONTEXTS
+def test_rows_out_of_range_are_dropped(call, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, ["w"])["w"]
+    slices = dist.IndexedSlices([[1.0, 1.0], [2.0, 2.0]], [NUM_ROWS, 0])
+
+    for kind in KINDS:
+        v.assign(_initial())
+        call(strategy, lambda kind=kind: getattr(v, kind)(slices))
+
+        np.testing.assert_allclose(
+            v.numpy(), _scatter(kind, _initial(), [[2.0, 2.0]], [0]), rtol=1e-6, err_msg=kind
+        )
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("kind", LINEAR)
+def test_dtype_is_kept(kind, dtype, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(np.array([7, -7, 3]), dtype=dtype, aggregation=SUM)
+    slices = dist.IndexedSlices(np.array([2, 2]).astype(v.dtype), np.array([0, 1]))
+
+    getattr(v, kind)(slices)
+    strategy.run(lambda: getattr(v, kind)(slices))
+
+    assert v.value().dtype == jnp.dtype(dtype)
+    expected = {
+        "scatter_add": [13, -1, 3],
+        "scatter_sub": [1, -13, 3],
+        "scatter_mul": [56, -56, 3],
+        # Integers are rounded towards zero each time, 7 to 3 and to 3 / 4.
+        "scatter_div": [0, 0, 3] if dtype == "int32" else [0.875, -0.875, 3],
+    }[kind]
+    np.testing.assert_array_equal(v.numpy().astype(np.complex64), expected)
+
+
+def test_rows_on_another_device_are_brought_to_the_variable(strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, ["w"])["w"]
+    component = strategy_of(4).run(lambda: jnp.ones((1, WIDTH))).values[3]
+
+    v.scatter_add(dist.IndexedSlices(component, jnp.zeros(1, int)))
+
+    np.testing.assert_array_equal(v.numpy()[0], _initial()[0] + 1)
+
+
+@pytest.mark.parametrize("synchronization", [dist.VariableSynchronization.ON_WRITE, ON_READ])
+@pytest.mark.parametrize("indices", [[1, 1, 0], [[2, 3], [4, 0]], 3], ids=str)
+def test_rows_are_read(synchronization, indices, strategy_of):
+    strategy = strategy_of(2)
+    v = _create(strategy, ["w"], synchronization=synchronization, aggregation=MEAN)["w"]
+
+    def read():
+        return v.sparse_read(indices)
+
+    for result in (read(), *strategy.run(read).values, dist.function(read)()):
+        np.testing.assert_array_equal(result, _initial()[np.asarray(indices)])
+
+
+def test_replicas_read_their_own_rows(strategy_of):
+    strategy = strategy_of(4)
+    v = _create(strategy, ["w"])["w"]
+
+    rows = strategy.run(
+        lambda: v.sparse_read(dist.get_replica_context().replica_id_in_sync_group[None])
+    )
+
+    np.testing.assert_array_equal(np.concatenate(rows.values), _initial()[:4])
+
+
+def test_rows_out_of_range_are_read_as_nan(strategy_of):
+    floats, integers = dist.Variable(_initial()), dist.Variable(np.ones(3, np.int32))
+
+    assert np.isnan(floats.sparse_read([NUM_ROWS])).all()
+    assert int(integers.sparse_read([3])[0]) == np.iinfo(np.int32).min
+
+
+def test_rows_are_read_by_integers(strategy_of):
+    with pytest.raises(TypeError, match="'w': sparse_read needs integer indices, got float32"):
+        dist.Variable(_initial(), name="w").sparse_read([0.5])

@@ -1,0 +1,552 @@
+"""Variables as objects: creation, attributes, arithmetic, copies."""
+
+import copy
+import operator
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import ContextError, InvalidTypeError
+
+AUTO = dist.VariableSynchronization.AUTO
+ON_WRITE = dist.VariableSynchronization.ON_WRITE
+ON_READ = dist.VariableSynchronization.ON_READ
+SYNC_NONE = dist.VariableSynchronization.NONE
+SUM = dist.VariableAggregation.SUM
+MEAN = dist.VariableAggregation.MEAN
+FIRST = dist.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+@pytest.fixture
+def create(strategy_of):
+    """Creates a variable under a `MirroredStrategy` with two replicas, or the one given."""
+
+    def create(initial_value, num_replicas=2, **kwargs):
+        with strategy_of(num_replicas).scope():
+            return dist.Variable(initial_value, **kwargs)
+
+    return create
+
+
+# Creation
+
+
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "bool", "complex64"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)], ids=str)
+def test_variable_keeps_its_initial_value_dtype_and_shape(synchronization, dtype, shape, create):
+    initial = np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
+
+    v = create(initial, dtype=dtype, synchronization=synchronization, aggregation=FIRST)
+
+    assert (v.dtype, v.shape, v.ndim, v.size) == (
+        jnp.dtype(dtype),
+        shape,
+        len(shape),
+        initial.size,
+    )
+    np.testing.assert_array_equal(v.numpy(), initial.astype(v.dtype))
+    assert v.numpy().dtype == v.dtype
+
+
+_ONES = np.ones((2, 2))
+
+
+@pytest.mark.parametrize(
+    ("initial_value", "dtype"),
+    [
+        (1, "int32"),
+        (1.0, "float32"),
+        (True, "bool"),
+        (1j, "complex64"),
+        ([[1, 2], [3, 4]], "int32"),
+        ((1.0, 2), "float32"),
+        (np.arange(3), "int32"),
+        (_ONES, "float32"),
+        (np.float16(1), "float16"),
+        (np.uint8(1), "uint8"),
+        (lambda: 2.0, "float32"),
+        (lambda: jnp.ones(2, jnp.bfloat16), "bfloat16"),
+        (np.ones(2, jnp.bfloat16), "bfloat16"),
+    ],
+)
+def test_dtype_follows_the_initial_value(initial_value, dtype, create):
+    expected = initial_value() if callable(initial_value) else initial_value
+
+    v = create(initial_value)
+
+    assert v.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(v.numpy(), expected)
+
+
+def test_initializer_is_called_once(create):
+    calls = []
+
+    def initializer():
+        calls.append("called")
+        return jnp.full(3, float(len(calls)))
+
+    for synchronization in (ON_WRITE, ON_READ):
+        calls.clear()
+        v = create(initializer, num_replicas=4, synchronization=synchronization)
+
+        assert calls == ["called"]
+        assert [c.numpy().tolist() for c in v.values] == [[1.0, 1.0, 1.0]] * 4
+
+
+@pytest.mark.parametrize("num_replicas", [0, 1, 2])
+@pytest.mark.parametrize("synchronization", [ON_WRITE, ON_READ])
+def test_source_array_is_copied(num_replicas, synchronization, strategy_of):
+    # Large and aligned enough that JAX would not copy it by itself.
+    source = np.ones(1 << 14, np.float32)
+    strategy = strategy_of(num_replicas) if num_replicas else dist.get_strategy()
+    with strategy.scope():
+        v = dist.Variable(source, synchronization=synchronization, aggregation=MEAN)
+        source[:] = 7
+        created = v.numpy()
+        source[:] = 2
+        v.assign(source)
+        source[:] = 7
+
+    assert (created[0], v.numpy()[0]) == (1, 2)
+
+
+def test_numpy_is_a_copy(create):
+    v = create(np.ones(3, np.float32))
+
+    seen = v.numpy()
+    seen[:] = 7
+
+    assert v.numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["default", "one device", "mirrored"])
+def test_arrays_of_the_user_survive_donation(kind, strategy_of):
+    strategy = {
+        "default": dist.get_strategy,
+        "one device": lambda: dist.OneDeviceStrategy("CPU:0"),
+        "mirrored": lambda: strategy_of(2),
+    }[kind]()
+    initial, assigned, argument = (jnp.full(4, i, jnp.float32) for i in range(3))
+    with strategy.scope():
+        v = dist.Variable(initial)
+        w = dist.Variable(v)
+
+    def add():
+        v.assign_add(jnp.ones(4))
+        w.assign_sub(jnp.ones(4))
+
+    def assign(x):
+        v.assign(x)
+        w.assign(assigned)
+
+    strategy.run(add)
+    v.assign(assigned)
+    strategy.run(add)
+    strategy.run(assign, (argument,))
+    strategy.run(add)
+    dist.function(assign)(argument)
+    dist.function(add)()
+    dist.function(lambda: w.assign(v.value(), read_value=False))()
+    strategy.run(add)
+
+    for i, array in enumerate((initial, assigned, argument)):
+        np.testing.assert_array_equal(array, np.full(4, i))
+    np.testing.assert_array_equal(v.numpy(), np.full(4, 4))
+    np.testing.assert_array_equal(w.numpy(), np.full(4, 2))
+
+
+def test_results_of_a_step_survive_the_next_steps(strategy_of):
+    for strategy in (strategy_of(2), dist.OneDeviceStrategy("CPU:0"), dist.get_strategy()):
+        with strategy.scope():
+            v = dist.Variable([1.0, 2.0])
+
+        def double(v=v):
+            return v.value(), v.assign_add(v.value()), v.value()
+
+        outside = dist.function(double)
+        results = [strategy.run(double), strategy.run(double), outside(), outside()]
+
+        for step, result in enumerate(results):
+            before, assigned, after = (strategy.experimental_local_results(r)[0] for r in result)
+            np.testing.assert_array_equal(before, np.array([1.0, 2.0]) * 2**step)
+            np.testing.assert_array_equal(assigned, np.array([1.0, 2.0]) * 2 ** (step + 1))
+            np.testing.assert_array_equal(after, assigned)
+
+
+def test_variable_as_initial_value_is_independent(create):
+    source = create(1.0)
+    local = create(1.0, synchronization=ON_READ, aggregation=SUM)
+
+    v, total = create(source), create(local)
+    source.assign(5.0)
+
+    assert (v.numpy(), total.numpy()) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"initial_value": None}, ValueError, "'w': initial_value is missing"),
+        ({"initial_value": "text"}, TypeError, "'w': got 'text'"),
+        ({"initial_value": ["a", "b"]}, TypeError, r"'w': got \['a', 'b'\]"),
+        ({"initial_value": [[1], [1, 2]]}, TypeError, r"'w': \[\[1\], \[1, 2\]\] is not an array"),
+        ({"initial_value": object()}, TypeError, "'w': got <object object"),
+        ({"initial_value": dist.PerReplica([1.0, 2.0])}, TypeError, "'w'.*is a PerReplica"),
+        ({"shape": (3,)}, ValueError, r"'w': shape is \(3,\).*shape \(2,\)"),
+        ({"synchronization": "on_read"}, ValueError, "synchronization is 'on_read'"),
+        ({"synchronization": 3}, ValueError, "synchronization is 3"),
+        ({"synchronization": SYNC_NONE}, ValueError, "synchronization is NONE"),
+        ({"aggregation": "sum"}, ValueError, "aggregation is 'sum'"),
+        ({"aggregation": dist.ReduceOp.SUM}, ValueError, "aggregation is <ReduceOp.SUM"),
+        ({"aggregation": MEAN, "dtype": jnp.int32}, ValueError, "MEAN, but dtype is int32"),
+        ({"aggregation": MEAN, "dtype": jnp.bool_}, ValueError, "MEAN, but dtype is bool"),
+        (
+            {"aggregation": MEAN, "dtype": jnp.int32, "synchronization": ON_READ},
+            ValueError,
+            "MEAN, but dtype is int32",
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_variable_is_refused(kwargs, error, message, create):
+    with pytest.raises(error, match=message):
+        create(**{"initial_value": [1.0, 2.0], "name": "w"} | kwargs)
+
+
+def test_shape_may_be_given(create):
+    assert create([1.0, 2.0], shape=[2]).shape == (2,)
+
+
+def test_classes_are_not_constructed_directly(create):
+    for v in (create(1.0), create(1.0, synchronization=ON_READ)):
+        with pytest.raises(TypeError, match=rf"{type(v).__name__} is not constructed directly"):
+            type(v)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "name", "trainable"),
+    [
+        (AUTO, "MirroredVariable", True),
+        (ON_WRITE, "MirroredVariable", True),
+        (ON_READ, "SyncOnReadVariable", False),
+    ],
+)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_synchronization_chooses_the_kind_of_variable(
+    synchronization, name, trainable, num_replicas, create
+):
+    by_name = create(1.0, num_replicas, synchronization=synchronization)
+    by_position = create(1.0, num_replicas)
+    with by_name.distribute_strategy.scope():
+        by_position = dist.Variable(1.0, None, None, None, synchronization)
+
+    for v in (by_name, by_position):
+        assert type(v).__name__ == name
+        assert isinstance(v, dist.Variable)
+        assert isinstance(v, dist.DistributedValues)
+        assert v.trainable is trainable
+        assert v.synchronization is (ON_WRITE if synchronization is AUTO else synchronization)
+
+
+@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:1")])
+def test_one_device_gives_a_plain_variable(strategy):
+    with strategy().scope():
+        v = dist.Variable(1, synchronization=SYNC_NONE, aggregation=MEAN)
+        on_read = dist.Variable(1.0, synchronization=ON_READ, aggregation=SUM)
+
+    v.assign_add(2)
+    on_read.assign_add(2.0)
+
+    assert type(v) is dist.Variable
+    assert not isinstance(v, dist.DistributedValues)
+    assert (v.numpy(), on_read.numpy()) == (3, 3.0)
+    assert v.value().devices() == {jax.devices()[0 if v.device.endswith("CPU:0") else 1]}
+
+
+def test_attributes(create, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(np.zeros((2, 3)), trainable=False, name="w", aggregation=SUM)
+
+    assert v.name == "w:0"
+    assert v.trainable is False
+    assert v.aggregation is SUM
+    assert v.distribute_strategy is strategy
+    assert v.device == strategy.extended.worker_devices[0]
+    assert v.sharding.device_set == set(jax.devices()[:2])
+    assert strategy.extended.variable_created_in_scope(v)
+    assert not strategy_of(2).extended.variable_created_in_scope(v)
+    assert create(1.0, synchronization=ON_READ, trainable=True).trainable is True
+
+
+def test_components_lie_on_the_devices_of_their_replicas(create):
+    for v in (create([1.0, 2.0], 4, name="w"), create([1.0, 2.0], 4, synchronization=ON_READ)):
+        components = v.values
+
+        assert [c.device for c in components] == jax.devices()[:4]
+        assert [c.shape for c in components] == [(2,)] * 4
+        assert all(c.dtype == jnp.float32 for c in components)
+        assert v.distribute_strategy.extended.value_container(components[3]) is v
+        assert v.distribute_strategy.experimental_local_results(v)[1].name == components[1].name
+        np.testing.assert_array_equal(components[3].numpy(), [1.0, 2.0])
+        np.testing.assert_array_equal(components[3] + 1, [2.0, 3.0])
+        assert not hasattr(components[0], "assign")
+
+
+# Text
+
+
+def test_repr_shows_every_copy(create):
+    w = create([1.5, 2.0], name="w", dtype=jnp.float32)
+    counter = create(0, synchronization=ON_READ, aggregation=SUM, num_replicas=1)
+
+    assert repr(w) == str(w)
+    assert repr(w) == (
+        "MirroredVariable:{\n"
+        "  0: <dist.Variable 'w:0' shape=(2,) dtype=float32, numpy=[1.5, 2. ]>,\n"
+        "  1: <dist.Variable 'w/replica_1:0' shape=(2,) dtype=float32, numpy=[1.5, 2. ]>\n"
+        "}"
+    )
+    assert repr(counter) == (
+        "SyncOnReadVariable:{\n  0: <dist.Variable 'Variable:0' shape=() dtype=int32, numpy=0>\n}"
+    )
+
+
+def test_repr_shows_what_each_replica_holds(create):
+    local = create(0.0, synchronization=ON_READ, name="n")
+    local.distribute_strategy.run(
+        lambda: local.assign(dist.get_replica_context().replica_id_in_sync_group + 0.5)
+    )
+
+    assert re.findall(r"numpy=([\d.]+)", repr(local)) == ["0.5", "1.5"]
+
+
+@pytest.mark.parametrize(
+    ("initial_value", "text"),
+    [
+        (1.0, "shape=() dtype=float32, numpy=1.0"),
+        (True, "shape=() dtype=bool, numpy=True"),
+        (2, "shape=() dtype=int32, numpy=2"),
+        (1j, "shape=() dtype=complex64, numpy=1j"),
+        ([[1, 2]], "shape=(1, 2) dtype=int32, numpy=[[1, 2]]"),
+        (jnp.bfloat16(0.5), "shape=() dtype=bfloat16, numpy=0.5"),
+    ],
+)
+def test_repr_of_a_plain_variable(initial_value, text):
+    assert repr(dist.Variable(initial_value)) == f"<dist.Variable 'Variable:0' {text}>"
+
+
+def test_repr_in_a_step_shows_no_value(create):
+    seen = []
+    variables = (create(1.0, name="a"), create(1.0, name="b", synchronization=ON_READ))
+    plain = dist.Variable(1.0, name="c")
+
+    def step():
+        seen.extend(repr(v) for v in (*variables, plain, variables[0].values[1]))
+
+    variables[0].distribute_strategy.run(step)
+
+    assert seen == [
+        "<MirroredVariable 'a:0' shape=() dtype=float32>",
+        "<SyncOnReadVariable 'b:0' shape=() dtype=float32>",
+        "<dist.Variable 'c:0' shape=() dtype=float32>",
+        "<dist.Variable 'a/replica_1:0' shape=() dtype=float32>",
+    ]
+
+
+# Like an array
+
+_BINARY = "add sub mul truediv floordiv mod pow eq ne lt le gt ge".split()  # noqa: SIM905
+_BINARY_OF_INTEGERS = "and_ or_ xor lshift rshift".split()  # noqa: SIM905
+_UNARY = "neg pos abs".split()  # noqa: SIM905
+
+_LEFT = np.array([7.0, -2.0, 3.5], np.float32)
+_RIGHT = np.array([2.0, 3.0, -1.5], np.float32)
+_BITS_LEFT, _BITS_RIGHT = np.array([6, 5, 1], np.int32), np.array([3, 1, 2], np.int32)
+_OPERATIONS = [(getattr(operator, n), _LEFT, _RIGHT) for n in _BINARY] + [
+    (getattr(operator, n), _BITS_LEFT, _BITS_RIGHT) for n in _BINARY_OF_INTEGERS
+]
+
+
+def _operator_results(left, right, others):
+    """Results of the operators with a variable on either side, and what they should be."""
+    for op, x, y in _OPERATIONS:
+        v, w = left[x.dtype], right[y.dtype]
+        expected = op(x, y)
+        for other in others:
+            yield op, op(v, other(y)), expected
+            yield op, op(other(x), w), expected
+        yield op, op(v, w), expected
+
+
+_MAKE_OPERAND = {
+    "mirrored": dist.Variable,
+    "on read": lambda a: dist.Variable(a, synchronization=ON_READ, aggregation=FIRST),
+    "Mirrored": lambda a: dist.Mirrored(jnp.asarray(a), 2),
+}
+
+
+@pytest.mark.parametrize("where", ["eager", "run"])
+@pytest.mark.parametrize("kind", [*_MAKE_OPERAND, "plain"])
+def test_operators_take_variables_on_either_side(where, kind, strategy_of):
+    strategy = strategy_of(2)
+    with (dist.get_strategy() if kind == "plain" else strategy).scope():
+        make = _MAKE_OPERAND.get(kind, dist.Variable)
+        left = {a.dtype: make(a) for a in (_LEFT, _BITS_LEFT)}
+        right = {a.dtype: make(a) for a in (_RIGHT, _BITS_RIGHT)}
+    # NumPy arrays would otherwise take the operation over and ask for a NumPy array.
+    others = (jnp.asarray, np.asarray)
+    operations, expected = [], []
+
+    def compute():
+        results = []
+        operations.clear()
+        expected.clear()
+        for op, result, should_be in _operator_results(left, right, others):
+            operations.append(op.__name__)
+            expected.append(should_be)
+            results.append(result)
+        return results
+
+    results = compute() if where == "eager" else strategy.run(compute)
+
+    for name, result, should_be in zip(operations, results, expected, strict=True):
+        for component in strategy.experimental_local_results(result):
+            assert isinstance(component, jax.Array), name
+            np.testing.assert_allclose(component, should_be, rtol=1e-6, err_msg=name)
+
+
+def test_other_operators(create):
+    v, matrix, bits = create(_LEFT), create([[1.0, 2.0], [3.0, 4.0]]), create(_BITS_LEFT)
+
+    for name in _UNARY:
+        np.testing.assert_array_equal(getattr(operator, name)(v), getattr(operator, name)(_LEFT))
+    np.testing.assert_array_equal(~bits, ~_BITS_LEFT)
+    np.testing.assert_array_equal(round(v), np.round(_LEFT))
+    np.testing.assert_array_equal(matrix @ np.ones(2, np.float32), [3, 7])
+    np.testing.assert_array_equal(np.ones(2, np.float32) @ matrix, [4, 6])
+    np.testing.assert_array_equal(matrix @ matrix, [[7, 10], [15, 22]])
+    np.testing.assert_array_equal(2 * v, 2 * _LEFT)
+    np.testing.assert_array_equal(np.float32(2) ** matrix, [[2, 4], [8, 16]])
+
+
+def test_conversions(create):
+    scalar, vector, index = create(2.5), create([1.0, 2.0, 3.0]), create(1)
+
+    assert (float(scalar), int(scalar), complex(scalar), bool(scalar)) == (2.5, 2, 2.5 + 0j, True)
+    assert [10, 20][index] == 20
+    assert len(vector) == 3
+    assert [float(x) for x in vector] == [1.0, 2.0, 3.0]
+    assert float(vector[-1]) == 3.0
+    np.testing.assert_array_equal(vector[1:], [2.0, 3.0])
+    np.testing.assert_array_equal(vector[np.array([True, False, True])], [1.0, 3.0])
+    assert np.asarray(vector, np.float64).dtype == np.float64
+    np.testing.assert_array_equal(np.asarray(vector), [1.0, 2.0, 3.0])
+    assert isinstance(jnp.asarray(vector), jax.Array)
+    assert (np.sum(vector), np.shape(vector)) == (6.0, (3,))
+    with pytest.raises(ValueError, match="truth value of an array with more than one"):
+        bool(vector)
+
+
+def test_variable_is_used_in_jax_functions_by_its_value(create):
+    v = create(_LEFT)
+
+    def compute():
+        return (
+            jnp.sum(v.value()),
+            jax.nn.relu(v.value()),
+            jnp.stack([v, v]),
+            jax.grad(lambda x: (x**2).sum())(v.value()),
+        )
+
+    for total, positive, stacked, gradient in (
+        compute(),
+        [r.values[1] for r in v.distribute_strategy.run(compute)],
+        dist.function(compute)(),
+    ):
+        np.testing.assert_allclose(total, _LEFT.sum())
+        np.testing.assert_array_equal(positive, np.maximum(_LEFT, 0))
+        np.testing.assert_array_equal(stacked, [_LEFT, _LEFT])
+        np.testing.assert_array_equal(gradient, 2 * _LEFT)
+
+
+def test_numpy_is_refused_in_a_step(create):
+    v = create(1.0, name="w")
+
+    for convert in (lambda: v.numpy(), lambda: np.asarray(v)):
+        with pytest.raises(NotImplementedError, match=r"'w': numpy\(\) is not possible.*value\(\)"):
+            v.distribute_strategy.run(convert)
+
+
+# Identity and copies
+
+
+def test_variables_are_compared_by_element_and_referenced_by_ref(create):
+    a, b = create([1.0, 2.0], name="a"), create([1.0, 3.0])
+
+    assert (a == b).tolist() == [True, False]
+    with pytest.raises(TypeError, match=r"unhashable.*MirroredVariable"):
+        hash(a)
+    assert a.ref() == a.ref()
+    assert a.ref() != b.ref()
+    assert {a.ref(): "a", b.ref(): "b"}[a.ref()] == "a"
+    assert a.ref().deref() is a
+    assert repr(a.ref()) == "<reference to a:0>"
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "on read", "on read none", "plain"])
+def test_deepcopy_is_independent(kind, create):
+    kwargs = {
+        "mirrored": {"aggregation": MEAN},
+        "on read": {"synchronization": ON_READ, "aggregation": SUM},
+        "on read none": {"synchronization": ON_READ},
+        "plain": {},
+    }[kind]
+    source = (
+        dist.Variable([1.0, 2.0]) if kind == "plain" else create([1.0, 2.0], name="w", **kwargs)
+    )
+    strategy = source.distribute_strategy
+
+    def add_replica_id(v):
+        v.assign_add(jnp.ones(2) * (1.0 + dist.get_replica_context().replica_id_in_sync_group))
+
+    strategy.run(lambda: add_replica_id(source))
+    duplicate = copy.deepcopy({"model": [source, source]})["model"]
+    copied = [np.asarray(c) for c in strategy.experimental_local_results(duplicate[0])]
+    before = [np.asarray(c) for c in strategy.experimental_local_results(source)]
+    strategy.run(lambda: add_replica_id(duplicate[0]))
+
+    assert duplicate[0] is duplicate[1]
+    assert type(duplicate[0]) is type(source)
+    assert duplicate[0].name == source.name
+    assert duplicate[0].trainable is source.trainable
+    assert duplicate[0].aggregation is source.aggregation
+    assert duplicate[0].distribute_strategy is strategy
+    np.testing.assert_array_equal(copied, before)
+    np.testing.assert_array_equal(
+        [np.asarray(c) for c in strategy.experimental_local_results(source)], before
+    )
+
+
+def test_deepcopy_in_the_scope_of_another_strategy_is_refused(create, strategy_of):
+    v = create(1.0, name="w")
+
+    with (
+        strategy_of(4).scope(),
+        pytest.raises(ContextError, match=r"'w' of <MirroredStrategy: 2 .*cannot be copied"),
+    ):
+        copy.deepcopy(v)
+
+
+def test_shallow_copy_and_pickle_are_refused(create):
+    for v in (create(1.0, name="w"), dist.Variable(1.0, name="w")):
+        with pytest.raises(InvalidTypeError, match=r"'w' cannot be copied shallowly.*deepcopy"):
+            copy.copy(v)
+        with pytest.raises(InvalidTypeError, match=r"'w' cannot be pickled.*v.numpy\(\)"):
+            pickle.dumps(v)
