@@ -109,7 +109,7 @@ def train(strategy, options, console):
         logits = network(parameters, images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         num_correct = jnp.sum(logits.argmax(axis=-1) == labels)
-        return {"loss": losses.sum(), "correct": num_correct, "examples": jnp.int32(len(labels))}
+        return {"loss": losses.sum(), "correct": num_correct, "examples": jnp.float32(len(labels))}
 
     def train_step(images, labels):
         def loss():

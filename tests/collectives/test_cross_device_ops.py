@@ -39,7 +39,9 @@ def _step(options=None):
 
 def _collectives(text):
     """Names and replica groups of the collectives of a compiled program."""
-    pattern = r"= \S.*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\}|\[.*?\])"
+    pattern = (
+        r"= \S.*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\}|\[.*?\])"
+    )
     return re.findall(pattern, text)
 
 

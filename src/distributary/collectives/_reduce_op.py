@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
@@ -99,29 +100,36 @@ def reduce_arrays(
     Returns:
         The results; dtype as given, float32 for the mean of integers.
     """
-    if op is ReduceOp.SUM or num_replicas == 1:
-        summed = add(list(arrays)) if op is ReduceOp.SUM else list(arrays)
-        return [_mean_dtype(a) if op is ReduceOp.MEAN else a for a in summed]
     parts: list[Array] = []
     finish: list[Callable[[Sequence[Array]], Array]] = []
     for array in arrays:
-        own, done = _prepare_mean(array, num_replicas)
+        own, done = _prepare(op, array, num_replicas)
         finish.append(_slice_from(len(parts), len(own), done))
         parts += own
     sums = add(parts)
     return [done(sums) for done in finish]
 
 
-def _mean_dtype(array: Array) -> Array:
-    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
-
-
 def _slice_from(start: int, count: int, done: Callable[..., Array]) -> Callable[..., Array]:
     return lambda sums: done(*sums[start : start + count])
 
 
+def _prepare(
+    op: ReduceOp, array: Array, num_replicas: int
+) -> tuple[list[Array], Callable[..., Array]]:
+    """What is to be summed, and how the sums become the result."""
+    if jnp.iscomplexobj(array):
+        # In parts: XLA aborts on an all-reduce of complex constants (JAX 0.10.2), which gradients
+        # of complex sums are.
+        real, done = _prepare(op, array.real, num_replicas)
+        imag, _ = _prepare(op, array.imag, num_replicas)
+        return [*real, *imag], lambda x, y: lax.complex(done(x), done(y))
+    if op is ReduceOp.MEAN:
+        return _prepare_mean(array, num_replicas)
+    return [array], lambda total: total
+
+
 def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callable[..., Array]]:
-    """What is to be summed for a mean, and how the sums become the mean."""
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         # Quotients and remainders cannot overflow and lose nothing; the sum of the remainders may
@@ -134,9 +142,10 @@ def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callabl
             ),
         )
     if dtype in (jnp.float16, jnp.bfloat16):
-        # float32 holds every sum of at most 2**16 values.
-        wide = array.astype(jnp.float32)
-        return [wide], lambda total: (total / num_replicas).astype(dtype)
+        wide, done = _prepare_mean(array.astype(jnp.float32), num_replicas)
+        return wide, lambda total: done(total).astype(dtype)
+    if num_replicas == 1:
+        return [array], lambda total: total
     # Scaled by a power of two, which is exact, so that the sum stays below the largest value.
     scale = 2.0 ** -math.ceil(math.log2(num_replicas))
     rest = num_replicas * scale

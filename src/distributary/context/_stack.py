@@ -172,17 +172,25 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     _state.global_scope = scope
 
 
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[Mode | None] = []
+
+
 class StrategyScope:
     """Context manager behind `Strategy.scope()`; it may be entered again, also nested.
 
-    `with` binds the strategy itself.
+    `with` binds the strategy itself. Entering the default strategy's scope changes nothing.
     """
 
     def __init__(self, strategy: StrategyLike) -> None:
         self._strategy = strategy
-        self._entered: list[Mode] = []
+        self._entered = _Entered()
 
     def __enter__(self) -> Any:
+        if not _state.modes and self._strategy is default_mode().strategy:
+            self._entered.modes.append(None)
+            return self._strategy
         if _state.modes:
             check_same_strategy(self._strategy, "scope()")
             if _state.modes[-1].role == "replica":
@@ -192,18 +200,22 @@ class StrategyScope:
                 )
         mode = self._strategy.extended._scope_mode()
         push(mode)
-        self._entered.append(mode)
+        self._entered.modes.append(mode)
         thread = threading.get_ident()
         _threads_in_scope[thread] = _threads_in_scope.get(thread, 0) + 1
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._entered:
+        if not self._entered.modes:
             raise ContextError(
                 "This strategy scope is not open. Enter it with `with strategy.scope():`."
             )
-        pop(self._entered[-1])
-        self._entered.pop()
+        mode = self._entered.modes[-1]
+        if mode is None:
+            self._entered.modes.pop()
+            return
+        pop(mode)
+        self._entered.modes.pop()
         thread = threading.get_ident()
         _threads_in_scope[thread] -= 1
         if not _threads_in_scope[thread]:

@@ -125,13 +125,17 @@ class Compiled:
             )
             new, outs, _ = result
             if (new or outs) and isinstance((new or outs)[0], jax.core.Tracer):
-                raise ContextError(
-                    "Strategy.run or a distributary.function was called inside jax.jit or another"
-                    " JAX trace. Compile the outer function with distributary.function instead."
-                )
+                raise _inside_jax("Strategy.run or a distributary.function")
             for variable, value in zip(variables, new, strict=True):
                 variable._value = value
         return self._rebuild(outs)
+
+
+def _inside_jax(what: str) -> ContextError:
+    return ContextError(
+        f"{what} was called inside jax.jit, jax.grad or another JAX transformation. Compile the"
+        " outer function with distributary.function instead, and differentiate inside the step."
+    )
 
 
 def _has_small_first_output(program: ReplicaProgram | FunctionProgram) -> bool:
@@ -167,7 +171,10 @@ def signature_of(leaf: Any, what: str) -> Any:
     by value, or by identity where it can be referenced weakly.
     """
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type
+        if isinstance(leaf, jax.core.Tracer):
+            raise _inside_jax(what)
+        # Arrays of random keys have no weak types.
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
     if isinstance(leaf, (np.ndarray, np.generic)):
         if leaf.dtype.kind in "OUSV" and not _is_extension(leaf.dtype):
             raise InvalidTypeError(

@@ -1,0 +1,229 @@
+"""The API inside a step, and its misuse."""
+
+import collections
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import ContextError
+
+
+def _context():
+    return dist.get_replica_context()
+
+
+def _floats(per_replica):
+    return [float(x) for x in per_replica.values]
+
+
+# The default replica context
+
+
+def test_default_replica_context():
+    context = _context()
+
+    assert context is _context()
+    assert context.strategy is dist.get_strategy()
+    assert context.num_replicas_in_sync == 1
+    assert context.replica_id_in_sync_group == 0
+    assert isinstance(context.replica_id_in_sync_group, int)
+    assert "default strategy" in repr(context)
+
+
+def test_collectives_of_the_default_replica_context_give_the_value():
+    context = _context()
+
+    assert context.all_reduce("sum", 3.0) == 3.0
+    assert context.all_reduce("sum", 3.0).dtype == jnp.float32
+    assert context.all_reduce("MEAN", jnp.int32(3)).dtype == jnp.float32
+    np.testing.assert_array_equal(context.all_gather([jnp.ones(2)], 0)[0], [1, 1])
+    merged = context.merge_call(
+        lambda strategy, x, y: (strategy, dist.in_cross_replica_context(), x, y), (4,), {"y": 5}
+    )
+    assert merged == (dist.get_strategy(), True, 4, 5)
+
+
+# Inside a step
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 8])
+def test_replica_context_in_a_step(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    seen = []
+
+    def step():
+        context = _context()
+        seen.append((context.strategy, context.num_replicas_in_sync, repr(context)))
+        return context.replica_id_in_sync_group
+
+    ids = strategy.experimental_local_results(strategy.run(step))
+
+    assert [int(i) for i in ids] == list(range(num_replicas))
+    assert {i.dtype for i in ids} == {jnp.dtype("int32")}
+    assert seen == [(strategy, num_replicas, f"<ReplicaContext of {strategy!r}>")]
+
+
+def test_replica_id_is_an_array_in_a_run_of_the_default_strategy():
+    replica_id = dist.get_strategy().run(lambda: _context().replica_id_in_sync_group)
+
+    assert (int(replica_id), replica_id.dtype) == (0, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda context: context.all_reduce("sum", 1.0),
+        lambda context: context.all_gather(jnp.ones(1), 0),
+        lambda context: context.merge_call(lambda strategy: None),
+        lambda context: context.replica_id_in_sync_group,
+    ],
+    ids=["all_reduce", "all_gather", "merge_call", "replica_id_in_sync_group"],
+)
+def test_replica_context_is_refused_where_it_is_not_current(use, strategy_of, request):
+    name = request.node.callspec.id
+    strategy, other = strategy_of(2), strategy_of(4)
+    kept = []
+    strategy.run(lambda: kept.append(_context()))
+    (stale,) = kept
+
+    def in_scope():
+        with strategy.scope():
+            use(stale)
+
+    def in_own_merge_call():
+        context = _context()
+        context.merge_call(lambda _: use(context))
+
+    for call, where in (
+        (lambda: use(stale), r"outside of Strategy\.run"),
+        (in_scope, "in a cross-replica context"),
+        (lambda: strategy.run(lambda: use(stale)), r"inside <Mirrored.*2 replicas.*\.run"),
+        (lambda: other.run(lambda: use(stale)), r"inside <Mirrored.*4 replicas.*\.run"),
+        (lambda: strategy.run(in_own_merge_call), "in a cross-replica context"),
+    ):
+        with pytest.raises(ContextError, match=rf"{name}: this ReplicaContext of .*{where}"):
+            call()
+    assert stale.num_replicas_in_sync == 2
+    assert stale.strategy is strategy
+
+
+def test_default_replica_context_is_refused_in_scopes_and_steps(strategy_of):
+    strategy = strategy_of(2)
+    context = _context()
+
+    with (
+        strategy.scope(),
+        pytest.raises(ContextError, match=r"merge_call.*default strategy.*not the current one"),
+    ):
+        context.merge_call(lambda _: None)
+    with pytest.raises(ContextError, match=r"all_reduce.*default strategy.*not the current one"):
+        strategy.run(lambda: context.all_reduce("sum", 1.0))
+
+
+# merge_call
+
+
+def test_merge_fn_runs_once_with_the_values_of_all_replicas(strategy_of):
+    strategy = strategy_of(4)
+    calls = []
+
+    def merge_fn(merged_strategy, x, *, nest, number, text, nothing):
+        calls.append((merged_strategy, number, text, nothing, type(x).__name__, type(nest["y"])))
+        total = merged_strategy.reduce("sum", x, axis=None)
+        return total, merged_strategy.reduce("mean", nest["y"], axis=None)
+
+    def step():
+        replica_id = _context().replica_id_in_sync_group
+        return _context().merge_call(
+            merge_fn,
+            (replica_id,),
+            {"nest": {"y": replica_id * 2.0}, "number": 5, "text": "a", "nothing": None},
+        )
+
+    total, mean = strategy.run(step)
+
+    assert calls == [(strategy, 5, "a", None, "PerReplica", dist.PerReplica)]
+    assert [int(x) for x in total.values] == [6] * 4
+    assert _floats(mean) == [3.0] * 4
+
+
+def test_variables_arrive_whole_in_a_merge_fn(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+    seen = []
+
+    strategy.run(lambda: _context().merge_call(lambda _, *args: seen.extend(args), (v, [v])))
+
+    assert seen[0] is v
+    assert seen[1][0] is v
+
+
+def test_result_of_a_merge_fn_is_given_back_to_the_replicas(strategy_of):
+    strategy = strategy_of(2)
+    Pair = collections.namedtuple("Pair", "own shared")
+
+    def merge_fn(_, x):
+        return {"pair": Pair(x, 3.0), "text": "a", "none": None, "list": [x, x]}
+
+    def step():
+        result = _context().merge_call(merge_fn, (_context().replica_id_in_sync_group * 1.0,))
+        assert isinstance(result["pair"], Pair)
+        assert (result["text"], result["none"], result["pair"].shared) == ("a", None, 3.0)
+        return result["pair"].own + result["list"][1]
+
+    assert _floats(strategy.run(step)) == [0.0, 2.0]
+
+
+def test_values_of_a_merged_argument_are_those_of_all_replicas(strategy_of):
+    strategy = strategy_of(4)
+
+    def merge_fn(_, x):
+        return sum((i + 1) * component for i, component in enumerate(x.values))
+
+    def step():
+        return _context().merge_call(merge_fn, (_context().replica_id_in_sync_group * 1.0,))
+
+    assert _floats(strategy.run(step)) == [0 * 1 + 1 * 2 + 2 * 3 + 3 * 4.0] * 4
+
+
+def test_run_and_update_in_a_merge_fn(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+
+    def merge_fn(merged, x):
+        plus_id = merged.run(lambda y: y + _context().replica_id_in_sync_group, (x,))
+        total = merged.reduce("sum", plus_id, axis=None)
+        merged.extended.update(v, lambda v, t: v.assign_add(t), (total,))
+        return total
+
+    def step():
+        return _context().merge_call(merge_fn, (_context().replica_id_in_sync_group * 10.0,))
+
+    assert _floats(strategy.run(step)) == [11.0, 11.0]
+    assert v.numpy() == 12.0
+
+
+@pytest.mark.parametrize("args", [3, "text", {"x": 1}, jnp.ones(2), None], ids=repr)
+def test_arguments_of_a_merge_call_are_a_list_or_tuple(args, strategy_of):
+    with pytest.raises(TypeError, match=r"merge_call: args is .*expected a list or tuple"):
+        strategy_of(2).run(lambda: _context().merge_call(lambda *_: None, args))
+
+
+def test_exception_of_a_merge_fn_leaves_run(strategy_of):
+    def fail(_):
+        raise KeyError("in merge_fn")
+
+    with pytest.raises(KeyError, match="in merge_fn"):
+        strategy_of(2).run(lambda: _context().merge_call(fail))
+
+
+def test_there_is_no_replica_context_in_a_merge_fn(strategy_of):
+    seen = []
+
+    strategy_of(2).run(lambda: _context().merge_call(lambda _: seen.append(_context())))
+
+    assert seen == [None]
