@@ -36,9 +36,9 @@ def test_every_dim(axis, on_replicas):
     np.testing.assert_array_equal(results[1], np.concatenate(components, axis))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (0, 2)], ids=["even", "uneven", "empty"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 0)], ids=["even", "uneven"])
 def test_every_dtype_in_one_nest(sizes, on_replicas):
-    dtypes = ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "bool", "complex64"]
+    dtypes = ["bfloat16", "uint8", "bool", "complex64"]
     components = [
         {d: jnp.arange(r, r + 2 * size, dtype=jnp.int32).reshape(size, 2).astype(d) for d in dtypes}
         for r, size in enumerate(sizes)
@@ -165,3 +165,12 @@ def test_a_stale_context(strategy_of):
 
 def test_outside_of_run_there_is_one_replica():
     np.testing.assert_array_equal(_all_gather(jnp.arange(3)), np.arange(3))
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+def test_nothing_to_gather(shape, on_replicas):
+    results = on_replicas(lambda x: (_all_gather(x, 0), _all_gather(x, 1)), [np.zeros(shape)] * 2)
+
+    for rows, columns in results:
+        assert rows.shape == (2 * shape[0], shape[1])
+        assert columns.shape == (shape[0], 2 * shape[1])

@@ -30,9 +30,12 @@ def _jax_gradient(function, x):
     return jax.grad(lambda x: jnp.sum(function(x)))(x)
 
 
-@pytest.mark.parametrize("num_replicas", NUM_REPLICAS)
-def test_sum_and_mean_of_every_dtype(num_replicas, on_replicas):
-    host = {d: np.arange(6).reshape(2, 3) for d in DTYPES}
+@pytest.mark.parametrize(
+    ("num_replicas", "dtypes"),
+    [(3, DTYPES), *[(n, ["float32", "int32"]) for n in NUM_REPLICAS if n != 3]],
+)
+def test_sum_and_mean_of_every_dtype(num_replicas, dtypes, on_replicas):
+    host = {d: np.arange(6).reshape(2, 3) for d in dtypes}
     components = [
         {d: jnp.asarray(value + r, d) for d, value in host.items()} for r in range(num_replicas)
     ]
@@ -41,7 +44,7 @@ def test_sum_and_mean_of_every_dtype(num_replicas, on_replicas):
 
     total = np.arange(6).reshape(2, 3) * num_replicas + sum(range(num_replicas))
     for sums, means in results:
-        for dtype in DTYPES:
+        for dtype in dtypes:
             assert sums[dtype].dtype == dtype
             np.testing.assert_array_equal(np.asarray(sums[dtype], np.complex64), total)
             is_float = jnp.issubdtype(dtype, jnp.inexact)
@@ -124,7 +127,7 @@ def test_several_in_a_row_and_of_results(on_replicas):
 # MEAN
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+@pytest.mark.parametrize("num_replicas", [2, 3])
 def test_mean_does_not_overflow(num_replicas, on_replicas):
     high = {
         "float16": 60000.0,
@@ -186,6 +189,7 @@ def test_nan_and_infinity_pass_through(on_replicas):
         (True, "got a boolean array of shape"),
         (np.array([True]), r"got a boolean array of shape \(1,\)"),
         (np.array([None]), "expected an array of numbers"),
+        (jax.random.key(0), "all_reduce: got .*expected an array of numbers"),
     ],
 )
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -293,38 +297,3 @@ def test_second_order_through_a_reduction(on_replicas):
     np.testing.assert_allclose([r[0] for r in results], first)
     np.testing.assert_allclose([r[1] for r in results], second)
 
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"bytes_per_pack": -1}, ValueError, "bytes_per_pack is -1, expected a number"),
-        ({"bytes_per_pack": 1.5}, TypeError, "bytes_per_pack is 1.5, expected an int"),
-        ({"bytes_per_pack": True}, TypeError, "bytes_per_pack is True, expected an int"),
-        ({"timeout_seconds": -1.0}, ValueError, "timeout_seconds is -1.0"),
-        ({"implementation": "TREE"}, ValueError, "implementation is 'TREE', expected one of"),
-        ({"implementation": 3}, ValueError, "implementation is 3, expected one of"),
-    ],
-)
-def test_options_check_themselves(arguments, error, message):
-    with pytest.raises(error, match=message):
-        dist.experimental.CommunicationOptions(**arguments)
-
-
-def test_implementation_by_name():
-    options = dist.experimental.CommunicationOptions(implementation="ring")
-
-    assert options.implementation is dist.experimental.CommunicationImplementation.RING
-
-
-def test_merged_options_take_what_is_not_the_default():
-    first = dist.experimental.CommunicationOptions(bytes_per_pack=8, timeout_seconds=3.0)
-    second = dist.experimental.CommunicationOptions(bytes_per_pack=16, implementation="NCCL")
-
-    merged = first.merge(second)
-
-    assert (merged.bytes_per_pack, merged.timeout_seconds) == (16, 3.0)
-    assert merged.implementation.name == "NCCL"
-    assert first.merge(None) is first

@@ -152,6 +152,9 @@ def all_gather(array: Array, axis: int, num_replicas: int) -> Array:
         return array
     scope = current_scope()
     if scope is None or scope.uneven is None:
+        if array.shape[axis] == 0:
+            # Nothing to gather, and XLA refuses to.
+            return jnp.concatenate([array] * num_replicas, axis)
         return lax.all_gather(array, REPLICA_AXIS, axis=axis, tiled=True)
     # Replicas of an uneven batch differ in length: each places its part, and the parts are summed.
     sizes = scope.uneven.sizes(array.shape[axis])

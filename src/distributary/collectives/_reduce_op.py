@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -64,10 +65,11 @@ def check_reducible(value: Any, what: str) -> Array:
     """The value as an array that can be summed.
 
     Raises:
-        InvalidTypeError: for None, strings, objects and booleans.
+        InvalidTypeError: for None, strings, objects, random keys and booleans.
     """
     dtype = getattr(value, "dtype", None)
-    if value is None or isinstance(value, (str, bytes)) or dtype == np.dtype(object):
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if value is None or isinstance(value, (str, bytes)) or is_key or dtype == np.dtype(object):
         raise InvalidTypeError(f"{what}: got {value!r}, expected an array of numbers.")
     try:
         array = jnp.asarray(value)

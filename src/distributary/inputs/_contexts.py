@@ -2,6 +2,8 @@
 
 from typing import final
 
+import numpy as np
+
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 
@@ -81,7 +83,8 @@ class InputContext:
             InvalidTypeError: if `global_batch_size` is not an int.
             InvalidValueError: if it is not divisible by the number of replicas.
         """
-        if not isinstance(global_batch_size, int):
+        is_int = isinstance(global_batch_size, (int, np.integer))
+        if not is_int or isinstance(global_batch_size, bool):
             raise InvalidTypeError(
                 f"get_per_replica_batch_size: global_batch_size is {global_batch_size!r}, expected"
                 " an int."
@@ -93,7 +96,7 @@ class InputContext:
                 f" {self._num_replicas}, such as"
                 f" {max(1, global_batch_size // self._num_replicas) * self._num_replicas}."
             )
-        return global_batch_size // self._num_replicas
+        return int(global_batch_size) // self._num_replicas
 
     def __repr__(self) -> str:
         return (

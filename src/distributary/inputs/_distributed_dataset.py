@@ -7,8 +7,8 @@ from typing import Any, Protocol, final
 import jax
 import numpy as np
 
-from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.values import PerReplica, stack_components
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.values import PerReplica, same_structure, stack_components
 
 
 class Placer(Protocol):
@@ -61,6 +61,12 @@ class DistributedIterator:
             return parts[0]
         flat = [jax.tree.flatten(part) for part in parts]
         tree = flat[0][1]
+        for i, (_, other) in enumerate(flat):
+            if not same_structure(other, tree):
+                raise ReplicaMismatchError(
+                    f"The dataset gave replica {i} an element of structure {other}, and replica 0"
+                    f" one of structure {tree}; all elements must have the same structure."
+                )
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
         return jax.tree.unflatten(tree, [self._distribute(list(column)) for column in columns])
 
@@ -129,7 +135,7 @@ def split_batch(batch: Any, num_replicas: int, number: int) -> list[Any]:
 
 def _array(leaf: Any, number: int) -> Any:
     array = leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf)
-    if array.dtype == object or array.dtype.kind in "US":
+    if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
         raise InvalidTypeError(
             f"Batch {number} of the dataset holds {leaf!r}; strings and objects cannot go to a"
             " device. Map them to numbers first."
@@ -143,10 +149,18 @@ def _array(leaf: Any, number: int) -> Any:
 
 
 def _iterable(dataset: Any) -> Iterable[Any]:
-    if isinstance(dataset, (np.ndarray, jax.Array)) or (
-        isinstance(dataset, dict) and dataset and all(hasattr(v, "shape") for v in dataset.values())
-    ):
+    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise InvalidTypeError(
+            "experimental_distribute_dataset: the dataset is distributed already. Iterate over it,"
+            " or distribute the dataset it was made from."
+        )
+    if isinstance(dataset, (np.ndarray, jax.Array, dict)):
         leaves = jax.tree.leaves(dataset)
+        if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+            raise InvalidTypeError(
+                f"experimental_distribute_dataset: got the dict {dataset!r}, expected one of arrays"
+                " [batch, row, ...]. Pass a list for other iterables of batches."
+            )
         if any(leaf.ndim < 2 for leaf in leaves):
             raise InvalidValueError(
                 "experimental_distribute_dataset: an array is taken as [batch, row, ...], its dim 0"

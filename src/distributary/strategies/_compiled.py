@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
-from distributary.topology import REPLICA_AXIS, Dispatcher
+from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices
 from distributary.variables import Variable
@@ -110,6 +110,8 @@ class Compiled:
             VariableGoneError: if one of its variables does not exist any more.
             ContextError: inside `jax.jit`.
         """
+        if inside_jax_trace():
+            raise _inside_jax("Strategy.run or a distributary.function")
         if self._devices is not None:
             args = [self._place(arg) for arg in args]
         # Reading, donating and replacing the state is one step for other threads.
@@ -124,8 +126,6 @@ class Compiled:
                 lambda: self._call(self._captures, written, read_only, args), self._token_of
             )
             new, outs, _ = result
-            if (new or outs) and isinstance((new or outs)[0], jax.core.Tracer):
-                raise _inside_jax("Strategy.run or a distributary.function")
             for variable, value in zip(variables, new, strict=True):
                 variable._value = value
         return self._rebuild(outs)

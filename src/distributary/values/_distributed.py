@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -57,7 +58,7 @@ class PerReplica(DistributedValues):
 
     # "stacked": a tree of arrays [replica, *shape], one row per device.
     # "components": a tuple of trees. "local": inside a replica program, this replica's tree.
-    __slots__ = ("_form", "_num_replicas", "_payload", "_values")
+    __slots__ = ("_form", "_num_replicas", "_payload", "_traced_values", "_values")
 
     def __init__(self, values: Sequence[Any]) -> None:
         if not isinstance(values, (list, tuple)) or not values:
@@ -69,6 +70,7 @@ class PerReplica(DistributedValues):
         self._payload: Any = tuple(values)
         self._num_replicas = len(values)
         self._values: tuple[Any, ...] | None = self._payload
+        self._traced_values: tuple[Any, tuple[Any, ...]] | None = None
 
     @classmethod
     def from_stacked(cls, tree: Any, num_replicas: int) -> "PerReplica":
@@ -80,6 +82,7 @@ class PerReplica(DistributedValues):
             num_replicas,
             None,
         )
+        new._traced_values = None
         return new
 
     @classmethod
@@ -91,16 +94,29 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        if self._values is None:
-            leaves, tree = jax.tree.flatten(self._payload)
-            if self._form == "local":
-                leaves = [lax.all_gather(leaf, REPLICA_AXIS) for leaf in leaves]
-            rows = [_rows(leaf, self._num_replicas) for leaf in leaves]
-            self._values = tuple(
-                jax.tree.unflatten(tree, [row[i] for row in rows])
-                for i in range(len(rows[0]) if rows else self._num_replicas)
-            )
-        return self._values
+        if self._values is not None:
+            return self._values
+        leaves = jax.tree.leaves(self._payload)
+        if self._form != "local" and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            # Arrays also while a step is traced, so that they can be kept.
+            with jax.ensure_compile_time_eval():
+                self._values = self._make_values()
+            return self._values
+        # Tracers are of use in their own trace only.
+        state = jex_core.get_opaque_trace_state()
+        if self._traced_values is None or self._traced_values[0] != state:
+            self._traced_values = state, self._make_values()
+        return self._traced_values[1]
+
+    def _make_values(self) -> tuple[Any, ...]:
+        leaves, tree = jax.tree.flatten(self._payload)
+        if self._form == "local":
+            leaves = [lax.all_gather(leaf, REPLICA_AXIS) for leaf in leaves]
+        rows = [_rows(leaf, self._num_replicas) for leaf in leaves]
+        return tuple(
+            jax.tree.unflatten(tree, [row[i] for row in rows])
+            for i in range(len(rows[0]) if rows else self._num_replicas)
+        )
 
     @property
     def form(self) -> str:
@@ -126,6 +142,7 @@ class PerReplica(DistributedValues):
         new._form, new._num_replicas = aux
         (new._payload,) = children
         new._values = new._payload if new._form == "components" else None
+        new._traced_values = None
         return new
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:

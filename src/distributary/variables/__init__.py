@@ -1,13 +1,13 @@
 """State with an update rule: mirrored and sync-on-read variables."""
 
-from distributary.variables._enums import VariableAggregation, VariableSynchronization
-from distributary.variables._layout import VariableLayout
-from distributary.variables._variable import (
+from distributary.variables._distributed_variables import (
     MirroredVariable,
     SyncOnReadVariable,
-    Variable,
     VariableComponent,
 )
+from distributary.variables._enums import VariableAggregation, VariableSynchronization
+from distributary.variables._layout import VariableLayout
+from distributary.variables._variable import Variable
 
 __all__ = [
     "MirroredVariable",

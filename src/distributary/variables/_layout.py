@@ -60,6 +60,11 @@ def array_of(value: Any, what: str) -> Any:
         InvalidTypeError: for strings, objects and values that are no numbers.
     """
     if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            raise InvalidTypeError(
+                f"{what}: got an array of dtype {value.dtype}; expected numbers. Of a random key"
+                " keep jax.random.key_data(key), and use jax.random.wrap_key_data."
+            )
         return value
     try:
         array = np.asarray(value)

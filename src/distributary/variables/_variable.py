@@ -3,14 +3,12 @@
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.collectives import ReduceOp
 from distributary.context import (
     another_thread_in_scope,
     current_mode,
@@ -32,27 +30,16 @@ from distributary.tracing import (
     check_not_frozen,
     current_scope,
 )
-from distributary.values import (
-    ArrayOperators,
-    DistributedValues,
-    IndexedSlices,
-    Mirrored,
-    PerReplica,
+from distributary.values import ArrayOperators, IndexedSlices, Mirrored, PerReplica
+from distributary.variables._conversion import (
+    SCATTER,
+    check_member,
+    combine,
+    initial_array,
+    same_kind,
 )
-from distributary.variables import _aggregation as aggregation_rules
 from distributary.variables._enums import VariableAggregation, VariableSynchronization
 from distributary.variables._layout import VariableLayout, array_of
-
-_SCATTER: dict[str, Callable[[Any, Array], Array]] = {
-    "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
-    "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
-    "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
-    "scatter_div": lambda at, rows: _divide_rows(at, rows),
-    "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
-    "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
-    "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
-}
-_NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class Variable(ArrayOperators):
@@ -82,6 +69,9 @@ class Variable(ArrayOperators):
     Source: `tf.Variable` under `tf.distribute`.
     """
 
+    # The kinds that strategies with replicas create, by whether they synchronize on read.
+    _kinds: ClassVar[dict[bool, type["Variable"]]] = {}
+
     _layout: VariableLayout
     _value: Any
     _handle: Handle
@@ -95,9 +85,11 @@ class Variable(ArrayOperators):
         synchronization = kwargs.get("synchronization", args[4] if len(args) > 4 else None)
         if not get_strategy().extended.variable_layout().mirrored:
             return super().__new__(cls)
-        if synchronization is VariableSynchronization.ON_READ:
-            return super().__new__(SyncOnReadVariable)
-        return super().__new__(MirroredVariable)
+        return super().__new__(cls._kinds[synchronization is VariableSynchronization.ON_READ])
+
+    def __init_subclass__(cls, on_read: bool | None = None) -> None:
+        if on_read is not None:
+            Variable._kinds[on_read] = cls
 
     def __init__(
         self,
@@ -111,8 +103,8 @@ class Variable(ArrayOperators):
     ) -> None:
         self._name = "Variable" if name is None else str(name)
         what = f"Variable {self._name!r}"
-        _check_member(what, "synchronization", synchronization, VariableSynchronization)
-        _check_member(what, "aggregation", aggregation, VariableAggregation)
+        check_member(what, "synchronization", synchronization, VariableSynchronization)
+        check_member(what, "aggregation", aggregation, VariableAggregation)
         self._layout = get_strategy().extended.variable_layout()
         if self._layout.mirrored and synchronization is VariableSynchronization.NONE:
             raise InvalidValueError(
@@ -133,7 +125,7 @@ class Variable(ArrayOperators):
         if scope is not None:
             _note_creation(scope, self._name)
         with jax.ensure_compile_time_eval():
-            initial = _initial_array(initial_value, what)
+            initial = initial_array(initial_value, what)
             # Only a wide NumPy dtype changes here: JAX holds 32 bits unless x64 is on.
             self._dtype = jnp.dtype(
                 jax.dtypes.canonicalize_dtype(initial.dtype if dtype is None else dtype)
@@ -148,7 +140,7 @@ class Variable(ArrayOperators):
             self._value = self._initial_state(initial)
         # Whether somebody else may hold the buffer, so that it must not be donated.
         self._shared = False
-        per_replica = isinstance(self, SyncOnReadVariable)
+        per_replica = self._layout.mirrored and on_read
         self._handle = Handle(
             weakref.ref(self),
             self._name,
@@ -371,13 +363,13 @@ class Variable(ArrayOperators):
         if kind == "assign":
             self._value = self._layout.place(value, self._dtype)
         else:
-            self._value = _combine(kind, self._value, self._layout.bring(value, self._dtype))
+            self._value = combine(kind, self._value, self._layout.bring(value, self._dtype))
         self._shared = False
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         converted = jnp.asarray(self._convert(kind, value), self._dtype)
         current = None if kind == "assign" else scope.read(self._handle)
-        new = _combine(kind, current, converted)
+        new = combine(kind, current, converted)
         scope.write(self._handle, new)
         return new
 
@@ -405,7 +397,7 @@ class Variable(ArrayOperators):
                 f"{what} got a value of shape {tuple(array.shape)}, but the variable has shape"
                 f" {self._shape}. Shapes are not broadcast; use jnp.broadcast_to or jnp.full."
             )
-        if not _same_kind(array.dtype, self._dtype):
+        if not same_kind(array.dtype, self._dtype):
             raise InvalidTypeError(
                 f"{what} got dtype {array.dtype}, but the variable is {self._dtype}. Convert the"
                 f" value first: value.astype({self._dtype.name!r})."
@@ -497,11 +489,11 @@ class Variable(ArrayOperators):
             slices = self._convert_slices(kind, slices)
             rows = self._layout.bring(slices.values)
             ids = self._layout.bring(slices.indices)
-            self._value = _SCATTER[kind](self._value.at[ids], rows)
+            self._value = SCATTER[kind](self._value.at[ids], rows)
             self._shared = False
             return self
         slices = self._aggregate_slices(scope, self._convert_slices(kind, slices))
-        new = _SCATTER[kind](scope.read(self._handle).at[slices.indices], slices.values)
+        new = SCATTER[kind](scope.read(self._handle).at[slices.indices], slices.values)
         scope.write(self._handle, new)
         return new
 
@@ -522,7 +514,7 @@ class Variable(ArrayOperators):
             )
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InvalidTypeError(f"{what} needs integer indices, got {ids.dtype}.")
-        if not _same_kind(values.dtype, self._dtype):
+        if not same_kind(values.dtype, self._dtype):
             raise InvalidTypeError(
                 f"{what} got rows of dtype {values.dtype}, but the variable is {self._dtype}."
                 f" Convert them first: values.astype({self._dtype.name!r})."
@@ -600,222 +592,6 @@ class Variable(ArrayOperators):
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
 
-class _DistributedVariable(Variable, DistributedValues):
-    """What mirrored and sync-on-read variables share."""
-
-    @property
-    def values(self) -> tuple["VariableComponent", ...]:
-        """The copies of this process' replicas, for looking at."""
-        scope = current_scope()
-        if scope is None:
-            check_not_frozen(self._name, "read")
-            copies = self._copies(self._value)
-        else:
-            self._check_strategy("read")
-            copies = self._copies_traced(scope)
-        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
-
-    def _copies(self, state: Array) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
-        return self._copies(scope.read(self._handle))
-
-    def __repr__(self) -> str:
-        if current_scope() is not None:
-            kind = type(self).__name__
-            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
-        return DistributedValues.__repr__(self)
-
-    __str__ = __repr__
-
-
-@final
-class MirroredVariable(_DistributedVariable):
-    """A variable with the same value on every replica; created by `Variable` in a scope."""
-
-    def _copies(self, state: Array) -> tuple[Any, ...]:
-        return Mirrored(state, self._layout.num_replicas).values
-
-    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
-        if scope.kind != "replica" or current_mode().role != "replica":
-            return super()._change_traced(scope, kind, value)
-        num_replicas = self._layout.num_replicas
-        is_sum = self._aggregation is VariableAggregation.SUM
-        if is_sum and num_replicas > 1 and _is_concrete(value):
-            raise InvalidValueError(
-                f"Variable {self._name!r}: {kind} got {value!r}, which is the same on every"
-                " replica, and aggregation is SUM: it is not clear whether it counts once or"
-                f" {num_replicas} times. Assign an array computed in the step"
-                " (jnp.asarray(value) counts once per replica), or use aggregation MEAN or"
-                " ONLY_FIRST_REPLICA to count it once."
-            )
-        converted = jnp.asarray(self._convert(kind, value), self._dtype)
-        combined = aggregation_rules.across_replicas(
-            converted, self._aggregation, self._layout.num_replicas, scope
-        )
-        current = None if kind == "assign" else scope.read(self._handle)
-        new = _combine(kind, current, combined)
-        scope.write(self._handle, new)
-        return new
-
-    def _check_scatter(self, kind: str) -> None:
-        aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if kind in _NOT_LINEAR and aggregated:
-            raise UnsupportedError(
-                f"Variable {self._name!r}: {kind} is not defined for aggregation"
-                f" {self._aggregation.name}. Use aggregation NONE with equal rows on every replica,"
-                " or ONLY_FIRST_REPLICA."
-            )
-
-    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
-        if scope.kind != "replica" or current_mode().role != "replica":
-            return slices
-        return aggregation_rules.slices_across_replicas(
-            slices, self._aggregation, self._layout.num_replicas, scope
-        )
-
-
-@final
-class SyncOnReadVariable(_DistributedVariable):
-    """A variable with a value per replica, aggregated when read outside of `run`.
-
-    Its state is one array `[replica, *shape]`.
-    """
-
-    def _initial_state(self, initial: Any) -> jax.Array:
-        num = self._layout.num_replicas
-        rows = jnp.broadcast_to(jnp.asarray(initial), (num, *self._shape))
-        return self._layout.place(rows, self._dtype, stacked=True)
-
-    def _initial_of_copy(self) -> Any:
-        return self._value[0]
-
-    def _copies(self, state: Array) -> tuple[Any, ...]:
-        return PerReplica.from_stacked(state, self._layout.num_replicas).values
-
-    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
-        own = scope.read(self._handle)
-        if scope.kind == "function":
-            return self._copies(own)
-        num_replicas = self._layout.num_replicas
-        return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
-
-    def _read_traced(self, scope: TraceScope) -> Array:
-        value = scope.read(self._handle)
-        if scope.kind == "function":
-            return aggregation_rules.of_rows(value, self._aggregation, self._name)
-        if current_mode().role == "cross":
-            aggregation_rules.check_readable(self._aggregation, self._name)
-            return aggregation_rules.across_replicas(
-                value, self._aggregation, self._layout.num_replicas, scope
-            )
-        return value
-
-    def _read_eager(self) -> Array:
-        return self._peek()
-
-    def _peek(self) -> Array:
-        aggregation_rules.check_readable(self._aggregation, self._name)
-        rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
-        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return jax.device_put(rows.values[0], self._layout.replicated)
-        # A program of all replicas, which must go through the strategy's dispatcher.
-        op = ReduceOp.from_variable_aggregation(self._aggregation)
-        return self._layout.strategy.extended.combine.reduce(op, rows, None)
-
-    def _check_cross_change(self, kind: str) -> None:
-        # Before anything is changed: assign gives the new aggregated value.
-        aggregation_rules.check_readable(self._aggregation, self._name)
-        if self._aggregation is VariableAggregation.SUM and kind != "assign":
-            raise InvalidValueError(
-                f"Variable {self._name!r}: {kind} in a cross-replica context is not defined for"
-                " synchronization ON_READ with aggregation SUM, since each replica holds a part of"
-                " the sum. Use assign, or call it inside Strategy.run."
-            )
-
-    def _change_eager(self, kind: str, value: Any) -> None:
-        self._check_cross_change(kind)
-        num = self._layout.num_replicas
-        value = self._layout.bring(value, self._dtype)
-        if kind == "assign":
-            rows = aggregation_rules.parts_of(value, self._aggregation, num)
-            self._value = self._layout.place(rows, self._dtype, stacked=True)
-        else:
-            self._value = _combine(kind, self._value, value)
-        self._shared = False
-
-    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
-        if scope.kind == "replica" and current_mode().role != "cross":
-            return super()._change_traced(scope, kind, value)
-        self._check_cross_change(kind)
-        num = self._layout.num_replicas
-        converted = jnp.asarray(self._convert(kind, value), self._dtype)
-        if kind == "assign":
-            new = aggregation_rules.parts_of(converted, self._aggregation, num)
-            new = new[scope.replica_id()] if scope.kind == "replica" else new
-        else:
-            new = _combine(kind, scope.read(self._handle), converted)
-        scope.write(self._handle, new)
-        return self._read_traced(scope)
-
-    def _check_scatter(self, kind: str) -> None:
-        raise UnsupportedError(
-            f"Variable {self._name!r}: {kind} is not defined for synchronization ON_READ. Read it,"
-            " change the array with .at[...] and assign it."
-        )
-
-
-@final
-class VariableComponent(ArrayOperators):
-    """One replica's copy of a variable, as it was when looked at; cannot be assigned."""
-
-    def __init__(self, variable: Variable, replica: int, value: Any) -> None:
-        suffix = f"/replica_{replica}" if replica else ""
-        self.name = f"{variable._name}{suffix}:0"
-        self.variable = variable
-        self._array = value
-        variable._shared = True
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the copy."""
-        return self.variable.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the copy."""
-        return self.variable.dtype
-
-    @property
-    def device(self) -> Any:
-        """The JAX device the copy lies on."""
-        return next(iter(self._array.devices()))
-
-    def value(self) -> Array:
-        """The copy as a JAX array."""
-        return self._array
-
-    read_value = value
-
-    def numpy(self) -> np.ndarray:
-        """The copy as a NumPy array."""
-        return np.array(self._array)
-
-    def __jax_array__(self) -> Array:
-        return self._array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._array, dtype=dtype)
-
-    def __repr__(self) -> str:
-        if isinstance(self._array, jax.core.Tracer):
-            return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
-        return self.variable._component_text(self.name, self._array)
-
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]
-
-
 @final
 class VariableReference:
     """Hashable stand-in for a variable; equal if it is the same variable."""
@@ -835,63 +611,6 @@ class VariableReference:
 
     def __repr__(self) -> str:
         return f"<reference to {self._variable.name}>"
-
-
-def _combine(kind: str, current: Any, value: Array) -> Array:
-    if kind == "assign":
-        return value
-    return current + value if kind == "assign_add" else current - value
-
-
-def _divide_rows(at: Any, rows: Array) -> Array:
-    divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
-    # Integers are divided as integers, rounded towards zero.
-    return jax.lax.div(at.array, divisors)
-
-
-def _same_kind(source: Any, target: Any) -> bool:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-    def rank(dtype: Any) -> int:
-        return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
-
-    return source == target or rank(source) <= rank(target) < 4
-
-
-def _is_concrete(value: Any) -> bool:
-    if isinstance(value, Variable):
-        return False
-    return not isinstance(value, jax.core.Tracer)
-
-
-def _initial_array(initial_value: Any, what: str) -> Any:
-    if initial_value is None:
-        raise InvalidValueError(
-            f"{what}: initial_value is missing. Pass an array, a number or a function that gives"
-            " one."
-        )
-    value = initial_value() if callable(initial_value) else initial_value
-    if isinstance(value, (Variable, Mirrored)):
-        value = value.value()
-    if isinstance(value, PerReplica):
-        raise InvalidTypeError(
-            f"{what}: initial_value is a PerReplica. Variables start with one value on all"
-            " replicas; take strategy.reduce(...) or one of its components."
-        )
-    if isinstance(value, jax.core.Tracer):
-        raise InvalidValueError(
-            f"{what}: initial_value is computed by the traced function {value!r}. Create the"
-            " variable outside of Strategy.run, or give a function: initial_value=lambda:"
-            " jnp.zeros(...)."
-        )
-    return array_of(value, what)
-
-
-def _check_member(what: str, field: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise InvalidValueError(
-            f"{what}: {field} is {value!r}, expected a member of distributary.{kind.__name__}."
-        )
 
 
 def _note_creation(scope: TraceScope, name: str) -> None:

@@ -1,0 +1,85 @@
+"""What is accepted as the value of a variable, and how it is combined with the old one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.tracing import Array
+from distributary.values import ArrayOperators, PerReplica
+from distributary.variables._layout import array_of
+
+# By the name of the method: from `array.at[ids]` and the rows to the new array.
+SCATTER: dict[str, Callable[[Any, Array], Array]] = {
+    "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
+    "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
+    "scatter_mul": lambda at, rows: at.multiply(rows, mode="drop"),
+    "scatter_div": lambda at, rows: _divide_rows(at, rows),
+    "scatter_min": lambda at, rows: at.min(rows, mode="drop"),
+    "scatter_max": lambda at, rows: at.max(rows, mode="drop"),
+    "scatter_update": lambda at, rows: at.set(rows, mode="drop"),
+}
+# Not defined for rows that are summed or averaged over replicas.
+NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
+
+
+def combine(kind: str, current: Any, value: Array) -> Array:
+    """The new value of `assign`, `assign_add` or `assign_sub`."""
+    if kind == "assign":
+        return value
+    return current + value if kind == "assign_add" else current - value
+
+
+def _divide_rows(at: Any, rows: Array) -> Array:
+    divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
+    # Integers are divided as integers, rounded towards zero.
+    return jax.lax.div(at.array, divisors)
+
+
+def same_kind(source: Any, target: Any) -> bool:
+    """Whether dtype `source` fits into dtype `target` without losing a fraction or a part."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: Any) -> int:
+        return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 4)
+
+    return source == target or rank(source) <= rank(target) < 4
+
+
+def initial_array(initial_value: Any, what: str) -> Any:
+    """The initial value of a variable as an array.
+
+    Raises:
+        InvalidValueError: if it is missing or traced.
+        InvalidTypeError: if it is no array of numbers.
+    """
+    if initial_value is None:
+        raise InvalidValueError(
+            f"{what}: initial_value is missing. Pass an array, a number or a function that gives"
+            " one."
+        )
+    value = initial_value() if callable(initial_value) else initial_value
+    if isinstance(value, ArrayOperators):
+        value = value.__jax_array__()
+    if isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"{what}: initial_value is a PerReplica. Variables start with one value on all"
+            " replicas; take strategy.reduce(...) or one of its components."
+        )
+    if isinstance(value, jax.core.Tracer):
+        raise InvalidValueError(
+            f"{what}: initial_value is computed by the traced function {value!r}. Create the"
+            " variable outside of Strategy.run, or give a function: initial_value=lambda:"
+            " jnp.zeros(...)."
+        )
+    return array_of(value, what)
+
+
+def check_member(what: str, field: str, value: Any, kind: type) -> None:
+    """Refuses a value that is not a member of the enumeration `kind`."""
+    if not isinstance(value, kind):
+        raise InvalidValueError(
+            f"{what}: {field} is {value!r}, expected a member of distributary.{kind.__name__}."
+        )

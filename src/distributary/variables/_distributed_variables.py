@@ -1,0 +1,239 @@
+"""Variables with a copy per replica."""
+
+from typing import Any, ClassVar, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.collectives import ReduceOp
+from distributary.context import current_mode
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.tracing import Array, TraceScope, check_not_frozen, current_scope
+from distributary.values import (
+    ArrayOperators,
+    DistributedValues,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+)
+from distributary.variables import _aggregation as aggregation_rules
+from distributary.variables._conversion import NOT_LINEAR, combine
+from distributary.variables._enums import VariableAggregation
+from distributary.variables._variable import Variable
+
+
+class DistributedVariable(Variable, DistributedValues):
+    """What mirrored and sync-on-read variables share."""
+
+    @property
+    def values(self) -> tuple["VariableComponent", ...]:
+        """The copies of this process' replicas, for looking at."""
+        scope = current_scope()
+        if scope is None:
+            check_not_frozen(self._name, "read")
+            copies = self._copies(self._value)
+        else:
+            self._check_strategy("read")
+            copies = self._copies_traced(scope)
+        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
+
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
+        return self._copies(scope.read(self._handle))
+
+    def __repr__(self) -> str:
+        if current_scope() is not None:
+            kind = type(self).__name__
+            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
+        return DistributedValues.__repr__(self)
+
+    __str__ = __repr__
+
+
+@final
+class MirroredVariable(DistributedVariable, on_read=False):
+    """A variable with the same value on every replica; created by `Variable` in a scope."""
+
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        return Mirrored(state, self._layout.num_replicas).values
+
+    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+        if scope.kind != "replica" or current_mode().role != "replica":
+            return super()._change_traced(scope, kind, value)
+        num_replicas = self._layout.num_replicas
+        is_sum = self._aggregation is VariableAggregation.SUM
+        if is_sum and num_replicas > 1 and not isinstance(value, (Variable, jax.core.Tracer)):
+            raise InvalidValueError(
+                f"Variable {self._name!r}: {kind} got {value!r}, which is the same on every"
+                " replica, and aggregation is SUM: it is not clear whether it counts once or"
+                f" {num_replicas} times. Assign an array computed in the step"
+                " (jnp.asarray(value) counts once per replica), or use aggregation MEAN or"
+                " ONLY_FIRST_REPLICA to count it once."
+            )
+        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+        combined = aggregation_rules.across_replicas(
+            converted, self._aggregation, self._layout.num_replicas, scope
+        )
+        current = None if kind == "assign" else scope.read(self._handle)
+        new = combine(kind, current, combined)
+        scope.write(self._handle, new)
+        return new
+
+    def _check_scatter(self, kind: str) -> None:
+        aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if kind in NOT_LINEAR and aggregated:
+            raise UnsupportedError(
+                f"Variable {self._name!r}: {kind} is not defined for aggregation"
+                f" {self._aggregation.name}. Use aggregation NONE with equal rows on every replica,"
+                " or ONLY_FIRST_REPLICA."
+            )
+
+    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
+        if scope.kind != "replica" or current_mode().role != "replica":
+            return slices
+        return aggregation_rules.slices_across_replicas(
+            slices, self._aggregation, self._layout.num_replicas, scope
+        )
+
+
+@final
+class SyncOnReadVariable(DistributedVariable, on_read=True):
+    """A variable with a value per replica, aggregated when read outside of `run`.
+
+    Its state is one array `[replica, *shape]`.
+    """
+
+    def _initial_state(self, initial: Any) -> jax.Array:
+        num = self._layout.num_replicas
+        rows = jnp.broadcast_to(jnp.asarray(initial), (num, *self._shape))
+        return self._layout.place(rows, self._dtype, stacked=True)
+
+    def _initial_of_copy(self) -> Any:
+        return self._value[0]
+
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        return PerReplica.from_stacked(state, self._layout.num_replicas).values
+
+    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
+        own = scope.read(self._handle)
+        if scope.kind == "function":
+            return self._copies(own)
+        num_replicas = self._layout.num_replicas
+        return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
+
+    def _read_traced(self, scope: TraceScope) -> Array:
+        value = scope.read(self._handle)
+        if scope.kind == "function":
+            return aggregation_rules.of_rows(value, self._aggregation, self._name)
+        if current_mode().role == "cross":
+            aggregation_rules.check_readable(self._aggregation, self._name)
+            return aggregation_rules.across_replicas(
+                value, self._aggregation, self._layout.num_replicas, scope
+            )
+        return value
+
+    def _read_eager(self) -> Array:
+        return self._peek()
+
+    def _peek(self) -> Array:
+        aggregation_rules.check_readable(self._aggregation, self._name)
+        rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return jax.device_put(rows.values[0], self._layout.replicated)
+        # A program of all replicas, which must go through the strategy's dispatcher.
+        op = ReduceOp.from_variable_aggregation(self._aggregation)
+        return self._layout.strategy.extended.combine.reduce(op, rows, None)
+
+    def _check_cross_change(self, kind: str) -> None:
+        # Before anything is changed: assign gives the new aggregated value.
+        aggregation_rules.check_readable(self._aggregation, self._name)
+        if self._aggregation is VariableAggregation.SUM and kind != "assign":
+            raise InvalidValueError(
+                f"Variable {self._name!r}: {kind} in a cross-replica context is not defined for"
+                " synchronization ON_READ with aggregation SUM, since each replica holds a part of"
+                " the sum. Use assign, or call it inside Strategy.run."
+            )
+
+    def _change_eager(self, kind: str, value: Any) -> None:
+        self._check_cross_change(kind)
+        num = self._layout.num_replicas
+        value = self._layout.bring(value, self._dtype)
+        if kind == "assign":
+            rows = aggregation_rules.parts_of(value, self._aggregation, num)
+            self._value = self._layout.place(rows, self._dtype, stacked=True)
+        else:
+            self._value = combine(kind, self._value, value)
+        self._shared = False
+
+    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+        if scope.kind == "replica" and current_mode().role != "cross":
+            return super()._change_traced(scope, kind, value)
+        self._check_cross_change(kind)
+        num = self._layout.num_replicas
+        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+        if kind == "assign":
+            new = aggregation_rules.parts_of(converted, self._aggregation, num)
+            new = new[scope.replica_id()] if scope.kind == "replica" else new
+        else:
+            new = combine(kind, scope.read(self._handle), converted)
+        scope.write(self._handle, new)
+        return self._read_traced(scope)
+
+    def _check_scatter(self, kind: str) -> None:
+        raise UnsupportedError(
+            f"Variable {self._name!r}: {kind} is not defined for synchronization ON_READ. Read it,"
+            " change the array with .at[...] and assign it."
+        )
+
+
+@final
+class VariableComponent(ArrayOperators):
+    """One replica's copy of a variable, as it was when looked at; cannot be assigned."""
+
+    def __init__(self, variable: Variable, replica: int, value: Any) -> None:
+        suffix = f"/replica_{replica}" if replica else ""
+        self.name = f"{variable._name}{suffix}:0"
+        self.variable = variable
+        self._array = value
+        variable._shared = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the copy."""
+        return self.variable.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the copy."""
+        return self.variable.dtype
+
+    @property
+    def device(self) -> Any:
+        """The JAX device the copy lies on."""
+        return next(iter(self._array.devices()))
+
+    def value(self) -> Array:
+        """The copy as a JAX array."""
+        return self._array
+
+    read_value = value
+
+    def numpy(self) -> np.ndarray:
+        """The copy as a NumPy array."""
+        return np.array(self._array)
+
+    def __jax_array__(self) -> Array:
+        return self._array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._array, dtype=dtype)
+
+    def __repr__(self) -> str:
+        if isinstance(self._array, jax.core.Tracer):
+            return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
+        return self.variable._component_text(self.name, self._array)
+
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]

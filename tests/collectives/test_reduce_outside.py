@@ -1,0 +1,185 @@
+"""`CrossDeviceOps.reduce` and `batch_reduce` called directly, on values that lie anywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.MEAN
+
+
+class _Largest(dist.CrossDeviceOps):
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        first, second = per_replica_value.values
+        return jnp.maximum(first, second)
+
+
+OPS = [
+    dist.NcclAllReduce(),
+    dist.NcclAllReduce(num_packs=0),
+    dist.HierarchicalCopyAllReduce(),
+    dist.ReductionToOneDevice(),
+]
+
+
+def _components(kind, strategy):
+    """The components [1, 2] and [3, 4], as they come about."""
+    first, second = np.array([1.0, 2.0], np.float32), np.array([3.0, 4.0], np.float32)
+    if kind == "numpy":
+        return dist.PerReplica([first, second])
+    if kind == "jax":
+        return dist.PerReplica([jnp.asarray(first), jnp.asarray(second)])
+    if kind == "two devices":
+        devices = jax.local_devices()
+        placed = [jax.device_put(first, devices[0]), jax.device_put(second, devices[1])]
+        return dist.PerReplica(placed)
+    return strategy.run(lambda x: x, (dist.PerReplica([first, second]),))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax", "two devices", "result of run"])
+@pytest.mark.parametrize("ops", OPS, ids=lambda ops: type(ops).__name__)
+def test_sum_and_mean(ops, kind, strategy_of):
+    value = _components(kind, strategy_of(2))
+
+    total, mean = ops.reduce(SUM, value, "CPU:0"), ops.reduce(MEAN, value, "CPU:0")
+
+    assert isinstance(total, dist.Mirrored)
+    np.testing.assert_array_equal(total.numpy(), [4.0, 6.0])
+    np.testing.assert_array_equal(mean.numpy(), [2.0, 3.0])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "two devices", "result of run"])
+def test_a_subclass_and_an_accumulation_function_are_honoured(kind, strategy_of):
+    value = _components(kind, strategy_of(2))
+    ops = dist.ReductionToOneDevice(accumulation_fn=lambda parts: parts[1] - 10 * parts[0])
+
+    np.testing.assert_array_equal(_Largest().reduce(SUM, value, "CPU:0").numpy(), [3.0, 4.0])
+    np.testing.assert_array_equal(ops.reduce(SUM, value, "CPU:0").numpy(), [-7.0, -16.0])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float16", "int32"])
+def test_dtypes_are_kept(dtype):
+    value = dist.PerReplica([np.full(3, 20, dtype)] * 2)
+
+    total = dist.NcclAllReduce().reduce(SUM, value, "CPU:0")
+
+    assert total.dtype == dtype
+    np.testing.assert_array_equal(total.numpy(), np.full(3, 40, dtype))
+
+
+def test_a_batch_may_mix_places_and_kinds(strategy_of):
+    strategy = strategy_of(2)
+    slices = dist.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2))
+    values = [
+        _components("numpy", strategy),
+        _components("result of run", strategy),
+        dist.PerReplica([slices, slices]),
+        jnp.float32(7.0),
+        dist.Mirrored(jnp.float32(8.0), 2),
+        dist.PerReplica([np.float32(9.0)]),
+    ]
+
+    results = dist.NcclAllReduce().batch_reduce(SUM, [(value, "CPU:0") for value in values])
+
+    np.testing.assert_array_equal(results[0].numpy(), [4.0, 6.0])
+    np.testing.assert_array_equal(results[1].numpy(), [4.0, 6.0])
+    np.testing.assert_array_equal(results[2].value().indices, [1, 1])
+    # A single component is its own sum, as in TensorFlow.
+    assert [float(result.numpy()) for result in results[3:]] == [7.0, 8.0, 9.0]
+    assert dist.NcclAllReduce().batch_reduce(SUM, []) == []
+
+
+@pytest.mark.parametrize(("op", "scale"), [(SUM, 1.0), (MEAN, 0.5)])
+@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (0, 1)])
+def test_indexed_slices_are_concatenated(op, scale, rows):
+    parts = [
+        dist.IndexedSlices(jnp.full((n, 2), i + 1.0), jnp.full(n, i), (5, 2))
+        for i, n in enumerate(rows)
+    ]
+
+    result = dist.NcclAllReduce().reduce(op, dist.PerReplica(parts), "CPU:0").value()
+
+    expected = np.concatenate([np.full((n, 2), i + 1.0) for i, n in enumerate(rows)])
+    np.testing.assert_array_equal(result.values, scale * expected)
+    np.testing.assert_array_equal(result.indices, np.repeat([0, 1], rows))
+    assert result.dense_shape == (5, 2)
+
+
+@pytest.mark.parametrize("destination", ["device", "numpy", "jax", "variable", "value"])
+def test_destinations(destination, strategy_of):
+    strategy = strategy_of(2)
+    value = _components("result of run", strategy)
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0])
+    places = {
+        "device": "CPU:1",
+        "numpy": np.ones(3),
+        "jax": jnp.ones(3),
+        "variable": v,
+        "value": value,
+    }
+
+    result = dist.NcclAllReduce().reduce(SUM, value, places[destination])
+
+    np.testing.assert_array_equal(result.numpy(), [4.0, 6.0])
+
+
+@pytest.mark.parametrize("destination", [None, "", 3, ["CPU:0"]])
+def test_unusable_destinations(destination):
+    value = dist.PerReplica([np.ones(2), np.ones(2)])
+
+    with pytest.raises(InvalidValueError, match=r"destinations is .*, expected a device"):
+        dist.NcclAllReduce().reduce(SUM, value, destination)
+    with pytest.raises(InvalidValueError, match=r"destinations is .*, expected a device"):
+        dist.NcclAllReduce().broadcast(np.ones(2), destination)
+
+
+@pytest.mark.parametrize("pairs", [3, [1.0], [(1.0,)], [(1.0, "CPU:0", 3)]])
+def test_unusable_pairs(pairs):
+    with pytest.raises(InvalidTypeError, match="value_destination_pairs is .*, expected a list of"):
+        dist.NcclAllReduce().batch_reduce(SUM, pairs)
+
+
+def test_components_must_agree_in_shape():
+    value = dist.PerReplica([np.ones(2), np.ones(3)])
+
+    with pytest.raises(ReplicaMismatchError, match=r"components have shapes \[\(2,\), \(3,\)\]"):
+        dist.NcclAllReduce().reduce(SUM, value, "CPU:0")
+
+
+def test_booleans_are_refused():
+    value = dist.PerReplica([np.array([True]), np.array([False])])
+
+    with pytest.raises(InvalidTypeError, match="booleans cannot be added"):
+        dist.NcclAllReduce().reduce(SUM, value, "CPU:0")
+
+
+def test_unknown_operation():
+    with pytest.raises(InvalidValueError, match="reduce_op is 'MAX'"):
+        dist.NcclAllReduce().reduce("MAX", dist.PerReplica([1.0, 2.0]), "CPU:0")
+
+
+def test_broadcast(strategy_of):
+    value = _components("result of run", strategy_of(2))
+
+    copies = dist.NcclAllReduce().broadcast(jnp.float32(3.0), value)
+
+    assert isinstance(copies, dist.Mirrored)
+    assert copies.values == (3.0, 3.0)
+
+
+def test_inside_run_replicas_reduce_directly(strategy_of):
+    strategy = strategy_of(2)
+
+    def merged(strategy, x):
+        return strategy.extended.cross_device_ops.reduce(SUM, x, x)
+
+    result = strategy.run(
+        lambda x: dist.get_replica_context().merge_call(merged, args=(x,)),
+        (dist.PerReplica([1.0, 2.0]),),
+    )
+
+    assert result.values == (3.0, 3.0)

@@ -1,0 +1,226 @@
+"""What may be distributed, and what reaches a step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import InvalidTypeError, ReplicaMismatchError, UnsupportedError
+
+
+def _batches(num_batches=2, num_rows=4):
+    for i in range(num_batches):
+        rows = np.arange(num_rows, dtype=np.float32) + 10 * i
+        yield {"x": np.stack([rows, -rows], 1), "y": (rows, [rows.astype(np.int32)])}
+
+
+class _Reiterable:
+    def __iter__(self):
+        return _batches()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: list(_batches()),
+        lambda: tuple(_batches()),
+        _batches,
+        _Reiterable,
+        lambda: iter(list(_batches())),
+        lambda: map(lambda batch: batch, _batches()),
+        lambda: [jax.tree.map(jnp.asarray, batch) for batch in _batches()],
+    ],
+    ids=["list", "tuple", "generator", "re-iterable", "iterator", "map", "jax arrays"],
+)
+def test_every_source_gives_the_same_batches(make, strategy_of):
+    strategy = strategy_of(2)
+
+    seen = list(strategy.experimental_distribute_dataset(make()))
+
+    assert len(seen) == 2
+    for batch, expected in zip(seen, _batches(), strict=True):
+        whole = strategy.gather(batch, axis=0)
+        assert jax.tree.structure(whole) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, whole, expected)
+
+
+def test_batches_reach_the_step_as_nests_of_arrays(strategy_of):
+    strategy = strategy_of(2)
+
+    def step(batch):
+        return jnp.sum(batch["x"][:, 0] + batch["y"][0] + batch["y"][1][0])
+
+    totals = [
+        float(strategy.reduce("SUM", strategy.run(step, (batch,)), axis=None))
+        for batch in strategy.experimental_distribute_dataset(_Reiterable())
+    ]
+
+    assert totals == [18.0, 138.0]
+
+
+def test_dtypes_become_those_jax_holds(strategy_of):
+    arrays = [np.ones(2, dtype) for dtype in ("float64", "float16", "int64", "uint8", "bool")]
+
+    (batch,) = strategy_of(2).experimental_distribute_dataset([arrays])
+
+    assert [part.values[0].dtype.name for part in batch] == [
+        "float32",
+        "float16",
+        "int32",
+        "uint8",
+        "bool",
+    ]
+
+
+def test_random_keys_are_rows_like_others(strategy_of):
+    strategy = dist.OneDeviceStrategy("CPU:0")
+
+    (keys,) = strategy.experimental_distribute_dataset([jax.random.split(jax.random.key(0), 4)])
+
+    assert strategy.run(lambda keys: jax.vmap(jax.random.uniform)(keys), (keys,)).shape == (4,)
+
+
+def test_two_iterators_of_one_dataset_do_not_disturb_each_other(strategy_of):
+    dataset = strategy_of(2).experimental_distribute_dataset(_Reiterable())
+    first, second = iter(dataset), iter(dataset)
+
+    next(first)
+    last = next(first)
+
+    assert next(second)["y"][0].values[0][0] == 0.0
+    assert last["y"][0].values[0][0] == 10.0
+    assert iter(first) is first
+    with pytest.raises(StopIteration):
+        next(first)
+
+
+def test_batches_are_taken_as_they_are_needed(strategy_of):
+    taken = []
+
+    def batches():
+        for i in range(100):
+            taken.append(i)
+            yield np.full(2, i)
+
+    iterator = iter(strategy_of(2).experimental_distribute_dataset(batches()))
+    next(iterator)
+
+    assert len(taken) < 10
+
+
+def test_an_error_of_the_source_comes_out_where_it_happens(strategy_of):
+    def batches():
+        yield np.ones(2)
+        raise ZeroDivisionError("in the source")
+
+    iterator = iter(strategy_of(2).experimental_distribute_dataset(batches()))
+    next(iterator)
+
+    with pytest.raises(ZeroDivisionError, match="in the source"):
+        next(iterator)
+
+
+def test_a_function_that_is_given_a_dataset_loops_over_it(strategy_of):
+    strategy = strategy_of(2)
+    dataset = strategy.experimental_distribute_dataset([np.arange(4.0), np.arange(3.0)])
+
+    @dist.function
+    def epoch(dataset):
+        total = 0.0
+        for batch in dataset:
+            per_replica = strategy.run(lambda x: jnp.sum(x), args=(batch,))
+            total += strategy.reduce("SUM", per_replica, axis=None)
+        return total
+
+    assert epoch(dataset) == 9.0
+    assert epoch(iter(dataset)) == 9.0
+
+
+def test_a_function_of_the_context_may_give_any_iterable(strategy_of):
+    strategy = strategy_of(2)
+
+    def dataset_fn(context):
+        for i in range(4):
+            yield {"x": jnp.full((context.get_per_replica_batch_size(4), 3), i)}
+
+    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+
+    assert [
+        [part["x"][0, 0] for part in strategy.experimental_local_results(batch)]
+        for batch in dataset
+    ] == [[0, 1], [2, 3]]
+
+
+def test_elements_of_a_function_may_be_scalars_and_differ_in_length(strategy_of):
+    strategy = strategy_of(2)
+
+    dataset = strategy.distribute_datasets_from_function(
+        lambda _: [(1.0, np.ones(2)), (2.0, np.ones(3))]
+    )
+
+    ((scalar, rows),) = dataset
+    assert scalar.values == (1.0, 2.0)
+    assert [part.shape for part in rows.values] == [(2,), (3,)]
+    assert strategy.run(lambda s, r: s * jnp.sum(r), (scalar, rows)).values == (2.0, 6.0)
+
+
+def test_a_step_with_one_element_left_runs_and_counts_it_once(strategy_of):
+    strategy = strategy_of(4)
+    dataset = strategy.distribute_datasets_from_function(lambda _: [np.ones(3, np.float32)] * 5)
+
+    totals = [
+        strategy.reduce("SUM", strategy.run(lambda x: jnp.sum(x), (batch,)), None)
+        for batch in dataset
+    ]
+
+    assert totals == [12.0, 3.0]
+
+
+def test_one_replica_receives_every_element():
+    strategy = dist.OneDeviceStrategy("CPU:0")
+
+    seen = list(strategy.distribute_datasets_from_function(lambda _: [np.ones(1), np.ones(2)]))
+
+    assert [element.shape for element in seen] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    "elements", [[{"x": np.ones(2)}, {"y": np.ones(2)}], [(np.ones(2),), (np.ones(2),) * 2]]
+)
+def test_elements_of_one_step_must_have_one_structure(elements, strategy_of):
+    dataset = strategy_of(2).distribute_datasets_from_function(lambda _: elements)
+
+    with pytest.raises(ReplicaMismatchError, match="gave replica 1 an element of structure"):
+        list(dataset)
+
+
+def test_a_distributed_dataset_is_not_distributed_again(strategy_of):
+    strategy = strategy_of(2)
+    dataset = strategy.experimental_distribute_dataset([np.ones(2)])
+
+    for again in (dataset, iter(dataset)):
+        with pytest.raises(InvalidTypeError, match="is distributed already"):
+            list(strategy.experimental_distribute_dataset(again))
+
+
+@pytest.mark.parametrize("dataset", [{}, {"x": [1, 2]}, {"x": np.ones((2, 3)), "y": "text"}])
+def test_a_dict_must_hold_arrays(dataset, strategy_of):
+    with pytest.raises(InvalidTypeError, match=r"got the dict .*, expected one of arrays \[batch"):
+        list(strategy_of(2).experimental_distribute_dataset(dataset))
+
+
+@pytest.mark.parametrize("dataset", ["text", ["text"], [["a", "b"]], [np.array([None])]])
+def test_strings_and_objects_are_refused(dataset, strategy_of):
+    with pytest.raises(InvalidTypeError, match="strings and objects cannot go to a device"):
+        list(strategy_of(2).experimental_distribute_dataset(dataset))
+
+
+@pytest.mark.xfail(reason="the replication mode is ignored here")
+def test_global_batches_cannot_be_replicated(strategy_of):
+    options = dist.InputOptions(
+        experimental_replication_mode=dist.InputReplicationMode.PER_REPLICA
+    )
+
+    with pytest.raises(UnsupportedError, match="distribute_datasets_from_function"):
+        strategy_of(2).experimental_distribute_dataset([np.ones(2)], options)

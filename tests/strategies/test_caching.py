@@ -1,0 +1,263 @@
+"""When a step is traced again, and when its program is forgotten."""
+
+import gc
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import DistributaryWarning
+
+
+@pytest.fixture(params=["run", "function"])
+def traced(request, strategy_of):
+    """Calls a step by its arguments; and the list of its traces."""
+    strategy = strategy_of(2)
+    traces = []
+
+    def step(*args, **kwargs):
+        traces.append(args)
+        return jnp.ones(1)
+
+    if request.param == "run":
+        return lambda *args, **kwargs: strategy.run(step, args, kwargs), traces
+    return dist.function(step), traces
+
+
+def _ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+class Config:
+    """A static argument, keyed by identity."""
+
+
+_CONFIG = Config()
+
+# First arguments, later arguments, whether the later ones need another program.
+CALLS = {
+    "other values": ((_ones(2),), (2 * _ones(2),), False),
+    "other shape": ((_ones(2),), (_ones(3),), True),
+    "other dtype": ((_ones(2),), (_ones(2, dtype=np.int32),), True),
+    "other int": ((1,), (2,), False),
+    "other float": ((1.0,), (2.5,), False),
+    "float for int": ((1,), (1.0,), True),
+    "same bool": ((True,), (True,), False),
+    "other bool": ((True,), (False,), True),
+    "int for bool": ((True,), (1,), True),
+    "same text": (("a",), ("a" + "",), False),
+    "other text": (("a",), ("b",), True),
+    "None for text": (("a",), (None,), True),
+    "other structure": (([_ones(1)],), ((_ones(1),),), True),
+    "other keys": (({"a": _ones(1)},), ({"b": _ones(1)},), True),
+    "other order of keys": (({"a": 1, "b": 2},), ({"b": 3, "a": 4},), False),
+    "more arguments": ((_ones(1),), (_ones(1), _ones(1)), True),
+    "same object": ((_CONFIG,), (_CONFIG,), False),
+    "other object": ((_CONFIG,), (Config(),), True),
+    "components": (
+        (dist.PerReplica([1.0, 2.0]),),
+        (dist.PerReplica([3.0, 4.0]),),
+        False,
+    ),
+    "uneven components": (
+        (dist.PerReplica([_ones(1), _ones(1)]),),
+        (dist.PerReplica([_ones(1), _ones(2)]),),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "later", "again"), CALLS.values(), ids=CALLS)
+def test_step_is_traced_again_only_for_other_arguments(first, later, again, traced):
+    call, traces = traced
+
+    call(*first)
+    once = len(traces)
+    call(*first)
+    assert len(traces) == once >= 1
+    call(*later)
+    assert (len(traces) > once) == again
+    twice = len(traces)
+    call(*first)
+    call(*later)
+    assert len(traces) == twice
+
+
+def test_keyword_and_array_kinds_share_a_program(traced):
+    call, traces = traced
+
+    call(x=jnp.ones(2))
+    call(x=jnp.zeros(2))
+    assert len(traces) == 1
+
+
+def test_variables_are_part_of_the_key(traced, strategy_of):
+    call, traces = traced
+    a, b = dist.Variable(1.0), dist.Variable(1.0)
+
+    for v in (a, b, a, b):
+        call(v)
+
+    assert [args[0] is v for args, v in zip(traces, (a, b), strict=True)] == [True, True]
+
+
+def test_strategies_do_not_share_programs(strategy_of):
+    def step():
+        return dist.get_replica_context().all_reduce("sum", jnp.float32(1.0))
+
+    assert [
+        float(strategy.experimental_local_results(strategy.run(step))[0])
+        for strategy in (strategy_of(2), strategy_of(4), strategy_of(2), strategy_of(1))
+    ] == [2.0, 4.0, 2.0, 1.0]
+
+
+def test_new_variable_of_a_model_is_seen(strategy_of):
+    strategy = strategy_of(2)
+
+    class Model:
+        pass
+
+    model = Model()
+    with strategy.scope():
+        model.v = dist.Variable(1.0)
+
+    def step():
+        return model.v.value()
+
+    first = strategy.run(step)
+    with strategy.scope():
+        model.v = dist.Variable(5.0)
+    gc.collect()
+    second = strategy.run(step)
+
+    assert (float(first.values[0]), float(second.values[0])) == (1.0, 5.0)
+
+
+# Warnings about retracing
+
+
+def _warns(message):
+    return pytest.warns(DistributaryWarning, match=message)
+
+
+def test_retracing_warns_once_and_names_the_argument(strategy_of):
+    strategy = strategy_of(2)
+
+    def my_step(x, flag):
+        return x
+
+    for n in range(1, 9):
+        strategy.run(my_step, (np.ones(n), True))
+    with _warns(
+        r"Strategy\.run: .*my_step' .*8 times.*argument number 0 .*float64\[8\] to float64\[9\]"
+    ):
+        strategy.run(my_step, (np.ones(9), True))
+    for n in range(10, 12):
+        strategy.run(my_step, (np.ones(n), True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([(str(i),) for i in range(9)], r"number 0 .*'7'.*'8'"),
+        ([([1] * i,) for i in range(9)], "structure of its arguments changes"),
+        ([(_ones(2), _ones(i)) for i in range(9)], r"number 1 .*float32\[7\] to float32\[8\]"),
+    ],
+    ids=["text", "structure", "second argument"],
+)
+def test_retracing_warning_names_the_cause(arguments, message, traced):
+    call, _ = traced
+
+    for args in arguments[:-1]:
+        call(*args)
+    with _warns(message):
+        call(*arguments[-1])
+
+
+# Programs are forgotten
+
+
+def _use(strategy):
+    """A step that was run in every way."""
+    with strategy.scope():
+        v = dist.Variable(0.0, aggregation=dist.VariableAggregation.MEAN)
+
+    def step(x):
+        v.assign_add(x)
+        return x * v
+
+    @dist.function
+    def outer(x):
+        return strategy.reduce("mean", strategy.run(step, (x,)), axis=None)
+
+    for _ in range(2):
+        strategy.run(step, (jnp.float32(1.0),))
+        strategy.run(step, (dist.PerReplica([1.0, 1.0]),))
+        outer(jnp.float32(1.0))
+    return step, outer, v
+
+
+def test_dropped_function_is_collected(strategy_of):
+    strategy = strategy_of(2)
+    step, outer, v = _use(strategy)
+    references = [weakref.ref(step), weakref.ref(outer)]
+    assert len(strategy.extended.runner.cache) == 2
+
+    del step, outer
+    gc.collect()
+
+    assert [r() for r in references] == [None, None]
+    assert len(strategy.extended.runner.cache) == 0
+    assert v.numpy() == 6.0
+
+
+def test_dropped_model_is_collected(strategy_of):
+    strategy = strategy_of(2)
+
+    class Model:
+        def __init__(self):
+            with strategy.scope():
+                self.v = dist.Variable(0.0)
+
+        def step(self, x):
+            return self.v.assign_add(x)
+
+        @dist.function
+        def compiled(self, x):
+            return strategy.run(self.step, (x,))
+
+    model = Model()
+    strategy.run(model.step, (jnp.float32(1.0),))
+    model.compiled(jnp.float32(1.0))
+    references = [weakref.ref(model), weakref.ref(model.v)]
+
+    del model
+    gc.collect()
+
+    assert [r() for r in references] == [None, None]
+
+
+def test_static_argument_is_collected(traced):
+    call, traces = traced
+    config = Config()
+    call(config)
+    reference = weakref.ref(config)
+
+    traces.clear()
+    del config
+    gc.collect()
+
+    assert reference() is None
+
+
+def test_dropped_strategy_is_collected(strategy_of):
+    strategy = strategy_of(2)
+    step, outer, v = _use(strategy)
+    references = [weakref.ref(strategy), weakref.ref(v), weakref.ref(step)]
+
+    del strategy, step, outer, v
+    gc.collect()
+
+    assert [r() for r in references] == [None] * 3

@@ -1,0 +1,321 @@
+"""Combining values of the replicas outside of steps: tables of section 3 of the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+    UnsupportedError,
+)
+
+ON_READ = dist.VariableSynchronization.ON_READ
+SUM = dist.ReduceOp.SUM
+MEAN = dist.ReduceOp.MEAN
+
+
+def _per_replica(*components, dtype=None):
+    return dist.PerReplica([jnp.asarray(c, dtype) for c in components])
+
+
+def _ragged():
+    return _per_replica([1.0, 2.0, 3.0, 4.0], [5.0, 6.0])
+
+
+def _matrices():
+    return _per_replica(np.ones((2, 3)), 3 * np.ones((2, 3)), dtype=jnp.float32)
+
+
+# Value, operation, axis, result, dtype.
+REDUCTIONS = {
+    "sum": (lambda: _per_replica(1.0, 3.0), SUM, None, 4.0, "float32"),
+    "mean": (lambda: _per_replica(1.0, 3.0), MEAN, None, 2.0, "float32"),
+    "by name": (lambda: _per_replica(1.0, 3.0), "Mean", None, 2.0, "float32"),
+    "by lower name": (lambda: _per_replica(1.0, 3.0), "sum", None, 4.0, "float32"),
+    "numbers": (lambda: dist.PerReplica([1.0, 3.0]), SUM, None, 4.0, "float32"),
+    "NumPy scalars": (lambda: dist.PerReplica([np.int32(1), np.int32(3)]), SUM, None, 4, "int32"),
+    "integers": (lambda: _per_replica(1, 2), SUM, None, 3, "int32"),
+    # tf.distribute gives float64 for the mean of integers.
+    "mean of integers": (lambda: _per_replica(1, 2), MEAN, None, 1.5, "float32"),
+    "mean of large integers": (
+        lambda: _per_replica(2**31 - 1, 2**31 - 1),
+        *(MEAN, None, float(2**31), "float32"),
+    ),
+    # tf.distribute sums first and overflows.
+    "mean of float16": (
+        lambda: _per_replica(40000, 40000, dtype=jnp.float16),
+        *(MEAN, None, 40000, "float16"),
+    ),
+    "bfloat16": (lambda: _per_replica(1, 2, dtype=jnp.bfloat16), SUM, None, 3, "bfloat16"),
+    "complex": (
+        lambda: _per_replica(1j, 2.0, dtype=jnp.complex64),
+        MEAN,
+        None,
+        1 + 0.5j,
+        "complex64",
+    ),
+    "vectors": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, None, [4, 6], "float32"),
+    "sum of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), SUM, 0, 10, "float32"),
+    "mean of an axis": (lambda: _per_replica([1.0, 2.0], [3.0, 4.0]), MEAN, 0, 2.5, "float32"),
+    "mean of integers of an axis": (lambda: _per_replica([1, 2], [4]), MEAN, 0, 7 / 3, "float32"),
+    "ragged sum": (_ragged, SUM, 0, 21, "float32"),
+    # The mean counts every element the same.
+    "ragged mean": (_ragged, MEAN, 0, 3.5, "float32"),
+    "one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), SUM, 0, 6, "float32"),
+    "mean of one empty": (lambda: _per_replica([1.0, 2.0, 3.0], []), MEAN, 0, 2, "float32"),
+    "all empty": (lambda: _per_replica([], []), MEAN, 0, np.nan, "float32"),
+    "several axes": (_matrices, MEAN, (0, 1), 2, "float32"),
+    "negative axis": (_matrices, MEAN, -1, [2, 2], "float32"),
+    "first axis": (_matrices, SUM, 0, [8, 8, 8], "float32"),
+    "no axes": (_matrices, SUM, (), np.full((2, 3), 4), "float32"),
+    "ragged rows": (
+        lambda: _per_replica(np.ones((1, 3)), np.ones((2, 3)), dtype=jnp.float32),
+        *(SUM, 0, [3, 3, 3], "float32"),
+    ),
+}
+
+
+_UNEVEN = {
+    "mean of integers of an axis",
+    "ragged sum",
+    "ragged mean",
+    "one empty",
+    "mean of one empty",
+    "ragged rows",
+}
+
+
+def _eager(strategy, reduce_all, values):
+    return reduce_all(values)
+
+
+def _function(strategy, reduce_all, values):
+    return dist.function(reduce_all)(values)
+
+
+def _merge_call_of_an_uneven_batch(strategy, reduce_all, values):
+    def step(x):
+        return dist.get_replica_context().merge_call(lambda _, merged: reduce_all(merged), (x,))
+
+    results = strategy.run(step, (values,))
+    return {name: result.values[1] for name, result in results.items()}
+
+
+def _merge_call(strategy, reduce_all, values):
+    even = {name: value for name, value in values.items() if name not in _UNEVEN}
+    return _merge_call_of_an_uneven_batch(strategy, reduce_all, even)
+
+
+@pytest.fixture(scope="module")
+def reduced():
+    """Reduces all values of the table at once, in one of the ways above."""
+
+    @functools.cache
+    def compute(way):
+        strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+
+        def reduce_all(values):
+            return {
+                name: strategy.reduce(REDUCTIONS[name][1], value, axis=REDUCTIONS[name][2])
+                for name, value in values.items()
+            }
+
+        return way(strategy, reduce_all, {name: case[0]() for name, case in REDUCTIONS.items()})
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (way, name)
+        for way in (_eager, _function, _merge_call, _merge_call_of_an_uneven_batch)
+        for name in REDUCTIONS
+        if way is not _merge_call or name not in _UNEVEN
+    ],
+)
+def test_reduce_combines_the_replicas(way, name, reduced):
+    *_, expected, dtype = REDUCTIONS[name]
+
+    result = reduced(way)[name]
+
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    assert result.dtype == jnp.dtype(dtype)
+
+
+def test_component_may_be_a_nest(strategy_of):
+    value = dist.PerReplica([{"x": jnp.ones(2), "y": 1.0}, {"x": jnp.ones(2), "y": 3.0}])
+
+    result = strategy_of(2).reduce(MEAN, value, axis=None)
+
+    np.testing.assert_array_equal(result["x"], [1, 1])
+    assert float(result["y"]) == 2.0
+
+
+def test_on_read_variable_is_reduced_over_its_components(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], synchronization=ON_READ)
+
+    strategy.run(
+        lambda: v.assign_add(jnp.ones(2) * dist.get_replica_context().replica_id_in_sync_group)
+    )
+
+    for call in (lambda f: f(), lambda f: dist.function(f)()):
+        np.testing.assert_array_equal(call(lambda: strategy.reduce(SUM, v, axis=None)), [3, 5])
+        assert float(call(lambda: strategy.reduce(MEAN, v, axis=0))) == 2.0
+        np.testing.assert_array_equal(call(lambda: strategy.gather(v, axis=0)), [1, 2, 2, 3])
+
+
+@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:1")])
+def test_one_device_gives_the_value_back(strategy):
+    strategy = strategy()
+
+    assert strategy.reduce(SUM, 3.0, axis=None) == 3.0
+    np.testing.assert_array_equal(strategy.reduce(MEAN, jnp.ones(2), axis=None), [1, 1])
+    assert float(strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0)) == 2.0
+    np.testing.assert_array_equal(strategy.gather(jnp.ones(2), axis=0), [1, 1])
+
+
+@pytest.mark.parametrize("value", [_matrices, lambda: _matrices().values[0]])
+@pytest.mark.parametrize("axis", [2, -3, (0, 5)])
+def test_axis_out_of_range_is_refused(axis, value, strategy_of):
+    with pytest.raises(InvalidValueError, match=r"axis -?\d is out of range .*shape \(2, 3\)"):
+        strategy_of(2).reduce(SUM, value(), axis=axis)
+
+
+# gather
+
+# Components, axis, result.
+GATHERS = {
+    "even": ([[1, 2], [3, 4]], 0, [1, 2, 3, 4]),
+    "ragged": ([[1], [2, 3]], 0, [1, 2, 3]),
+    "one empty": ([np.zeros((0, 2)), np.ones((2, 2))], 0, np.ones((2, 2))),
+    "second dim": ([[[1], [2]], [[3], [4]]], 1, [[1, 3], [2, 4]]),
+    "ragged second dim": ([[[1], [2]], [[3, 5], [4, 6]]], 1, [[1, 3, 5], [2, 4, 6]]),
+    "negative axis": ([[[1], [2]], [[3], [4]]], -1, [[1, 3], [2, 4]]),
+    "booleans": ([[True], [False]], 0, [True, False]),
+    "ragged booleans": ([[True], [False, True]], 0, [True, False, True]),
+}
+
+
+@pytest.mark.parametrize("call", ["gather", "function"])
+@pytest.mark.parametrize(("components", "axis", "expected"), GATHERS.values(), ids=GATHERS)
+def test_gather_concatenates_in_replica_order(components, axis, expected, call, strategy_of):
+    strategy = strategy_of(2)
+
+    def gather(x):
+        return strategy.gather(x, axis=axis)
+
+    result = (gather if call == "gather" else dist.function(gather))(_per_replica(*components))
+
+    np.testing.assert_array_equal(result, expected)
+    assert (result.dtype == jnp.bool_) == (np.asarray(expected).dtype == bool)
+
+
+@pytest.mark.parametrize(
+    ("value", "axis", "error", "message"),
+    [
+        (lambda: _per_replica(1.0, 2.0), 0, InvalidValueError, "is a scalar"),
+        (_matrices, 2, InvalidValueError, r"axis 2 is out of range .*\(2, 3\)"),
+        (_matrices, -3, InvalidValueError, "axis -3 is out of range"),
+        (_matrices, 0.0, InvalidTypeError, r"axis is 0\.0, expected an int"),
+        (_matrices, None, InvalidTypeError, "axis is None, expected an int"),
+        (
+            lambda: _per_replica(np.ones((1, 2)), np.ones((2, 3))),
+            *(0, ReplicaMismatchError, r"replica 1 has shape \(2, 3\).*dim 0 only"),
+        ),
+        (
+            lambda: dist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int)),
+            *(0, UnsupportedError, "IndexedSlices cannot be gathered"),
+        ),
+        (
+            lambda: dist.PerReplica([dist.IndexedSlices(jnp.ones((1, 2)), jnp.zeros(1, int))] * 2),
+            *(0, UnsupportedError, "IndexedSlices cannot be gathered"),
+        ),
+    ],
+)
+def test_impossible_gather_is_refused(value, axis, error, message, strategy_of):
+    strategy = strategy_of(2)
+    with pytest.raises(error, match=message):
+        strategy.gather(value(), axis=axis)
+
+    # And nothing is broken by it.
+    np.testing.assert_array_equal(strategy.gather(_per_replica([1], [2]), axis=0), [1, 2])
+
+
+# experimental_local_results
+
+
+def test_local_results(strategy_of):
+    strategy = strategy_of(2)
+    per_replica = _per_replica(1.0, 2.0)
+    results = strategy.experimental_local_results
+
+    assert [float(x) for x in results(per_replica)] == [1.0, 2.0]
+    assert results(5) == (5,)
+    assert results(None) == (None,)
+    assert results([1, "a"]) == ([1, "a"],)
+    assert [(float(x["a"]), x["b"]) for x in results({"a": per_replica, "b": 3})] == [
+        (1.0, 3),
+        (2.0, 3),
+    ]
+
+
+@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:0")])
+def test_local_results_of_one_device_are_the_value(strategy):
+    value = [jnp.ones(1), 2]
+
+    assert strategy().experimental_local_results(value) == (value,)
+
+
+# experimental_distribute_values_from_function
+
+
+def test_values_from_function_are_made_once_per_replica(strategy_of):
+    strategy = strategy_of(4)
+    contexts = []
+
+    def value_fn(context):
+        contexts.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
+        return {"x": np.full(2, context.replica_id_in_sync_group), "y": (1.5,)}
+
+    value = strategy.experimental_distribute_values_from_function(value_fn)
+
+    assert contexts == [(i, 4) for i in range(4)]
+    assert isinstance(value["x"], dist.PerReplica)
+    np.testing.assert_array_equal(value["x"].values, [[i, i] for i in range(4)])
+    assert [c.devices() for c in value["x"].values] == [{d} for d in jax.devices()[:4]]
+    assert [float(x) for x in value["y"][0].values] == [1.5] * 4
+
+
+def test_values_from_function_may_differ_in_shape_or_be_nothing(strategy_of):
+    values = strategy_of(2).experimental_distribute_values_from_function(
+        lambda context: (np.ones(context.replica_id_in_sync_group), None, "a")
+    )
+
+    assert [c.shape for c in values[0].values] == [(0,), (1,)]
+    assert values[1].values == (None, None)
+    assert values[2].values == ("a", "a")
+
+
+def test_values_from_function_agree_in_structure(strategy_of):
+    with pytest.raises(ValueError, match=r"replica 1 .*structures must agree"):
+        strategy_of(2).experimental_distribute_values_from_function(
+            lambda context: [1] * context.replica_id_in_sync_group
+        )
+
+
+@pytest.mark.parametrize("strategy", [dist.get_strategy, lambda: dist.OneDeviceStrategy("CPU:0")])
+def test_values_from_function_on_one_device_are_plain(strategy):
+    value = strategy().experimental_distribute_values_from_function(
+        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+    )
+
+    assert value == (0, 1)

@@ -1,0 +1,502 @@
+"""Batches that do not divide by the number of replicas: exact, whatever the step does."""
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import distributary as dist
+from distributary.errors import (
+    ReplicaDivergenceError,
+    ReplicaMismatchError,
+    UnsupportedError,
+)
+
+SUM, MEAN = dist.VariableAggregation.SUM, dist.VariableAggregation.MEAN
+ON_READ = dist.VariableSynchronization.ON_READ
+
+
+def _all_reduce(op, value):
+    return dist.get_replica_context().all_reduce(op, value)
+
+
+def _all_gather(value, axis=0):
+    return dist.get_replica_context().all_gather(value, axis)
+
+
+def _replica_id():
+    return dist.get_replica_context().replica_id_in_sync_group
+
+
+@pytest.fixture
+def run(strategy_of):
+    """Calls a step with parts of the given sizes, rows counted from 1; a result per replica."""
+
+    def call(step, sizes, strategy=None):
+        strategy = strategy or strategy_of(len(sizes))
+        parts, start = [], 1
+        for size in sizes:
+            parts.append(np.arange(start, start + size, dtype=np.float32))
+            start += size
+        result = strategy.run(step, (dist.PerReplica(parts),))
+        return strategy.experimental_local_results(result)
+
+    return call
+
+
+# A whole training step against a model in NumPy
+
+
+class _Model:
+    """A linear model with everything a step does, under one strategy."""
+
+    def __init__(self, num_replicas):
+        self.num_replicas = num_replicas
+        self.strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+        with self.strategy.scope():
+            self.weights = dist.Variable(jnp.zeros(2))
+            self.moving_mean = dist.Variable(jnp.zeros(2), trainable=False, aggregation=MEAN)
+            self.total = dist.Variable(0.0, synchronization=ON_READ, aggregation=SUM)
+            self.count = dist.Variable(0, synchronization=ON_READ, aggregation=SUM)
+
+    def step(self, x, y, global_batch_size):
+        with dist.GradientTape() as tape:
+            prediction = x @ self.weights.value()
+            loss = jnp.sum((prediction - y) ** 2) / global_batch_size
+            mean = jnp.sum(x, 0) / max(x.shape[0], 1)
+            self.moving_mean.assign(0.9 * self.moving_mean + 0.1 * mean)
+        gradient = tape.gradient(loss, self.weights)
+        self.weights.assign_sub(0.1 * _all_reduce("SUM", gradient))
+        self.total.assign_add(jnp.sum(y))
+        self.count.assign_add(x.shape[0])
+        return loss, prediction, _all_gather(prediction)
+
+
+_model = functools.cache(_Model)
+
+
+def _parts(rows, num_replicas):
+    small, larger = divmod(len(rows), num_replicas)
+    starts = [i * small + min(i, larger) for i in range(num_replicas + 1)]
+    return [rows[a:b] for a, b in itertools.pairwise(starts)]
+
+
+@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.given(
+    num_rows=st.integers(0, 9), num_replicas=st.integers(1, 4), seed=st.integers(0, 99)
+)
+def test_a_training_step_equals_a_model_of_the_same_split(num_rows, num_replicas, seed):
+    model = _model(num_replicas)
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(num_rows, 2)).astype(np.float32)
+    y = random.normal(size=num_rows).astype(np.float32)
+    weights = random.normal(size=2).astype(np.float32)
+    model.weights.assign(weights)
+    for variable in (model.moving_mean, model.total, model.count):
+        variable.assign(np.zeros_like(variable.numpy()))
+    (batch,) = model.strategy.experimental_distribute_dataset([(x, y)])
+
+    loss, prediction, gathered = model.strategy.run(model.step, (*batch, float(max(num_rows, 1))))
+
+    expected = x @ weights
+    error = expected - y
+    means = [part.sum(0) / max(len(part), 1) for part in _parts(x, num_replicas)]
+    gradient = 2 * x.T @ error / max(num_rows, 1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(model.strategy.reduce("SUM", loss, None), (error**2).sum() / max(num_rows, 1))
+    close(model.strategy.gather(prediction, 0), expected)
+    for copy in model.strategy.experimental_local_results(gathered):
+        close(copy, expected)
+    close(model.weights.numpy(), weights - 0.1 * gradient)
+    close(model.moving_mean.numpy(), 0.1 * np.mean(means, 0))
+    close(model.total.numpy(), y.sum())
+    assert model.count.numpy() == num_rows
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 0), (0, 0)])
+def test_strategy_reduce_over_the_rows(sizes, strategy_of):
+    strategy = strategy_of(len(sizes))
+    rows = np.arange(1.0, 1.0 + sum(sizes), dtype=np.float32)
+    (batch,) = strategy.experimental_distribute_dataset([rows])
+
+    squares = strategy.run(lambda x: x * x, (batch,))
+
+    assert strategy.reduce("SUM", squares, axis=0) == (rows**2).sum()
+    if rows.size:
+        np.testing.assert_allclose(strategy.reduce("MEAN", squares, axis=0), (rows**2).mean())
+
+
+def test_several_arguments_uneven_shared_and_even(strategy_of):
+    strategy = strategy_of(2)
+    uneven = dist.PerReplica([np.ones(2, np.float32), np.ones(1, np.float32)])
+    even = dist.PerReplica([np.float32(10.0), np.float32(20.0)])
+
+    def step(x, nest, shared, scale):
+        return jnp.sum(x) * nest["even"] + shared * scale
+
+    result = strategy.run(step, (uneven, {"even": even}, jnp.float32(100.0)), {"scale": 2.0})
+
+    assert result.values == (220.0, 220.0)
+
+
+def test_inside_a_compiled_function(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        total = dist.Variable(0.0)
+
+    @dist.function
+    def epoch(batch):
+        losses = strategy.run(lambda x: jnp.sum(x), args=(batch,))
+        total.assign_add(strategy.reduce("SUM", losses, axis=None))
+        return losses, strategy.gather(strategy.run(lambda x: x + 1, args=(batch,)), axis=0)
+
+    parts = [np.array([1.0, 2.0], np.float32), np.array([3.0], np.float32)]
+    losses, rows = epoch(dist.PerReplica(parts))
+
+    assert strategy.experimental_local_results(losses) == (3.0, 3.0)
+    np.testing.assert_array_equal(rows, [2, 3, 4])
+    assert total.numpy() == 6.0
+
+
+def test_a_shape_is_compiled_once(strategy_of):
+    strategy = strategy_of(2)
+    traces = []
+
+    def step(x):
+        traces.append(x.shape[0])
+        return jnp.sum(x)
+
+    for size in (3, 3, 5, 3, 4, 4):
+        (batch,) = strategy.experimental_distribute_dataset([np.ones(size, np.float32)])
+        strategy.run(step, (batch,))
+
+    assert traces == [2, 1, 3, 2, 2]
+
+
+# Number of rows and of the replica
+
+
+def test_the_number_of_rows_is_that_of_each_replica(run):
+    def step(x):
+        number = x.shape[0]
+        return (
+            _all_reduce("SUM", number),
+            _all_reduce("MEAN", number),
+            _all_reduce("SUM", jnp.asarray(number)),
+            _all_reduce("SUM", np.float32(number)),
+            _all_gather(np.array([number])),
+        )
+
+    for result in run(step, (3, 2)):
+        assert [float(value) for value in result[:4]] == [5.0, 2.5, 5.0, 5.0]
+        np.testing.assert_array_equal(result[4], [3, 2])
+
+
+def test_the_replica_id_everywhere(run):
+    def step(x):
+        def in_scan(carry, _):
+            return carry + _replica_id(), _replica_id()
+
+        scanned = lax.scan(in_scan, 0, None, length=2)
+        looped = lax.fori_loop(0, 3, lambda i, a: a + _replica_id(), 0)
+        branched = lax.cond(_replica_id() > 0, lambda: 10, lambda: 20)
+        jitted = jax.jit(lambda: _replica_id() + 100)()
+        return _replica_id(), scanned, looped, branched, jitted
+
+    for i, result in enumerate(run(step, (2, 1, 0))):
+        rid, (total, each), looped, branched, jitted = result
+        assert (rid, total, looped, jitted) == (i, 2 * i, 3 * i, 100 + i)
+        assert branched == (10 if i else 20)
+        np.testing.assert_array_equal(each, [i, i])
+
+
+def test_axis_index_outside_of_control_flow(run):
+    assert run(lambda x: lax.axis_index("replica") * 2, (2, 1)) == (0, 2)
+
+
+# Collectives inside
+
+
+def test_inside_nested_jit(run):
+    @jax.jit
+    def total(x):
+        return _all_reduce("SUM", jnp.sum(x))
+
+    @jax.jit
+    def outer(x):
+        return total(x) + total(2 * x), _all_gather(x)
+
+    for value, gathered in run(outer, (2, 1)):
+        assert value == 18.0
+        np.testing.assert_array_equal(gathered, [1, 2, 3])
+
+
+def test_one_jitted_function_serves_even_and_uneven_batches(strategy_of):
+    total = jax.jit(lambda x: _all_reduce("SUM", jnp.sum(x)) + _all_reduce("SUM", x.shape[0]))
+    strategies = {n: strategy_of(n) for n in (1, 2, 3)}
+    for num_replicas, size in [(2, 4), (2, 3), (3, 3), (1, 3), (3, 4), (2, 5), (2, 4)]:
+        strategy = strategies[num_replicas]
+        (batch,) = strategy.experimental_distribute_dataset([np.ones(size, np.float32)])
+
+        result = strategy.run(lambda x: total(x), (batch,))
+
+        assert strategy.experimental_local_results(result) == (2.0 * size,) * num_replicas
+
+
+def test_inside_scan_with_a_varying_carry(run):
+    def step(x):
+        def body(carry, _):
+            carry = carry + _all_reduce("SUM", jnp.sum(x)) + _replica_id()
+            return carry, carry
+
+        return lax.scan(body, 0.0, None, length=2)
+
+    for i, (carry, each) in enumerate(run(step, (2, 1))):
+        assert carry == 2 * (6 + i)
+        np.testing.assert_array_equal(each, [6 + i, 12 + 2 * i])
+
+
+def test_inside_while_loop_until_a_reduced_value_is_large(run):
+    def step(x):
+        def body(state):
+            i, total = state
+            return i + 1, total + _all_reduce("SUM", jnp.sum(x))
+
+        return lax.while_loop(lambda state: state[1] < 20.0, body, (0, 0.0))
+
+    assert run(step, (2, 1)) == ((4, 24.0), (4, 24.0))
+
+
+def test_inside_the_condition_of_a_while_loop(run):
+    def step(x):
+        return lax.while_loop(
+            lambda total: _all_reduce("SUM", total) < 50.0, lambda total: total * 2.0, jnp.sum(x)
+        )
+
+    assert run(step, (2, 1)) == (48.0, 48.0)
+
+
+def test_inside_cond_on_a_reduced_value(run):
+    def step(x):
+        total = _all_reduce("SUM", jnp.sum(x))
+        return lax.cond(
+            total > 5.0, lambda: _all_reduce("MEAN", jnp.max(x)), lambda: jnp.float32(0.0)
+        )
+
+    assert run(step, (2, 1)) == (2.5, 2.5)
+
+
+def test_inside_checkpoint_under_a_tape(strategy_of, run):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(2.0)
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = jax.checkpoint(lambda x: _all_reduce("SUM", jnp.sum(jnp.sin(x * v))))(x)
+        return _all_reduce("MEAN", tape.gradient(loss, v))
+
+    gradients = run(step, (2, 1), strategy)
+
+    rows = np.array([1.0, 2.0, 3.0])
+    np.testing.assert_allclose(gradients, [(rows * np.cos(2.0 * rows)).sum()] * 2, rtol=1e-5)
+
+
+def test_scan_over_the_rows_without_a_collective(run):
+    def step(x):
+        return lax.scan(lambda total, row: (total + row * (1 + _replica_id()), None), 0.0, x)[0]
+
+    assert run(step, (2, 1, 0)) == (3.0, 6.0, 0.0)
+
+
+def test_custom_gradients(run):
+    @jax.custom_vjp
+    def reversed_gradient(x):
+        return x
+
+    reversed_gradient.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+    def step(x):
+        return jax.grad(lambda x: jnp.sum(jax.nn.relu(reversed_gradient(x) - 1.5)))(x)
+
+    first, second = run(step, (2, 1))
+
+    np.testing.assert_array_equal(first, [0, -1])
+    np.testing.assert_array_equal(second, [-1])
+
+
+def test_lax_collectives(run):
+    def step(x):
+        total = jnp.sum(x)
+        whole = lax.all_gather(total, "replica")
+        part = lax.psum_scatter(jnp.stack([total, 10 * total]), "replica", tiled=True)
+        return lax.pmax(total, "replica"), lax.pmin(total, "replica"), whole, part
+
+    for i, (largest, smallest, whole, part) in enumerate(run(step, (3, 1))):
+        assert (largest, smallest) == (6.0, 4.0)
+        np.testing.assert_array_equal(whole, [6, 4])
+        np.testing.assert_array_equal(part, [[10], [100]][i])
+
+
+# State
+
+
+def test_variables_with_every_aggregation(strategy_of, run):
+    strategy = strategy_of(2)
+    kinds = {
+        "sum": {"aggregation": SUM},
+        "mean": {"aggregation": MEAN},
+        "first": {"aggregation": dist.VariableAggregation.ONLY_FIRST_REPLICA},
+        "own": {"aggregation": SUM, "synchronization": ON_READ},
+    }
+    with strategy.scope():
+        variables = {name: dist.Variable(0.0, **kind) for name, kind in kinds.items()}
+
+    def step(x):
+        for variable in variables.values():
+            variable.assign_add(jnp.sum(x))
+
+    run(step, (2, 1), strategy)
+
+    values = {name: float(variable.numpy()) for name, variable in variables.items()}
+    assert values == {"sum": 6.0, "mean": 3.0, "first": 3.0, "own": 6.0}
+    assert [float(c.numpy()) for c in variables["own"].values] == [3.0, 3.0]
+
+
+def test_reduced_values_may_be_assigned_to_mirrored_variables(strategy_of, run):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        average, steps = dist.Variable(0.0), dist.Variable(0)
+        noise = dist.Variable(jnp.zeros(2))
+
+    def step(x):
+        total = _all_reduce("SUM", [jnp.sum(jax.nn.relu(x)), x.shape[0]])
+        average.assign(jax.nn.relu(total[0] / total[1]))
+        steps.assign_add(1)
+        noise.assign(jax.random.normal(jax.random.fold_in(jax.random.key(0), steps.value()), (2,)))
+        scanned = lax.scan(lambda c, _: (c + _all_reduce("MEAN", jnp.sum(x)), None), 0.0, None, 2)
+        average.assign_add(scanned[0])
+
+    run(step, (2, 1), strategy)
+
+    assert average.numpy() == 2.0 + 6.0
+    assert steps.numpy() == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda x: jnp.float32(x.shape[0]),
+        lambda x: _replica_id().astype(jnp.float32),
+        lambda x: jnp.sum(jnp.ones(x.shape[0])),
+        lambda x: jnp.float32(sum(range(x.shape[0]))) * 0.5,
+        lambda x: jax.jit(lambda: jnp.asarray(np.arange(x.shape[0]), jnp.float32).sum())(),
+        lambda x: lax.fori_loop(0, x.shape[0], lambda i, a: a * 2.0, 1.0),
+        lambda x: jnp.sum(x),
+        lambda x: lax.cond(x.shape[0] > 1, lambda: 1.0, lambda: 2.0),
+    ],
+    ids=["rows", "id", "ones", "python", "constant", "loop", "data", "branch"],
+)
+def test_what_differs_between_the_replicas_may_not_be_assigned(value, strategy_of, run):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(0.0, name="v")
+
+    with pytest.raises(ReplicaDivergenceError, match="'v' is mirrored, but the value assigned"):
+        run(lambda x: v.assign(value(x)), (2, 1), strategy)
+    assert v.numpy() == 0.0
+
+
+# What cannot be right
+
+
+def test_reducing_a_value_per_example(run):
+    with pytest.raises(
+        ReplicaMismatchError, match=r"replica 1 has shape \(1,\).*one entry per example"
+    ):
+        run(lambda x: _all_reduce("MEAN", x), (2, 1))
+
+
+def test_a_branch_on_the_batch_size_that_skips_a_collective(run):
+    def step(x):
+        return _all_reduce("SUM", jnp.sum(x)) if x.shape[0] > 1 else jnp.sum(x)
+
+    with pytest.raises(ReplicaMismatchError, match="do not run the same collectives"):
+        run(step, (2, 1))
+
+
+def test_a_branch_on_the_batch_size_that_runs_another_collective(run):
+    def step(x):
+        total = jnp.sum(x)
+        return lax.pmax(total, "replica") if x.shape[0] > 1 else lax.psum(total, "replica")
+
+    with pytest.raises(ReplicaMismatchError, match="do not run the same collectives"):
+        run(step, (2, 1))
+
+
+def test_a_branch_on_the_batch_size_that_skips_an_all_gather(run):
+    with pytest.raises(ReplicaMismatchError, match="do not call all_gather equally often"):
+        run(lambda x: _all_gather(x) if x.shape[0] > 1 else x, (2, 1))
+
+
+def test_a_branch_on_the_batch_size_that_skips_an_assignment(strategy_of, run):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(0.0, name="v", aggregation=SUM)
+
+    def step(x):
+        if x.shape[0] > 1:
+            v.assign_add(1.0 * jnp.float32(1.0))
+
+    with pytest.raises(ReplicaMismatchError, match="'v' is assigned on some replicas"):
+        run(step, (2, 1), strategy)
+
+
+def test_a_branch_on_the_batch_size_that_changes_the_result(run):
+    with pytest.raises(ReplicaMismatchError, match="returns 2 arrays on replica 1 .* and 1 on"):
+        run(lambda x: x if x.shape[0] > 1 else (x, x), (2, 1))
+
+
+def test_one_jitted_gather_of_several_arrays(run):
+    # JAX keeps the traced function by the shapes of one replica, which say too little.
+    def step(x):
+        gather = jax.jit(_all_gather)
+        return gather(x), gather(x[:1])
+
+    with pytest.raises(ReplicaMismatchError, match=r"one jax\.jit function with all_gather"):
+        run(step, (2, 1))
+
+
+def test_a_collective_in_a_scan_over_the_rows(run):
+    def step(x):
+        return lax.scan(lambda c, row: (c + _all_reduce("SUM", row), None), 0.0, x)[0]
+
+    with pytest.raises(ReplicaMismatchError, match=r"has lengths \[2, 1\] on the replicas"):
+        run(step, (2, 1))
+
+
+def test_axis_index_in_a_branch(run):
+    def step(x):
+        return lax.cond(jnp.sum(x) > 2, lambda: lax.axis_index("replica"), lambda: 0)
+
+    with pytest.raises(UnsupportedError, match="replica_id_in_sync_group"):
+        run(step, (2, 1))
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: lax.ppermute(x, "replica", [(0, 1), (1, 0)]),
+        lambda x: lax.psum(x, "replica", axis_index_groups=[[0], [1]]),
+    ],
+    ids=["ppermute", "groups"],
+)
+def test_other_collectives(collective, run):
+    with pytest.raises(UnsupportedError, match="on an uneven batch"):
+        run(lambda x: collective(jnp.sum(x)), (2, 1))

@@ -1,0 +1,229 @@
+"""Values per replica as objects."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+
+def _components(num_replicas=2):
+    return [jnp.arange(2.0) + i for i in range(num_replicas)]
+
+
+@pytest.fixture(params=["components", "of a step"])
+def per_replica(request, strategy_of):
+    """[0, 1] on replica 0 and [1, 2] on replica 1."""
+    if request.param == "components":
+        return dist.PerReplica(_components())
+    return strategy_of(2).run(
+        lambda: jnp.arange(2.0) + dist.get_replica_context().replica_id_in_sync_group
+    )
+
+
+@pytest.fixture(params=["nothing known", "of an update"])
+def mirrored(request, strategy_of):
+    """[1, 2] on both replicas."""
+    if request.param == "nothing known":
+        return dist.Mirrored(jnp.array([1.0, 2.0]), 2)
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0])
+    return strategy.extended.update(v, lambda v: v.assign([1.0, 2.0]))
+
+
+# PerReplica
+
+
+def test_per_replica_shows_its_components(per_replica):
+    assert isinstance(per_replica, dist.DistributedValues)
+    assert isinstance(per_replica.values, tuple)
+    assert per_replica.num_replicas == 2
+    np.testing.assert_array_equal(per_replica.values, [[0, 1], [1, 2]])
+    assert repr(per_replica) == (
+        "PerReplica:{\n  0: Array([0., 1.], dtype=float32),\n  1: Array([1., 2.], dtype=float32)\n}"
+    )
+    assert str(per_replica) == "PerReplica:{\n  0: [0. 1.],\n  1: [1. 2.]\n}"
+
+
+def test_components_of_a_step_lie_on_the_devices_of_their_replicas(strategy_of):
+    result = strategy_of(8).run(lambda: jnp.ones(2))
+
+    assert [c.devices() for c in result.values] == [{device} for device in jax.devices()]
+    assert result.values is result.values
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda x: x + 1.0, TypeError, "unsupported operand"),
+        (lambda x: 1.0 * x, TypeError, "unsupported operand"),
+        (lambda x: -x, TypeError, "bad operand"),
+        (lambda x: x < x, TypeError, "not supported between"),
+        (lambda x: x[0], TypeError, "not subscriptable"),
+        (list, TypeError, "not iterable"),
+        (len, TypeError, r"no len\(\)"),
+        (float, TypeError, "PerReplica"),
+        (operator.index, TypeError, "PerReplica"),
+        (lambda x: x.shape, AttributeError, "'shape'"),
+        (lambda x: x.numpy(), AttributeError, "'numpy'"),
+        (np.asarray, ValueError, r"PerReplica cannot be converted.*reduce.*2 components"),
+        (jnp.asarray, ValueError, r"PerReplica cannot be converted.*reduce.*2 components"),
+        (lambda x: jnp.ones(2) + x, ValueError, r"PerReplica cannot be converted.*reduce"),
+        (lambda x: np.ones(2) + x, ValueError, r"PerReplica cannot be converted.*reduce"),
+        (lambda x: jnp.stack([x, x]), ValueError, r"PerReplica cannot be converted.*reduce"),
+        (lambda x: setattr(x, "values", 1), AttributeError, "values"),
+    ],
+)
+def test_per_replica_is_opaque(use, error, message, per_replica):
+    with pytest.raises(error, match=message):
+        use(per_replica)
+
+
+def test_per_replica_is_an_object_like_any_other(per_replica):
+    assert bool(per_replica)
+    assert per_replica == per_replica
+    assert per_replica != dist.PerReplica(_components())
+    assert {per_replica: 1}[per_replica] == 1
+
+
+def test_per_replica_captured_by_a_step_is_refused(per_replica, strategy_of):
+    for use in (lambda: jnp.asarray(per_replica), lambda: jnp.ones(2) * per_replica):
+        with pytest.raises(ValueError, match=r"args, not through a closure"):
+            strategy_of(2).run(use)
+
+
+def test_per_replica_is_a_pytree(per_replica):
+    doubled = jax.tree.map(lambda x: x * 2, {"x": per_replica})
+    leaves, tree = jax.tree.flatten(per_replica)
+
+    assert isinstance(doubled["x"], dist.PerReplica)
+    np.testing.assert_array_equal(doubled["x"].values, [[0, 2], [2, 4]])
+    np.testing.assert_array_equal(jax.tree.unflatten(tree, leaves).values, per_replica.values)
+    tripled = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 3, x))(
+        dist.PerReplica([np.ones(2), np.ones(3)])
+    )
+    assert [c.shape for c in tripled.values] == [(2,), (3,)]
+
+
+def test_components_may_be_nests_and_differ_in_shape():
+    value = dist.PerReplica([{"x": jnp.ones(2), "y": 1}, {"x": jnp.ones(3), "y": 2}])
+
+    assert [c["x"].shape for c in value.values] == [(2,), (3,)]
+    assert [c["y"] for c in value.values] == [1, 2]
+
+
+@pytest.mark.parametrize("values", [[], (), 3, "ab", np.ones(2), None, {"a": 1}], ids=repr)
+def test_components_are_a_list_or_tuple(values):
+    with pytest.raises(TypeError, match=r"PerReplica: got .*non-empty list or tuple"):
+        dist.PerReplica(values)
+
+
+def test_components_looked_at_first_in_a_step_are_arrays(strategy_of):
+    strategy = strategy_of(2)
+    captured = strategy.run(lambda: jnp.ones(2))
+
+    first = strategy.run(lambda: captured.values[1] * 2)
+    second = strategy.run(lambda: captured.values[1] * 3)
+
+    assert isinstance(captured.values[1], jax.Array)
+    assert not isinstance(captured.values[1], jax.core.Tracer)
+    np.testing.assert_array_equal(first.values, np.full((2, 2), 2))
+    np.testing.assert_array_equal(second.values, np.full((2, 2), 3))
+
+
+def test_merged_components_are_of_use_in_every_trace(strategy_of):
+    def merge_fn(_, x):
+        gradient = jax.grad(lambda scale: scale * x.values[1])(1.0)
+        return (
+            gradient
+            + x.values[0]
+            + jax.lax.scan(lambda c, _: (c + x.values[1], None), 0.0, length=2)[0]
+        )
+
+    def step():
+        context = dist.get_replica_context()
+        return context.merge_call(merge_fn, (context.replica_id_in_sync_group + 1.0,))
+
+    assert [float(x) for x in strategy_of(2).run(step).values] == [7.0, 7.0]
+
+
+# Mirrored
+
+
+def test_mirrored_behaves_like_the_value_it_holds(mirrored):
+    assert isinstance(mirrored, dist.DistributedValues)
+    assert (mirrored.shape, mirrored.dtype, mirrored.ndim) == ((2,), jnp.float32, 1)
+    assert len(mirrored) == 2
+    assert [float(x) for x in mirrored] == [1.0, 2.0]
+    assert float(mirrored[1]) == 2.0
+    assert float(mirrored.sum()) == 3.0
+    np.testing.assert_array_equal(np.asarray(mirrored), [1, 2])
+    np.testing.assert_array_equal(mirrored.numpy(), [1, 2])
+    np.testing.assert_array_equal(jnp.asarray(mirrored), [1, 2])
+    np.testing.assert_array_equal(jnp.sum(jnp.asarray(mirrored)), 3)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mirrored.no_such_name
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(mirrored)
+
+
+def test_mirrored_has_a_component_per_replica(mirrored):
+    assert repr(mirrored) == (
+        "Mirrored:{\n  0: Array([1., 2.], dtype=float32),\n  1: Array([1., 2.], dtype=float32)\n}"
+    )
+    np.testing.assert_array_equal(mirrored.values, [[1, 2], [1, 2]])
+
+
+def test_components_of_mirrored_lie_on_the_devices_of_their_replicas(strategy_of):
+    strategy = strategy_of(4)
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0])
+    updated = strategy.extended.update(v, lambda v: v.assign([1.0, 2.0]))
+    broadcast = strategy.extended.broadcast_to(jnp.ones(2), v)
+
+    for value in (updated, broadcast):
+        assert [c.devices() for c in value.values] == [{d} for d in jax.devices()[:4]]
+
+
+def test_mirrored_is_a_pytree(mirrored):
+    doubled = jax.tree.map(lambda x: x * 2, [mirrored])[0]
+    jitted = jax.jit(lambda x: x.value() * 2)(mirrored)
+
+    assert isinstance(doubled, dist.Mirrored)
+    np.testing.assert_array_equal(doubled.values, [[2, 4], [2, 4]])
+    np.testing.assert_array_equal(jitted, [2, 4])
+
+
+def test_mirrored_is_the_same_on_all_replicas_of_a_step(mirrored, strategy_of):
+    strategy = strategy_of(2)
+
+    result = strategy.run(lambda x: x * 2, (mirrored,))
+
+    np.testing.assert_array_equal(result.values, [[2, 4], [2, 4]])
+
+
+# IndexedSlices
+
+
+def test_indexed_slices():
+    slices = dist.IndexedSlices(jnp.array([[1.0], [2.0], [3.0]]), jnp.array([0, 2, 0]), (3, 1))
+
+    assert (slices.dtype, slices.shape) == (jnp.float32, (3, 1))
+    np.testing.assert_array_equal(slices.to_dense(), [[4.0], [0.0], [2.0]])
+    doubled = jax.tree.map(lambda x: x * 2, slices)
+    assert isinstance(doubled, dist.IndexedSlices)
+    assert doubled.dense_shape == (3, 1)
+    assert repr(slices).startswith("IndexedSlices(values=Array([[1.]")
+
+
+def test_indexed_slices_check_themselves():
+    with pytest.raises(ValueError, match=r"values has shape \(3, 1\) and indices \(2,\)"):
+        dist.IndexedSlices(jnp.ones((3, 1)), jnp.array([0, 1]))
+    with pytest.raises(ValueError, match=r"values has shape \(2, 1\) and indices \(2, 1\)"):
+        dist.IndexedSlices(jnp.ones((2, 1)), jnp.zeros((2, 1), int))
+    with pytest.raises(ValueError, match="dense_shape is None"):
+        dist.IndexedSlices(jnp.ones((1, 1)), jnp.array([0])).to_dense()

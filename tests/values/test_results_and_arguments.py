@@ -1,0 +1,202 @@
+"""How the replicas' results become one value, and how arguments reach the replicas."""
+
+import collections
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import InvalidTypeError, ReplicaMismatchError
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+def _replica_id():
+    return dist.get_replica_context().replica_id_in_sync_group
+
+
+def _plain(value):
+    """The same nest with a list of numbers in the place of every `PerReplica`."""
+    if isinstance(value, dist.PerReplica):
+        return [np.asarray(c).tolist() for c in value.values]
+    return np.asarray(value).tolist() if isinstance(value, jax.Array) else value
+
+
+def _map(tree):
+    return jax.tree.map(_plain, tree, is_leaf=lambda x: isinstance(x, dist.PerReplica))
+
+
+# What a step returns -> with two replicas, with one replica.
+RESULTS = {
+    "none": (lambda: None, None, None),
+    "int": (lambda: 5, 5, 5),
+    "float": (lambda: 1.5, 1.5, 1.5),
+    "bool": (lambda: True, True, True),
+    "text": (lambda: "a", "a", "a"),
+    "bytes": (lambda: b"a", b"a", b"a"),
+    "array": (_replica_id, [0, 1], 0),
+    "constant array": (lambda: jnp.float32(3), [3.0, 3.0], 3.0),
+    "NumPy array": (lambda: np.arange(2), [[0, 1], [0, 1]], [0, 1]),
+    "NumPy scalar": (lambda: np.float32(3), [3.0, 3.0], 3.0),
+    "empty nests": (lambda: ([], {}, ()), ([], {}, ()), ([], {}, ())),
+    "tuple": (lambda: (_replica_id(), None, 5), ([0, 1], None, 5), (0, None, 5)),
+    "list": (lambda: [_replica_id(), [1]], [[0, 1], [1]], [0, [1]]),
+    "dict": (lambda: {"b": _replica_id(), "a": "t"}, {"b": [0, 1], "a": "t"}, {"b": 0, "a": "t"}),
+    "namedtuple": (lambda: Pair(_replica_id(), None), Pair([0, 1], None), Pair(0, None)),
+    "OrderedDict": (
+        lambda: collections.OrderedDict(b=_replica_id(), a=1),
+        collections.OrderedDict(b=[0, 1], a=1),
+        collections.OrderedDict(b=0, a=1),
+    ),
+    "defaultdict": (
+        lambda: collections.defaultdict(list, {"b": _replica_id()}),
+        collections.defaultdict(list, {"b": [0, 1]}),
+        collections.defaultdict(list, {"b": 0}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "expected", "expected_alone"), RESULTS.values(), ids=RESULTS)
+def test_results_are_merged_leaf_by_leaf(step, expected, expected_alone, strategy_of):
+    two, one = strategy_of(2).run(step), dist.OneDeviceStrategy("CPU:0").run(step)
+    both = dist.function(lambda: strategy_of(2).run(step))()
+
+    for result, should_be in ((two, expected), (one, expected_alone), (both, expected)):
+        assert _map(result) == should_be
+        assert type(result) is type(should_be) or isinstance(result, (dist.PerReplica, jax.Array))
+
+
+def test_returned_variable_comes_back_itself(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+
+    result = strategy.run(lambda x: {"v": v, "argument": x}, (v,))
+
+    assert result["v"] is v
+    assert result["argument"] is v
+
+
+def test_passed_array_comes_back_per_replica(strategy_of):
+    assert _plain(strategy_of(2).run(lambda x: x, (jnp.ones(2),))) == [[1, 1], [1, 1]]
+
+
+def test_returned_slices_are_per_replica(strategy_of):
+    result = strategy_of(2).run(
+        lambda: dist.IndexedSlices(jnp.ones((1, 2)) * _replica_id(), jnp.array([3]), (5, 2))
+    )
+
+    assert all(isinstance(c, dist.IndexedSlices) for c in result.values)
+    assert [float(c.values[0, 0]) for c in result.values] == [0.0, 1.0]
+    assert [c.dense_shape for c in result.values] == [(5, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [({1, 2}, "a set"), (object(), "a object"), (range(3), "a range"), (Pair, "a type")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("call", ["run", "function"])
+def test_result_that_is_no_array_is_refused(result, named, call, strategy_of):
+    def step():
+        return [jnp.ones(1), result]
+
+    what = "Strategy.run" if call == "run" else "distributary.function"
+    with pytest.raises(InvalidTypeError, match=rf"{what}: the function returned .*{named}"):
+        if call == "run":
+            strategy_of(2).run(step)
+        else:
+            dist.function(step)()
+
+
+# Arguments
+
+
+def test_every_replica_receives_its_component(strategy_of):
+    strategy = strategy_of(2)
+    nest = {
+        "components": dist.PerReplica([np.float32(1), np.float32(2)]),
+        "numbers": dist.PerReplica([1, 2]),
+        "arrays": dist.PerReplica([jnp.ones(2), 2 * jnp.ones(2)]),
+        "nests": dist.PerReplica([Pair(1.0, [2]), Pair(3.0, [4])]),
+        "of a run": strategy.run(_replica_id),
+        "of a function": strategy.experimental_distribute_values_from_function(
+            lambda c: c.replica_id_in_sync_group * 1.0
+        ),
+        "on other devices": dist.PerReplica(
+            [jax.device_put(np.float32(i), jax.devices()[5 + i]) for i in range(2)]
+        ),
+        "shared": 3,
+        "none": None,
+        "text": "a",
+    }
+    seen = {}
+
+    def step(args, *, keyword):
+        seen.update(args)
+        assert isinstance(args["nests"], Pair)
+        return {**args}, keyword
+
+    for run in (strategy.run, dist.function(lambda *a, **k: strategy.run(*a, **k))):
+        result, keyword = run(step, (nest,), {"keyword": dist.PerReplica([1, 2])})
+
+        assert (seen["none"], seen["text"]) == (None, "a")
+        for name in ("components", "numbers", "shared"):
+            assert isinstance(seen[name], jax.Array), name
+        assert _plain(keyword) == [1, 2]
+        assert _map(result) == {
+            "components": [1.0, 2.0],
+            "numbers": [1, 2],
+            "arrays": [[1, 1], [2, 2]],
+            "nests": Pair([1.0, 3.0], [[2, 4]]),
+            "of a run": [0, 1],
+            "of a function": [0.0, 1.0],
+            "on other devices": [0.0, 1.0],
+            "shared": [3, 3],
+            "none": None,
+            "text": "a",
+        }
+
+
+def test_replicas_may_receive_different_shapes(strategy_of):
+    strategy = strategy_of(3)
+    uneven = dist.PerReplica([jnp.ones((n, 2)) for n in (2, 0, 3)])
+
+    totals, rows = strategy.run(lambda x: (x.sum() + _replica_id(), x * 2), (uneven,))
+
+    assert [float(t) for t in totals.values] == [4.0, 1.0, 8.0]
+    assert [r.shape for r in rows.values] == [(2, 2), (0, 2), (3, 2)]
+
+
+def _run(strategy, value):
+    return strategy.run(lambda x: x, (value,))
+
+
+def _reduce(strategy, value):
+    return strategy.reduce("sum", value, axis=None)
+
+
+@pytest.mark.parametrize("use", [_run, _reduce])
+@pytest.mark.parametrize(
+    ("components", "error", "message"),
+    [
+        ([{"a": 1}, {"b": 1}], ReplicaMismatchError, "replica 1 has structure .*replica 0"),
+        ([(1, 2), (1,)], ReplicaMismatchError, "replica 1 has structure"),
+        ([[1], (1,)], ReplicaMismatchError, "replica 1 has structure"),
+        ([jnp.ones(1), None], ReplicaMismatchError, "replica 1 has structure"),
+        ([1, 2, 3], ReplicaMismatchError, "3 components.*2 replicas"),
+        (["a", "b"], InvalidTypeError, "replica 0 is 'a', a str"),
+        ([1, object()], InvalidTypeError, "replica 1 is <object"),
+        ([np.array(["a"]), np.array(["b"])], InvalidTypeError, "dtype <U1"),
+    ],
+    ids=str,
+)
+def test_components_that_do_not_agree_are_refused(components, error, message, use, strategy_of):
+    with pytest.raises(error, match=message):
+        use(strategy_of(2), dist.PerReplica(components))
