@@ -160,9 +160,11 @@ def draw(history, path):
         axes.grid(alpha=0.3)
     loss.set(title="Loss", yscale="log")
     accuracy.set(title=f"Accuracy: {history[-1, 3]:.2%} on the test images", ylim=(0.8, 1.005))
+    accuracy.set_yticks(np.linspace(0.8, 1, 11))
     accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     accuracy.axhline(REQUIRED_ACCURACY, color="gray", linestyle="--", label="required")
     accuracy.legend(loc="lower right")
+    loss.legend()
     figure.savefig(path, dpi=150)
 
 

@@ -159,7 +159,9 @@ def test_a_stale_context(strategy_of):
     kept = []
     strategy_of(2).run(lambda: kept.append(dist.get_replica_context()))
 
-    with pytest.raises(ContextError, match="all_gather: this ReplicaContext .* is not the current"):
+    with pytest.raises(
+        ContextError, match=r"all_gather: this ReplicaContext .* is not the current"
+    ):
         kept[0].all_gather(jnp.ones(1), 0)
 
 

@@ -189,7 +189,7 @@ def test_nan_and_infinity_pass_through(on_replicas):
         (True, "got a boolean array of shape"),
         (np.array([True]), r"got a boolean array of shape \(1,\)"),
         (np.array([None]), "expected an array of numbers"),
-        (jax.random.key(0), "all_reduce: got .*expected an array of numbers"),
+        (jax.random.key(0), r"all_reduce: got Array\(\(\), dtype=key"),
     ],
 )
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -218,7 +218,9 @@ def test_the_context_of_another_run_is_stale(strategy_of):
     kept = []
     strategy.run(lambda: kept.append(dist.get_replica_context()))
 
-    with pytest.raises(ContextError, match="all_reduce: this ReplicaContext .* is not the current"):
+    with pytest.raises(
+        ContextError, match=r"all_reduce: this ReplicaContext .* is not the current"
+    ):
         kept[0].all_reduce("SUM", 1.0)
 
 
@@ -296,4 +298,3 @@ def test_second_order_through_a_reduction(on_replicas):
     second = jax.hessian(total)(x) @ jnp.ones(2)
     np.testing.assert_allclose([r[0] for r in results], first)
     np.testing.assert_allclose([r[1] for r in results], second)
-

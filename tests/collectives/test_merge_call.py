@@ -172,7 +172,7 @@ def test_arguments_must_be_a_list_or_tuple(strategy_of):
     def step(x):
         return dist.get_replica_context().merge_call(lambda s, x: x, args=x)
 
-    with pytest.raises(InvalidTypeError, match="merge_call: args is .*, expected a list or tuple"):
+    with pytest.raises(InvalidTypeError, match=r"merge_call: args is .*, expected a list or tuple"):
         strategy_of(2).run(step, (jnp.float32(1),))
 
 

@@ -139,7 +139,7 @@ def test_unusable_destinations(destination):
 
 @pytest.mark.parametrize("pairs", [3, [1.0], [(1.0,)], [(1.0, "CPU:0", 3)]])
 def test_unusable_pairs(pairs):
-    with pytest.raises(InvalidTypeError, match="value_destination_pairs is .*, expected a list of"):
+    with pytest.raises(InvalidTypeError, match=r"value_destination_pairs is .*, expected a"):
         dist.NcclAllReduce().batch_reduce(SUM, pairs)
 
 

@@ -17,14 +17,13 @@ def _context():
 
 
 def test_scope_binds_the_strategy_and_makes_it_current(strategy):
+    before = dist.get_strategy()
+
     with strategy.scope() as entered:
         assert entered is strategy
         assert dist.get_strategy() is strategy
-    assert dist.get_strategy() is (strategy if strategy.extended.is_default else _default())
 
-
-def _default():
-    return dist.get_strategy()
+    assert dist.get_strategy() is before
 
 
 def test_run_calls_the_step_once_for_all_replicas(strategy):

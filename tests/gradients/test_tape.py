@@ -290,6 +290,20 @@ def test_watched_variables_lists_what_was_read(place):
     assert seen == [["v:0"]]
 
 
+def test_watched_variables_of_a_jit_that_jax_had_cached(place):
+    v = place.variable(2.0)
+    forward = jax.jit(lambda x: jnp.sum(v * x))
+    place(lambda x: forward(x), X)
+
+    def step(x):
+        before = forward(x)
+        with dist.GradientTape() as tape:
+            loss = forward(x) * before
+        return tape.gradient(loss, tape.watched_variables())
+
+    assert place(step, X) == (6.0 * 12.0,)
+
+
 # Order of gradients
 
 
@@ -441,11 +455,10 @@ def test_first_gradient_inside_a_block_ends_a_tape_that_is_not_persistent(place)
     v = place.variable(2.0)
 
     def step():
-        with dist.GradientTape() as outer:
-            with dist.GradientTape() as inner:
-                square = v * v
-                first = inner.gradient(square, v)
-                loss = first * v
+        with dist.GradientTape() as outer, dist.GradientTape() as inner:
+            square = v * v
+            first = inner.gradient(square, v)
+            loss = first * v
         return first, outer.gradient(loss, v)
 
     _equal(place(step), (4.0, 8.0))

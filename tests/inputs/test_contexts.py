@@ -41,7 +41,7 @@ def test_per_replica_batch_size_must_divide(size, suggestion):
 def test_per_replica_batch_size_must_be_an_int(size):
     context = dist.InputContext(num_replicas_in_sync=4)
 
-    with pytest.raises(InvalidTypeError, match="global_batch_size is .*, expected an int"):
+    with pytest.raises(InvalidTypeError, match=r"global_batch_size is .*, expected an int"):
         context.get_per_replica_batch_size(size)
 
 

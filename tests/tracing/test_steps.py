@@ -293,9 +293,12 @@ def test_a_step_whose_variable_was_deleted_is_traced_again(strategy, variable):
 
 
 def test_tracing_again_and_again_warns_once(counted, strategy):
-    with pytest.warns(DistributaryWarning, match="argument number 0 .* changes from") as warned:
+    def run_on_many_sizes():
         for size in range(1, 12):
             strategy.run(counted, (np.ones(size, np.float32),))
+
+    with pytest.warns(DistributaryWarning, match=r"argument number 0 .* changes from") as warned:
+        run_on_many_sizes()
 
     assert len(warned) == 1
 
@@ -432,9 +435,7 @@ def test_zero_and_odd_arguments(strategy):
         assert flag is True
         return empty, half + 1, len(text)
 
-    empty, half, length = strategy.run(
-        step, (np.zeros((0, 3)), np.float16(0.5), True, None, "abc")
-    )
+    empty, half, length = strategy.run(step, (np.zeros((0, 3)), np.float16(0.5), True, None, "abc"))
 
     assert empty.values[0].shape == (0, 3)
     assert half.values[0].dtype == jnp.float16

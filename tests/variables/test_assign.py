@@ -475,6 +475,20 @@ def test_read_value_false_returns_nothing(synchronization, strategy_of):
     assert v.numpy() == 5.0
 
 
+def test_nest_of_values_computed_in_the_step_can_be_assigned(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0, 0.0])
+        w = dist.Variable(3.0)
+
+    strategy.run(lambda x: v.assign([x, 2.0, w], read_value=False), (np.float32(1.0),))
+    inside = v.numpy()
+    v.assign([w, w, 1.0])
+
+    np.testing.assert_array_equal(inside, [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(v.numpy(), [3.0, 3.0, 1.0])
+
+
 def test_variables_and_mirrored_values_can_be_assigned(strategy_of):
     strategy = strategy_of(2)
     v = _variable(strategy, Case(AUTO, NONE, "assign"))

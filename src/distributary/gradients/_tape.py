@@ -81,7 +81,7 @@ class GradientTape:
 
     def _start(self, scope: TraceScope) -> None:
         self._scope = scope
-        self._record = TapeRecord(scope.new_tape())
+        self._record = scope.new_tape()
         scope.mark_tape(self._record.number, "start")
         scope.recording.append(self._record)
         self._recording = True
@@ -114,9 +114,10 @@ class GradientTape:
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """The variables watched and read so far."""
-        if self._record is None:
+        if self._record is None or self._scope is None:
             return ()
-        read = [handle.cell() for handle in self._record.reads]
+        self._scope.asked.append(self._record)
+        read = [handle.cell() for handle in self._record.watched]
         return tuple(v for v in read if v is not None and self._watches(v))
 
     def _watches(self, variable: Variable) -> bool:

@@ -157,9 +157,11 @@ def _iterable(dataset: Any) -> Iterable[Any]:
     if isinstance(dataset, (np.ndarray, jax.Array, dict)):
         leaves = jax.tree.leaves(dataset)
         if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+            kinds = sorted({type(leaf).__name__ for leaf in leaves})
             raise InvalidTypeError(
-                f"experimental_distribute_dataset: got the dict {dataset!r}, expected one of arrays"
-                " [batch, row, ...]. Pass a list for other iterables of batches."
+                "experimental_distribute_dataset: got a dict that holds"
+                f" {', '.join(kinds) or 'nothing'}, expected arrays [batch, row, ...]. Pass a list"
+                " for other iterables of batches."
             )
         if any(leaf.ndim < 2 for leaf in leaves):
             raise InvalidValueError(

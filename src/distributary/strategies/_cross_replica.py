@@ -22,7 +22,7 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.options import CommunicationOptions
-from distributary.topology import REPLICA_AXIS, Dispatcher
+from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -171,7 +171,7 @@ class CrossReplica:
                 check_vma=False,
             )(stacked)
 
-        if current_scope() is not None:
+        if current_scope() is not None or inside_jax_trace():
             return program(trees)
         jitted = self._jitted.get(key)
         if jitted is None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from distributary.errors import UnsupportedError
 from distributary.tracing._markers import (
+    REPLICA_ID,
     Equation,
     Handle,
     contains,
@@ -46,6 +47,28 @@ def call_of(eqn: Equation) -> Any | None:
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
         return eqn.params["call_jaxpr"]
     return None
+
+
+def reads_of_tapes(eqns: Sequence[Equation]) -> dict[int, list[Handle]]:
+    """The variables read while each tape records, nested jits included, by the tape's number."""
+    reads: dict[int, list[Handle]] = {}
+    for index, eqn in enumerate(eqns):
+        if eqn.primitive is tape_p and eqn.params["event"] == "start":
+            ends = (i for i in range(index, len(eqns)) if _stops(eqns[i], eqn.params["tape"]))
+            recorded = eqns[index : next(ends, len(eqns))]
+            reads[eqn.params["tape"]] = [
+                inner.params["handle"]
+                for inner in walk(recorded)
+                if inner.primitive in (read_p, sparse_read_p)
+                and inner.params["handle"] is not REPLICA_ID
+            ]
+        for sub in sub_jaxprs(eqn):
+            reads.update(reads_of_tapes(sub.eqns))
+    return reads
+
+
+def _stops(eqn: Equation, tape: int) -> bool:
+    return eqn.primitive is tape_p and eqn.params == {"tape": tape, "event": "stop"}
 
 
 def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._connectivity import gradient_kinds
+from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._divergence import varying_outputs
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
@@ -42,7 +42,8 @@ from distributary.tracing._markers import (
 )
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._scope import (
-    Decisions,
+    Known,
+    ScopeKind,
     SizesMissing,
     TraceScope,
     UnevenSizes,
@@ -75,26 +76,26 @@ class Pure:
 def trace(
     function: Callable[..., Sequence[Array]],
     avals: Sequence[Any],
-    make_scope: Callable[[Decisions, bool], TraceScope],
+    kind: ScopeKind,
     axis_env: Sequence[tuple[str, int]],
+    uneven: UnevenSizes | None = None,
 ) -> tuple[Any, TraceScope]:
     """Runs `function` on tracers and returns its jaxpr, with markers, and what was recorded.
 
-    The function runs once, unless it created variables or a gradient came out of another kind than
-    assumed; then it runs again.
+    The function runs once, unless it created variables, or what a tape was assumed to return came
+    out otherwise; then it runs again.
 
     Args:
         function: From arrays to a flat list of arrays.
         avals: Shape and dtype of the arguments.
-        make_scope: Makes the scope of a trace from what is known about gradients, and whether
-            variables may be created.
+        kind: Kind of the scope.
         axis_env: Names and sizes of the mesh axes collectives may use.
+        uneven: Sizes that the replicas of an uneven batch agreed on, else None.
     """
-    decisions: Decisions = {}
-    may_create = True
+    known = Known()
     names = list(axis_env)
     for _ in range(_MAX_TRACES):
-        scope = make_scope(decisions, may_create)
+        scope = TraceScope(kind, known, uneven)
         with activate(scope):
             # A fresh function: JAX caches traces by function identity.
             closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names or None)(*avals)
@@ -106,14 +107,24 @@ def trace(
             if eqn.primitive is grad_p
         }
         found = gradient_kinds(eqns)
-        if found == used and not (scope.created and may_create):
+        reads = reads_of_tapes(eqns) if scope.asked else {}
+        missed = any(
+            handle not in record.watched
+            for record in scope.asked
+            for handle in reads[record.number]
+        )
+        if found == used and not missed and not (scope.created and known.may_create):
             return closed, scope
         # The tapes of nested jits that JAX had cached have no number in this trace. In the next one
         # they have: the new name keeps the jaxprs apart that JAX caches.
-        known = all(tape in scope.tapes for tape, _ in found)
-        decisions = {(scope.tapes[t], c): kinds for (t, c), kinds in found.items()} if known else {}
+        order = scope.tapes
+        all_known = all(tape in order for tape, _ in found)
+        known = Known(
+            {(order[t], c): kinds for (t, c), kinds in found.items()} if all_known else {},
+            {order[t]: handles for t, handles in reads.items() if t in order},
+            known.may_create and not scope.created,
+        )
         names = [*axis_env, (f"trace {next(_retraces)}", 1)]
-        may_create = may_create and not scope.created
     raise ContextError(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
@@ -285,7 +296,7 @@ class ReplicaProgram:
             closed, scope = trace(
                 function,
                 avals[0],
-                lambda decisions, create: TraceScope("replica", decisions, may_create=create),
+                "replica",
                 self._axis_env,
             )
             pures = [purify(closed, scope, avals[0], self._axis_env)]
@@ -322,12 +333,7 @@ class ReplicaProgram:
             for replica, own in enumerate(avals):
                 uneven.start(replica)
                 try:
-                    closed, scope = trace(
-                        function,
-                        own,
-                        lambda decisions, create: TraceScope("replica", decisions, uneven, create),
-                        axis_env,
-                    )
+                    closed, scope = trace(function, own, "replica", axis_env, uneven)
                 except SizesMissing:
                     stopped = True
                     continue
@@ -459,12 +465,7 @@ class FunctionProgram:
     """
 
     def __init__(self, function: Callable[..., Sequence[Array]], avals: Sequence[Any]) -> None:
-        closed, scope = trace(
-            function,
-            avals,
-            lambda decisions, create: TraceScope("function", decisions, may_create=create),
-            [],
-        )
+        closed, scope = trace(function, avals, "function", [])
         self._pure = purify(closed, scope, avals, [])
         self.strategies = scope.strategies
         self.handles = self._pure.handles

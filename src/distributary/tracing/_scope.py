@@ -3,7 +3,8 @@
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from distributary.errors import ContextError, ReplicaMismatchError
@@ -24,11 +25,28 @@ Kind = Literal["dense"] | tuple[Literal["sparse"], int] | None
 # By the tape (its number among all tapes, or among those of one trace) and the call of `gradient`.
 Decisions = dict[tuple[int, int], tuple[Kind, ...]]
 Call = tuple[str, int]  # file and line of a caller
+ScopeKind = Literal["replica", "function"]
 
 # Unique among all traces: JAX caches the jaxprs of nested jits, markers included, and puts them
 # into other traces.
 _tape_numbers = itertools.count(1)
 _write_serials = itertools.count(1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known about a function from an earlier trace.
+
+    Attributes:
+        gradients: The kinds of gradients its tapes return, by the tape counted from 0.
+        reads: The variables read while a tape records, by the tape counted from 0.
+        may_create: Whether it may create variables.
+    """
+
+    gradients: Decisions = field(default_factory=dict)
+    reads: dict[int, list[Handle]] = field(default_factory=dict)
+    may_create: bool = True
 
 
 @final
@@ -38,29 +56,32 @@ class TraceScope:
     Args:
         kind: "replica" for the program of one replica, "function" for the body of
             `distributary.function`.
-        decisions: What is known from an earlier trace of the same function about the gradients
-            its tapes return.
+        known: What is known from an earlier trace of the same function.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
-        may_create: Whether variables may be created in this trace.
     """
 
     def __init__(
         self,
-        kind: Literal["replica", "function"],
-        decisions: Decisions | None = None,
+        kind: ScopeKind,
+        known: Known | None = None,
         uneven: "UnevenSizes | None" = None,
-        may_create: bool = True,
     ) -> None:
         self.kind = kind
-        self.decisions: Decisions = decisions or {}
         self.uneven = uneven
-        self.may_create = may_create
+        self._known = known or Known()
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
         self.strategies: list[Any] = []  # those whose replicas run inside a function
-        # The tapes opened in this trace, by number, counted from 0.
+        # The tapes opened in this trace, counted from 0, by number.
         self.tapes: dict[int, int] = {}
+        # What the tapes saw that were asked for the variables they watch.
+        self.asked: list[TapeRecord] = []
+
+    @property
+    def may_create(self) -> bool:
+        """Whether variables may be created in this trace."""
+        return self._known.may_create
 
     def read(self, handle: Handle) -> Array:
         """The current value of a variable, as a tracer."""
@@ -85,11 +106,11 @@ class TraceScope:
         self.writes[serial] = (handle, calls)
         write_p.bind(value, handle=handle, serial=serial, where=location_of(calls))
 
-    def new_tape(self) -> int:
-        """Number of a new tape."""
+    def new_tape(self) -> "TapeRecord":
+        """The record of a new tape."""
         number = next(_tape_numbers)
-        self.tapes[number] = len(self.tapes)
-        return number
+        order = self.tapes[number] = len(self.tapes)
+        return TapeRecord(number, self._known.reads.get(order, ()))
 
     def mark_tape(self, tape: int, event: str) -> None:
         """Marks where a tape starts, stops, pauses and resumes recording."""
@@ -112,7 +133,7 @@ class TraceScope:
         kinds: tuple[Kind, ...] = tuple(
             [tape.guess(s) if isinstance(s, Handle) else "dense" for s in (*arrays, *handles)]
         )
-        known = self.decisions.get((self.tapes[tape.number], call), ())
+        known = self._known.gradients.get((self.tapes[tape.number], call), ())
         if len(known) == len(kinds):
             kinds = known
         outs = iter(
@@ -137,13 +158,16 @@ class TraceScope:
 class TapeRecord:
     """What one `GradientTape` saw while a function was traced."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, watched: Iterable[Handle] = ()) -> None:
         self.number = number
         self.num_calls = 0
         self.reads: dict[Handle, list[int | None]] = {}
+        # Also those read by a nested jit whose jaxpr JAX had cached, once that is known.
+        self.watched: dict[Handle, None] = dict.fromkeys(watched)
 
     def note_read(self, handle: Handle, num_rows: int | None) -> None:
         self.reads.setdefault(handle, []).append(num_rows)
+        self.watched.setdefault(handle)
 
     def guess(self, handle: Handle) -> Kind:
         """The likely kind of gradient; the trace is repeated if it turns out to be another."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.errors import InvalidTypeError
+from distributary.values import ArrayOperators
 
 
 @final
@@ -67,6 +68,8 @@ def array_of(value: Any, what: str) -> Any:
             )
         return value
     try:
+        if isinstance(value, (list, tuple)) and any(map(_is_traced, jax.tree.leaves(value))):
+            return jnp.asarray(value)
         array = np.asarray(value)
     except (ValueError, TypeError) as error:
         raise InvalidTypeError(f"{what}: {value!r} is not an array of numbers.") from error
@@ -78,3 +81,8 @@ def array_of(value: Any, what: str) -> Any:
         # Python numbers take JAX's default dtypes, float32 and int32.
         return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
     return array
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether `leaf` has no value that NumPy could take, or perhaps none."""
+    return isinstance(leaf, (jax.core.Tracer, ArrayOperators))
