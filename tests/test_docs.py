@@ -52,10 +52,12 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
     script = tmp_path / f"{page.stem}.py"
     script.write_text(code, encoding="utf-8")
 
+    environ = {k: v for k, v in os.environ.items() if k not in _DEVICE_VARIABLES}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the page runs elsewhere
     process = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name not in _DEVICE_VARIABLES},
+        env=environ,
         capture_output=True,
         text=True,
         encoding="utf-8",

@@ -55,7 +55,7 @@ def test_a_dropped_strategy_is_collected_with_its_variables_and_programs(strateg
     strategy = strategy_of(2)
     with strategy.scope():
         w = dist.Variable(jnp.ones(3))
-    strategy.run(lambda: w.assign_add(jnp.ones(3)))
+    strategy.run(lambda: w.assign_add(jnp.ones(3)))  # noqa: F821  (deleted below)
     references = [weakref.ref(strategy), weakref.ref(w), weakref.ref(strategy.extended.runner)]
 
     del strategy, w
@@ -81,7 +81,7 @@ def test_a_dropped_step_is_collected_with_what_it_holds(strategy_of):
     model = Model()
 
     def step(x):
-        return model.step(x)
+        return model.step(x)  # noqa: F821  (deleted below)
 
     strategy.run(step, args=(jnp.ones(3),))
     strategy.run(model.step, args=(jnp.ones(3),))

@@ -115,7 +115,8 @@ class InputOptions:
         experimental_replication_mode: How often `dataset_fn` is called.
         experimental_place_dataset_on_device: Only False is supported: the dataset itself is
             Python and stays on the host.
-        experimental_per_replica_buffer_size: Number of batches per replica placed ahead, >= 1.
+        experimental_per_replica_buffer_size: Accepted for compatibility, >= 1; a batch is placed
+            when it is asked for.
 
     Source: `tf.distribute.InputOptions`.
     """

@@ -124,7 +124,7 @@ def test_misuse_of_reduce(strategy_of, op, value, axis, error, message):
 @pytest.mark.parametrize("components", [[True, False], ["a", "b"]])
 def test_what_cannot_be_added_is_refused(strategy_of, components):
     strategy = strategy_of(2)
-    with pytest.raises(TypeError, match="boolean|strings"):
+    with pytest.raises(TypeError, match=r"boolean|strings"):
         strategy.reduce(SUM, dist.PerReplica([np.array(c) for c in components]), axis=None)
 
 

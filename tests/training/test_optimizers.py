@@ -47,7 +47,7 @@ def _train_on_one_device(optimizer):
 
     @jax.jit
     def step(parameters, state, x, y):
-        loss_fn = lambda p: jnp.mean(_squared_errors(p, x, y))  # noqa: E731
+        loss_fn = lambda p: jnp.mean(_squared_errors(p, x, y))
         loss, gradients = jax.value_and_grad(loss_fn)(parameters)
         updates, state = optimizer.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state, loss

@@ -98,17 +98,20 @@ def test_mean_divides_rows_also_where_they_multiply(strategy_of):
     assert v.numpy() == [10.0]
 
 
-@pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
 @pytest.mark.parametrize("context", ["default", "scope", "merge_call", "update", "function"])
-def test_rows_count_once_in_a_cross_replica_context(aggregation, context, strategy_of):
+def test_rows_count_once_in_a_cross_replica_context(context, strategy_of):
     strategy = strategy_of(2)
-    kinds = KINDS if aggregation in (NONE, FIRST) else LINEAR
-    variables = _create(strategy, kinds, aggregation=aggregation)
-    slices = {kind: dist.IndexedSlices(*_rows_of_replica(kind, 0)) for kind in kinds}
+    variables = {
+        (aggregation, kind): v
+        for aggregation in (NONE, SUM, MEAN, FIRST)
+        for kind, v in _create(
+            strategy, KINDS if aggregation in (NONE, FIRST) else LINEAR, aggregation=aggregation
+        ).items()
+    }
 
     def scatter_all():
-        for kind, v in variables.items():
-            getattr(v, kind)(slices[kind])
+        for (_, kind), v in variables.items():
+            getattr(v, kind)(dist.IndexedSlices(*_rows_of_replica(kind, 0)))
 
     if context == "default":
         scatter_all()
@@ -118,13 +121,13 @@ def test_rows_count_once_in_a_cross_replica_context(aggregation, context, strate
     elif context == "function":
         dist.function(scatter_all)()
     elif context == "update":
-        strategy.extended.update(variables[kinds[0]], lambda _: scatter_all())
+        strategy.extended.update(next(iter(variables.values())), lambda _: scatter_all())
     else:
         strategy.run(lambda: dist.get_replica_context().merge_call(lambda _: scatter_all()))
 
-    for kind, v in variables.items():
-        expected = _scatter(kind, _initial(), *_rows_of_replica(kind, 0))
-        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=kind)
+    for key, v in variables.items():
+        expected = _scatter(key[1], _initial(), *_rows_of_replica(key[1], 0))
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6, err_msg=str(key))
 
 
 def test_equal_rows_need_no_aggregation(strategy_of):
@@ -246,26 +249,35 @@ def test_rows_out_of_range_are_dropped(call, strategy_of):
         )
 
 
-@pytest.mark.parametrize("dtype", ["int32", "float16", "bfloat16", "complex64"])
-@pytest.mark.parametrize("kind", LINEAR)
-def test_dtype_is_kept(kind, dtype, strategy_of):
+def test_dtype_is_kept(strategy_of):
     strategy = strategy_of(2)
     with strategy.scope():
-        v = dist.Variable(np.array([7, -7, 3]), dtype=dtype, aggregation=SUM)
-    slices = dist.IndexedSlices(np.array([2, 2]).astype(v.dtype), np.array([0, 1]))
+        variables = {
+            (kind, dtype): dist.Variable(np.array([7, -7, 3]), dtype=dtype, aggregation=SUM)
+            for kind in LINEAR
+            for dtype in ("int32", "float16", "bfloat16", "complex64")
+        }
 
-    getattr(v, kind)(slices)
-    strategy.run(lambda: getattr(v, kind)(slices))
+    def scatter_all():
+        for (kind, dtype), v in variables.items():
+            rows = np.array([2, 2]).astype(jnp.dtype(dtype))
+            getattr(v, kind)(dist.IndexedSlices(rows, np.array([0, 1])))
 
-    assert v.value().dtype == jnp.dtype(dtype)
-    expected = {
-        "scatter_add": [13, -1, 3],
-        "scatter_sub": [1, -13, 3],
-        "scatter_mul": [56, -56, 3],
-        # Integers are rounded towards zero each time, 7 to 3 and to 3 / 4.
-        "scatter_div": [0, 0, 3] if dtype == "int32" else [0.875, -0.875, 3],
-    }[kind]
-    np.testing.assert_array_equal(v.numpy().astype(np.complex64), expected)
+    scatter_all()
+    strategy.run(scatter_all)
+
+    for (kind, dtype), v in variables.items():
+        expected = {
+            "scatter_add": [13, -1, 3],
+            "scatter_sub": [1, -13, 3],
+            "scatter_mul": [56, -56, 3],
+            # Integers are rounded towards zero each time, 7 to 3 and to 3 / 4.
+            "scatter_div": [0, 0, 3] if dtype == "int32" else [0.875, -0.875, 3],
+        }[kind]
+        assert v.value().dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(
+            v.numpy().astype(np.complex64), expected, err_msg=f"{kind} {dtype}"
+        )
 
 
 def test_rows_on_another_device_are_brought_to_the_variable(strategy_of):

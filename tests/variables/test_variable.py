@@ -393,8 +393,16 @@ _MAKE_OPERAND = {
 }
 
 
-@pytest.mark.parametrize("where", ["eager", "run"])
-@pytest.mark.parametrize("kind", [*_MAKE_OPERAND, "plain"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("plain", "eager"),
+        ("mirrored", "eager"),
+        ("mirrored", "run"),
+        ("on read", "run"),
+        ("Mirrored", "run"),
+    ],
+)
 def test_operators_take_variables_on_either_side(where, kind, strategy_of):
     strategy = strategy_of(2)
     with (dist.get_strategy() if kind == "plain" else strategy).scope():

@@ -351,7 +351,7 @@ class NcclAllReduce(_Summing):
         transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
             platform, "shared memory"
         )
-        packs = {0: "one per tensor", 1: "all tensors in one"}.get(
+        packs = {0: "one per tensor", 1: "one per dtype"}.get(
             self.num_packs, f"{self.num_packs} packs"
         )
         return f"XLA all-reduce over {transport}, {packs}"

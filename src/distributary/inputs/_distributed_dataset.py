@@ -1,13 +1,20 @@
 """Global batches in, one part per replica out."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
-from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+)
+from distributary.tracing import current_scope, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
 
@@ -56,6 +63,13 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
+        if current_scope() is not None:
+            raise InvalidValueError(
+                "A distributed dataset was iterated inside Strategy.run or distributary.function,"
+                " where it would give one batch, once, while the code is traced. Iterate outside"
+                " and pass the batches to run; a distributary.function may receive the dataset as"
+                " an argument."
+            )
         parts = next(self._steps)
         if not self._wrap:
             return parts[0]
@@ -99,7 +113,19 @@ def global_batches(dataset: Any, num_replicas: int) -> Callable[[], Iterator[lis
     """
     batches = _iterable(dataset)
 
+    started = False
+
     def steps() -> Iterator[list[Any]]:
+        nonlocal started
+        if started and iter(batches) is batches:
+            warnings.warn(
+                f"The distributed dataset {batches!r} is a generator or iterator and goes on where"
+                " it was left, which may be its end. For several epochs distribute something that"
+                " starts over, such as a list or an object with __iter__.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        started = True
         for number, batch in enumerate(batches):
             yield split_batch(batch, num_replicas, number)
 
@@ -153,6 +179,12 @@ def _iterable(dataset: Any) -> Iterable[Any]:
         raise InvalidTypeError(
             "experimental_distribute_dataset: the dataset is distributed already. Iterate over it,"
             " or distribute the dataset it was made from."
+        )
+    if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
+        raise InvalidTypeError(
+            "experimental_distribute_dataset: got a tuple of arrays with shapes"
+            f" {[tuple(x.shape) for x in dataset]}. If it is one batch, pass a list with it, [(x,"
+            " y)]; if each array is a batch, pass a list of them."
         )
     if isinstance(dataset, (np.ndarray, jax.Array, dict)):
         leaves = jax.tree.leaves(dataset)

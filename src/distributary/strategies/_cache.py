@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from distributary.errors import DistributaryWarning
+from distributary.tracing import user_stacklevel
 
 _TRACES_BEFORE_WARNING = 8
 
@@ -68,7 +69,7 @@ class ProgramCache:
             f"{self._what}: {getattr(function, '__qualname__', function)!r} has been traced and"
             f" compiled {_TRACES_BEFORE_WARNING} times, which is slow: {cause}.",
             DistributaryWarning,
-            stacklevel=6,
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -40,10 +40,11 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
+            is_class = isinstance(cross_device_ops, type)
+            kind = "class" if is_class else type(cross_device_ops).__name__
             raise InvalidTypeError(
-                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a"
-                f" {type(cross_device_ops).__name__}; expected an instance such as"
-                " distributary.NcclAllReduce()."
+                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a {kind}; expected an"
+                " instance such as distributary.NcclAllReduce()."
             )
         super().__init__(StrategyExtended(self, replica_devices(devices), cross_device_ops))
         _log.info("Using %r", self)

@@ -13,6 +13,7 @@ from distributary.tracing._scope import (
     activate,
     check_not_frozen,
     current_scope,
+    user_stacklevel,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "activate",
     "check_not_frozen",
     "current_scope",
+    "user_stacklevel",
 ]

@@ -111,7 +111,7 @@ def trace(
         missed = any(
             handle not in record.watched
             for record in scope.asked
-            for handle in reads[record.number]
+            for handle in reads.get(record.number, ())
         )
         if found == used and not missed and not (scope.created and known.may_create):
             return closed, scope

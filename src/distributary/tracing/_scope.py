@@ -278,3 +278,13 @@ def _user_calls() -> Iterator[Call]:
 def location_of(calls: tuple[Call, ...]) -> str:
     """`file:line` of the innermost of `calls`."""
     return "{}:{}".format(*calls[0]) if calls else "unknown location"
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` with which a warning of the caller points to the user's code."""
+    frame: Any = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("distributary."):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -148,6 +148,18 @@ class PerReplica(DistributedValues):
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         raise _not_one_array(self)
 
+    def __float__(self) -> float:
+        raise _not_a_number(self)
+
+    def __int__(self) -> int:
+        raise _not_a_number(self)
+
+    def __add__(self, other: Any) -> Any:
+        raise _not_a_number(self)
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __add__
+
     def __jax_array__(self) -> Any:
         raise _not_one_array(self)
 
@@ -172,11 +184,19 @@ def _rows(stacked: Any, num_replicas: int) -> list[Any]:
 
 
 def _not_one_array(value: DistributedValues) -> InvalidValueError:
-    return InvalidValueError(
-        "A PerReplica cannot be converted to one array: it holds a value per replica. Combine them"
-        " with strategy.reduce(ReduceOp.SUM, value, axis=None) or strategy.gather(value, axis=0),"
-        " look at strategy.experimental_local_results(value), or pass it to strategy.run through"
-        f" args, not through a closure. Got {type(value).__name__} with"
+    return InvalidValueError(f"A PerReplica cannot be converted to one array: {_advice(value)}")
+
+
+def _not_a_number(value: DistributedValues) -> InvalidTypeError:
+    return InvalidTypeError(f"A PerReplica is not a number: {_advice(value)}")
+
+
+def _advice(value: DistributedValues) -> str:
+    return (
+        "it holds a value per replica. Combine them with strategy.reduce(ReduceOp.SUM, value,"
+        " axis=None) or strategy.gather(value, axis=0), look at"
+        " strategy.experimental_local_results(value), or pass it to strategy.run through args, not"
+        f" through a closure. Got {type(value).__name__} with"
         f" {getattr(value, 'num_replicas', '?')} components."
     )
 
@@ -223,11 +243,6 @@ class Mirrored(DistributedValues, ArrayOperators):
 
     def __jax_array__(self) -> Any:
         return self._value
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._value, name)
 
     def tree_flatten(self) -> tuple[Any, int]:
         return (self._value,), self._num_replicas
@@ -295,7 +310,8 @@ def _component_array(leaf: Any, replica: int) -> Any:
             " The step is one compiled program for all replicas, so values that differ between"
             " replicas must be arrays or numbers."
         )
-    if array.dtype == object or array.dtype.kind in "US":
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    if not is_key and (array.dtype == object or array.dtype.kind in "US"):
         raise InvalidTypeError(
             f"PerReplica: the component of replica {replica} has dtype {array.dtype}; arrays of"
             " strings or objects cannot go to a device. Map them to numbers first."

@@ -4,11 +4,12 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 
 class ArrayOperators:
-    """Python's operators, applied to the array `__jax_array__` gives.
+    """Python's operators and the methods of `jax.Array`, on the array `__jax_array__` gives.
 
     Comparison with `==` is element-wise, as for arrays.
     """
@@ -20,6 +21,11 @@ class ArrayOperators:
 
     def __jax_array__(self) -> Any:
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__jax_array__(), name)
 
     def __getitem__(self, index: Any) -> Any:
         return self.__jax_array__()[index]

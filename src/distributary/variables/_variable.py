@@ -47,9 +47,9 @@ class Variable(ArrayOperators):
 
     Under a strategy with replicas this gives a `MirroredVariable` (all replicas hold one value) or,
     with `synchronization=ON_READ`, a `SyncOnReadVariable` (each replica holds its own). It behaves
-    like an array in expressions and where NumPy or `jnp.asarray` convert it. Most functions of
-    `jax.numpy` and `jax.nn` are compiled by `jax.jit`, which takes arrays only: give them
-    `v.value()`.
+    like an array in expressions and has the methods of one; NumPy and `jnp.asarray` convert it.
+    Most functions of `jax.numpy` and `jax.nn` are compiled by `jax.jit`, which takes arrays only:
+    give them `v.value()`.
 
     Args:
         initial_value: Array, number, nest of lists, or a function without arguments that gives
