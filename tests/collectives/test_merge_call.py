@@ -141,7 +141,6 @@ def test_gradient_through_merge_call(on_replicas):
     assert on_replicas(step, [1.0, 2.0]) == (4.0, 8.0)
 
 
-@pytest.mark.xfail(reason="merge_call does not wrap IndexedSlices in a PerReplica")
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_indexed_slices_are_reduced_by_concatenation(op, on_replicas):
     def step(rows):

@@ -223,7 +223,6 @@ def test_strings_and_objects_are_refused(dataset, strategy_of):
         list(strategy_of(2).experimental_distribute_dataset(dataset))
 
 
-@pytest.mark.xfail(reason="the replication mode is ignored here")
 def test_global_batches_cannot_be_replicated(strategy_of):
     options = dist.InputOptions(experimental_replication_mode=dist.InputReplicationMode.PER_REPLICA)
 

@@ -364,7 +364,6 @@ def test_a_nested_jit_that_assigns_what_differs_is_an_error_in_every_step(strate
     assert v.numpy() == 1.0
 
 
-@pytest.mark.xfail(reason="jaxprs JAX caches are not kept apart by the strategy of a function")
 def test_a_nested_jit_in_a_function_sees_the_current_strategy(strategy_of):
     inner = jax.jit(lambda x: x * dist.get_strategy().num_replicas_in_sync)
     outer = dist.function(lambda x: inner(x))
@@ -517,7 +516,6 @@ def test_keys_of_the_closure_and_as_results(strategy):
     np.testing.assert_allclose(numbers.values, expected, rtol=1e-6)
 
 
-@pytest.mark.xfail(reason="PerReplica looks at the kind of a dtype, which keys have not")
 def test_a_key_per_replica(strategy):
     keys = jax.random.split(jax.random.key(3), 2)
 

@@ -23,7 +23,12 @@ from distributary.context import (
     push,
     require_cross_replica,
 )
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
 from distributary.inputs import (
     DistributedDataset,
     InputContext,
@@ -38,6 +43,7 @@ from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import canonical_name, dispatcher_for, make_mesh, short_name
 from distributary.tracing import current_scope
 from distributary.values import (
+    DistributedValues,
     Mirrored,
     PerReplica,
     local_results,
@@ -364,7 +370,12 @@ class StrategyExtended:
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
         """See `Strategy.experimental_distribute_dataset`."""
-        self._check_input_options(options)
+        if self._check_input_options(options) is InputReplicationMode.PER_REPLICA:
+            raise UnsupportedError(
+                "experimental_distribute_dataset splits global batches, of which there is one"
+                " dataset per worker. For a dataset per replica use"
+                " distribute_datasets_from_function."
+            )
         if self.is_default:
             return dataset
         steps = global_batches(dataset, self.num_replicas)
@@ -425,7 +436,8 @@ class StrategyExtended:
         num_replicas = self.num_replicas
 
         def merged(leaf: Any) -> Any:
-            if num_replicas > 1 and isinstance(leaf, jax.core.Tracer):
+            traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(leaf))
+            if num_replicas > 1 and traced and not isinstance(leaf, DistributedValues):
                 return PerReplica.from_local(leaf, num_replicas)
             return leaf
 

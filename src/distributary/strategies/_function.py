@@ -111,7 +111,9 @@ class Function:
             return outs
 
         avals = [_aval(leaves[i]) for i in picks]
-        program = FunctionProgram(flat, avals)
+        extended = strategy.extended
+        algorithm = extended.cross_device_ops.algorithm_key(extended.options)
+        program = FunctionProgram(flat, avals, f"{extended.num_replicas} replicas {algorithm}")
         # The devices are those of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]

@@ -459,14 +459,18 @@ class FunctionProgram:
     Args:
         function: From the arguments to a flat list of arrays.
         avals: Shapes and dtypes of the arguments.
+        owner: Key of the strategy; nested jaxprs that JAX caches are kept apart by it.
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
     """
 
-    def __init__(self, function: Callable[..., Sequence[Array]], avals: Sequence[Any]) -> None:
-        closed, scope = trace(function, avals, "function", [])
-        self._pure = purify(closed, scope, avals, [])
+    def __init__(
+        self, function: Callable[..., Sequence[Array]], avals: Sequence[Any], owner: str
+    ) -> None:
+        axis_env = [(f"function on {owner}", 1)]
+        closed, scope = trace(function, avals, "function", axis_env)
+        self._pure = purify(closed, scope, avals, axis_env)
         self.strategies = scope.strategies
         self.handles = self._pure.handles
         self.written = self._pure.written
