@@ -1,5 +1,7 @@
 """Training with several replicas ends where one device on the global batch ends."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,9 @@ def _squared_errors(parameters, x, y):
     return (hidden @ parameters["out"] - y) ** 2
 
 
-def _train_on_one_device(optimizer):
+@functools.cache
+def _train_on_one_device(name):
+    optimizer = OPTIMIZERS[name]
     parameters = jax.tree.map(jnp.asarray, _parameters())
     state = optimizer.init(parameters)
     losses = []
@@ -104,7 +108,7 @@ def _with_tape(loss_fn, variables):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
 def test_replicas_end_on_the_weights_and_losses_of_one_device(name, num_replicas, strategy_of):
-    expected, expected_losses = _train_on_one_device(OPTIMIZERS[name])
+    expected, expected_losses = _train_on_one_device(name)
 
     trained, losses = _train(strategy_of(num_replicas), OPTIMIZERS[name], _with_value_and_grad)
 
@@ -126,7 +130,7 @@ def test_a_tape_gives_the_same_bits_as_value_and_grad(strategy_of):
 
 @pytest.mark.parametrize("make", [lambda: dist.OneDeviceStrategy("CPU:3"), dist.get_strategy])
 def test_strategies_with_one_device_train_alike(make):
-    expected, expected_losses = _train_on_one_device(OPTIMIZERS["adam"])
+    expected, expected_losses = _train_on_one_device("adam")
 
     trained, losses = _train(make(), OPTIMIZERS["adam"], _with_value_and_grad)
 

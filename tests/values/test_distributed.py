@@ -1,6 +1,8 @@
 """Values per replica as objects."""
 
+import copy
 import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,10 @@ def mirrored(request, strategy_of):
     with strategy.scope():
         v = dist.Variable([0.0, 0.0])
     return strategy.extended.update(v, lambda v: v.assign([1.0, 2.0]))
+
+
+def _through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
 
 
 # PerReplica
@@ -107,6 +113,15 @@ def test_per_replica_is_a_pytree(per_replica):
         dist.PerReplica([np.ones(2), np.ones(3)])
     )
     assert [c.shape for c in tripled.values] == [(2,), (3,)]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, _through_pickle])
+def test_values_are_copied(duplicate, per_replica, mirrored):
+    for value in (per_replica, mirrored):
+        result = duplicate(value)
+
+        assert type(result) is type(value)
+        np.testing.assert_array_equal(result.values, value.values)
 
 
 def test_components_may_be_nests_and_differ_in_shape():

@@ -359,11 +359,37 @@ def test_value_per_replica_in_a_merge_call_is_refused(mirrored):
         )
 
 
-def test_difference_is_refused_on_an_uneven_batch(mirrored):
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.sum(),
+        # The same in every trace of one replica, and yet not on all of them.
+        lambda x: float(x.shape[0]),
+        lambda x: _replica_id(),
+    ],
+    ids=["data", "size", "replica id"],
+)
+def test_difference_is_refused_on_an_uneven_batch(compute, mirrored):
     uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
 
     with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
-        mirrored.distribute_strategy.run(lambda x: mirrored.assign(x.sum()), (uneven,))
+        mirrored.distribute_strategy.run(lambda x: mirrored.assign(compute(x)), (uneven,))
+    mirrored.distribute_strategy.run(
+        lambda x: mirrored.assign(_context().all_reduce("sum", x.sum())), (uneven,)
+    )
+
+    assert mirrored.numpy() == 5.0
+
+
+def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored):
+    strategy = mirrored.distribute_strategy
+    helper = jax.jit(lambda x: mirrored.assign(x))
+
+    strategy.run(lambda: helper(_context().all_reduce("sum", _replica_id())))
+    with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
+        strategy.run(lambda: helper(_replica_id()))
+
+    assert mirrored.numpy() == 1.0
 
 
 def test_one_replica_cannot_diverge(strategy_of):

@@ -125,18 +125,12 @@ CONTROL_FLOW: dict[Any, tuple[list[Any], float]] = {
 
 
 def _run(strategy, function):
-    return [
-        strategy.experimental_local_results(leaf)
-        for leaf in jax.tree.leaves(strategy.run(function), is_leaf=_is_per_replica)
-    ]
+    results = strategy.run(function)
+    return [strategy.experimental_local_results(result) for result in results]
 
 
 def _function(strategy, function):
-    return [(leaf,) for leaf in jax.tree.leaves(dist.function(function)())]
-
-
-def _is_per_replica(x):
-    return isinstance(x, dist.PerReplica)
+    return [(result,) for result in dist.function(function)()]
 
 
 _MIRRORED = {"aggregation": MEAN}
@@ -151,19 +145,24 @@ _SETUPS = {
 
 
 @pytest.mark.parametrize(("num_replicas", "call", "kwargs"), _SETUPS.values(), ids=_SETUPS)
-@pytest.mark.parametrize("body", CONTROL_FLOW, ids=lambda f: f.__name__.strip("_"))
-def test_control_flow_carries_variables(body, num_replicas, call, kwargs, strategy_of):
+def test_control_flow_carries_variables(num_replicas, call, kwargs, strategy_of):
     strategy = strategy_of(num_replicas)
     with strategy.scope():
-        v = dist.Variable(1.0, **kwargs)
-    expected, value_afterwards = CONTROL_FLOW[body]
+        variables = [dist.Variable(1.0, name=body.__name__, **kwargs) for body in CONTROL_FLOW]
 
-    results = call(strategy, lambda: body(v))
+    results = call(
+        strategy,
+        lambda: [body(v) for body, v in zip(CONTROL_FLOW, variables, strict=True)],
+    )
 
-    for components, should_be in zip(results, expected, strict=True):
-        for component in components:
-            np.testing.assert_allclose(component, should_be, rtol=1e-6)
-    assert v.numpy() == value_afterwards
+    for (body, (expected, value_afterwards)), result, v in zip(
+        CONTROL_FLOW.items(), results, variables, strict=True
+    ):
+        for component in result:
+            leaves = jax.tree.leaves(component)
+            for leaf, should_be in zip(leaves, expected, strict=True):
+                np.testing.assert_allclose(leaf, should_be, rtol=1e-6, err_msg=body.__name__)
+        assert v.numpy() == value_afterwards, body.__name__
 
 
 def test_replicas_loop_over_values_of_their_own(strategy_of):
@@ -327,6 +326,49 @@ def test_read_in_a_custom_derivative_is_refused_by_name(strategy_of):
 
     with pytest.raises(UnsupportedError, match=r"custom_jvp.*v\.value\(\)"):
         strategy.run(lambda: f(2.0))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"aggregation": MEAN}, {"synchronization": ON_READ}], ids=str
+)
+def test_eager_transformation_cannot_leave_its_tracer_in_a_variable(kwargs, strategy_of):
+    strategy = strategy_of(2) if kwargs else dist.get_strategy()
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], name="w", **({"aggregation": MEAN} | kwargs))
+
+    def assign(x):
+        v.assign([x, x])
+        return x
+
+    def assign_add(x):
+        v.assign_add(jnp.stack([x, x]))
+        return x
+
+    def scatter(x):
+        v.scatter_add(dist.IndexedSlices(x[None], [0]))
+        return x
+
+    functions = [assign, assign_add]
+    if v.synchronization is not ON_READ:
+        functions.append(scatter)
+    for function in functions:
+        for transformed in (jax.grad(function), lambda x, f=function: jax.vmap(f)(x[None])):
+            with pytest.raises(UnsupportedError, match=r"'w': \w+ got a value traced by jax\.grad"):
+                transformed(jnp.float32(1.0))
+
+    np.testing.assert_array_equal(v.numpy(), [1.0, 2.0])
+
+
+def test_eager_transformation_reads_variables_and_assigns_constants(strategy_of):
+    with strategy_of(2).scope():
+        v = dist.Variable(3.0)
+
+    def loss(x):
+        v.assign_add(1.0)
+        return v * x * x
+
+    assert float(jax.grad(loss)(1.0)) == 8.0
+    np.testing.assert_array_equal(jax.vmap(lambda x: x * v)(jnp.arange(3.0)), [0.0, 4.0, 8.0])
 
 
 # Values and donation

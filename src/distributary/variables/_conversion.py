@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.tracing import Array
 from distributary.values import ArrayOperators, PerReplica
 from distributary.variables._layout import array_of
@@ -75,6 +75,19 @@ def initial_array(initial_value: Any, what: str) -> Any:
             " jnp.zeros(...)."
         )
     return array_of(value, what)
+
+
+def check_has_value(what: str, *arrays: Any) -> None:
+    """Refuses arrays that an eager `jax.grad` or `jax.vmap` traces: the variable would keep them.
+
+    Raises:
+        UnsupportedError: if one of the arrays is a tracer.
+    """
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise UnsupportedError(
+            f"{what} got a value traced by jax.grad, jax.vmap or another transformation. Return it"
+            " from the transformed function and assign it afterwards."
+        )
 
 
 def check_member(what: str, field: str, value: Any, kind: type) -> None:

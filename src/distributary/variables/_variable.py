@@ -33,6 +33,7 @@ from distributary.tracing import (
 from distributary.values import ArrayOperators, IndexedSlices, Mirrored, PerReplica
 from distributary.variables._conversion import (
     SCATTER,
+    check_has_value,
     check_member,
     combine,
     initial_array,
@@ -354,7 +355,9 @@ class Variable(ArrayOperators):
         scope = current_scope()
         if scope is None:
             check_not_frozen(self._name, "assigned")
-            self._change_eager(kind, self._convert(kind, value))
+            converted = self._convert(kind, value)
+            check_has_value(f"Variable {self._name!r}: {kind}", converted)
+            self._change_eager(kind, converted)
             return self if read_value else None
         result = self._change_traced(scope, kind, value)
         return result if read_value else None
@@ -487,6 +490,7 @@ class Variable(ArrayOperators):
         if scope is None:
             check_not_frozen(self._name, "assigned")
             slices = self._convert_slices(kind, slices)
+            check_has_value(f"Variable {self._name!r}: {kind}", slices.values, slices.indices)
             rows = self._layout.bring(slices.values)
             ids = self._layout.bring(slices.indices)
             self._value = SCATTER[kind](self._value.at[ids], rows)
