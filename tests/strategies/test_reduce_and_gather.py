@@ -211,3 +211,32 @@ def test_cross_replica_methods_are_refused_inside_run(strategy_of, call):
     }
     with pytest.raises(RuntimeError, match=f"{call}.*Strategy.run"):
         strategy.run(calls[call])
+
+
+@pytest.mark.parametrize(
+    ("components", "dtype", "expected"),
+    [
+        ([[60000.0, 60000.0], [60000.0, 60000.0]], "float16", 60000.0),
+        ([[60000.0, 60000.0], [60000.0]], "float16", 60000.0),
+        ([[2**31 - 1] * 2] * 2, "int32", 2.0**31),
+    ],
+)
+def test_the_mean_over_an_axis_does_not_overflow(strategy_of, components, dtype, expected):
+    value = dist.PerReplica([jnp.asarray(c, dtype) for c in components])
+
+    assert float(strategy_of(2).reduce("mean", value, axis=0)) == expected
+
+
+def test_slices_of_different_lengths_are_reduced(strategy_of):
+    value = dist.PerReplica(
+        [
+            dist.IndexedSlices(jnp.ones((2, 1)), jnp.array([0, 1]), (3, 1)),
+            dist.IndexedSlices(jnp.ones((1, 1)), jnp.array([0]), (3, 1)),
+        ]
+    )
+
+    total = strategy_of(2).reduce("sum", value, axis=None)
+    mean = strategy_of(2).reduce("mean", value, axis=None)
+
+    np.testing.assert_array_equal(total.to_dense(), [[2], [1], [0]])
+    np.testing.assert_array_equal(mean.to_dense(), [[1], [0.5], [0]])

@@ -1,7 +1,10 @@
 """Tracing, caching and results of `Strategy.run`."""
 
 import collections
+import dataclasses
+import gc
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -373,3 +376,60 @@ def test_values_from_a_function(strategy_of):
         )
         == 1
     )
+
+
+def test_python_results_that_differ_between_replicas_are_refused(strategy_of):
+    uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
+
+    with pytest.raises(ValueError, match=r"\[2\] on one replica .* and \[3\] on another"):
+        strategy_of(2).run(lambda x: x.shape[0], (uneven,))
+
+
+@dataclasses.dataclass
+class _Trainer:
+    scale: float
+
+    def step(self):
+        return jnp.float32(self.scale)
+
+    @dist.function
+    def compiled(self):
+        return jnp.float32(self.scale)
+
+
+def test_methods_of_objects_without_a_hash(strategy_of):
+    strategy = strategy_of(1)
+    trainers = [_Trainer(2.0), _Trainer(3.0)]
+
+    assert [float(strategy.run(t.step)) for t in trainers] == [2.0, 3.0]
+    assert [float(t.compiled()) for t in trainers] == [2.0, 3.0]
+    assert len(strategy.extended.runner.cache) == 2
+
+
+def test_updating_many_variables_with_one_function_does_not_warn(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variables = [dist.Variable(1.0, name=f"v{i}") for i in range(12)]
+
+    def apply(variable, gradient):
+        variable.assign_sub(gradient)
+
+    for variable in variables:
+        strategy.extended.update(variable, apply, (0.5,))
+
+    assert [float(v.numpy()) for v in variables] == [0.5] * 12
+
+
+def test_a_step_must_be_callable(strategy_of):
+    with pytest.raises(TypeError, match="fn is 3"):
+        strategy_of(2).run(3)
+
+
+def test_a_function_keeps_no_strategy_alive(strategy_of):
+    holder = [strategy_of(2)]
+    compiled = dist.function(lambda: holder[0].run(lambda: jnp.ones(1)))
+    compiled()
+    reference = weakref.ref(holder.pop())
+    gc.collect()
+
+    assert reference() is None

@@ -126,10 +126,6 @@ class CrossDeviceOps(abc.ABC):
         """One phrase for people: which collective runs on `platform`."""
         return f"{type(self).__name__} on {platform}"
 
-    def algorithm_key(self, options: CommunicationOptions) -> str:
-        """Key of the compiled algorithm; empty for XLA's plain all-reduce."""
-        return f"{type(self).__qualname__}({sorted(vars(self).items())!r}) {options!r}"
-
     def all_reduce(
         self,
         op: ReduceOp,
@@ -355,10 +351,6 @@ class NcclAllReduce(_Summing):
             self.num_packs, f"{self.num_packs} packs"
         )
         return f"XLA all-reduce over {transport}, {packs}"
-
-    def algorithm_key(self, options: CommunicationOptions) -> str:
-        plain = self.num_packs == 1 and options == CommunicationOptions()
-        return "" if plain else super().algorithm_key(options)
 
 
 @final

@@ -87,6 +87,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """
         if not isinstance(args, (list, tuple)):
             raise _bad_args(args)
+        if not callable(fn):
+            raise InvalidTypeError(f"Strategy.run: fn is {fn!r}, expected a function.")
         require_cross_replica(self, "run")
         return self._extended.runner.run(fn, tuple(args), dict(kwargs or {}), "replica")
 

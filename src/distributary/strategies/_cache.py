@@ -75,10 +75,53 @@ class ProgramCache:
 
 def _weak_entry(by_owner: dict[Any, Any], owner: Any) -> dict[Any, Any]:
     try:
-        reference = weakref.ref(owner, lambda dead: by_owner.pop(dead, None))
+        reference = WeakIdentity(owner, by_owner)
     except TypeError:
         return {}
     return by_owner.setdefault(reference, {})
+
+
+@final
+class WeakIdentity:
+    """Key of an object by identity, which need not be hashable and is not kept alive.
+
+    Args:
+        value: The object.
+        owner: A dictionary from which the key is removed when the object is collected.
+
+    Raises:
+        TypeError: if the object cannot be referenced weakly.
+    """
+
+    __slots__ = ("__weakref__", "_hash", "_reference")
+
+    def __init__(self, value: Any, owner: dict[Any, Any] | None = None) -> None:
+        self._hash = id(value)
+        forget = None
+        if owner is not None:
+            mine = weakref.ref(self)
+
+            def forget(_: Any) -> None:
+                key = mine()
+                if key is not None:
+                    owner.pop(key, None)
+
+        self._reference = weakref.ref(value, forget)
+
+    def __call__(self) -> Any:
+        """The object, or None if it was collected."""
+        return self._reference()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, WeakIdentity):
+            return False
+        value = self()
+        return value is not None and value is other()
 
 
 def _difference(before: Any, after: Any) -> str:
@@ -97,7 +140,7 @@ def _difference(before: Any, after: Any) -> str:
 
 
 def _describe(part: Any) -> str:
-    if isinstance(part, weakref.ref):
+    if isinstance(part, (weakref.ref, WeakIdentity)):
         return f"the object {part()!r}"
     if isinstance(part, tuple) and part and isinstance(part[0], tuple):
         return f"{part[1]}{list(part[0])}"

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
+from distributary.strategies._cache import WeakIdentity
 from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices
@@ -93,6 +94,8 @@ class Compiled:
 
     def _place(self, value: Any) -> Any:
         """A value where the program can take it."""
+        if isinstance(value, jax.core.Tracer):
+            raise _inside_jax("Strategy.run or a distributary.function")
         if not isinstance(value, jax.Array) or value.sharding.device_set == self._devices:
             return value
         return jax.device_put(value, self._replicated)
@@ -190,17 +193,21 @@ def signature_of(leaf: Any, what: str) -> Any:
     if kind in (bool, str, bytes) or leaf is None:
         return kind, leaf
     try:
-        return weakref.ref(leaf)
-    except TypeError:
-        pass
-    try:
         hash(leaf)
     except TypeError:
+        hashable = False
+    else:
+        hashable = True
+    try:
+        return weakref.ref(leaf) if hashable else WeakIdentity(leaf)
+    except TypeError:
+        pass
+    if not hashable:
         raise InvalidTypeError(
             f"{what}: an argument is {leaf!r}, a {kind.__name__}, which is neither an array nor"
             " hashable. Pass arrays, numbers, nests of them, or objects to which a compiled step"
             " can be keyed."
-        ) from None
+        )
     return kind, leaf
 
 

@@ -182,6 +182,12 @@ class CrossReplica:
 
     def _reduce_uneven(self, op: ReduceOp, axes: tuple[int, ...] | None, row: PerReplica) -> Any:
         components = component_arrays(row)
+        if axes is None and all(isinstance(c, IndexedSlices) for c in components):
+            values = jnp.concatenate([c.values for c in components])
+            if op is ReduceOp.MEAN:
+                values = values / self._num_replicas
+            ids = jnp.concatenate([c.indices for c in components])
+            return IndexedSlices(values, ids, components[0].dense_shape)
         if axes is None:
             shapes = [jax.tree.map(lambda x: x.shape, c) for c in components]
             raise ReplicaMismatchError(
@@ -192,12 +198,13 @@ class CrossReplica:
 
         def total(*parts: Any) -> Any:
             arrays = [check_reducible(part, "reduce") for part in parts]
-            sums = [_sum(array, _normalized(axes, array)) for array in arrays]
+            wide = arrays if op is ReduceOp.SUM else [_widened(array) for array in arrays]
+            sums = [_sum(array, _normalized(axes, array)) for array in wide]
             result = sum(sums[1:], sums[0])
             if op is ReduceOp.SUM:
                 return result
             count = sum(_count(array, _normalized(axes, array)) for array in arrays)
-            return _divide(result, count)
+            return _divide(result, count, arrays[0].dtype)
 
         return jax.tree.map(total, *components)
 
@@ -217,10 +224,10 @@ class CrossReplica:
             return value
         array = check_reducible(value, "reduce")
         normalized = _normalized(axes, array)
-        total = _sum(array, normalized)
         if op is ReduceOp.SUM:
-            return total * num_replicas
-        return _divide(total, _count(array, normalized))
+            return _sum(array, normalized) * num_replicas
+        total = _sum(_widened(array), normalized)
+        return _divide(total, _count(array, normalized), array.dtype)
 
 
 def _check_axis(axis: Any) -> tuple[int, ...] | None:
@@ -254,10 +261,18 @@ def _sum(array: Any, axes: tuple[int, ...]) -> Any:
     return jnp.sum(array, axes, dtype=array.dtype)
 
 
-def _divide(total: Any, count: Any) -> Any:
-    if jnp.issubdtype(total.dtype, jnp.inexact):
-        return total / jnp.asarray(count, total.dtype)
-    return total.astype(jnp.float32) / count
+def _widened(array: Any) -> Any:
+    """The array in a dtype in which the sum for a mean does not overflow."""
+    narrow = array.dtype in (jnp.float16, jnp.bfloat16)
+    if narrow or not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array.astype(jnp.float32)
+    return array
+
+
+def _divide(total: Any, count: Any, dtype: Any) -> Any:
+    """The mean of values of `dtype`; float32 for integers."""
+    mean = total / jnp.asarray(count, total.dtype)
+    return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
 def _reduce_tree(
@@ -275,12 +290,12 @@ def _reduce_tree(
     def reduce_leaf(leaf: Any) -> Any:
         array = check_reducible(leaf, "reduce")
         normalized = _normalized(axes, array)
-        part = _sum(array, normalized)
         if op is ReduceOp.SUM:
-            return ops.all_reduce(op, [part], num_replicas, options)[0]
+            return ops.all_reduce(op, [_sum(array, normalized)], num_replicas, options)[0]
+        part = _sum(_widened(array), normalized)
         count = jnp.int32(_count(array, normalized))
         total, count = ops.all_reduce(ReduceOp.SUM, [part, count], num_replicas, options)
-        return _divide(total, count)
+        return _divide(total, count, array.dtype)
 
     return jax.tree.map(reduce_leaf, tree)
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import jax
@@ -41,7 +41,7 @@ from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import canonical_name, dispatcher_for, make_mesh, short_name
-from distributary.tracing import current_scope
+from distributary.tracing import current_scope, in_role
 from distributary.values import (
     DistributedValues,
     Mirrored,
@@ -107,7 +107,6 @@ class StrategyExtended:
             replicated,
             stacked,
             dispatcher,
-            self.cross_device_ops.algorithm_key(self.options),
         )
         self.combine = CrossReplica(
             strategy,
@@ -450,7 +449,8 @@ class StrategyExtended:
         mode = Mode(self._strategy, "cross")
         push(mode)
         try:
-            result = merge_fn(self._strategy, *args, **kwargs)
+            with in_role("cross") if current_scope() is not None else nullcontext():
+                result = merge_fn(self._strategy, *args, **kwargs)
         finally:
             pop(mode)
         return map_leaves(component, result)

@@ -111,15 +111,14 @@ class Function:
             return outs
 
         avals = [_aval(leaves[i]) for i in picks]
-        extended = strategy.extended
-        algorithm = extended.cross_device_ops.algorithm_key(extended.options)
-        program = FunctionProgram(flat, avals, f"{extended.num_replicas} replicas {algorithm}")
+        program = FunctionProgram(flat, avals)
         # The devices are those of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
         used += [s for s in owners if s.num_replicas_in_sync > 1]
         layout = (used[0] if used else (owners or [strategy])[0]).extended.variable_layout()
         devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        program.strategies.clear()  # a function keeps no strategy alive
         (rebuild,) = results
         compiled = Compiled(
             program,

@@ -18,7 +18,7 @@ from distributary.strategies._compiled import (
     split_result,
 )
 from distributary.topology import Dispatcher
-from distributary.tracing import ReplicaProgram, TraceScope, current_scope
+from distributary.tracing import ReplicaProgram, TraceScope, current_scope, in_role
 from distributary.values import (
     Mirrored,
     PerReplica,
@@ -52,7 +52,6 @@ class ReplicaRunner:
         replicated: Sharding of values all replicas share.
         stacked: Sharding of `[replica, *shape]`; None on one device.
         dispatcher: Bounds the programs in flight.
-        algorithm_key: Key of the strategy's reduction algorithm.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class ReplicaRunner:
         replicated: Any,
         stacked: Any,
         dispatcher: Dispatcher,
-        algorithm_key: str,
     ) -> None:
         self._strategy = strategy
         self._num_replicas = num_replicas
@@ -71,7 +69,6 @@ class ReplicaRunner:
         self._replicated = replicated
         self._stacked = stacked
         self._dispatcher = dispatcher
-        self._algorithm_key = algorithm_key
         self.cache = ProgramCache("Strategy.run")
 
     def run(
@@ -101,7 +98,8 @@ class ReplicaRunner:
             # Components of equal shape were stacked; from here on it is an ordinary call.
             return self.run(function, args, kwargs, role)
         entry = self._build(function, args, kwargs, role)
-        self.cache.note_trace(function, programs, key)
+        if role == "replica":  # an update is traced for every variable
+            self.cache.note_trace(function, programs, key)
         programs[key] = entry
         return entry.compiled(_pick(leaves, entry.picks))
 
@@ -170,7 +168,6 @@ class ReplicaRunner:
             step.varying,
             self._num_replicas,
             self._mesh,
-            self._algorithm_key,
             split_outputs=step.role == "replica",
         )
 
@@ -202,7 +199,8 @@ class ReplicaRunner:
     ) -> Any:
         """Runs the function in place: the program being traced is that of one replica already."""
         args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
-        result = call_on_replica(self._strategy, function, args, kwargs, role)
+        with in_role(role):
+            result = call_on_replica(self._strategy, function, args, kwargs, role)
         arrays, rebuild = split_result(result, "Strategy.run")
         if self._num_replicas == 1:
             return result
@@ -281,6 +279,7 @@ class _Step:
         self._num_replicas = num_replicas
         self._function = function
         self._rebuild: Callable[..., Any] | None = None
+        self._constants: list[Any] | None = None
         outer, self._tree = jax.tree.flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored))
         )
@@ -325,7 +324,23 @@ class _Step:
         args, kwargs = jax.tree.unflatten(self._tree, parts)
         result = call_on_replica(self._strategy, self._function, args, kwargs, self.role)
         outs, self._rebuild = split_result(result, "Strategy.run")
+        self._check_constants(result)
         return outs
+
+    def _check_constants(self, result: Any) -> None:
+        """Refuses Python values that differ between the replicas of an uneven batch."""
+        if len(self.avals) == 1:
+            return
+        kinds = (bool, int, float, complex, str, bytes)
+        constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
+        if self._constants is None:
+            self._constants = constants
+        elif self._constants != constants:
+            raise ReplicaMismatchError(
+                f"Strategy.run: the function returned the Python values {self._constants} on one"
+                f" replica of an uneven batch and {constants} on another. Return arrays,"
+                " jnp.asarray(value), for what differs between replicas."
+            )
 
     def release(self) -> None:
         """Forgets the function and its arguments, so that a cached program keeps neither alive."""

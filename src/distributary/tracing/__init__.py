@@ -13,6 +13,7 @@ from distributary.tracing._scope import (
     activate,
     check_not_frozen,
     current_scope,
+    in_role,
     user_stacklevel,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "activate",
     "check_not_frozen",
     "current_scope",
+    "in_role",
     "user_stacklevel",
 ]

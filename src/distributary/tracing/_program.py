@@ -52,7 +52,7 @@ from distributary.tracing._scope import (
 )
 
 _MAX_TRACES = 10
-_retraces = itertools.count(1)
+_traces = itertools.count(1)
 
 
 @final
@@ -93,12 +93,15 @@ def trace(
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
     """
     known = Known()
-    names = list(axis_env)
     for _ in range(_MAX_TRACES):
+        # JAX keeps the jaxprs of nested jits apart by the names of the axes. Used again in another
+        # trace, one would hide its assignments and tapes from this record, and what it asked of
+        # the strategy.
+        names = [*axis_env, (f"trace {next(_traces)}", 1)]
         scope = TraceScope(kind, known, uneven)
         with activate(scope):
             # A fresh function: JAX caches traces by function identity.
-            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names or None)(*avals)
+            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names)(*avals)
         eqns = closed.jaxpr.eqns
         _check_no_write_lost(eqns, scope)
         used = {
@@ -115,8 +118,6 @@ def trace(
         )
         if found == used and not missed and not (scope.created and known.may_create):
             return closed, scope
-        # The tapes of nested jits that JAX had cached have no number in this trace. In the next one
-        # they have: the new name keeps the jaxprs apart that JAX caches.
         order = scope.tapes
         all_known = all(tape in order for tape, _ in found)
         known = Known(
@@ -124,7 +125,6 @@ def trace(
             {order[t]: handles for t, handles in reads.items() if t in order},
             known.may_create and not scope.created,
         )
-        names = [*axis_env, (f"trace {next(_retraces)}", 1)]
     raise ContextError(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
@@ -251,8 +251,6 @@ class ReplicaProgram:
         varying: For every argument, whether replicas may receive different values.
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`; not used with one replica.
-        algorithm: Key of the reduction algorithm `function` uses; nested jaxprs that JAX caches
-            are kept apart by it.
         split_outputs: Whether every output is one value per replica; False gives one value for
             outputs that are the same on all replicas.
     """
@@ -264,7 +262,6 @@ class ReplicaProgram:
         varying: Sequence[bool],
         num_replicas: int,
         mesh: Mesh | None,
-        algorithm: str,
         split_outputs: bool = True,
     ) -> None:
         self._varying_args = list(varying)
@@ -272,8 +269,6 @@ class ReplicaProgram:
         self._mesh = mesh
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
-        if algorithm:
-            self._axis_env.append((f"{REPLICA_AXIS} by {algorithm}", 1))
         self.pures = self._trace(function, avals)
         first = self.pures[0]
         self.handles = list(dict.fromkeys(handle for pure in self.pures for handle in pure.handles))
@@ -325,19 +320,16 @@ class ReplicaProgram:
         """Traces every replica of an uneven batch, or the only one."""
         uneven = UnevenSizes(len(avals))
         while True:
-            # The name keeps jaxprs apart that JAX caches: the same shapes of this replica may
-            # stand beside other shapes of the others.
-            axis_env = [*self._axis_env, (f"{REPLICA_AXIS} of {uneven.known} {avals}", 1)]
             pures = []
             stopped = False
             for replica, own in enumerate(avals):
                 uneven.start(replica)
                 try:
-                    closed, scope = trace(function, own, "replica", axis_env, uneven)
+                    closed, scope = trace(function, own, "replica", self._axis_env, uneven)
                 except SizesMissing:
                     stopped = True
                     continue
-                pures.append(purify(closed, scope, own, axis_env, replica))
+                pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
                 return pures
             if not uneven.settle():
@@ -459,18 +451,14 @@ class FunctionProgram:
     Args:
         function: From the arguments to a flat list of arrays.
         avals: Shapes and dtypes of the arguments.
-        owner: Key of the strategy; nested jaxprs that JAX caches are kept apart by it.
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
     """
 
-    def __init__(
-        self, function: Callable[..., Sequence[Array]], avals: Sequence[Any], owner: str
-    ) -> None:
-        axis_env = [(f"function on {owner}", 1)]
-        closed, scope = trace(function, avals, "function", axis_env)
-        self._pure = purify(closed, scope, avals, axis_env)
+    def __init__(self, function: Callable[..., Sequence[Array]], avals: Sequence[Any]) -> None:
+        closed, scope = trace(function, avals, "function", [])
+        self._pure = purify(closed, scope, avals, [])
         self.strategies = scope.strategies
         self.handles = self._pure.handles
         self.written = self._pure.written

@@ -4,8 +4,11 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
+
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from distributary.errors import ContextError, ReplicaMismatchError
 from distributary.topology import inside_jax_trace
@@ -252,6 +255,16 @@ class activate:  # noqa: N801  (a context manager used like a function)
 
     def __exit__(self, *exc_info: object) -> None:
         _state.scopes.pop()
+
+
+def in_role(role: str) -> AbstractContextManager[Any]:
+    """Keeps jaxprs apart that JAX caches inside one trace, by the role the code runs in.
+
+    A nested jit that reads or assigns variables means something else in a merge call than in the
+    step around it. The metadata is the one public setting that is part of JAX's key and changes no
+    number.
+    """
+    return set_xla_metadata(distributary_role=role)
 
 
 def check_not_frozen(name: str, what: str) -> None:
