@@ -156,6 +156,33 @@ def test_at_most_four_tokens_are_held():
     assert [reference() is not None for reference in references] == [False] * 6 + [True] * 4
 
 
+def test_a_wide_window_looks_at_every_eighth_program():
+    dispatcher = _bounded(32)
+    tokens = [_Token() for _ in range(80)]
+
+    for token in tokens:
+        dispatcher.run(lambda token=token: token, _itself)
+
+    # The last 32 are in flight; of the others the eighth, sixteenth, ... had to have ended.
+    waited = [i + 1 for i, token in enumerate(tokens) if token.waited_for.is_set()]
+    assert waited == [8, 16, 24, 32, 40, 48]
+
+
+def test_a_narrowed_window_waits_for_all_it_knows_of():
+    dispatcher = _bounded(32)
+    tokens = [_Token() for _ in range(24)]
+    for token in tokens:
+        dispatcher.run(lambda token=token: token, _itself)
+
+    dispatcher.narrow(4)
+
+    assert [i + 1 for i, t in enumerate(tokens) if t.waited_for.is_set()] == [8, 16, 24]
+    later = [_Token() for _ in range(5)]
+    for token in later:
+        dispatcher.run(lambda token=token: token, _itself)
+    assert [token.waited_for.is_set() for token in later] == [True, False, False, False, False]
+
+
 def test_a_program_without_a_token_takes_no_place():
     dispatcher = _bounded(1)
     token = _Token()

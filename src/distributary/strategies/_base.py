@@ -90,7 +90,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         if not callable(fn):
             raise InvalidTypeError(f"Strategy.run: fn is {fn!r}, expected a function.")
         require_cross_replica(self, "run")
-        return self._extended.runner.run(fn, tuple(args), dict(kwargs or {}), "replica")
+        return self._extended.runner.run(fn, tuple(args), dict(kwargs) if kwargs else {}, "replica")
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Combines the replicas' values to one.

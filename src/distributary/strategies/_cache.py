@@ -1,9 +1,10 @@
 """Compiled programs by function and arguments; functions are not kept alive."""
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 from distributary.errors import DistributaryWarning
 from distributary.tracing import user_stacklevel
@@ -23,29 +24,22 @@ class ProgramCache:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._by_function: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._functions: ByIdentity[dict[Any, Any]] = ByIdentity(dict)
+        self._methods: ByIdentity[ByIdentity[dict[Any, Any]]] = ByIdentity(lambda: ByIdentity(dict))
         self._functions_per_code: dict[Any, int] = {}
         self._warned: set[Any] = set()
 
     def __len__(self) -> int:
-        return sum(len(programs) for programs in self._by_function.values())
+        of_functions = [*self._functions.values()]
+        of_methods = [programs for owners in self._methods.values() for programs in owners.values()]
+        return sum(map(len, of_functions + of_methods))
 
     def programs_of(self, function: Callable[..., Any]) -> dict[Any, Any]:
         """The programs of a function, by key; to be filled by the caller."""
         owner = getattr(function, "__self__", None)
         if owner is not None and hasattr(function, "__func__"):
-            by_owner = self._entry(function.__func__)
-            return _weak_entry(by_owner, owner)
-        return self._entry(function)
-
-    def _entry(self, function: Any) -> dict[Any, Any]:
-        try:
-            return self._by_function.setdefault(function, {})
-        except TypeError:
-            # Neither hashable nor weakly referable: nothing is remembered.
-            return {}
+            return self._methods[function.__func__][owner]
+        return self._functions[function]
 
     def note_trace(self, function: Callable[..., Any], programs: dict[Any, Any], key: Any) -> None:
         """Warns once if a function is traced again and again, and names the cause."""
@@ -73,12 +67,43 @@ class ProgramCache:
         )
 
 
-def _weak_entry(by_owner: dict[Any, Any], owner: Any) -> dict[Any, Any]:
-    try:
-        reference = WeakIdentity(owner, by_owner)
-    except TypeError:
-        return {}
-    return by_owner.setdefault(reference, {})
+_V = TypeVar("_V")
+
+
+@final
+class ByIdentity(Generic[_V]):
+    """A value for each object, made when first asked for and dropped when the object is collected.
+
+    Objects that cannot be referenced weakly get a new value each time.
+
+    Args:
+        make: Makes a value.
+    """
+
+    def __init__(self, make: Callable[[], _V]) -> None:
+        self._make = make
+        self._entries: dict[int, tuple[weakref.ref[Any], _V]] = {}
+
+    def __getitem__(self, owner: Any) -> _V:
+        entry = self._entries.get(id(owner))
+        if entry is not None and entry[0]() is owner:
+            return entry[1]
+        return self._add(owner)
+
+    def _add(self, owner: Any) -> _V:
+        entries, number, value = self._entries, id(owner), self._make()
+
+        def forget(reference: Any) -> None:
+            if entries.get(number, (None,))[0] is reference:
+                del entries[number]
+
+        with contextlib.suppress(TypeError):
+            entries[number] = weakref.ref(owner, forget), value
+        return value
+
+    def values(self) -> list[_V]:
+        """The values of the objects that are alive."""
+        return [value for _, value in list(self._entries.values())]
 
 
 @final
@@ -87,26 +112,16 @@ class WeakIdentity:
 
     Args:
         value: The object.
-        owner: A dictionary from which the key is removed when the object is collected.
 
     Raises:
         TypeError: if the object cannot be referenced weakly.
     """
 
-    __slots__ = ("__weakref__", "_hash", "_reference")
+    __slots__ = ("_hash", "_reference")
 
-    def __init__(self, value: Any, owner: dict[Any, Any] | None = None) -> None:
+    def __init__(self, value: Any) -> None:
         self._hash = id(value)
-        forget = None
-        if owner is not None:
-            mine = weakref.ref(self)
-
-            def forget(_: Any) -> None:
-                key = mine()
-                if key is not None:
-                    owner.pop(key, None)
-
-        self._reference = weakref.ref(value, forget)
+        self._reference = weakref.ref(value)
 
     def __call__(self) -> Any:
         """The object, or None if it was collected."""

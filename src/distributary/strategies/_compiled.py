@@ -43,11 +43,11 @@ class Compiled:
     __slots__ = (
         "_call",
         "_captures",
-        "_devices",
         "_dispatcher",
         "_read_only",
         "_rebuild",
         "_replicated",
+        "_shardings",
         "_token_of",
         "_written",
         "program",
@@ -64,7 +64,8 @@ class Compiled:
         self.program = program
         self._rebuild = rebuild
         self._replicated = replicated
-        self._devices = None if replicated is None else replicated.device_set
+        # None among them stands for arguments without a sharding, which go anywhere.
+        self._shardings = None if replicated is None else (stacked, replicated, None)
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
@@ -96,7 +97,9 @@ class Compiled:
         """A value where the program can take it."""
         if isinstance(value, jax.core.Tracer):
             raise _inside_jax("Strategy.run or a distributary.function")
-        if not isinstance(value, jax.Array) or value.sharding.device_set == self._devices:
+        if self._replicated is None or not isinstance(value, jax.Array):
+            return value
+        if value.sharding.device_set == self._replicated.device_set:
             return value
         return jax.device_put(value, self._replicated)
 
@@ -115,22 +118,30 @@ class Compiled:
         """
         if inside_jax_trace():
             raise _inside_jax("Strategy.run or a distributary.function")
-        if self._devices is not None:
-            args = [self._place(arg) for arg in args]
+        shardings = self._shardings
+        if shardings is not None:
+            args = [
+                arg if getattr(arg, "sharding", None) in shardings else self._place(arg)
+                for arg in args
+            ]
         # Reading, donating and replacing the state is one step for other threads.
         with _state_lock:
             variables = [cell() for cell in self._written]
             try:
-                written = [v._take() if v._shared else v._value for v in variables]
+                written = [v._value for v in variables]
+                shared = [v for v in variables if v._shared]
                 read_only = [cell()._value for cell in self._read_only]
             except AttributeError:
                 raise VariableGoneError from None
-            result = self._dispatcher.run(
-                lambda: self._call(self._captures, written, read_only, args), self._token_of
+            if shared:
+                written = [v._copy() if v._shared else v._value for v in variables]
+            new, outs, _ = self._dispatcher.run(
+                self._call, self._token_of, self._captures, written, read_only, args
             )
-            new, outs, _ = result
             for variable, value in zip(variables, new, strict=True):
                 variable._value = value
+            for variable in shared:
+                variable._shared = False
         return self._rebuild(outs)
 
 
@@ -176,8 +187,9 @@ def signature_of(leaf: Any, what: str) -> Any:
     if isinstance(leaf, jax.Array):
         if isinstance(leaf, jax.core.Tracer):
             raise _inside_jax(what)
+        aval = leaf.aval
         # Arrays of random keys have no weak types.
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
+        return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
     if isinstance(leaf, (np.ndarray, np.generic)):
         if leaf.dtype.kind in "OUSV" and not _is_extension(leaf.dtype):
             raise InvalidTypeError(
@@ -253,8 +265,11 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
             )
 
     if all(kind == "array" for kind, _ in slots):
+        is_array = jax.tree.structure(0) == tree
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
+            if is_array:
+                return values[0] if wrap is None else wrap(values[0])
             return jax.tree.unflatten(tree, values if wrap is None else map(wrap, values))
 
         return arrays, rebuild_arrays

@@ -177,7 +177,7 @@ class CrossReplica:
         if jitted is None:
             jitted = self._jitted[key] = jax.jit(program)
         return self._dispatcher.run(
-            lambda: jitted(trees), lambda result: next(iter(jax.tree.leaves(result)), None)
+            jitted, lambda result: next(iter(jax.tree.leaves(result)), None), trees
         )
 
     def _reduce_uneven(self, op: ReduceOp, axes: tuple[int, ...] | None, row: PerReplica) -> Any:

@@ -78,16 +78,16 @@ class ReplicaRunner:
         scope = current_scope()
         if scope is not None and scope.kind == "replica":
             return self._run_inside_replica(function, args, kwargs, role)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        # What jax.tree.flatten calls, two frames further in.
+        leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
         programs = self.cache.programs_of(function)
         if scope is None:
             key = (tree, tuple([signature_of(leaf, "Strategy.run") for leaf in leaves]), role)
             entry = programs.get(key)
             if entry is not None:
+                picks = entry.picks
                 try:
-                    return entry.compiled(
-                        leaves if entry.picks is None else _pick(leaves, entry.picks)
-                    )
+                    return entry.compiled(leaves if picks is None else _pick(leaves, picks))
                 except VariableGoneError:
                     del programs[key]
         args, kwargs = self._even_out((args, kwargs), scope is None)

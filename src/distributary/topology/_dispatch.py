@@ -3,8 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TypeVar, final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, final
 
 import jax
 
@@ -24,6 +24,11 @@ _cpu_lock = threading.RLock()
 _accelerator_lock = threading.RLock()
 
 
+def _stride_of(max_in_flight: int) -> int:
+    """Every how many-th program keeps a token."""
+    return max(1, max_in_flight // 4)
+
+
 @final
 class Dispatcher:
     """Dispatches replica-wide programs so that their collectives cannot wait for each other.
@@ -41,6 +46,9 @@ class Dispatcher:
         max_in_flight: How many programs may be dispatched and not finished, over all threads; None
             for any number. Needs a lock.
 
+    Programs with collectives end in the order in which they were dispatched, so of a wide window
+    only every eighth keeps a token: to look at one costs as much as the rest of a dispatch.
+
     Attributes:
         bounded: Whether the number in flight is bounded, so that `run` needs tokens.
 
@@ -48,7 +56,7 @@ class Dispatcher:
         InvalidValueError: if `max_in_flight` is below 1 or comes without a lock.
     """
 
-    __slots__ = ("_lock", "_max_in_flight", "_tokens", "bounded")
+    __slots__ = ("_lock", "_max_in_flight", "_since_token", "_stride", "_tokens", "bounded")
 
     def __init__(
         self, lock: AbstractContextManager[object] | None, max_in_flight: int | None = None
@@ -61,15 +69,27 @@ class Dispatcher:
         self.bounded = max_in_flight is not None
         self._lock = lock
         self._max_in_flight = max_in_flight or 0
-        # Outputs of the latest programs, oldest first; guarded by `_lock`. A program not recorded
-        # here has finished.
+        self._stride = _stride_of(self._max_in_flight)
+        # Guarded by `_lock`: outputs of every `_stride`-th of the latest programs, oldest first,
+        # and the number of programs after the last of them. All other programs have finished.
         self._tokens: deque[jax.Array] = deque()
+        self._since_token = 0
 
     def narrow(self, max_in_flight: int) -> None:
         """Lowers the number in flight to `max_in_flight`, if it is higher."""
-        self._max_in_flight = min(self._max_in_flight, max_in_flight)
+        if max_in_flight >= self._max_in_flight:
+            return
+        with self._lock or nullcontext():
+            # The few programs after the last token stay uncounted; they need a smaller mesh.
+            while self._tokens:
+                _wait_for(self._tokens.popleft())
+            self._since_token = 0
+            self._max_in_flight = max_in_flight
+            self._stride = _stride_of(max_in_flight)
 
-    def run(self, call: Callable[[], _T], token_of: Callable[[_T], jax.Array | None]) -> _T:
+    def run(
+        self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Any
+    ) -> _T:
         """Dispatches one program, after waiting for an earlier one if too many are in flight.
 
         Args:
@@ -78,6 +98,7 @@ class Dispatcher:
             token_of: From the outputs of `call`, a small array that has a shard on every device of
                 this process and is never donated to a later program; None for a program without
                 collectives. Not called unless `bounded`.
+            *args: Arguments of `call`.
 
         Returns:
             What `call` returns.
@@ -87,17 +108,21 @@ class Dispatcher:
         """
         lock = self._lock
         if lock is None:
-            return call()
+            return call(*args)
         with lock:
             if not self.bounded:
-                return call()
-            tokens = self._tokens
-            while len(tokens) >= self._max_in_flight:
+                return call(*args)
+            tokens, stride = self._tokens, self._stride
+            while len(tokens) * stride + self._since_token >= self._max_in_flight:
                 _wait_for(tokens.popleft())
-            result = call()
+            result = call(*args)
+            if self._since_token + 1 < stride:
+                self._since_token += 1
+                return result
             token = token_of(result)
             if token is not None:
                 tokens.append(token)
+                self._since_token = 0
             return result
 
 

@@ -1,7 +1,7 @@
 """The one place that uses private names of JAX."""
 
 import jax.extend.core as jex_core
-from jax._src import xla_bridge
+from jax._src import core, xla_bridge
 
 __all__ = ["backends_started", "inside_jax_trace"]
 
@@ -12,7 +12,10 @@ def inside_jax_trace() -> bool:
     True below `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`, False below an eager `grad` or
     `vmap`. jax 0.10.2 has it in `jax.extend.core` under a name that says not to rely on it; a
     better one is asked for in https://github.com/jax-ml/jax/issues/18544, open as of that version.
+    It builds a string each time, so the usual case, no trace at all, is looked up before.
     """
+    if core.trace_ctx.is_top_level():
+        return False
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
 
 

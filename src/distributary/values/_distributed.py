@@ -76,13 +76,8 @@ class PerReplica(DistributedValues):
     def from_stacked(cls, tree: Any, num_replicas: int) -> "PerReplica":
         """Components as the rows of a tree of arrays `[replica, *shape]`."""
         new = object.__new__(cls)
-        new._form, new._payload, new._num_replicas, new._values = (
-            "stacked",
-            tree,
-            num_replicas,
-            None,
-        )
-        new._traced_values = None
+        new._form, new._payload, new._num_replicas = "stacked", tree, num_replicas
+        new._values = new._traced_values = None
         return new
 
     @classmethod

@@ -291,9 +291,8 @@ class Variable(ArrayOperators):
         """The eager value, for use before the next step only."""
         return self._value
 
-    def _take(self) -> Array:
+    def _copy(self) -> Array:
         """The stored array for a program that donates it, while others may hold it."""
-        self._shared = False
         return jnp.copy(self._value)
 
     # Assigning
