@@ -1,6 +1,6 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
-from distributary import config, errors, experimental
+from distributary import config, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
 from distributary.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,

@@ -17,6 +17,7 @@ from distributary.context._stack import (
     pop,
     push,
     register_default_mode,
+    register_scope_listener,
     require_cross_replica,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "pop",
     "push",
     "register_default_mode",
+    "register_scope_listener",
     "require_cross_replica",
 ]

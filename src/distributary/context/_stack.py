@@ -172,9 +172,27 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     _state.global_scope = scope
 
 
+class ScopeListener(Protocol):
+    """Hears of scopes that are entered and left."""
+
+    def entered(self, strategy: Any) -> bool:
+        """Called when a scope is entered; `left` receives what it returns."""
+
+    def left(self, strategy: Any, noted: bool) -> None:
+        """Called when the scope is left."""
+
+
+_listeners: list[ScopeListener] = []
+
+
+def register_scope_listener(listener: ScopeListener) -> None:
+    """Adds a listener; a package that brings other libraries into scopes calls this once."""
+    _listeners.append(listener)
+
+
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.modes: list[Mode | None] = []
+        self.modes: list[tuple[Mode, list[bool]] | None] = []
 
 
 class StrategyScope:
@@ -199,8 +217,9 @@ class StrategyScope:
                     " enter it before run, or use get_replica_context().merge_call."
                 )
         mode = self._strategy.extended._scope_mode()
+        noted = [listener.entered(self._strategy) for listener in _listeners]
         push(mode)
-        self._entered.modes.append(mode)
+        self._entered.modes.append((mode, noted))
         thread = threading.get_ident()
         _threads_in_scope[thread] = _threads_in_scope.get(thread, 0) + 1
         return self._strategy
@@ -210,16 +229,19 @@ class StrategyScope:
             raise ContextError(
                 "This strategy scope is not open. Enter it with `with strategy.scope():`."
             )
-        mode = self._entered.modes[-1]
-        if mode is None:
+        entry = self._entered.modes[-1]
+        if entry is None:
             self._entered.modes.pop()
             return
+        mode, noted = entry
         pop(mode)
         self._entered.modes.pop()
         thread = threading.get_ident()
         _threads_in_scope[thread] -= 1
         if not _threads_in_scope[thread]:
             del _threads_in_scope[thread]
+        for listener, note in zip(_listeners, noted, strict=True):
+            listener.left(self._strategy, note)
 
 
 def check_same_strategy(strategy: StrategyLike, what: str) -> None:

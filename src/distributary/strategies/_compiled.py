@@ -265,7 +265,7 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
             )
 
     if all(kind == "array" for kind, _ in slots):
-        is_array = jax.tree.structure(0) == tree
+        is_array = jax.tree_util.treedef_is_leaf(tree) and tree.num_leaves == 1
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
             if is_array:

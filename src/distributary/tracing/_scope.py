@@ -297,7 +297,8 @@ def user_stacklevel() -> int:
     """The `stacklevel` with which a warning of the caller points to the user's code."""
     frame: Any = sys._getframe(1)
     level = 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("distributary."):
+    inside = ("distributary.", "keras.src.")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(inside):
         frame = frame.f_back
         level += 1
     return level

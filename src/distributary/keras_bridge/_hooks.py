@@ -1,0 +1,140 @@
+"""The one place where distributary hooks into Keras.
+
+Keras has no public way to bring its trainer under another strategy, so `install` replaces the
+functions listed in `HOOKS`, once per process. Every replacement calls the original unless a
+strategy is involved, so models without one behave as without distributary.
+
+Supported are the Keras versions in `SUPPORTED`; `tests/keras_bridge/test_hooks.py` fails when a new
+version moves one of the places.
+"""
+
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from distributary.errors import UnsupportedError
+from distributary.keras_bridge import _layers, _losses, _models, _optimizers, _variables
+
+#: First supported version of Keras, and the first that is not.
+SUPPORTED = ((3, 15), (3, 17))
+
+#: What is replaced, as module and attribute, and what makes the replacement from the original.
+HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    # Where variables lie.
+    ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", _variables.initialize_layout),
+    # Models know their strategy and train under it.
+    ("keras.src.backend.jax.trainer", "JAXTrainer.__init__", _models.init),
+    ("keras.src.trainers.trainer", "Trainer.compile", _models.compile_),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.fit", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.evaluate", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.predict", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.train_on_batch", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.test_on_batch", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.predict_on_batch", _models.in_scope),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.make_train_function", _models.make("train")),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.make_test_function", _models.make("test")),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.make_predict_function", _models.make("predict")),
+    ("keras.src.backend.jax.trainer", "JAXTrainer._get_jax_state", _models.get_jax_state),
+    ("keras.src.backend.jax.trainer", "JAXEpochIterator._get_iterator", _models.get_iterator),
+    ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
+    ("keras.src.backend.jax.trainer", "callbacks_module", _models.callbacks_module),
+    # Numbers of a replica that belong to the whole batch.
+    ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
+    ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),
+    (
+        "keras.src.optimizers.base_optimizer",
+        "BaseOptimizer.stateless_apply",
+        _optimizers.stateless_apply,
+    ),
+    ("keras.src.optimizers.base_optimizer", "BaseOptimizer.apply", _optimizers.apply),
+    (
+        "keras.src.optimizers.loss_scale_optimizer",
+        "LossScaleOptimizer.stateless_apply",
+        _optimizers.stateless_apply,
+    ),
+    (
+        "keras.src.optimizers.loss_scale_optimizer",
+        "LossScaleOptimizer.apply",
+        _optimizers.apply,
+    ),
+    ("keras.src.random.seed_generator", "SeedGenerator.next", _layers.next_seed),
+    (
+        "keras.src.layers.normalization.batch_normalization",
+        "BatchNormalization.__init__",
+        _layers.batch_normalization_init,
+    ),
+    (
+        "keras.src.layers.normalization.batch_normalization",
+        "BatchNormalization._moments",
+        _layers.batch_normalization_moments,
+    ),
+)
+
+_lock = threading.Lock()
+_installed = False
+
+
+def install() -> None:
+    """Replaces the functions in `HOOKS`; only the first call does anything.
+
+    Raises:
+        UnsupportedError: if Keras runs on another backend than JAX, or its version is not supported
+            and a place is not where it was.
+    """
+    global _installed
+    if _installed:
+        return
+    with _lock:
+        if _installed:
+            return
+        import keras
+
+        if keras.backend.backend() != "jax":
+            # Nothing to distribute; creating a model or variable in a scope raises.
+            _replace("keras.src.backend.common.variables", "Variable.__init__", _variables.refuse)
+            _installed = True
+            return
+        targets = [(*find(module, path), make) for module, path, make in HOOKS]
+        for owner, name, make in targets:
+            _replace_in(owner, name, make)
+        _installed = True
+
+
+def find(module: str, path: str) -> tuple[Any, str]:
+    """The object that has the last part of `path` as its own attribute, and the part's name.
+
+    Raises:
+        UnsupportedError: if this version of Keras does not have it.
+    """
+    import keras
+
+    *parents, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        vars(owner)[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        first, beyond = (".".join(map(str, version)) for version in SUPPORTED)
+        raise UnsupportedError(
+            f"Keras {keras.__version__} has no {module}.{path}, into which distributary hooks."
+            f" Install a supported version: pip install 'keras>={first},<{beyond}'."
+        ) from error
+    return owner, name
+
+
+def _replace(module: str, path: str, make: Callable[[Any], Any]) -> None:
+    _replace_in(*find(module, path), make)
+
+
+def _replace_in(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = vars(owner)[name]
+    replacement = make(original)
+    if inspect.isfunction(original):
+        functools.update_wrapper(replacement, original)
+        # Keras reads the arguments of layers from their signature.
+        replacement.__signature__ = inspect.signature(original)
+    setattr(owner, name, replacement)

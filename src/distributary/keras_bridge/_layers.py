@@ -1,0 +1,74 @@
+"""Layers that behave differently on replicas: random numbers and batch statistics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from distributary.keras_bridge._replica import is_uneven, replica_context, total
+
+# Odd, so that distinct replicas have distinct seeds for all of 2**32 replicas.
+_SEED_STRIDE = 0x9E3779B1
+
+
+def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives every replica a seed of its own; the generator's state advances alike on all."""
+
+    def next(self: Any, ordered: bool = True) -> Any:
+        seed = original(self, ordered)
+        context = replica_context()
+        if context is None:
+            return seed
+        replica = jnp.asarray(context.replica_id_in_sync_group).astype(seed.dtype)
+        return seed.at[0].add(replica * jnp.asarray(_SEED_STRIDE, jnp.uint32).astype(seed.dtype))
+
+    return next
+
+
+def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Accepts `synchronized=True`, which Keras has for TensorFlow only."""
+
+    def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        self.synchronized = synchronized
+
+    return __init__
+
+
+def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With `synchronized=True` the mean and variance of the whole batch."""
+
+    def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if not self.synchronized:
+            return original(self, inputs, mask)
+        self.synchronized = False
+        try:
+            mean, variance = original(self, inputs, mask)
+        finally:
+            self.synchronized = True
+        context = replica_context()
+        if context is None:
+            return mean, variance
+        count = _count(self, inputs, mask)
+        weight: Any = 1.0 / context.num_replicas_in_sync
+        if mask is not None or is_uneven():
+            everything = total(context, count)
+            weight = count / jnp.maximum(everything, 1)
+        # The part of a replica without entries is not defined.
+        wide_mean, wide_variance = (
+            jnp.where(count > 0, x.astype(jnp.float32), 0.0) for x in (mean, variance)
+        )
+        global_mean = total(context, wide_mean * weight)
+        spread = wide_variance + jnp.square(wide_mean - global_mean)
+        global_variance = total(context, spread * weight)
+        return global_mean.astype(mean.dtype), global_variance.astype(variance.dtype)
+
+    return _moments
+
+
+def _count(layer: Any, inputs: Any, mask: Any) -> Any:
+    """Entries a replica's statistics are taken over."""
+    channels = inputs.shape[layer.axis]
+    if mask is None:
+        return jnp.float32(inputs.size / channels)
+    return jnp.sum(jnp.broadcast_to(mask[..., None], inputs.shape).astype(jnp.float32)) / channels

@@ -1,0 +1,62 @@
+"""Losses of one replica as its part of the loss of the whole batch.
+
+In a step of `fit` gradients are averaged over the replicas, so a replica's part of the loss counts
+`num_replicas` times; in `Strategy.run` they are summed, as with tf.distribute. Divisors are those
+of the whole batch: the result equals one device, also with masks and weights, where tf.distribute
+takes the mean of the replicas' means.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from distributary.keras_bridge._replica import in_trainer, is_uneven, replica_context, total
+
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the division by the replica's own count or weight."""
+
+    def reduce_values(
+        values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    ) -> Any:
+        context = replica_context()
+        shape = tuple(values.shape)
+        if context is None or reduction in (None, "none") or shape in ((), (0,)):
+            return original(values, sample_weight, reduction)
+        num_replicas = context.num_replicas_in_sync
+        scale = num_replicas if in_trainer() else 1
+        loss = jnp.sum(values) * scale
+        if reduction not in _MEANS:
+            return loss
+        divisor: Any
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            divisor = total(context, jnp.sum(sample_weight).astype(loss.dtype))
+        elif is_uneven():
+            divisor = total(context, jnp.asarray(values.size, loss.dtype))
+        else:
+            divisor = jnp.asarray(values.size * num_replicas, loss.dtype)
+        # A batch of zero weight has a loss of zero.
+        safe = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)
+        return jnp.where(divisor == 0, jnp.zeros_like(loss), loss / safe)
+
+    return reduce_values
+
+
+def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights valid entries by total over valid of the whole batch, not of the replica."""
+
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+        context = replica_context()
+        if context is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return original(sample_weight, mask, dtype, reduction)
+        own = original(sample_weight, mask, dtype, "none")
+        valid = jnp.sum(jnp.asarray(mask).astype(dtype))
+        counts = jnp.stack([jnp.asarray(mask.size, dtype), valid])
+        everything, valid = total(context, counts)
+        safe = jnp.where(valid == 0, jnp.ones_like(valid), valid)
+        return own * jnp.where(valid == 0, jnp.zeros_like(valid), everything / safe)
+
+    return apply_mask

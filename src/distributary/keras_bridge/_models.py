@@ -1,0 +1,193 @@
+"""Models under a strategy: where `fit` and its relatives become distributed."""
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from distributary.context import check_same_strategy, get_strategy, has_strategy
+from distributary.errors import ContextError, DistributaryWarning
+from distributary.keras_bridge._replica import replica_context
+from distributary.keras_bridge._trainer import Kind, StepFunction
+from distributary.keras_bridge._variables import place, sharding_of
+from distributary.tracing import user_stacklevel
+
+_PARTS = (
+    "trainable_variables",
+    "non_trainable_variables",
+    "optimizer_variables",
+    "metrics_variables",
+)
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope a model was created or compiled, or None."""
+    return getattr(model, "_distributary_strategy", None)
+
+
+def init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model belongs to the strategy in whose scope it is created."""
+
+    def __init__(self: Any) -> None:  # noqa: N807
+        original(self)
+        self._distributary_strategy = get_strategy() if has_strategy() else None
+
+    return __init__
+
+
+def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model without a strategy joins the one in whose scope it is compiled."""
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _join(self, "compile")
+        if kwargs.get("jit_compile") is False and not kwargs.get("run_eagerly"):
+            strategy = strategy_of(self)
+            if strategy is not None:
+                warnings.warn(
+                    f"{self.name}.compile: jit_compile=False runs every operation of a step as a"
+                    f" program of its own on all devices of {strategy!r}: right, but many times"
+                    " slower. Leave jit_compile out, or use run_eagerly=True while debugging.",
+                    DistributaryWarning,
+                    stacklevel=user_stacklevel(),
+                )
+        return original(self, *args, **kwargs)
+
+    return compile
+
+
+def _join(model: Any, what: str) -> None:
+    """Checks that model and scope belong together; a model without a strategy joins the scope's."""
+    if not has_strategy():
+        return
+    own, current = strategy_of(model), get_strategy()
+    if own is None:
+        model._distributary_strategy = current
+        model.train_function = model.test_function = model.predict_function = None
+    elif own is not current:
+        raise ContextError(
+            f"{model.name}.{what} was called in the scope of {current!r}, but the model belongs to"
+            f" {own!r}, in whose scope it was created. Leave the scope, or create the model again"
+            " inside it, for example with keras.models.clone_model(model) and set_weights."
+        )
+
+
+def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a method of a model in the scope of the model's strategy."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        what = original.__name__
+        if replica_context() is not None:
+            raise ContextError(
+                f"{self.name}.{what} was called inside Strategy.run. It distributes its work by"
+                " itself: call it outside."
+            )
+        _join(self, what)
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, *args, **kwargs)
+        check_same_strategy(strategy, f"{self.name}.{what}")
+        with strategy.scope():
+            try:
+                return original(self, *args, **kwargs)
+            except BaseException:
+                _restore(self)
+                raise
+
+    return method
+
+
+def _restore(model: Any) -> None:
+    """After an exception: gives the variables the state of the last step that was finished."""
+    for name in ("train_function", "test_function", "predict_function"):
+        function = getattr(model, name, None)
+        if not isinstance(function, StepFunction) or not function.latest:
+            continue
+        _, state = function.latest[0]
+        function.latest = []
+        lists = function.variables()
+        for variables, values in zip(lists, state, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                current = variable._value
+                if current is None or current.is_deleted():
+                    variable._value = value
+    model._jax_state = None
+    model._jax_state_synced = True
+
+
+def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes the hook of `make_train_function` and its relatives."""
+    name = f"{kind}_function"
+
+    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make_function(self: Any, force: bool = False) -> Any:
+            strategy = strategy_of(self)
+            if strategy is None:
+                return original(self, force)
+            if force or getattr(self, name) is None:
+                setattr(self, name, StepFunction(self, kind, strategy))
+            return getattr(self, name)
+
+        return make_function
+
+    return hook
+
+
+def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a step, variables created elsewhere move to the devices of the strategy."""
+
+    def _get_jax_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(self)
+        if strategy is not None:
+            sharding = sharding_of(strategy)
+            for name in _PARTS[:2] + _PARTS[3:]:
+                for variable in getattr(self, name):
+                    place(variable, sharding)
+            if getattr(self, "optimizer", None) is not None:
+                for variable in self.optimizer.variables:
+                    place(variable, sharding)
+        return original(self, *args, **kwargs)
+
+    return _get_jax_state
+
+
+def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Under a strategy batches stay on the host until a step splits them."""
+
+    def _get_iterator(self: Any) -> Any:
+        if has_strategy():
+            return self.data_adapter.get_jax_iterator()
+        return original(self)
+
+    return _get_iterator
+
+
+def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for `train_on_batch` and its relatives."""
+
+    def _distribute_data(data: Any, layouts: Any = None) -> Any:
+        if has_strategy():
+            return jax.tree.map(_as_array, data)
+        return original(data, layouts)
+
+    return _distribute_data
+
+
+def _as_array(leaf: Any) -> Any:
+    import keras
+
+    return (
+        leaf
+        if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+        else keras.ops.convert_to_tensor(leaf)
+    )
+
+
+def callbacks_module(original: Any) -> Any:
+    """Keras' callbacks, with a list that does nothing per step unless a callback wants to."""
+    from distributary.keras_bridge._callbacks import make_callback_list
+
+    replacement = types.SimpleNamespace(**vars(original))
+    replacement.CallbackList = make_callback_list(original.CallbackList, strategy_of)
+    return replacement

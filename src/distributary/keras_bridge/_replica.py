@@ -1,0 +1,121 @@
+"""What the hooks need to know about the replica whose code is being traced."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.collectives import ReduceOp
+from distributary.context import (
+    Mode,
+    ReplicaContext,
+    current_mode,
+    default_mode,
+    in_default_context,
+    pop,
+    push,
+)
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import current_scope
+
+
+class _ThreadState(threading.local):
+    in_trainer = False
+    in_optimizer = False
+
+
+_state = _ThreadState()
+
+
+def replica_context() -> ReplicaContext | None:
+    """The context of the replica that is being traced, if there are several replicas."""
+    if in_default_context():
+        return None
+    mode = current_mode()
+    if mode.role != "replica" or mode.strategy.num_replicas_in_sync == 1:
+        return None
+    return mode.replica_context
+
+
+def in_trainer() -> bool:
+    """Whether a step of `fit`, `evaluate` or `predict` is being traced.
+
+    Its gradients are averaged over the replicas, those of a custom loop in `Strategy.run` summed.
+    """
+    return _state.in_trainer
+
+
+def in_optimizer() -> bool:
+    """Whether an optimizer applies gradients that all replicas share."""
+    return _state.in_optimizer
+
+
+def is_uneven() -> bool:
+    """Whether the replicas may have batches of different sizes."""
+    scope = current_scope()
+    return scope is not None and scope.uneven is not None
+
+
+@contextmanager
+def optimizing() -> Iterator[None]:
+    """Marks what runs inside as the work of an optimizer."""
+    _state.in_optimizer = True
+    try:
+        yield
+    finally:
+        _state.in_optimizer = False
+
+
+@contextmanager
+def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
+    """Makes the code inside that of one replica of a step of `fit`, `evaluate` or `predict`."""
+    context = ReplicaContext(strategy, lambda: lax.axis_index(REPLICA_AXIS))
+    mode = Mode(strategy, "replica", context)
+    push(mode)
+    _state.in_trainer = True
+    try:
+        yield context
+    finally:
+        _state.in_trainer = False
+        pop(mode)
+
+
+@contextmanager
+def sole_replica(strategy: Any) -> Iterator[None]:
+    """Makes the code inside that of the only replica, also of a strategy that has several.
+
+    With several, each of them computes the same: what a last batch that cannot be split needs.
+    """
+    mode = default_mode()
+    if strategy.num_replicas_in_sync == 1:
+        mode = Mode(strategy, "replica", ReplicaContext(strategy, lambda: jnp.int32(0)))
+    push(mode)
+    try:
+        yield
+    finally:
+        pop(mode)
+
+
+def total(context: ReplicaContext, value: Any) -> Any:
+    """The sum of `value` over all replicas."""
+    return context.all_reduce(ReduceOp.SUM, value)
+
+
+def mean_of_changed(
+    context: ReplicaContext, before: list[Any], after: list[Any], is_float: Callable[[Any], bool]
+) -> list[Any]:
+    """State that a step changed, combined: the mean of floats, the value of replica 0 otherwise.
+
+    Values that the step left alone, the same object before and after, stay as they are.
+    """
+    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new]
+    floats = [i for i in changed if is_float(after[i])]
+    result = list(after)
+    if floats:
+        means = context.all_reduce(ReduceOp.MEAN, [after[i] for i in floats])
+        for i, mean in zip(floats, means, strict=True):
+            result[i] = mean
+    return result

@@ -1,0 +1,437 @@
+"""The compiled steps behind `fit`, `evaluate` and `predict`.
+
+Keras' JAX trainer calls `train_function(state, iterator)` and hands the state it returns to the
+next call. A `StepFunction` is such a function for a model under a strategy: it takes batches from
+the iterator, splits them over the replicas and calls the model's own `train_step`, `test_step` or
+`predict_step` once per replica, in one program.
+"""
+
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.collectives import ReduceOp
+from distributary.errors import DistributaryWarning, InvalidTypeError
+from distributary.keras_bridge._replica import (
+    mean_of_changed,
+    sole_replica,
+    total,
+    trainer_replica,
+)
+from distributary.topology import REPLICA_AXIS, dispatcher_for
+from distributary.tracing import user_stacklevel
+
+Kind = Literal["train", "test", "predict"]
+# What Keras hands from step to step, in this order.
+_PARTS: dict[Kind, tuple[str, ...]] = {
+    "train": ("trainable", "non_trainable", "optimizer", "metrics"),
+    "test": ("trainable", "non_trainable", "metrics"),
+    "predict": ("trainable", "non_trainable"),
+}
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class Values:
+    """Values of variables; like a tuple, but Keras does not walk through it at every step."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Any) -> None:
+        self._values = tuple(values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._values[index]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        return self._values, None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: Any) -> "Values":
+        new = object.__new__(cls)
+        new._values = children
+        return new
+
+
+@final
+class StepFunction:
+    """`train_function`, `test_function` or `predict_function` of a model under a strategy.
+
+    Args:
+        trainer: The model.
+        kind: Which of the three.
+        strategy: The model's strategy.
+    """
+
+    def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
+        self._trainer = trainer
+        self._kind = kind
+        self._strategy = strategy
+        self._num_replicas = strategy.num_replicas_in_sync
+        extended = strategy.extended
+        self._mesh = extended.mesh
+        layout = extended.variable_layout()
+        self._split = layout.stacked
+        self._replicated = layout.replicated
+        devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        self._dispatcher = dispatcher_for(devices)
+        self._steps = max(1, int(trainer.steps_per_execution))
+        self._eager = bool(trainer.run_eagerly) or not trainer.jit_compile
+        self._programs: dict[Any, _Program] = {}
+        self._uneven_in_a_row = 0
+        self._warned = False
+        self._fused_sharding = (
+            NamedSharding(self._mesh, P(None, REPLICA_AXIS)) if self._num_replicas > 1 else None
+        )
+        #: The state after the latest step that was dispatched; empty before the first.
+        self.latest: list[Any] = []
+
+    def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
+        """Runs `steps_per_execution` steps, fewer where the data ends.
+
+        Raises:
+            StopIteration: if there is no batch left.
+        """
+        state = tuple([part if isinstance(part, Values) else Values(part) for part in state])
+        if self._steps == 1:
+            return self._one(state, next(iterator))
+        outputs = []
+        for batches in _runs_of_equal_shape(_take(iterator, self._steps)):
+            if len(batches) > 1 and not self._eager:
+                out, state = self._several(state, batches)
+                outputs.append(out)
+            else:
+                for batch in batches:
+                    out, state = self._one(state, batch)
+                    outputs.append(out)
+        if self._kind != "predict":
+            return outputs[-1], state
+        if len(outputs) == 1:
+            return outputs[0], state
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
+
+    def variables(self) -> list[list[Any]]:
+        """The variables whose values make up the state, in its order."""
+        trainer = self._trainer
+        of_part = {
+            "trainable": lambda: trainer.trainable_variables,
+            "non_trainable": lambda: trainer.non_trainable_variables,
+            "optimizer": lambda: trainer.optimizer.variables,
+            "metrics": lambda: trainer.metrics_variables,
+        }
+        return [of_part[part]() for part in _PARTS[self._kind]]
+
+    def _one(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        if self._num_replicas == 1:
+            return self._run(("one", 1), state, batch)
+        size = _common_size(batch)
+        if size is not None and size % self._num_replicas == 0:
+            self._uneven_in_a_row = 0
+            return self._run(("split", 1), state, jax.device_put(batch, self._split))
+        self._note_uneven(size)
+        return self._run(("whole", 1), state, jax.device_put(batch, self._replicated))
+
+    def _several(self, state: Any, batches: list[Any]) -> tuple[Any, Any]:
+        count = len(batches)
+        stacked = jax.tree.map(_stack, *batches)
+        if self._num_replicas == 1:
+            return self._run(("one", count), state, stacked)
+        size = _common_size(batches[0])
+        if size is not None and size % self._num_replicas == 0:
+            self._uneven_in_a_row = 0
+            stacked = jax.device_put(stacked, self._fused_sharding)
+            return self._run(("split", count), state, stacked)
+        self._note_uneven(size)
+        stacked = jax.device_put(stacked, self._replicated)
+        return self._run(("whole", count), state, stacked)
+
+    def _note_uneven(self, size: int | None) -> None:
+        """Warns once if it is not only the last batch that cannot be split."""
+        self._uneven_in_a_row += 1
+        if self._kind != "train" or self._warned or self._uneven_in_a_row < 2:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self._trainer.name}: batches of {size} examples do not divide by"
+            f" {self._num_replicas} replicas, so every replica computes such a batch as a whole:"
+            " exact, but without any gain in speed. Choose a batch size that is a multiple of"
+            f" {self._num_replicas}; only the last batch of an epoch may then differ.",
+            DistributaryWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+    def _run(self, key: tuple[str, int], state: Any, data: Any) -> tuple[Any, Any]:
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(self._function(*key), self._eager)
+        # Extended in C: an interrupt that comes during the call is raised after its result, which
+        # replaces the state it consumed, has been kept.
+        compiled = program.prepare(state, data)
+        latest: list[Any] = []
+        self.latest = latest
+        self._dispatcher.run(program, _token, latest, state, data, compiled)
+        return latest[0]
+
+    # What is compiled
+
+    def _function(self, way: str, count: int) -> Callable[..., Any]:
+        predict = self._kind == "predict"
+        step = self._step if way != "split" else self._replica_step
+        if count > 1:
+            step = _repeated(step, keep_all=predict)
+        if self._num_replicas > 1:
+            rows = P(REPLICA_AXIS) if count == 1 else P(None, REPLICA_AXIS)
+            batch = rows if way == "split" else P()
+            step = jax.shard_map(
+                step,
+                mesh=self._mesh,
+                in_specs=(P(), batch),
+                out_specs=(batch if predict else P(), P()),
+                check_vma=False,
+            )
+        if not (predict and count > 1):
+            return step
+
+        def joined(state: Any, data: Any) -> tuple[Any, Any]:
+            outs, state = step(state, data)
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), state
+
+        return joined
+
+    def _step(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """One step on a whole batch, as the only replica."""
+        with sole_replica(self._strategy):
+            return self._call_trainer(state, data)
+
+    def _call_trainer(self, state: Any, data: Any) -> tuple[Any, Any]:
+        trainer = self._trainer
+        lists = tuple([list(part) for part in state])
+        if self._kind == "train":
+            out, new = trainer.train_step(lists, data)
+        elif self._kind == "test":
+            out, new = trainer.test_step(lists, data)
+        else:
+            out, non_trainable = trainer.predict_step(lists, data)
+            new = (lists[0], non_trainable)
+        return out, tuple([Values(part) for part in new])
+
+    def _replica_step(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """One step of one replica on its part of the batch."""
+        parts = dict(zip(_PARTS[self._kind], state, strict=True))
+        with trainer_replica(self._strategy) as context:
+            metrics = parts.get("metrics")
+            if metrics is not None:
+                # Replica 0 goes on with the state, the others start from nothing.
+                first = context.replica_id_in_sync_group == 0
+                own = [jnp.where(first, v, jnp.zeros_like(v)) for v in metrics]
+                parts["metrics"] = Values(own)
+            out, new_state = self._call_trainer(tuple(parts.values()), data)
+            new = dict(zip(_PARTS[self._kind], new_state, strict=True))
+            new["non_trainable"] = Values(
+                mean_of_changed(
+                    context, list(parts["non_trainable"]), list(new["non_trainable"]), _is_float
+                )
+            )
+            if metrics is not None:
+                summed = total(context, list(new["metrics"])) if len(metrics) else []
+                new["metrics"] = Values(summed)
+                changed = [
+                    after is not before for before, after in zip(own, new_state[-1], strict=True)
+                ]
+                out = self._global_logs(context, out, summed, changed)
+            elif any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
+                raise InvalidTypeError(
+                    f"{self._trainer.name}.predict_step returned a scalar. Under"
+                    f" {self._strategy!r} every replica predicts a part of the batch, and the"
+                    " parts are joined along dim 0: return arrays with one entry per example."
+                )
+        return out, tuple(new.values())
+
+    def _global_logs(self, context: Any, logs: Any, metrics: list[Any], changed: list[bool]) -> Any:
+        """Logs of one replica as those of the whole batch.
+
+        Results of metrics that the step updated are computed anew from the state of all replicas;
+        other numbers are averaged.
+        """
+        results = _metric_results(self._trainer, metrics, changed)
+        flat, tree = jax.tree_util.tree_flatten_with_path(logs)
+        values: list[Any] = []
+        averaged: list[int] = []
+        for path, value in flat:
+            name = getattr(path[0], "key", None) if len(path) == 1 else None
+            if name in results:
+                values.append(results[name])
+            else:
+                averaged.append(len(values))
+                number = jnp.asarray(value)
+                values.append(number if number.dtype != bool else number.astype(jnp.float32))
+        if averaged:
+            wide = [values[i] for i in averaged]
+            means = context.all_reduce(ReduceOp.MEAN, wide)
+            for i, mean in zip(averaged, means, strict=True):
+                values[i] = mean
+        return jax.tree.unflatten(tree, values)
+
+
+@final
+class _Program:
+    """A function that is compiled when it meets new shapes and then called without Python.
+
+    Args:
+        function: From state and data to logs and new state.
+        eager: Whether it runs operation by operation.
+    """
+
+    def __init__(self, function: Callable[..., Any], eager: bool) -> None:
+        self._function = function if eager else jax.jit(function, donate_argnums=0)
+        self._eager = eager
+        self._known: set[Any] = set()
+
+    def prepare(self, state: Any, data: Any) -> bool:
+        """Compiles the function for these shapes; returns whether it has been called with them."""
+        if self._eager:
+            return False
+        shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(data)])
+        if shapes in self._known:
+            return True
+        self._function.lower(state, data).compile()
+        self._known.add(shapes)
+        return False
+
+    def __call__(self, results: list[Any], state: Any, data: Any, called_before: bool) -> Any:
+        """Appends the outputs to `results`."""
+        if called_before:
+            results.extend(map(self._function, (state,), (data,)))
+        else:
+            # The first call runs Python code after the state is consumed.
+            with _interrupts_deferred():
+                results.append(self._function(state, data))
+        return results[0]
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C inside is raised at the end."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *details: caught.append(details))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        handler(*caught[0])
+
+
+def _repeated(step: Callable[..., Any], keep_all: bool) -> Callable[..., Any]:
+    """`step` on every row of stacked data, as one loop; returns all outputs or the last."""
+
+    def several(state: Any, stacked: Any) -> tuple[Any, Any]:
+        def body(state: Any, data: Any) -> tuple[Any, Any]:
+            out, state = step(state, data)
+            return state, out
+
+        first = jax.tree.map(lambda x: x[0], stacked)
+        jaxpr = jax.make_jaxpr(step)(state, first)
+        # XLA:CPU runs convolutions inside a loop many times slower than outside of one.
+        unroll = jax.default_backend() == "cpu" and _has_convolution(jaxpr.jaxpr)
+        state, outs = lax.scan(body, state, stacked, unroll=unroll)
+        return outs if keep_all else jax.tree.map(lambda x: x[-1], outs), state
+
+    return several
+
+
+def _has_convolution(jaxpr: Any) -> bool:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "conv_general_dilated":
+            return True
+        if any(map(_has_convolution, jax.core.jaxprs_in_params(equation.params))):
+            return True
+    return False
+
+
+def _metric_results(trainer: Any, values: list[Any], changed: list[bool]) -> dict[str, Any]:
+    """Results of the metrics whose variables the step changed, from the given state."""
+    import keras
+
+    mapping = list(zip(trainer.metrics_variables, values, strict=True))
+    updated = {id(v) for (v, _), new in zip(mapping, changed, strict=True) if new}
+    results: dict[str, Any] = {}
+    with keras.StatelessScope(state_mapping=mapping):
+        for metric in trainer.metrics:
+            if any(id(v) in updated for v in metric.variables):
+                result = metric.result()
+                results.update(result if isinstance(result, dict) else {metric.name: result})
+    return results
+
+
+def _is_float(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _token(outputs: Any) -> Any:
+    """A small array of every step that no later step consumes: one of the logs."""
+    logs, _ = outputs
+    leaves = jax.tree.leaves(logs)
+    return leaves[0] if leaves else None
+
+
+def _common_size(batch: Any) -> int | None:
+    """Size of dim 0 of all arrays of a batch; None if they differ."""
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or sizes == {()}:
+        return None
+    ((size,),) = sizes
+    return int(size)
+
+
+def _take(iterator: Any, count: int) -> list[Any]:
+    """Up to `count` batches, at least one.
+
+    Raises:
+        StopIteration: if there is none.
+    """
+    batches = [next(iterator)]
+    for batch in iterator:
+        batches.append(batch)
+        if len(batches) == count:
+            break
+    return batches
+
+
+def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
+    run: list[Any] = []
+    shapes = None
+    for batch in batches:
+        leaves, tree = jax.tree.flatten(batch)
+        own = tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        if run and own != shapes:
+            yield run
+            run = []
+        run.append(batch)
+        shapes = own
+    yield run
+
+
+def _stack(*leaves: Any) -> Any:
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return np.stack(leaves)
+    return jnp.stack(leaves)
