@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is imported.
+os.environ.setdefault("KERAS_BACKEND", "jax")  # So does Keras.
 
 import distributary as dist
 

@@ -11,7 +11,7 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
     def wanted(callback: Any, *names: str) -> bool:
         return any(not is_default(getattr(callback, name)) for name in names)
 
-    class LeanCallbackList(base):  # type: ignore[misc, valid-type]
+    class LeanCallbackList(base):  # type: ignore[misc]
         """Calls per-batch hooks only if some callback has them.
 
         Keras starts a thread's task for every batch to convert logs nobody asked for.

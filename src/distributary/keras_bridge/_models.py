@@ -14,13 +14,6 @@ from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import place, sharding_of
 from distributary.tracing import user_stacklevel
 
-_PARTS = (
-    "trainable_variables",
-    "non_trainable_variables",
-    "optimizer_variables",
-    "metrics_variables",
-)
-
 
 def strategy_of(model: Any) -> Any:
     """The strategy in whose scope a model was created or compiled, or None."""
@@ -141,12 +134,11 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is not None:
             sharding = sharding_of(strategy)
-            for name in _PARTS[:2] + _PARTS[3:]:
-                for variable in getattr(self, name):
-                    place(variable, sharding)
+            variables = [*self.variables, *self.metrics_variables]
             if getattr(self, "optimizer", None) is not None:
-                for variable in self.optimizer.variables:
-                    place(variable, sharding)
+                variables += self.optimizer.variables
+            for variable in variables:
+                place(variable, sharding)
         return original(self, *args, **kwargs)
 
     return _get_jax_state

@@ -298,7 +298,7 @@ class _Program:
     """
 
     def __init__(self, function: Callable[..., Any], eager: bool) -> None:
-        self._function = function if eager else jax.jit(function, donate_argnums=0)
+        self._function: Any = function if eager else jax.jit(function, donate_argnums=0)
         self._eager = eager
         self._known: set[Any] = set()
 

@@ -14,7 +14,7 @@ from distributary.errors import ContextError, InvalidTypeError
 from distributary.strategies._cache import WeakIdentity
 from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
-from distributary.values import DistributedValues, IndexedSlices
+from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import Variable
 
 _state_lock = threading.RLock()
@@ -265,7 +265,7 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
             )
 
     if all(kind == "array" for kind, _ in slots):
-        is_array = jax.tree_util.treedef_is_leaf(tree) and tree.num_leaves == 1
+        is_array = same_structure(tree, jax.tree.structure(0))
 
         def rebuild_arrays(values: Sequence[Any], wrap: Callable[[Any], Any] | None = None) -> Any:
             if is_array:
