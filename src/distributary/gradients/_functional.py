@@ -11,7 +11,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.gradients._tape import GradientTape
 from distributary.strategies import function
 from distributary.tracing import current_scope
-from distributary.variables import Variable
+from distributary.variables import as_variable
 
 
 def value_and_grad(
@@ -79,10 +79,10 @@ def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Calla
 def _check_variables(variables: Any) -> None:
     leaves = jax.tree.leaves(variables)
     for leaf in leaves:
-        if not isinstance(leaf, Variable):
+        if as_variable(leaf) is None:
             raise InvalidTypeError(
                 f"value_and_grad: variables holds {leaf!r}, a {type(leaf).__name__}; expected"
-                " distributary.Variable objects. For gradients with respect to arrays use jax.grad."
+                " variables. For gradients with respect to arrays use jax.grad."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise InvalidTypeError(

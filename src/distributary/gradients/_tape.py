@@ -16,7 +16,7 @@ from distributary.errors import (
 )
 from distributary.tracing import TapeRecord, TraceScope, current_scope
 from distributary.values import IndexedSlices
-from distributary.variables import Variable
+from distributary.variables import ForeignVariable, Variable, as_variable
 
 
 class UnconnectedGradients(enum.Enum):
@@ -110,7 +110,8 @@ class GradientTape:
                     f"GradientTape.watch: got {leaf!r}, expected a floating point array or"
                     " variable; nothing can be differentiated with respect to it."
                 )
-            self._watched.append(leaf)
+            variable = as_variable(leaf)
+            self._watched.append(leaf if variable is None else variable)
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """The variables watched and read so far."""
@@ -118,9 +119,10 @@ class GradientTape:
             return ()
         self._scope.asked.append(self._record)
         read = [handle.cell() for handle in self._record.watched]
-        return tuple(v for v in read if v is not None and self._watches(v))
+        watched = [v for v in read if v is not None and self._watches(v)]
+        return tuple([v.variable if isinstance(v, ForeignVariable) else v for v in watched])
 
-    def _watches(self, variable: Variable) -> bool:
+    def _watches(self, variable: Variable | ForeignVariable) -> bool:
         if any(watched is variable for watched in self._watched):
             return True
         return self._watch_accessed_variables and variable.trainable
@@ -207,14 +209,15 @@ class GradientTape:
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
         order: list[tuple[str, Any]] = []
         arrays: list[Any] = []
-        variables: list[Variable] = []
+        variables: list[Variable | ForeignVariable] = []
         for leaf in leaves:
-            if isinstance(leaf, Variable):
-                if self._watches(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-                    known = [v is leaf for v in variables]
+            variable = as_variable(leaf)
+            if variable is not None:
+                if self._watches(variable) and jnp.issubdtype(variable.dtype, jnp.inexact):
+                    known = [v is variable for v in variables]
                     order.append(("variable", known.index(True) if any(known) else len(variables)))
                     if not any(known):
-                        variables.append(leaf)
+                        variables.append(variable)
                 else:
                     order.append(("none", None))
             elif isinstance(leaf, jax.Array):

@@ -6,10 +6,13 @@ and installs the hooks, see `_hooks`, once Keras is there.
 
 import sys
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributary.context import register_scope_listener
 from distributary.errors import DistributaryWarning
+from distributary.tracing import register_around_traces
+from distributary.variables import ForeignVariable, register_foreign_variables
 
 __all__ = ["connect"]
 
@@ -22,6 +25,29 @@ def connect() -> bool:
 
     install()
     return True
+
+
+def _around_trace() -> AbstractContextManager[object]:
+    """Lets a function that is traced use Keras variables."""
+    if not connect() or not uses_jax():
+        return nullcontext()
+    from distributary.keras_bridge._custom_loops import TracedVariables
+
+    return TracedVariables()
+
+
+def uses_jax() -> bool:
+    """Whether Keras, which has been imported, runs on JAX."""
+    return bool(sys.modules["keras"].backend.backend() == "jax")
+
+
+def _resolve(value: Any) -> ForeignVariable | None:
+    """What stands for a Keras variable in programs."""
+    if "keras" not in sys.modules or not uses_jax():
+        return None
+    from distributary.keras_bridge._custom_loops import resolve
+
+    return resolve(value)
 
 
 class _ScopeListener:
@@ -43,3 +69,5 @@ class _ScopeListener:
 
 
 register_scope_listener(_ScopeListener())
+register_around_traces(_around_trace)
+register_foreign_variables(_resolve)

@@ -87,18 +87,19 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException:
                 _restore(self)
                 raise
+            finally:
+                for function in _step_functions(self):
+                    function.latest = []  # keeps no old weights alive
 
     return method
 
 
 def _restore(model: Any) -> None:
     """After an exception: gives the variables the state of the last step that was finished."""
-    for name in ("train_function", "test_function", "predict_function"):
-        function = getattr(model, name, None)
-        if not isinstance(function, StepFunction) or not function.latest:
+    for function in _step_functions(model):
+        if not function.latest:
             continue
         _, state = function.latest[0]
-        function.latest = []
         lists = function.variables()
         for variables, values in zip(lists, state, strict=True):
             for variable, value in zip(variables, values, strict=True):
@@ -107,6 +108,12 @@ def _restore(model: Any) -> None:
                     variable._value = value
     model._jax_state = None
     model._jax_state_synced = True
+
+
+def _step_functions(model: Any) -> list[StepFunction]:
+    names = ("train_function", "test_function", "predict_function")
+    functions = [getattr(model, name, None) for name in names]
+    return [function for function in functions if isinstance(function, StepFunction)]
 
 
 def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
@@ -25,6 +26,7 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_layout(self: Any) -> None:
         original(self)
         if self._layout is None and has_strategy():
+            self._distributary_strategy = get_strategy()
             self._layout = sharding_of(get_strategy())
 
     return _initialize_layout
@@ -32,14 +34,13 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def place(variable: Any, sharding: Any) -> None:
     """Moves a variable created elsewhere to the devices of a strategy."""
-    import jax
-
     if sharding is None:
         return
     variable._layout = sharding
     value = variable._value
     if value is not None and value.sharding.device_set != sharding.device_set:
-        variable._value = jax.device_put(value, sharding)
+        with jax.ensure_compile_time_eval():  # a function may be being traced
+            variable._value = jax.device_put(value, sharding)
 
 
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,11 @@ The order of the passes is told in `docs/design/tracing.md`.
 
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._markers import Array, Handle
-from distributary.tracing._program import FunctionProgram, ReplicaProgram
+from distributary.tracing._program import (
+    FunctionProgram,
+    ReplicaProgram,
+    register_around_traces,
+)
 from distributary.tracing._scope import (
     TapeRecord,
     TraceScope,
@@ -30,5 +34,6 @@ __all__ = [
     "check_not_frozen",
     "current_scope",
     "in_role",
+    "register_around_traces",
     "user_stacklevel",
 ]

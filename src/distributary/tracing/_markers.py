@@ -41,9 +41,11 @@ class Handle:
         dtype: Dtype of the value.
         num_copies: Number of replicas if each has a value of its own (synchronization ON_READ),
             else None. Such state is one array `[replica, *shape]` outside of replica programs.
+        summed: Whether the replicas add to the value: inside a replica program, replica 0 starts
+            from it and the others from zeros; at its end it becomes the sum of theirs.
     """
 
-    __slots__ = ("__weakref__", "cell", "dtype", "name", "num_copies", "shape")
+    __slots__ = ("__weakref__", "cell", "dtype", "name", "num_copies", "shape", "summed")
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class Handle:
         shape: tuple[int, ...],
         dtype: Any,
         num_copies: int | None = None,
+        summed: bool = False,
     ) -> None:
+        self.summed = summed
         self.cell = cell
         self.name = name
         self.shape = shape
@@ -63,6 +67,11 @@ class Handle:
     def per_replica(self) -> bool:
         """Whether each replica has a value of its own."""
         return self.num_copies is not None
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether replicas may hold different values inside a replica program."""
+        return self.per_replica or self.summed
 
     def aval(self, of_one_replica: bool) -> Any:
         """Abstract value, as one replica sees it or as it is stored."""

@@ -7,6 +7,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,7 +53,13 @@ from distributary.tracing._scope import (
 )
 
 _MAX_TRACES = 10
+_around_traces: list[Callable[[], AbstractContextManager[object]]] = []
 _traces = itertools.count(1)
+
+
+def register_around_traces(around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Has `around()` entered for every trace; for packages with variables of another library."""
+    _around_traces.append(around)
 
 
 @final
@@ -99,7 +106,10 @@ def trace(
         # the strategy.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
         scope = TraceScope(kind, known, uneven)
-        with activate(scope):
+        with ExitStack() as stack:
+            for around in _around_traces:
+                stack.enter_context(around())
+            stack.enter_context(activate(scope))
             # A fresh function: JAX caches traces by function identity.
             closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names)(*avals)
         eqns = closed.jaxpr.eqns
@@ -198,7 +208,7 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
     for pure in pures:
         varying_inputs = [
             *[False] * len(pure.captures),
-            *[handle.per_replica for handle in pure.handles],
+            *[handle.may_vary for handle in pure.handles],
             *varying_args,
         ]
         pure.varying = varying_outputs(pure.jaxpr, varying_inputs, num_replicas)
@@ -206,7 +216,7 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
         _note_different_programs(pures, varying_args)
     for pure in pures:
         for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
-            if varying and not handle.per_replica:
+            if varying and not handle.may_vary:
                 raise ReplicaDivergenceError(
                     f"Variable {handle.name!r} is mirrored, but the value assigned to it at"
                     f" {pure.where[handle]} can differ between replicas: its copies would drift"
@@ -225,7 +235,7 @@ def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) ->
     for i, pure in enumerate(pures):
         inputs = [
             *[numbering.constant(capture) for capture in pure.captures],
-            *[(handle, i if handle.per_replica else None) for handle in pure.handles],
+            *[(handle, i if handle.may_vary else None) for handle in pure.handles],
             *[(k, i if varies else None) for k, varies in enumerate(varying_args)],
         ]
         numbers = numbering.outputs(pure.jaxpr, inputs)
@@ -374,8 +384,13 @@ class ReplicaProgram:
         order = [*self.written, *self.read_only]
 
         def body(captures: Any, state: Any, args: Any) -> Any:
+            first = lax.axis_index(REPLICA_AXIS) == 0
             by_handle = {
-                handle: value[0] if handle.per_replica else value
+                handle: value[0]
+                if handle.per_replica
+                else jnp.where(first, value, jnp.zeros_like(value))
+                if handle.summed
+                else value
                 for handle, value in zip(order, state, strict=True)
             }
             local = [
@@ -388,6 +403,10 @@ class ReplicaProgram:
                 value[None] if handle.per_replica else value
                 for handle, value in zip(pure.written, outs[pure.num_outs :], strict=True)
             ]
+            summed = [i for i, handle in enumerate(pure.written) if handle.summed]
+            totals = lax.psum([new[i] for i in summed], REPLICA_AXIS) if summed else []
+            for i, total in zip(summed, totals, strict=True):
+                new[i] = total
             results = zip(outs[: pure.num_outs], self.split_outs, strict=True)
             return new, [out[None] if is_split else out for out, is_split in results]
 
@@ -417,7 +436,14 @@ class ReplicaProgram:
         state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
         inputs = []
         for i, pure in enumerate(self.pures):
-            own = [state[h][i] if h.per_replica else state[h] for h in pure.handles]
+            own = [
+                state[h][i]
+                if h.per_replica
+                else jnp.zeros_like(state[h])
+                if h.summed and i > 0
+                else state[h]
+                for h in pure.handles
+            ]
             local = [
                 v[i] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
             ]
@@ -430,7 +456,10 @@ class ReplicaProgram:
                 out[pure.num_outs + pure.written.index(handle)]
                 for pure, out in zip(self.pures, outs, strict=True)
             ]
-            new.append(jnp.stack(values) if handle.per_replica else values[0])
+            if handle.per_replica:
+                new.append(jnp.stack(values))
+            else:
+                new.append(sum(values[1:], values[0]) if handle.summed else values[0])
         if not self.uneven:
             return new, outs[0][: self.num_outs]
         results: list[Any] = []

@@ -6,10 +6,16 @@ from distributary.variables._distributed_variables import (
     VariableComponent,
 )
 from distributary.variables._enums import VariableAggregation, VariableSynchronization
+from distributary.variables._foreign import (
+    ForeignVariable,
+    as_variable,
+    register_foreign_variables,
+)
 from distributary.variables._layout import VariableLayout
 from distributary.variables._variable import Variable
 
 __all__ = [
+    "ForeignVariable",
     "MirroredVariable",
     "SyncOnReadVariable",
     "Variable",
@@ -17,4 +23,6 @@ __all__ = [
     "VariableComponent",
     "VariableLayout",
     "VariableSynchronization",
+    "as_variable",
+    "register_foreign_variables",
 ]

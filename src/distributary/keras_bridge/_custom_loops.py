@@ -1,0 +1,149 @@
+"""Keras variables inside `Strategy.run` and `distributary.function`.
+
+Keras asks the current `StatelessScope` for the value of a variable and hands it every assignment.
+While a function is traced, ours passes both on to the trace, where a Keras variable is a variable
+like any other: its value goes in and out of the compiled program.
+"""
+
+import weakref
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras.src.backend.common import global_state
+from keras.src.backend.common.variables import initialize_all_variables
+
+from distributary.collectives import ReduceOp
+from distributary.context import current_mode, get_strategy, in_default_context
+from distributary.errors import ContextError
+from distributary.keras_bridge._replica import in_optimizer
+from distributary.keras_bridge._variables import place, sharding_of
+from distributary.tracing import Handle, current_scope
+from distributary.variables import ForeignVariable
+
+
+@final
+class KerasVariable(ForeignVariable):
+    """What stands for one Keras variable in programs; kept by the variable itself.
+
+    Args:
+        variable: The Keras variable.
+        strategy: The strategy whose programs use it.
+    """
+
+    def __init__(self, variable: Any, strategy: Any) -> None:
+        self._reference = weakref.ref(variable)
+        self.strategy = strategy
+        self._layout = strategy.extended.variable_layout()
+        adds = variable.synchronization == "on_read" and variable.aggregation == "sum"
+        self._handle = Handle(
+            weakref.ref(self),
+            variable.path,
+            tuple(variable.shape),
+            variable.dtype,
+            summed=adds and self._layout.num_replicas > 1,
+        )
+
+    @property
+    def variable(self) -> Any:  # type: ignore[override]
+        """The Keras variable."""
+        return self._reference()
+
+    @property
+    def trainable(self) -> bool:  # type: ignore[override]
+        """Whether `GradientTape` watches it by itself."""
+        return bool(self.variable.trainable)
+
+    @property
+    def _value(self) -> Any:  # type: ignore[override]
+        return self.variable._value
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        self.variable._value = value
+
+
+def resolve(value: Any) -> KerasVariable | None:
+    """What stands for `value` in programs, if it is a Keras variable."""
+    return _stand_in(value) if isinstance(value, keras.Variable) else None
+
+
+def _stand_in(variable: Any) -> KerasVariable:
+    known: KerasVariable | None = getattr(variable, "_distributary_stand_in", None)
+    strategy = get_strategy()
+    if known is not None and known.strategy is strategy:
+        return known
+    owner = getattr(variable, "_distributary_strategy", None)
+    if owner is None and known is not None and not known.strategy.extended.is_default:
+        owner = known.strategy
+    if owner is not None and owner is not strategy:
+        if in_default_context() and known is not None:
+            return known
+        if not in_default_context():
+            raise ContextError(
+                f"Keras variable {variable.path!r} of {owner!r} is used while {strategy!r} is"
+                " current: strategies cannot be mixed. Create the model in the scope of the"
+                " strategy that uses it."
+            )
+        strategy = owner
+    place(variable, sharding_of(strategy))
+    variable._distributary_stand_in = known = KerasVariable(variable, strategy)
+    return known
+
+
+@final
+class TracedVariables(keras.StatelessScope):  # type: ignore[misc]
+    """Sends reads and assignments of Keras variables to the function that is being traced."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self._strategy = get_strategy()
+
+    def get_current_value(self, variable: Any) -> Any:
+        scope = current_scope()
+        if scope is None:
+            return None
+        return scope.read(_stand_in(variable)._handle)
+
+    def add_update(self, update: Any) -> None:
+        variable, value = update
+        scope = current_scope()
+        assert scope is not None
+        stand_in = _stand_in(variable)
+        array = jnp.asarray(value, stand_in.dtype)
+        scope.write(stand_in._handle, _agreed(variable, stand_in, array))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        created = global_state.get_global_attribute("uninitialized_variables")
+        if self.original_scope is not None or not created:
+            return
+        for variable in created:
+            if variable._layout is None:
+                variable._layout = sharding_of(self._strategy)
+        with jax.ensure_compile_time_eval():
+            initialize_all_variables()
+
+
+def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
+    """What is assigned to a variable that has one value for all replicas.
+
+    Gradients are combined before an optimizer applies them, so that what it assigns is the same
+    everywhere. Other state that layers keep, such as moving averages, becomes the mean. Where the
+    replicas of anything else would differ, the trace ends with an error.
+    """
+    mode = current_mode()
+    context = mode.replica_context
+    if mode.role != "replica" or context is None or stand_in._layout.num_replicas == 1:
+        return value
+    if stand_in._handle.summed or in_optimizer() or variable.trainable:
+        return value
+    if variable.aggregation == "only_first_replica":
+        first = context.replica_id_in_sync_group == 0
+        return context.all_reduce(ReduceOp.SUM, jnp.where(first, value, jnp.zeros_like(value)))
+    if variable.aggregation == "sum":
+        return context.all_reduce(ReduceOp.SUM, value)
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return context.all_reduce(ReduceOp.MEAN, value)
+    return value

@@ -1,0 +1,414 @@
+"""Keras models, optimizers and metrics inside `Strategy.run` and `distributary.function`."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import ContextError, ReplicaDivergenceError
+
+_ROWS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
+_LABELS = np.random.default_rng(1).integers(0, 3, 20)
+_BATCHES = [(_ROWS[i : i + 8], _LABELS[i : i + 8]) for i in range(0, 20, 8)]  # 8, 8 and 4 rows
+
+
+def _mlp():
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(5, activation="tanh"), layers.Dense(3)]
+    )
+
+
+def _loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _train(strategy, optimizer_of, batches, epochs=2):
+    """The loop of a TensorFlow user; gives the model, losses of the steps and metric results."""
+    with strategy.scope():
+        model, optimizer, loss_of = _mlp(), optimizer_of(), _loss()
+        accuracy, mean = keras.metrics.SparseCategoricalAccuracy(), keras.metrics.Mean()
+
+    def step(batch):
+        x, y = batch
+        with dist.GradientTape() as tape:
+            outputs = model(x, training=True)
+            loss = loss_of(y, outputs)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(y, outputs)
+        mean.update_state(outputs)
+        return loss
+
+    losses = []
+    for _ in range(epochs):
+        accuracy.reset_state()
+        mean.reset_state()
+        for batch in strategy.experimental_distribute_dataset(batches):
+            loss = strategy.run(step, args=(batch,))
+            losses.append(float(strategy.reduce("sum", loss, axis=None)))
+    return model, losses, [float(accuracy.result()), float(mean.result())]
+
+
+def _train_on_one_device(optimizer, batches, epochs=2):
+    """The same training as plain Keras does it, a batch at a time."""
+    model = _mlp()
+    model.compile(optimizer, _loss(), metrics=["accuracy"])
+    losses = [model.train_on_batch(*batch)[0] for _ in range(epochs) for batch in batches]
+    return model, losses
+
+
+def _assert_same_weights(model, expected):
+    for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+_OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam, clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+    "averaging": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+def test_a_loop_equals_one_device_on_the_global_batches(optimizer, strategy_of):
+    make = _OPTIMIZERS[optimizer]
+    expected, expected_losses = _train_on_one_device(make(), _BATCHES)
+
+    model, losses, _ = _train(strategy_of(2), make, _BATCHES)
+
+    _assert_same_weights(model, expected)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_replica_counts(num_replicas, strategy_of):
+    make = _OPTIMIZERS["sgd"]
+    expected, expected_losses = _train_on_one_device(make(), _BATCHES)
+
+    model, losses, _ = _train(strategy_of(num_replicas), make, _BATCHES)
+
+    _assert_same_weights(model, expected)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
+def test_uneven_batches_are_exact(strategy_of):
+    batches = [(_ROWS[i : i + 7], _LABELS[i : i + 7]) for i in range(0, 20, 7)]
+    make = _OPTIMIZERS["adam, clipped"]
+    expected, expected_losses = _train_on_one_device(make(), batches)
+
+    model, losses, _ = _train(strategy_of(4), make, batches)
+
+    _assert_same_weights(model, expected)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
+def test_loss_scaling_skips_a_step_that_overflows_on_one_replica(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        weight = keras.Variable(np.float32(1.0), name="weight")
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), initial_scale=4.0
+        )
+        optimizer.build([weight])
+
+    def step(x):
+        with dist.GradientTape() as tape:
+            loss = optimizer.scale_loss(weight * x)
+        optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+    def replicas(values):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: np.float32(values[context.replica_id_in_sync_group])
+        )
+
+    strategy.run(step, args=(replicas([0.25, 0.5]),))
+    assert float(weight) == 0.25
+    strategy.run(step, args=(replicas([0.25, np.inf]),))
+
+    assert float(weight) == 0.25
+    assert float(optimizer.dynamic_scale) == 2.0
+
+
+def test_metrics_count_every_example_once_and_survive_a_reset(strategy_of):
+    model, _, results = _train(strategy_of(2), lambda: keras.optimizers.SGD(0.0), _BATCHES)
+
+    outputs = np.asarray(model(_ROWS))
+    accuracy = float(np.mean(outputs.argmax(-1) == _LABELS))
+    np.testing.assert_allclose(results, [accuracy, outputs.mean()], rtol=1e-5, atol=1e-7)
+
+
+def test_a_metric_inside_the_step_is_that_of_the_replica(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        metric = keras.metrics.Mean()
+
+    def step(x):
+        metric.update_state(x)
+        return metric.result()
+
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32([1, 3]) + 10 * context.replica_id_in_sync_group
+    )
+    inside = strategy.run(step, args=(rows,))
+
+    assert [float(v) for v in inside.values] == [2.0, 12.0]
+    assert float(metric.result()) == 7.0
+
+
+def test_batch_normalization_averages_its_moving_statistics(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.75)
+        layer.build((None, 6))
+
+    (batch,) = strategy.experimental_distribute_dataset([_ROWS[:8]])
+    outputs = strategy.run(lambda x: layer(x, training=True), args=(batch,))
+
+    halves = _ROWS[:8].reshape(2, 4, 6)
+    means, variances = halves.mean(1), halves.var(1)
+    np.testing.assert_allclose(layer.moving_mean, 0.25 * means.mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(layer.moving_variance, 0.75 + 0.25 * variances.mean(0), rtol=1e-5)
+    normalized = (halves - means[:, None]) / np.sqrt(variances[:, None] + layer.epsilon)
+    for ours, expected in zip(outputs.values, normalized, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+def test_synchronized_batch_normalization_sees_the_whole_batch(rows, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(momentum=0.75, synchronized=True)
+        layer.build((None, 6))
+
+    (batch,) = strategy.experimental_distribute_dataset([_ROWS[:rows]])
+    outputs = strategy.run(lambda x: layer(x, training=True), args=(batch,))
+
+    plain = keras.layers.BatchNormalization(momentum=0.75)
+    expected = plain(_ROWS[:rows], training=True)
+    np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(layer.moving_variance, plain.moving_variance, rtol=1e-5)
+    np.testing.assert_allclose(strategy.gather(outputs, axis=0), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_differs_between_replicas_and_repeats_from_one_seed(strategy_of):
+    strategy = strategy_of(2)
+
+    def masks():
+        with strategy.scope():
+            layer = keras.layers.Dropout(0.5, seed=7)
+        ones = np.ones((2, 64), np.float32)
+        (batch,) = strategy.experimental_distribute_dataset([ones])
+        steps = [strategy.run(lambda x: layer(x, training=True), args=(batch,)) for _ in range(2)]
+        return [np.asarray(part) for step in steps for part in step.values]
+
+    first = masks()
+
+    assert len({mask.tobytes() for mask in first}) == 4
+    for mask, again in zip(first, masks(), strict=True):
+        np.testing.assert_array_equal(mask, again)
+
+
+def test_an_optimizer_built_inside_the_step_keeps_its_slots(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, optimizer, loss_of = _mlp(), keras.optimizers.Adam(0.01), _loss()
+    before = {v.path for v in optimizer.variables}
+
+    def step(batch):
+        x, y = batch
+        with dist.GradientTape() as tape:
+            loss = loss_of(y, model(x))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    for batch in strategy.experimental_distribute_dataset(_BATCHES[:2] * 2):
+        strategy.run(step, args=(batch,))
+
+    slots = [v for v in optimizer.variables if v.path not in before]
+    assert len(slots) == 2 * len(model.trainable_variables)
+    assert int(optimizer.iterations) == 4
+    for slot in slots:
+        assert len(slot.value.addressable_shards) == 2
+        assert np.any(np.asarray(slot.value))
+    assert len(strategy.extended.runner.cache) == 1
+
+
+def test_a_layer_built_inside_the_step(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = keras.layers.Dense(2, kernel_initializer="ones")
+    (batch,) = strategy.experimental_distribute_dataset([_ROWS[:8]])
+
+    outputs = [strategy.run(lambda x: layer(x), args=(batch,)) for _ in range(2)]
+
+    for output in outputs:
+        rows = strategy.gather(output, axis=0)
+        np.testing.assert_allclose(rows[:, 0], _ROWS[:8].sum(1), rtol=1e-5, atol=1e-6)
+    assert len(layer.kernel.value.addressable_shards) == 2
+
+
+def test_a_new_learning_rate_takes_effect_without_a_new_trace(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = keras.Variable(np.float32([1.0]), name="w")
+        optimizer = keras.optimizers.SGD(1.0)
+
+    def step():
+        optimizer.apply([jnp.float32([0.5])], [variable])
+
+    strategy.run(step)
+    optimizer.learning_rate = 0.25
+    strategy.run(step)
+
+    # The gradients of the two replicas are summed.
+    np.testing.assert_allclose(np.asarray(variable.value), [1 - 1.0 - 0.25], rtol=1e-6)
+    assert len(strategy.extended.runner.cache) == 1
+
+
+def test_value_and_grad_takes_keras_variables(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        weight = keras.Variable(np.float32([2.0, 3.0]), name="w")
+
+    def step(x):
+        return dist.value_and_grad(lambda: jnp.sum(weight.value**2 * x), weight)()
+
+    xs = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(1 + context.replica_id_in_sync_group)
+    )
+    values, gradients = strategy.run(step, args=(xs,))
+
+    assert [float(v) for v in values.values] == [13.0, 26.0]
+    np.testing.assert_allclose(gradients.values[1], [8.0, 12.0])
+
+
+def test_unconnected_and_untrainable_variables_have_no_gradient(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        used = keras.Variable(np.float32(2.0), name="used")
+        unused = keras.Variable(np.float32(2.0), name="unused")
+        fixed = keras.Variable(np.float32(2.0), trainable=False, name="fixed")
+    found = []
+
+    def step():
+        with dist.GradientTape() as tape:
+            target = used * fixed
+        found[:] = tape.gradient(target, [used, unused, fixed])
+        return found[0]
+
+    (gradient, *_) = strategy.run(step).values
+
+    assert float(gradient) == 2.0
+    assert found[1] is None
+    assert found[2] is None
+
+
+def test_inside_a_compiled_function_with_several_runs(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        counter = keras.Variable(np.int32(0), trainable=False, name="counter")
+        metric = keras.metrics.Sum()
+
+    @dist.function
+    def two_steps(x):
+        def step(x):
+            counter.assign_add(1)
+            metric.update_state(x)
+
+        strategy.run(step, args=(x,))
+        strategy.run(step, args=(x,))
+        return metric.result()
+
+    inside = two_steps(jnp.float32(5.0))
+
+    assert int(counter) == 2
+    assert float(inside) == float(metric.result()) == 20.0
+
+
+def test_assignments_in_control_flow(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        counter = keras.Variable(np.float32(0), trainable=False, name="counter")
+
+    def add_hundred(_, carry):
+        counter.assign_add(100.0)
+        return carry
+
+    def step(flag):
+        keras.ops.cond(
+            flag > 0,
+            lambda: counter.assign(counter + 1),
+            lambda: counter.assign(counter - 10),
+        )
+        jax.lax.fori_loop(0, 3, add_hundred, 0)
+
+    strategy.run(step, args=(jnp.float32(1),))
+    strategy.run(step, args=(jnp.float32(-1),))
+
+    assert float(counter) == 591.0
+
+
+def test_an_assignment_that_differs_between_replicas_is_refused(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        weight = keras.Variable(np.float32(1.0), name="weight")
+    xs = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(context.replica_id_in_sync_group)
+    )
+
+    def step(x):
+        weight.assign(x)
+
+    with pytest.raises(ReplicaDivergenceError, match="'weight' is mirrored"):
+        strategy.run(step, args=(xs,))
+
+    assert float(weight) == 1.0
+
+
+def test_a_model_of_another_strategy_is_refused(strategy_of):
+    first, second = strategy_of(2), strategy_of(4)
+    with first.scope():
+        layer = keras.layers.Dense(2)
+        layer.build((None, 6))
+
+    with pytest.raises(ContextError, match=r"strategies cannot be mixed.*in the scope of"):
+        second.run(lambda x: layer(x), args=(_ROWS[:4],))
+
+
+def test_a_model_created_outside_joins_the_strategy_that_runs_it(strategy_of):
+    strategy = strategy_of(2)
+    layer = keras.layers.Dense(2)
+    layer.build((None, 6))
+    expected = np.asarray(layer(_ROWS[:4]))
+
+    outputs = strategy.run(lambda x: layer(x), args=(_ROWS[:4],))
+
+    np.testing.assert_allclose(outputs.values[1], expected, rtol=1e-5)
+
+
+def test_dropped_models_are_collected(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = keras.layers.Dense(2)
+
+    def step(x, layer):
+        return layer(x)
+
+    strategy.run(step, args=(_ROWS[:4], layer))
+    reference = weakref.ref(layer.kernel)
+    del layer
+    gc.collect()
+
+    assert reference() is None
