@@ -33,15 +33,23 @@ class DistributedDataset:
     Iterating gives, per step, a nest like the batch with a `PerReplica` in the place of every
     array; with one replica the arrays themselves. Each `iter()` starts over if the source can.
 
+    Attributes:
+        num_steps: Number of batches if the source has a length, else None.
+
     Source: `tf.distribute.DistributedDataset`.
     """
 
     def __init__(
-        self, steps: Callable[[], Iterator[list[Any]]], placer: Placer, wrap: bool
+        self,
+        steps: Callable[[], Iterator[list[Any]]],
+        placer: Placer,
+        wrap: bool,
+        num_steps: int | None = None,
     ) -> None:
         self._steps = steps
         self._placer = placer
         self._wrap = wrap
+        self.num_steps = num_steps
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self._steps(), self._placer, self._wrap)

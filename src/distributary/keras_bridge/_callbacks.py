@@ -11,7 +11,7 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
     def wanted(callback: Any, *names: str) -> bool:
         return any(not is_default(getattr(callback, name)) for name in names)
 
-    class LeanCallbackList(base):  # type: ignore[misc]
+    class LeanCallbackList(base):
         """Calls per-batch hooks only if some callback has them.
 
         Keras starts a thread's task for every batch to convert logs nobody asked for.
@@ -44,7 +44,7 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
             if self._asks("on_predict_batch_end"):
                 super().on_predict_batch_end(batch, logs)
 
-    class Choice(type(base)):  # type: ignore[misc]
+    class Choice(type):
         """Keras both calls the class and asks whether what the user gave is an instance of it."""
 
         def __call__(cls, *args: Any, model: Any = None, **kwargs: Any) -> Any:

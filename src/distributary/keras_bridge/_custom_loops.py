@@ -46,17 +46,17 @@ class KerasVariable(ForeignVariable):
         )
 
     @property
-    def variable(self) -> Any:  # type: ignore[override]
+    def variable(self) -> Any:
         """The Keras variable."""
         return self._reference()
 
     @property
-    def trainable(self) -> bool:  # type: ignore[override]
+    def trainable(self) -> bool:
         """Whether `GradientTape` watches it by itself."""
         return bool(self.variable.trainable)
 
     @property
-    def _value(self) -> Any:  # type: ignore[override]
+    def _value(self) -> Any:
         return self.variable._value
 
     @_value.setter
@@ -93,7 +93,7 @@ def _stand_in(variable: Any) -> KerasVariable:
 
 
 @final
-class TracedVariables(keras.StatelessScope):  # type: ignore[misc]
+class TracedVariables(keras.StatelessScope):
     """Sends reads and assignments of Keras variables to the function that is being traced."""
 
     def __init__(self) -> None:

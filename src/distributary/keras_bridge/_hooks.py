@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distributary.errors import UnsupportedError
-from distributary.keras_bridge import _layers, _losses, _models, _optimizers, _variables
+from distributary.keras_bridge import _data, _layers, _losses, _models, _optimizers, _variables
 
 #: First supported version of Keras, and the first that is not.
 SUPPORTED = ((3, 15), (3, 17))
@@ -41,6 +41,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer", "JAXEpochIterator._get_iterator", _models.get_iterator),
     ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
     ("keras.src.backend.jax.trainer", "callbacks_module", _models.callbacks_module),
+    ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
     # Numbers of a replica that belong to the whole batch.
     ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
     ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),

@@ -39,9 +39,9 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
             strategy = strategy_of(self)
             if strategy is not None:
                 warnings.warn(
-                    f"{self.name}.compile: jit_compile=False runs every operation of a step as a"
-                    f" program of its own on all devices of {strategy!r}: right, but many times"
-                    " slower. Leave jit_compile out, or use run_eagerly=True while debugging.",
+                    f"{self.name}.compile: jit_compile=False has no effect under {strategy!r},"
+                    " where a step is one compiled program of all replicas. Leave it out; to look into a"
+                    " step while debugging use run_eagerly=True.",
                     DistributaryWarning,
                     stacklevel=user_stacklevel(),
                 )

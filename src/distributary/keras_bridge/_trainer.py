@@ -91,7 +91,9 @@ class StepFunction:
         devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
         self._dispatcher = dispatcher_for(devices)
         self._steps = max(1, int(trainer.steps_per_execution))
-        self._eager = bool(trainer.run_eagerly) or not trainer.jit_compile
+        # Then every step runs on the whole batch, operation by operation, as with one replica:
+        # nobody can step through the code of one replica while the others wait.
+        self._eager = bool(trainer.run_eagerly)
         self._programs: dict[Any, _Program] = {}
         self._uneven_in_a_row = 0
         self._warned = False
@@ -139,6 +141,8 @@ class StepFunction:
     def _one(self, state: Any, batch: Any) -> tuple[Any, Any]:
         if self._num_replicas == 1:
             return self._run(("one", 1), state, batch)
+        if self._eager:
+            return self._run(("one", 1), state, jax.device_put(batch, self._replicated))
         size = _common_size(batch)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
@@ -194,7 +198,7 @@ class StepFunction:
         step = self._step if way != "split" else self._replica_step
         if count > 1:
             step = _repeated(step, keep_all=predict)
-        if self._num_replicas > 1:
+        if way != "one":
             rows = P(REPLICA_AXIS) if count == 1 else P(None, REPLICA_AXIS)
             batch = rows if way == "split" else P()
             step = jax.shard_map(

@@ -1,7 +1,7 @@
 """The methods of a strategy that libraries use, and the parts it is assembled from."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -378,7 +378,10 @@ class StrategyExtended:
         if self.is_default:
             return dataset
         steps = global_batches(dataset, self.num_replicas)
-        return DistributedDataset(steps, self.runner, self.num_replicas > 1)
+        num_steps = len(dataset) if isinstance(dataset, Sized) else None
+        if isinstance(dataset, dict):
+            num_steps = len(next(iter(dataset.values())))
+        return DistributedDataset(steps, self.runner, self.num_replicas > 1, num_steps)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None

@@ -9,20 +9,23 @@ from distributary.variables._variable import Variable
 
 
 class ForeignVariable:
-    """Stands for a variable of another library, which keeps the value.
-
-    Attributes:
-        variable: The variable itself.
-        trainable: Whether `GradientTape` watches it by itself.
-    """
+    """Stands for a variable of another library, which keeps the value."""
 
     _handle: Handle
     _layout: VariableLayout
     _value: Any
     # Its library hands out values that it says become invalid at the next step.
     _shared = False
-    variable: Any
-    trainable: bool
+
+    @property
+    def variable(self) -> Any:
+        """The variable itself."""
+        raise NotImplementedError
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `GradientTape` watches it by itself."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
