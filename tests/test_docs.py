@@ -49,7 +49,7 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
         compile(code, _name(page), "exec", dont_inherit=True)
     except SyntaxError as error:
         _fail(page, error.lineno, str(error))
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_{page.stem}.py"  # shadows no package
     script.write_text(code, encoding="utf-8")
 
     environ = {k: v for k, v in os.environ.items() if k not in _DEVICE_VARIABLES}

@@ -8,13 +8,16 @@ import sys
 import zlib
 from pathlib import Path
 
+import pytest
+
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _DIGITS_SECONDS = 300  # about 10 on two idle cores
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(tmp_path):
-    process = _run("digits.py", tmp_path, _DIGITS_SECONDS)
+@pytest.mark.parametrize("name", ["digits", "digits_custom_loop"])
+def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tmp_path):
+    process = _run(f"{name}.py", tmp_path, _DIGITS_SECONDS)
 
     output = process.stdout
     assert process.returncode == 0, output + process.stderr
@@ -26,8 +29,8 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(tmp_path
     assert accuracy is not None, output
     assert 97 <= float(accuracy[1]) <= 100
     assert re.search(r"^Time: [\d.]+ s", output, flags=re.MULTILINE), output
-    assert len(output.splitlines()) < 20, "plain output is a few lines, not a log"
-    width, height, pixels = _read_png(tmp_path / "digits_learning_curves.png")
+    assert len(output.splitlines()) < 60, "two lines per epoch at most"
+    width, height, pixels = _read_png(tmp_path / f"{name}_learning_curves.png")
     assert width >= 800
     assert height >= 300
     assert len(set(pixels)) > 100, "the picture is almost empty"
@@ -44,7 +47,7 @@ def test_digits_explains_its_options(tmp_path):
     process = _run("digits.py", tmp_path, 60, "--help")
 
     assert process.returncode == 0
-    assert {"--epochs", "--global-batch-size", "--learning-rate", "--seed"} <= set(
+    assert {"--epochs", "--batch-size", "--learning-rate", "--seed"} <= set(
         re.findall(r"--[\w-]+", process.stdout)
     )
     assert list(tmp_path.iterdir()) == []

@@ -40,8 +40,8 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
             if strategy is not None:
                 warnings.warn(
                     f"{self.name}.compile: jit_compile=False has no effect under {strategy!r},"
-                    " where a step is one compiled program of all replicas. Leave it out; to look into a"
-                    " step while debugging use run_eagerly=True.",
+                    " where a step is one compiled program of all replicas. Leave it out; to look"
+                    " into a step while debugging use run_eagerly=True.",
                     DistributaryWarning,
                     stacklevel=user_stacklevel(),
                 )
