@@ -1,8 +1,8 @@
 """Trains a small network on handwritten digits with MirroredStrategy and a loop of its own.
 
 There is one replica per GPU, else one per TPU, else the CPU acts as two devices. Writes
-digits_custom_loop_learning_curves.png into the current directory, and ends with status 1 if fewer than 97 %
-of the test images are recognized.
+digits_custom_loop_learning_curves.png into the current directory, and ends with status 1 if fewer
+than 97 % of the test images are recognized.
 """
 
 import argparse

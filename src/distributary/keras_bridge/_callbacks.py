@@ -17,8 +17,17 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
         Keras starts a thread's task for every batch to convert logs nobody asked for.
         """
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._answers: dict[Any, bool] = {}
+            super().__init__(*args, **kwargs)
+
         def _asks(self, *names: str) -> bool:
-            return any(wanted(callback, *names) for callback in self.callbacks)
+            key = (*names, len(self.callbacks))
+            answer: bool | None = self._answers.get(key)
+            if answer is None:
+                answer = any(wanted(callback, *names) for callback in self.callbacks)
+                self._answers[key] = answer
+            return answer
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             if self._asks("on_train_batch_begin", "on_batch_begin"):

@@ -38,6 +38,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer", "JAXTrainer.make_test_function", _models.make("test")),
     ("keras.src.backend.jax.trainer", "JAXTrainer.make_predict_function", _models.make("predict")),
     ("keras.src.backend.jax.trainer", "JAXTrainer._get_jax_state", _models.get_jax_state),
+    ("keras.src.layers.layer", "Layer.__setattr__", _models.setattr_),
     ("keras.src.backend.jax.trainer", "JAXEpochIterator._get_iterator", _models.get_iterator),
     ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
     ("keras.src.backend.jax.trainer", "callbacks_module", _models.callbacks_module),

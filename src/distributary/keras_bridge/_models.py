@@ -151,6 +151,18 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_jax_state
 
 
+def setattr_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras stores the state after every step; it need not be searched for layers each time."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
+        if name == "_jax_state" and strategy_of(self) is not None:
+            object.__setattr__(self, name, value)
+        else:
+            original(self, name, value)
+
+    return __setattr__
+
+
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Under a strategy batches stay on the host until a step splits them."""
 

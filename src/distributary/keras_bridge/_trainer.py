@@ -97,9 +97,6 @@ class StepFunction:
         self._programs: dict[Any, _Program] = {}
         self._uneven_in_a_row = 0
         self._warned = False
-        self._fused_sharding = (
-            NamedSharding(self._mesh, P(None, REPLICA_AXIS)) if self._num_replicas > 1 else None
-        )
         #: The state after the latest step that was dispatched; empty before the first.
         self.latest: list[Any] = []
 
@@ -146,9 +143,9 @@ class StepFunction:
         size = _common_size(batch)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
-            return self._run(("split", 1), state, jax.device_put(batch, self._split))
+            return self._run(("split", 1), state, batch)
         self._note_uneven(size)
-        return self._run(("whole", 1), state, jax.device_put(batch, self._replicated))
+        return self._run(("whole", 1), state, batch)
 
     def _several(self, state: Any, batches: list[Any]) -> tuple[Any, Any]:
         count = len(batches)
@@ -158,10 +155,8 @@ class StepFunction:
         size = _common_size(batches[0])
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
-            stacked = jax.device_put(stacked, self._fused_sharding)
             return self._run(("split", count), state, stacked)
         self._note_uneven(size)
-        stacked = jax.device_put(stacked, self._replicated)
         return self._run(("whole", count), state, stacked)
 
     def _note_uneven(self, size: int | None) -> None:
@@ -182,14 +177,25 @@ class StepFunction:
     def _run(self, key: tuple[str, int], state: Any, data: Any) -> tuple[Any, Any]:
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(self._function(*key), self._eager)
+            program = self._programs[key] = _Program(
+                self._function(*key), self._replicated, self._sharding(*key), self._eager
+            )
         # Extended in C: an interrupt that comes during the call is raised after its result, which
         # replaces the state it consumed, has been kept.
+        data = program.place(data)
         compiled = program.prepare(state, data)
         latest: list[Any] = []
         self.latest = latest
         self._dispatcher.run(program, _token, latest, state, data, compiled)
         return latest[0]
+
+    def _sharding(self, way: str, count: int) -> Any:
+        """Where a batch lies; None leaves it to JAX."""
+        if way == "one":
+            return None
+        if way == "whole":
+            return self._replicated
+        return self._split if count == 1 else NamedSharding(self._mesh, P(None, REPLICA_AXIS))
 
     # What is compiled
 
@@ -298,13 +304,34 @@ class _Program:
 
     Args:
         function: From state and data to logs and new state.
+        replicated: Where the state lies.
+        sharding: Where the data is put; None leaves both to JAX.
         eager: Whether it runs operation by operation.
     """
 
-    def __init__(self, function: Callable[..., Any], eager: bool) -> None:
-        self._function: Any = function if eager else jax.jit(function, donate_argnums=0)
+    def __init__(
+        self, function: Callable[..., Any], replicated: Any, sharding: Any, eager: bool
+    ) -> None:
         self._eager = eager
+        self._sharding = sharding
+        self._function: Any
+        if eager:
+            self._function = function
+        elif sharding is None:
+            self._function = jax.jit(function, donate_argnums=0)
+        else:
+            # NumPy arrays go to the devices with the call, for a third of what device_put costs.
+            shardings = (replicated, sharding)
+            self._function = jax.jit(function, donate_argnums=0, in_shardings=shardings)
         self._known: set[Any] = set()
+
+    def place(self, data: Any) -> Any:
+        """Arrays that lie on devices already, where the function takes them."""
+        if self._sharding is None:
+            return data
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self._sharding) if isinstance(x, jax.Array) else x, data
+        )
 
     def prepare(self, state: Any, data: Any) -> bool:
         """Compiles the function for these shapes; returns whether it has been called with them."""
