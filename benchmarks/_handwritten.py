@@ -22,17 +22,17 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-__all__ = ["build", "compile_step"]
+__all__ = ["AXIS", "Step", "build", "compile_step", "mesh_of", "placement"]
 
 State: TypeAlias = Any  # a pytree of arrays
 Step: TypeAlias = Callable[..., tuple[State, jax.Array]]
 
-_AXIS = "replica"
+AXIS = "replica"
 
 
 def build(workload: Workload, num_replicas: int, name: str = "handwritten") -> InProcessPeer:
     """Places state and data on the first `num_replicas` devices and compiles at the first step."""
-    mesh = _mesh(num_replicas)
+    mesh = mesh_of(num_replicas)
     parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
     if workload.sparse:
         replica_step, state = _sparse_step(workload, num_replicas), parameters
@@ -44,12 +44,12 @@ def build(workload: Workload, num_replicas: int, name: str = "handwritten") -> I
     else:
         replica_step, state = _sgd_step(workload, num_replicas), parameters
     step = compile_step(replica_step, mesh)
-    state = jax.device_put(state, _placement(mesh, PartitionSpec()))
+    state = jax.device_put(state, placement(mesh, PartitionSpec()))
     batches = [
         tuple(
             jax.device_put(
                 array.reshape(workload.global_batch_size, *array.shape[2:]),
-                _placement(mesh, PartitionSpec(_AXIS)),
+                placement(mesh, PartitionSpec(AXIS)),
             )
             for array in batch
         )
@@ -81,7 +81,7 @@ def compile_step(
         return jax.shard_map(
             replica_step,
             mesh=mesh,
-            in_specs=(PartitionSpec(), *([PartitionSpec(_AXIS)] * len(inputs))),
+            in_specs=(PartitionSpec(), *([PartitionSpec(AXIS)] * len(inputs))),
             out_specs=(PartitionSpec(), PartitionSpec() if loss_spec is None else loss_spec),
             check_vma=False,
         )(state, *inputs)
@@ -89,13 +89,15 @@ def compile_step(
     return jax.jit(all_replicas, donate_argnums=0)
 
 
-def _mesh(num_replicas: int) -> Mesh | None:
+def mesh_of(num_replicas: int) -> Mesh | None:
+    """Of the first devices; None for one replica."""
     if num_replicas == 1:
         return None
-    return Mesh(np.array(jax.devices()[:num_replicas]), (_AXIS,))
+    return Mesh(np.array(jax.devices()[:num_replicas]), (AXIS,))
 
 
-def _placement(mesh: Mesh | None, spec: PartitionSpec) -> Sharding:
+def placement(mesh: Mesh | None, spec: PartitionSpec) -> Sharding:
+    """Where arrays of `spec` lie on the mesh, or on the one device."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, spec)
@@ -111,7 +113,7 @@ def _adam_step(workload: Workload, num_replicas: int) -> Step:
             lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
         )(parameters)
         if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), _AXIS)
+            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return (optax.apply_updates(parameters, updates), optimizer_state), loss
 
@@ -126,7 +128,7 @@ def _sgd_step(workload: Workload, num_replicas: int) -> Step:
             lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
         )(state)
         if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), _AXIS)
+            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
         return jax.tree.map(lambda p, g: p - workload.learning_rate * g, state, gradients), loss
 
     return step
@@ -142,8 +144,8 @@ def _sparse_step(workload: Workload, num_replicas: int) -> Step:
             argnums=(0, 1),
         )(dense, state["table"][ids])
         if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), _AXIS)
-            row_gradients, ids = jax.lax.all_gather((row_gradients, ids), _AXIS, tiled=True)
+            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
+            row_gradients, ids = jax.lax.all_gather((row_gradients, ids), AXIS, tiled=True)
         rate = workload.learning_rate
         updated = jax.tree.map(lambda p, g: p - rate * g, dense, gradients)
         return {**updated, "table": state["table"].at[ids].add(-rate * row_gradients)}, loss

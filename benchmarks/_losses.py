@@ -58,6 +58,17 @@ def _transformer_loss(
     return _cross_entropy(logits + p["output_bias"], targets).mean(axis=1).sum()
 
 
+def _cnn_loss(parameters: Mapping[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+    p = parameters
+    for layer in range(2):
+        x = jax.lax.conv_general_dilated(
+            x, p[f"{layer}/kernel"], (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + p[f"{layer}/bias"])
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return _mlp_loss(p, x.reshape(x.shape[0], -1), y)
+
+
 def wide_loss_of_rows(
     rows: jax.Array, parameters: Mapping[str, jax.Array], y: jax.Array
 ) -> jax.Array:
@@ -76,5 +87,6 @@ def _wide_loss(parameters: Mapping[str, jax.Array], ids: jax.Array, y: jax.Array
 LOSSES: Mapping[Model, Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]] = {
     "mlp": _mlp_loss,
     "transformer": _transformer_loss,
+    "cnn": _cnn_loss,
     "wide": _wide_loss,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["ChildFailedError", "environment", "return_result", "run_child"]
+__all__ = [
+    "ChildFailedError",
+    "environment",
+    "peak_bytes",
+    "reset_peak",
+    "return_result",
+    "run_child",
+]
 
 Json: TypeAlias = Any
 
@@ -33,6 +41,7 @@ def environment(num_replicas: int | None = None) -> dict[str, str]:
     environ["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *([inherited] if inherited else [])])
     if num_replicas is not None:
         environ["JAX_PLATFORMS"] = "cpu"
+        environ["KERAS_BACKEND"] = "jax"
         environ["JAX_NUM_CPU_DEVICES"] = str(num_replicas)
         # Every replica of a dispatched step holds a thread while it waits in a collective: with
         # fewer than two threads per replica, two steps in flight can wait for each other.
@@ -73,3 +82,18 @@ def run_child(
 def return_result(result: Json) -> None:
     """Hands `result` back to `run_child`; called by the child, once, at the end."""
     print(_MARK + json.dumps(result), flush=True)
+
+
+def reset_peak() -> bool:
+    """Lets Linux forget the process's peak; False where that is not possible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes() -> int:
+    """The process's largest resident memory, since `reset_peak` if that was called."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,31 +1,21 @@
 """The TensorFlow peer: `tf.distribute.MirroredStrategy` in a process of its own.
 
-`TensorflowPeer` starts this file with a Python that has TensorFlow and asks, one line at a
-time; the process works only between a question and its answer:
-
-    losses N  ->  [loss, ...]          N steps
-    go N      ->  seconds per step     N steps, ending with the loss on the host
-    quit
-
-Only `serve` and what it calls import TensorFlow.
+`start` runs this file with a Python that has TensorFlow. Only that process imports it.
 """
 
 import argparse
-import contextlib
 import importlib
-import json
 import os
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
+from _served import ServedPeer, serve
+from _timing import InProcessPeer
 from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Workload
 
-__all__ = ["TensorflowPeer", "find_tensorflow"]
+__all__ = ["create_strategy", "environment", "find_tensorflow", "start"]
 
 Tensor: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tensor]
@@ -48,76 +38,30 @@ def find_tensorflow(python: str) -> str | None:
     return answer.stdout.strip() or None if answer.returncode == 0 else None
 
 
-@final
-class TensorflowPeer:
-    """A `Peer` whose steps are taken by a TensorFlow process."""
-
-    def __init__(self, python: str, workload: Workload, num_replicas: int) -> None:
-        self.name = "tensorflow"
-        environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-        environ.pop("PYTHONPATH", None)
-        # TensorFlow greets at length; shown only if it fails. Closed by `close`.
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, str(Path(__file__).resolve()), workload.name, str(num_replicas)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environ,
-        )
-
-    def losses(self, num_steps: int) -> list[float]:
-        """Takes `num_steps` steps and returns the loss of each."""
-        return self._ask(f"losses {num_steps}")
-
-    def time_block(self, num_steps: int) -> float:
-        """Takes `num_steps` steps, waits for the last and returns the seconds per step."""
-        return self._ask(f"go {num_steps}")
-
-    def close(self) -> None:
-        """Ends the process."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate("quit\n")
-        self._process.wait()
-        self._log.close()
-
-    def _ask(self, question: str) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(question + "\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            self._log.seek(0)
-            raise RuntimeError(
-                f"the TensorFlow process ended when asked {question!r}:\n{self._log.read()[-4000:]}"
-            )
-        return json.loads(answer)
+def start(python: str, workload: Workload, num_replicas: int) -> ServedPeer:
+    """A peer whose steps are taken by `python`, which has TensorFlow."""
+    return ServedPeer(
+        "tensorflow",
+        [python, str(Path(__file__).resolve()), workload.name, str(num_replicas)],
+        environment(),
+    )
 
 
-def serve(workload: Workload, num_replicas: int) -> None:
-    """Answers the questions on standard input until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints must not look like an answer
-    step = _build(workload, num_replicas)
-    num_steps_taken = 0
-    for line in sys.stdin:
-        question, *arguments = line.split()
-        if question == "quit":
-            return
-        num_steps = int(arguments[0])
-        start = time.perf_counter()
-        losses = []
-        for number in range(num_steps_taken, num_steps_taken + num_steps):
-            loss = step(number)
-            if question == "losses":
-                losses.append(float(loss.numpy()))
-        loss.numpy()
-        seconds_per_step = (time.perf_counter() - start) / num_steps
-        num_steps_taken += num_steps
-        print(json.dumps(losses or seconds_per_step), file=answers, flush=True)
+def environment() -> dict[str, str]:
+    """For a process with TensorFlow on the CPU and nothing of this checkout."""
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    environ.pop("PYTHONPATH", None)
+    return environ
+
+
+def create_strategy(num_replicas: int) -> Any:
+    """A `MirroredStrategy` of as many logical CPU devices; before TensorFlow has started."""
+    tf = _tensorflow()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas
+    )
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
 
 
 def _tensorflow() -> Any:
@@ -125,13 +69,9 @@ def _tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def _build(workload: Workload, num_replicas: int) -> Callable[[int], Tensor]:
+def _build(workload: Workload, num_replicas: int) -> InProcessPeer:
     tf = _tensorflow()
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas
-    )
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    strategy = create_strategy(num_replicas)
     with strategy.scope():
         variables = {
             name: tf.Variable(value, name=name.replace("/", "_"))
@@ -168,7 +108,12 @@ def _build(workload: Workload, num_replicas: int) -> Callable[[int], Tensor]:
         )
 
     batches = [tuple(map(distribute, batch)) for batch in workload.batches(num_replicas)]
-    return lambda number: step(*batches[number % len(batches)])
+    return InProcessPeer(
+        "tensorflow",
+        step=lambda number: step(*batches[number % len(batches)]),
+        wait=lambda loss: loss.numpy(),
+        to_float=lambda loss: float(loss.numpy()),
+    )
 
 
 def _adam(workload: Workload, variables: Parameters) -> Callable[[Parameters, Parameters], None]:
@@ -281,4 +226,4 @@ if __name__ == "__main__":
     parser.add_argument("workload", choices=list(WORKLOADS))
     parser.add_argument("num_replicas", type=int)
     chosen = parser.parse_args()
-    serve(WORKLOADS[chosen.workload], chosen.num_replicas)
+    serve(lambda: _build(WORKLOADS[chosen.workload], chosen.num_replicas))

@@ -3,7 +3,7 @@
 Imports NumPy alone, so the TensorFlow process builds the same numbers without JAX.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,8 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "CHECK_STEPS",
+    "FIT_WORKLOADS",
     "NUM_HEADS",
     "NUM_LAYERS",
+    "STEP_WORKLOADS",
     "WORKLOADS",
     "Array",
     "Model",
@@ -21,10 +24,13 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-Model: TypeAlias = Literal["mlp", "transformer", "wide"]
+Model: TypeAlias = Literal["mlp", "transformer", "cnn", "wide"]
 
 NUM_BATCHES = 4
 """Batches that are prepared on the devices and used in turn, so no input time is measured."""
+
+CHECK_STEPS = 16
+"""Steps of the short epochs of `fit` whose mean losses must agree."""
 
 NUM_LAYERS = 2
 NUM_HEADS = 4
@@ -84,15 +90,17 @@ class Workload:
             for inputs, targets in pairs
         ]
 
+    def examples(self, num_steps: int) -> tuple[Array, Array]:
+        """Inputs and targets of `num_steps` different batches, `[example, ...]`."""
+        return _DATA[self.model](np.random.default_rng(1), num_steps * self.global_batch_size)
 
-def select(only: str | None) -> list[Workload]:
-    """The workloads named in a comma-separated list, or all of them."""
-    if only is None:
-        return list(WORKLOADS.values())
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    unknown = [name for name in names if name not in WORKLOADS]
+
+def select(only: str | None, among: Sequence[str]) -> list[Workload]:
+    """The workloads named in a comma-separated list, or all of those that there are."""
+    names = [name.strip() for name in (only or ",".join(among)).split(",") if name.strip()]
+    unknown = [name for name in names if name not in among]
     if unknown or not names:
-        raise SystemExit(f"--only: unknown workload {unknown}; there are {', '.join(WORKLOADS)}.")
+        raise SystemExit(f"--only: unknown workload {unknown}; there are {', '.join(among)}.")
     return [WORKLOADS[name] for name in names]
 
 
@@ -150,6 +158,24 @@ def _transformer_data(rng: np.random.Generator, global_batch_size: int) -> tuple
     return tokens.astype(np.int32), targets.astype(np.int32)
 
 
+def _cnn_parameters(rng: np.random.Generator) -> dict[str, Array]:
+    return {
+        "0/kernel": _normal(rng, 3, 3, 1, 32, scale=9**-0.5),
+        "0/bias": _zeros(32),
+        "1/kernel": _normal(rng, 3, 3, 32, 64, scale=(9 * 32) ** -0.5),
+        "1/bias": _zeros(64),
+        "hidden_kernel": _normal(rng, 5 * 5 * 64, 64),
+        "hidden_bias": _zeros(64),
+        "output_kernel": _normal(rng, 64, 10),
+        "output_bias": _zeros(10),
+    }
+
+
+def _cnn_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
+    images, labels = _mlp_data(rng, global_batch_size)
+    return images.reshape(-1, 28, 28, 1), labels
+
+
 def _wide_parameters(rng: np.random.Generator) -> dict[str, Array]:
     return {
         "table": _normal(rng, _NUM_TABLE_ROWS, _TABLE_WIDTH, scale=0.1),
@@ -172,12 +198,14 @@ def _wide_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array,
 _PARAMETERS: Mapping[Model, Callable[[np.random.Generator], dict[str, Array]]] = {
     "mlp": _mlp_parameters,
     "transformer": _transformer_parameters,
+    "cnn": _cnn_parameters,
     "wide": _wide_parameters,
 }
 
 _DATA: Mapping[Model, Callable[[np.random.Generator, int], tuple[Array, Array]]] = {
     "mlp": _mlp_data,
     "transformer": _transformer_data,
+    "cnn": _cnn_data,
     "wide": _wide_data,
 }
 
@@ -198,6 +226,14 @@ WORKLOADS: Mapping[str, Workload] = {
             "encoder, 2 layers, d 128, 4 heads, sequence 64, vocabulary 1000, batch 32, Adam",
         ),
         Workload(
+            "cnn64",
+            "cnn",
+            64,
+            "adam",
+            1e-3,
+            "28x28x1, convolutions 3x3 of 32 and 64 with pooling, dense 64-10, batch 64, Adam",
+        ),
+        Workload(
             "wide256",
             "wide",
             256,
@@ -216,3 +252,9 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
     )
 }
+
+STEP_WORKLOADS = ("mlp32", "mlp256", "transformer32", "wide256", "wide256_dense")
+"""What is measured of steps of `strategy.run`."""
+
+FIT_WORKLOADS = ("mlp32", "mlp256", "transformer32", "cnn64")
+"""What is measured of `model.fit`."""

@@ -11,7 +11,6 @@ Two answers for every workload and replica count, each peer in processes of its 
 
 import argparse
 import json
-import resource
 import statistics
 import sys
 from pathlib import Path
@@ -36,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     peers = arguments.peers.split(",")
     rows: list[dict[str, Json]] = []
     failed = False
-    for workload in _workloads.select(arguments.only):
+    for workload in _workloads.select(arguments.only, _workloads.STEP_WORKLOADS):
         for num_replicas in arguments.replicas:
             found: dict[str, list[Json]] = {name: [] for name in peers}
             print(f"{workload.name}, {num_replicas} replicas ...", file=sys.stderr, flush=True)
@@ -107,13 +106,13 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
     step_programs = [
         program for program in _programs() if not any(program is other for other in others)
     ]
-    peak_before_bytes = _life_peak_bytes()  # resetting resets this one, too
-    was_reset = _reset_peak()
+    peak_before_bytes = _processes.peak_bytes()  # resetting resets this one, too
+    was_reset = _processes.reset_peak()
     peer.time_block(request["steps"])
     return {
         "program": _largest_plan(step_programs),
-        "steps_peak_bytes": _life_peak_bytes() if was_reset else None,
-        "life_peak_bytes": max(peak_before_bytes, _life_peak_bytes()),
+        "steps_peak_bytes": _processes.peak_bytes() if was_reset else None,
+        "life_peak_bytes": max(peak_before_bytes, _processes.peak_bytes()),
     }
 
 
@@ -147,20 +146,6 @@ def _largest_plan(programs: list[Program]) -> dict[str, int] | None:
         for stats in all_stats
     ]
     return max(plans, key=lambda plan: plan["total_bytes"], default=None)
-
-
-def _reset_peak() -> bool:
-    """Lets Linux forget the process's peak; False where that is not possible."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
-
-
-def _life_peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _summarize(workload: str, num_replicas: int, found: dict[str, list[Json]]) -> dict[str, Json]:
@@ -212,7 +197,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="processes per peer (3, quick: 1)")
     parser.add_argument("--steps", type=int, help="steps while the peak is watched (20, quick: 4)")
-    parser.add_argument("--only", help=f"some of {','.join(_workloads.WORKLOADS)}")
+    parser.add_argument("--only", help=f"some of {','.join(_workloads.STEP_WORKLOADS)}")
     parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")

@@ -53,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     rows: list[dict[str, Json]] = []
     problems: list[str] = []
-    for workload in _workloads.select(arguments.only):
+    for workload in _workloads.select(arguments.only, _workloads.STEP_WORKLOADS):
         for num_replicas in arguments.replicas:
             request = {
                 "workload": workload.name,
@@ -156,7 +156,7 @@ def _build(
 ) -> _timing.Peer:
     # Imported here: the process that only starts others needs neither JAX nor distributary.
     if name == "tensorflow":
-        return _tensorflow.TensorflowPeer(request["tensorflow_python"], workload, num_replicas)
+        return _tensorflow.start(request["tensorflow_python"], workload, num_replicas)
     if name == "distributary":
         import _distributary
 
@@ -260,7 +260,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps per block (what fills --block-seconds)")
     parser.add_argument("--block-seconds", type=float, help="length of a block (0.4, quick: 0.1)")
     parser.add_argument("--check-steps", type=int, default=20, help="steps whose losses must agree")
-    parser.add_argument("--only", help=f"some of {','.join(_workloads.WORKLOADS)}")
+    parser.add_argument("--only", help=f"some of {','.join(_workloads.STEP_WORKLOADS)}")
     parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
     parser.add_argument("--peers", default=",".join(PEERS), help="some of the default, in order")
     parser.add_argument("--bar", type=float, default=BAR)

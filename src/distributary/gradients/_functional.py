@@ -82,7 +82,8 @@ def _check_variables(variables: Any) -> None:
         if as_variable(leaf) is None:
             raise InvalidTypeError(
                 f"value_and_grad: variables holds {leaf!r}, a {type(leaf).__name__}; expected"
-                " variables. For gradients with respect to arrays use jax.grad."
+                " variables, distributary.Variable or keras.Variable. For gradients with respect to"
+                " arrays use jax.grad."
             )
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise InvalidTypeError(

@@ -1,4 +1,4 @@
-"""Distributed datasets as data of `fit`, `evaluate` and `predict`."""
+"""Data of `fit`, `evaluate` and `predict`: distributed datasets, and arrays in memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -6,6 +6,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from distributary.errors import InvalidValueError
@@ -68,6 +70,64 @@ class DistributedDatasetAdapter(DataAdapter):
     def partial_batch_size(self) -> int | None:
         """Unknown."""
         return None
+
+
+def batches_of(adapter: Any) -> Iterator[Any]:
+    """The batches of an epoch, on the host."""
+    if type(adapter) is ArrayDataAdapter and adapter._shuffle != "batch":
+        sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
+        leaves, tree = jax.tree.flatten(sliceables)
+        if leaves and all(type(leaf) is array_slicing.NumpySliceable for leaf in leaves):
+            arrays = [leaf.array for leaf in leaves]
+            return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle))
+    iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
+    return iterator
+
+
+@final
+class ArrayBatches:
+    """Batches of NumPy arrays, in the order in which Keras' own adapter yields them.
+
+    Args:
+        arrays: Arrays `[row, ...]` with the same number of rows.
+        tree: Structure of a batch.
+        batch_size: Rows per batch; the last one has what is left.
+        shuffle: Whether the rows come in random order, drawn from NumPy's global generator.
+    """
+
+    def __init__(self, arrays: list[Any], tree: Any, batch_size: int, shuffle: bool) -> None:
+        self._arrays = arrays
+        self._tree = tree
+        self._batch_size = batch_size
+        self._num_rows = len(arrays[0])
+        self._order = np.random.permutation(self._num_rows) if shuffle else None
+        self._start = 0
+
+    def __iter__(self) -> "ArrayBatches":
+        return self
+
+    def __next__(self) -> Any:
+        if self._start >= self._num_rows:
+            raise StopIteration
+        return jax.tree.unflatten(self._tree, self._rows(self._batch_size))
+
+    def take(self, count: int) -> tuple[Any, int]:
+        """Up to `count` full batches as one nest `[batch, row, ...]`, and how many they are."""
+        size = self._batch_size
+        count = min(count, (self._num_rows - self._start) // size)
+        if count < 1:
+            return None, 0
+        rows = self._rows(count * size)
+        stacked = [part.reshape(count, size, *part.shape[1:]) for part in rows]
+        return jax.tree.unflatten(self._tree, stacked), count
+
+    def _rows(self, count: int) -> list[Any]:
+        part = slice(self._start, self._start + count)
+        self._start += count
+        if self._order is None:
+            return [array[part] for array in self._arrays]
+        order = self._order[part]
+        return [array.take(order, axis=0) for array in self._arrays]
 
 
 def _joined(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _data, _layers, _losses, _models, _optimizers, _variables
 
 #: First supported version of Keras, and the first that is not.
-SUPPORTED = ((3, 15), (3, 17))
+SUPPORTED = ((3, 15), (3, 16))
 
 #: What is replaced, as module and attribute, and what makes the replacement from the original.
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (

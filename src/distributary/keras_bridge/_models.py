@@ -9,6 +9,7 @@ import jax
 
 from distributary.context import check_same_strategy, get_strategy, has_strategy
 from distributary.errors import ContextError, DistributaryWarning
+from distributary.keras_bridge._data import batches_of
 from distributary.keras_bridge._replica import replica_context
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import place, sharding_of
@@ -89,7 +90,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             finally:
                 for function in _step_functions(self):
-                    function.latest = []  # keeps no old weights alive
+                    function.latest.clear()  # keeps no old weights alive
 
     return method
 
@@ -99,7 +100,7 @@ def _restore(model: Any) -> None:
     for function in _step_functions(model):
         if not function.latest:
             continue
-        _, state = function.latest[0]
+        _, state = function.latest[-1]
         lists = function.variables()
         for variables, values in zip(lists, state, strict=True):
             for variable, value in zip(variables, values, strict=True):
@@ -168,7 +169,7 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_iterator(self: Any) -> Any:
         if has_strategy():
-            return self.data_adapter.get_jax_iterator()
+            return batches_of(self.data_adapter)
         return original(self)
 
     return _get_iterator

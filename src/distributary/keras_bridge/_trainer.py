@@ -6,6 +6,7 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 `predict_step` once per replica, in one program.
 """
 
+import itertools
 import signal
 import threading
 import warnings
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import ReduceOp
 from distributary.errors import DistributaryWarning, InvalidTypeError
+from distributary.keras_bridge._data import ArrayBatches
 from distributary.keras_bridge._replica import (
     mean_of_changed,
     sole_replica,
@@ -95,9 +97,10 @@ class StepFunction:
         # nobody can step through the code of one replica while the others wait.
         self._eager = bool(trainer.run_eagerly)
         self._programs: dict[Any, _Program] = {}
+        self._fusible: bool | None = None
         self._uneven_in_a_row = 0
         self._warned = False
-        #: The state after the latest step that was dispatched; empty before the first.
+        #: Logs and state after the latest step that was dispatched; empty before the first.
         self.latest: list[Any] = []
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
@@ -109,15 +112,17 @@ class StepFunction:
         state = tuple([part if isinstance(part, Values) else Values(part) for part in state])
         if self._steps == 1:
             return self._one(state, next(iterator))
-        outputs = []
-        for batches in _runs_of_equal_shape(_take(iterator, self._steps)):
-            if len(batches) > 1 and not self._eager:
-                out, state = self._several(state, batches)
+        outputs: list[Any] = []
+        for stacked, count in _taken(iterator, self._steps):
+            if count > 1 and self._fuses(state, stacked):
+                out, state = self._several(state, stacked, count)
                 outputs.append(out)
             else:
-                for batch in batches:
-                    out, state = self._one(state, batch)
+                for i in range(count):
+                    out, state = self._one(state, jax.tree.map(lambda x, i=i: x[i], stacked))
                     outputs.append(out)
+        if not outputs:
+            raise StopIteration
         if self._kind != "predict":
             return outputs[-1], state
         if len(outputs) == 1:
@@ -147,12 +152,26 @@ class StepFunction:
         self._note_uneven(size)
         return self._run(("whole", 1), state, batch)
 
-    def _several(self, state: Any, batches: list[Any]) -> tuple[Any, Any]:
-        count = len(batches)
-        stacked = jax.tree.map(_stack, *batches)
+    def _fuses(self, state: Any, stacked: Any) -> bool:
+        """Whether several steps become one program.
+
+        XLA:CPU runs convolutions inside a loop many times slower than outside of one, and compiles
+        an unrolled loop for minutes, so there such steps stay single.
+        """
+        if self._eager:
+            return False
+        if self._fusible is None:
+            self._fusible = True
+            if jax.default_backend() == "cpu":
+                batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+                jaxpr = jax.make_jaxpr(self._step)(state, batch)
+                self._fusible = not _has_convolution(jaxpr.jaxpr)
+        return self._fusible
+
+    def _several(self, state: Any, stacked: Any, count: int) -> tuple[Any, Any]:
         if self._num_replicas == 1:
             return self._run(("one", count), state, stacked)
-        size = _common_size(batches[0])
+        size = _common_size(stacked, axis=1)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
             return self._run(("split", count), state, stacked)
@@ -184,9 +203,9 @@ class StepFunction:
         # replaces the state it consumed, has been kept.
         data = program.place(data)
         compiled = program.prepare(state, data)
-        latest: list[Any] = []
-        self.latest = latest
+        latest = self.latest
         self._dispatcher.run(program, _token, latest, state, data, compiled)
+        del latest[:-1]
         return latest[0]
 
     def _sharding(self, way: str, count: int) -> Any:
@@ -352,7 +371,7 @@ class _Program:
             # The first call runs Python code after the state is consumed.
             with _interrupts_deferred():
                 results.append(self._function(state, data))
-        return results[0]
+        return results[-1]
 
 
 @contextmanager
@@ -380,11 +399,7 @@ def _repeated(step: Callable[..., Any], keep_all: bool) -> Callable[..., Any]:
             out, state = step(state, data)
             return state, out
 
-        first = jax.tree.map(lambda x: x[0], stacked)
-        jaxpr = jax.make_jaxpr(step)(state, first)
-        # XLA:CPU runs convolutions inside a loop many times slower than outside of one.
-        unroll = jax.default_backend() == "cpu" and _has_convolution(jaxpr.jaxpr)
-        state, outs = lax.scan(body, state, stacked, unroll=unroll)
+        state, outs = lax.scan(body, state, stacked)
         return outs if keep_all else jax.tree.map(lambda x: x[-1], outs), state
 
     return several
@@ -425,27 +440,27 @@ def _token(outputs: Any) -> Any:
     return leaves[0] if leaves else None
 
 
-def _common_size(batch: Any) -> int | None:
-    """Size of dim 0 of all arrays of a batch; None if they differ."""
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+def _common_size(batch: Any, axis: int = 0) -> int | None:
+    """Size of dim `axis` of all arrays of a batch; None if they differ."""
+    sizes = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or sizes == {()}:
         return None
     ((size,),) = sizes
     return int(size)
 
 
-def _take(iterator: Any, count: int) -> list[Any]:
-    """Up to `count` batches, at least one.
-
-    Raises:
-        StopIteration: if there is none.
-    """
-    batches = [next(iterator)]
-    for batch in iterator:
-        batches.append(batch)
-        if len(batches) == count:
-            break
-    return batches
+def _taken(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
+    """Up to `count` batches, stacked where their shapes are equal, with their numbers."""
+    if isinstance(iterator, ArrayBatches):
+        stacked, taken = iterator.take(count)
+        if taken:
+            yield stacked, taken
+        if taken == count:
+            return
+        count -= taken
+    batches = list(itertools.islice(iterator, count))
+    for run in _runs_of_equal_shape(batches):
+        yield jax.tree.map(_stack, *run), len(run)
 
 
 def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
@@ -459,7 +474,8 @@ def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
             run = []
         run.append(batch)
         shapes = own
-    yield run
+    if run:
+        yield run
 
 
 def _stack(*leaves: Any) -> Any:
