@@ -100,7 +100,8 @@ class ArrayBatches:
         self._tree = tree
         self._batch_size = batch_size
         self._num_rows = len(arrays[0])
-        self._order = np.random.permutation(self._num_rows) if shuffle else None
+        self._shuffle = shuffle
+        self._order: Any = None
         self._start = 0
 
     def __iter__(self) -> "ArrayBatches":
@@ -122,6 +123,9 @@ class ArrayBatches:
         return jax.tree.unflatten(self._tree, stacked), count
 
     def _rows(self, count: int) -> list[Any]:
+        if self._shuffle and self._order is None:
+            # Not before it is needed: Keras makes iterators that it does not use.
+            self._order = np.random.permutation(self._num_rows)
         part = slice(self._start, self._start + count)
         self._start += count
         if self._order is None:

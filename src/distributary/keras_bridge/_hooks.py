@@ -16,7 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from distributary.errors import UnsupportedError
-from distributary.keras_bridge import _data, _layers, _losses, _models, _optimizers, _variables
+from distributary.keras_bridge import (
+    _data,
+    _layers,
+    _losses,
+    _metrics,
+    _models,
+    _optimizers,
+    _variables,
+)
 
 #: First supported version of Keras, and the first that is not.
 SUPPORTED = ((3, 15), (3, 16))
@@ -46,6 +54,13 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Numbers of a replica that belong to the whole batch.
     ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
     ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),
+    ("keras.src.trainers.trainer", "Trainer.get_metrics_result", _metrics.get_metrics_result),
+    ("keras.src.metrics.metric", "Metric.stateless_result", _metrics.stateless_result),
+    (
+        "keras.src.metrics.reduction_metrics",
+        "reduce_to_samplewise_values",
+        _metrics.reduce_to_samplewise_values,
+    ),
     (
         "keras.src.optimizers.base_optimizer",
         "BaseOptimizer.stateless_apply",
@@ -96,7 +111,14 @@ def install() -> None:
 
         if keras.backend.backend() != "jax":
             # Nothing to distribute; creating a model or variable in a scope raises.
-            _replace("keras.src.backend.common.variables", "Variable.__init__", _variables.refuse)
+            for place in (
+                ("keras.src.backend.common.variables", "Variable.__init__"),
+                (
+                    "keras.src.layers.layer",
+                    "Layer.__init__",
+                ),
+            ):
+                _replace(*place, _variables.refuse)
             _installed = True
             return
         targets = [(*find(module, path), make) for module, path, make in HOOKS]

@@ -7,10 +7,15 @@ from typing import Any
 
 import jax
 
-from distributary.context import check_same_strategy, get_strategy, has_strategy
+from distributary.context import (
+    check_same_strategy,
+    current_mode,
+    get_strategy,
+    has_strategy,
+    in_default_context,
+)
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._data import batches_of
-from distributary.keras_bridge._replica import replica_context
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import place, sharding_of
 from distributary.tracing import user_stacklevel
@@ -72,7 +77,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         what = original.__name__
-        if replica_context() is not None:
+        if not in_default_context() and current_mode().role == "replica":
             raise ContextError(
                 f"{self.name}.{what} was called inside Strategy.run. It distributes its work by"
                 " itself: call it outside."
@@ -90,7 +95,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             finally:
                 for function in _step_functions(self):
-                    function.latest.clear()  # keeps no old weights alive
+                    function.latest = None  # keeps no old weights alive
 
     return method
 
@@ -98,9 +103,9 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
 def _restore(model: Any) -> None:
     """After an exception: gives the variables the state of the last step that was finished."""
     for function in _step_functions(model):
-        if not function.latest:
+        if function.latest is None:
             continue
-        _, state = function.latest[-1]
+        _, state = function.latest
         lists = function.variables()
         for variables, values in zip(lists, state, strict=True):
             for variable, value in zip(variables, values, strict=True):
@@ -136,18 +141,40 @@ def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Before a step, variables created elsewhere move to the devices of the strategy."""
+    """Before a step, variables created elsewhere move to the devices of the strategy.
 
-    def _get_jax_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+    Keras then takes the values out of the variables. They are kept where an exception finds them.
+    """
+
+    def _get_jax_state(
+        self: Any,
+        trainable_variables: bool = False,
+        non_trainable_variables: bool = False,
+        optimizer_variables: bool = False,
+        metrics_variables: bool = False,
+        purge_model_variables: bool = False,
+    ) -> Any:
+        parts = {
+            "trainable_variables": trainable_variables,
+            "non_trainable_variables": non_trainable_variables,
+            "optimizer_variables": optimizer_variables,
+            "metrics_variables": metrics_variables,
+        }
         strategy = strategy_of(self)
-        if strategy is not None:
-            sharding = sharding_of(strategy)
-            variables = [*self.variables, *self.metrics_variables]
-            if getattr(self, "optimizer", None) is not None:
-                variables += self.optimizer.variables
-            for variable in variables:
-                place(variable, sharding)
-        return original(self, *args, **kwargs)
+        if strategy is None:
+            return original(self, **parts, purge_model_variables=purge_model_variables)
+        sharding = sharding_of(strategy)
+        variables = [*self.variables, *self.metrics_variables]
+        if getattr(self, "optimizer", None) is not None:
+            variables += self.optimizer.variables
+        for variable in variables:
+            place(variable, sharding)
+        state = original(self, **parts, purge_model_variables=False)
+        kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"
+        getattr(self, f"{kind}_function").latest = None, state
+        if purge_model_variables:
+            self._purge_model_variables(**parts)
+        return state
 
     return _get_jax_state
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,8 +23,8 @@ from distributary.tracing import current_scope
 
 
 class _ThreadState(threading.local):
-    in_trainer = False
     in_optimizer = False
+    sums: "Sums | None" = None
 
 
 _state = _ThreadState()
@@ -45,7 +45,7 @@ def in_trainer() -> bool:
 
     Its gradients are averaged over the replicas, those of a custom loop in `Strategy.run` summed.
     """
-    return _state.in_trainer
+    return _state.sums is not None
 
 
 def in_optimizer() -> bool:
@@ -75,11 +75,11 @@ def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
     context = ReplicaContext(strategy, lambda: lax.axis_index(REPLICA_AXIS))
     mode = Mode(strategy, "replica", context)
     push(mode)
-    _state.in_trainer = True
+    before, _state.sums = _state.sums, Sums(context)
     try:
         yield context
     finally:
-        _state.in_trainer = False
+        _state.sums = before
         pop(mode)
 
 
@@ -97,6 +97,42 @@ def sole_replica(strategy: Any) -> Iterator[None]:
         yield
     finally:
         pop(mode)
+
+
+def sums() -> "Sums":
+    """The sums over replicas of the step of `fit`, `evaluate` or `predict` that is traced."""
+    assert _state.sums is not None
+    return _state.sums
+
+
+@final
+class Sums:
+    """Sums over all replicas in one step; each value is summed once, however often it is asked for.
+
+    Args:
+        context: The replica whose step is traced.
+    """
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id, with the value itself
+        self._of_all: dict[int, Any] = {}
+
+    def of(self, values: list[Any]) -> list[Any]:
+        """The sum of each value."""
+        new = [value for value in values if id(value) not in self._known]
+        if new:
+            for value, summed in zip(new, total(self._context, new), strict=True):
+                self._known[id(value)] = value, summed
+        return [self._known[id(value)][1] for value in values]
+
+    def note_of_all(self, values: list[Any]) -> None:
+        """Remembers results that were computed from sums, and so belong to all replicas."""
+        self._of_all.update({id(value): value for value in values})
+
+    def is_of_all(self, value: Any) -> bool:
+        """Whether `value` is such a result."""
+        return id(value) in self._of_all
 
 
 def total(context: ReplicaContext, value: Any) -> Any:

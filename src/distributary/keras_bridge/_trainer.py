@@ -11,10 +11,10 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, final
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,7 +26,7 @@ from distributary.keras_bridge._data import ArrayBatches
 from distributary.keras_bridge._replica import (
     mean_of_changed,
     sole_replica,
-    total,
+    sums,
     trainer_replica,
 )
 from distributary.topology import REPLICA_AXIS, dispatcher_for
@@ -100,8 +100,8 @@ class StepFunction:
         self._fusible: bool | None = None
         self._uneven_in_a_row = 0
         self._warned = False
-        #: Logs and state after the latest step that was dispatched; empty before the first.
-        self.latest: list[Any] = []
+        #: Logs and state after the latest step, or None and the state before the first.
+        self.latest: tuple[Any, Any] | None = None
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
         """Runs `steps_per_execution` steps, fewer where the data ends.
@@ -199,14 +199,13 @@ class StepFunction:
             program = self._programs[key] = _Program(
                 self._function(*key), self._replicated, self._sharding(*key), self._eager
             )
-        # Extended in C: an interrupt that comes during the call is raised after its result, which
-        # replaces the state it consumed, has been kept.
         data = program.place(data)
-        compiled = program.prepare(state, data)
-        latest = self.latest
-        self._dispatcher.run(program, _token, latest, state, data, compiled)
-        del latest[:-1]
-        return latest[0]
+        program.prepare(state, data)
+        # The call consumes the state, so its result must be kept before anything is raised.
+        with _InterruptsDeferred():
+            result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
+            self.latest = result
+        return result
 
     def _sharding(self, way: str, count: int) -> Any:
         """Where a batch lies; None leaves it to JAX."""
@@ -263,11 +262,10 @@ class StepFunction:
         """One step of one replica on its part of the batch."""
         parts = dict(zip(_PARTS[self._kind], state, strict=True))
         with trainer_replica(self._strategy) as context:
-            metrics = parts.get("metrics")
-            if metrics is not None:
+            if "metrics" in parts:
                 # Replica 0 goes on with the state, the others start from nothing.
                 first = context.replica_id_in_sync_group == 0
-                own = [jnp.where(first, v, jnp.zeros_like(v)) for v in metrics]
+                own = [jnp.where(first, v, jnp.zeros_like(v)) for v in parts["metrics"]]
                 parts["metrics"] = Values(own)
             out, new_state = self._call_trainer(tuple(parts.values()), data)
             new = dict(zip(_PARTS[self._kind], new_state, strict=True))
@@ -276,13 +274,9 @@ class StepFunction:
                     context, list(parts["non_trainable"]), list(new["non_trainable"]), _is_float
                 )
             )
-            if metrics is not None:
-                summed = total(context, list(new["metrics"])) if len(metrics) else []
-                new["metrics"] = Values(summed)
-                changed = [
-                    after is not before for before, after in zip(own, new_state[-1], strict=True)
-                ]
-                out = self._global_logs(context, out, summed, changed)
+            if "metrics" in new:
+                new["metrics"] = Values(sums().of(list(new["metrics"])))
+                out = _logs_of_all(context, out)
             elif any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                 raise InvalidTypeError(
                     f"{self._trainer.name}.predict_step returned a scalar. Under"
@@ -291,35 +285,22 @@ class StepFunction:
                 )
         return out, tuple(new.values())
 
-    def _global_logs(self, context: Any, logs: Any, metrics: list[Any], changed: list[bool]) -> Any:
-        """Logs of one replica as those of the whole batch.
 
-        Results of metrics that the step updated are computed anew from the state of all replicas;
-        other numbers are averaged.
-        """
-        results = _metric_results(self._trainer, metrics, changed)
-        flat, tree = jax.tree_util.tree_flatten_with_path(logs)
-        values: list[Any] = []
-        averaged: list[int] = []
-        for path, value in flat:
-            name = getattr(path[0], "key", None) if len(path) == 1 else None
-            if name in results:
-                values.append(results[name])
-            else:
-                averaged.append(len(values))
-                number = jnp.asarray(value)
-                values.append(number if number.dtype != bool else number.astype(jnp.float32))
-        if averaged:
-            wide = [values[i] for i in averaged]
-            means = context.all_reduce(ReduceOp.MEAN, wide)
-            for i, mean in zip(averaged, means, strict=True):
-                values[i] = mean
-        return jax.tree.unflatten(tree, values)
+def _logs_of_all(context: Any, logs: Any) -> Any:
+    """Logs of one replica as those of the whole batch; results of metrics are that already."""
+    leaves, tree = jax.tree.flatten(logs)
+    own = [i for i, leaf in enumerate(leaves) if not sums().is_of_all(leaf)]
+    numbers = [jnp.asarray(leaves[i]) for i in own]
+    numbers = [x.astype(jnp.float32) if x.dtype == bool else x for x in numbers]
+    means = context.all_reduce(ReduceOp.MEAN, numbers) if own else []
+    for i, mean in zip(own, means, strict=True):
+        leaves[i] = mean
+    return jax.tree.unflatten(tree, leaves)
 
 
 @final
 class _Program:
-    """A function that is compiled when it meets new shapes and then called without Python.
+    """A function that is compiled before it is called with new shapes.
 
     Args:
         function: From state and data to logs and new state.
@@ -333,15 +314,16 @@ class _Program:
     ) -> None:
         self._eager = eager
         self._sharding = sharding
-        self._function: Any
+        #: From state and data, which it consumes, to logs and new state.
+        self.call: Any
         if eager:
-            self._function = function
+            self.call = function
         elif sharding is None:
-            self._function = jax.jit(function, donate_argnums=0)
+            self.call = jax.jit(function, donate_argnums=0)
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
             shardings = (replicated, sharding)
-            self._function = jax.jit(function, donate_argnums=0, in_shardings=shardings)
+            self.call = jax.jit(function, donate_argnums=0, in_shardings=shardings)
         self._known: set[Any] = set()
 
     def place(self, data: Any) -> Any:
@@ -352,43 +334,40 @@ class _Program:
             lambda x: jax.device_put(x, self._sharding) if isinstance(x, jax.Array) else x, data
         )
 
-    def prepare(self, state: Any, data: Any) -> bool:
-        """Compiles the function for these shapes; returns whether it has been called with them."""
+    def prepare(self, state: Any, data: Any) -> None:
+        """Compiles the function for these shapes, unless that was done before."""
         if self._eager:
-            return False
+            return
         shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(data)])
-        if shapes in self._known:
-            return True
-        self._function.lower(state, data).compile()
-        self._known.add(shapes)
-        return False
-
-    def __call__(self, results: list[Any], state: Any, data: Any, called_before: bool) -> Any:
-        """Appends the outputs to `results`."""
-        if called_before:
-            results.extend(map(self._function, (state,), (data,)))
-        else:
-            # The first call runs Python code after the state is consumed.
-            with _interrupts_deferred():
-                results.append(self._function(state, data))
-        return results[-1]
+        if shapes not in self._known:
+            self.call.lower(state, data).compile()
+            self._known.add(shapes)
 
 
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C inside is raised at the end."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *details: caught.append(details))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        handler(*caught[0])
+@final
+class _InterruptsDeferred:
+    """Ctrl-C inside the `with` block is raised at its end. Threads do not receive it."""
+
+    __slots__ = ("_caught", "_handler")
+
+    def __enter__(self) -> None:
+        self._caught: tuple[Any, ...] | None = None
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                signal.signal(signal.SIGINT, self._catch)
+                self._handler = handler
+
+    def _catch(self, *details: Any) -> None:
+        self._caught = details
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._handler is None:
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        if self._caught is not None:
+            self._handler(*self._caught)
 
 
 def _repeated(step: Callable[..., Any], keep_all: bool) -> Callable[..., Any]:
@@ -409,24 +388,9 @@ def _has_convolution(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "conv_general_dilated":
             return True
-        if any(map(_has_convolution, jax.core.jaxprs_in_params(equation.params))):
+        if any(map(_has_convolution, jex_core.jaxprs_in_params(equation.params))):
             return True
     return False
-
-
-def _metric_results(trainer: Any, values: list[Any], changed: list[bool]) -> dict[str, Any]:
-    """Results of the metrics whose variables the step changed, from the given state."""
-    import keras
-
-    mapping = list(zip(trainer.metrics_variables, values, strict=True))
-    updated = {id(v) for (v, _), new in zip(mapping, changed, strict=True) if new}
-    results: dict[str, Any] = {}
-    with keras.StatelessScope(state_mapping=mapping):
-        for metric in trainer.metrics:
-            if any(id(v) in updated for v in metric.variables):
-                result = metric.result()
-                results.update(result if isinstance(result, dict) else {metric.name: result})
-    return results
 
 
 def _is_float(value: Any) -> bool:

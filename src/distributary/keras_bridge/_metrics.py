@@ -1,0 +1,53 @@
+"""Results of metrics inside a step of one replica are those of the whole batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from distributary.keras_bridge._replica import in_trainer, replica_context, sums
+
+
+def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In a step the results of metrics are those of all replicas."""
+
+    def get_metrics_result(self: Any) -> Any:
+        if replica_context() is None or not in_trainer():
+            return original(self)
+        variables = self.metrics_variables
+        values = sums().of([variable.value for variable in variables])
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            results = original(self)
+        sums().note_of_all(jax.tree.leaves(results))
+        return results
+
+    return get_metrics_result
+
+
+def stateless_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for a metric whose state a step of the user's handles itself."""
+
+    def stateless_result(self: Any, metric_variables: Any) -> Any:
+        if replica_context() is None or not in_trainer():
+            return original(self, metric_variables)
+        results = original(self, sums().of(list(metric_variables)))
+        sums().note_of_all(jax.tree.leaves(results))
+        return results
+
+    return stateless_result
+
+
+def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A number for the whole batch, such as its loss, counts once and not once per replica."""
+
+    def reduce_to_samplewise_values(
+        values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any
+    ) -> Any:
+        context = replica_context()
+        if context is not None and in_trainer() and sample_weight is None and not jnp.ndim(values):
+            sample_weight = 1 / context.num_replicas_in_sync
+        return original(values, sample_weight, reduce_fn, dtype)
+
+    return reduce_to_samplewise_values

@@ -1,0 +1,316 @@
+"""Every kind of data that Keras takes trains under a strategy as on one device."""
+
+import contextlib
+import functools
+import itertools
+import math
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+_ROWS = 14  # with batches of 4, the last one has 2
+
+
+def _arrays(rows=_ROWS):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 3)).astype(np.float32)
+    return x, np.sin(x.sum(1, keepdims=True)).astype(np.float32)
+
+
+def _batches(rows=_ROWS, size=4):
+    x, y = _arrays(rows)
+    for start in range(0, rows, size):
+        yield x[start : start + size], y[start : start + size]
+
+
+class _Batches(keras.utils.PyDataset):
+    """Batches of any sizes, by index."""
+
+    def __init__(self, batches, **kwargs):
+        super().__init__(**kwargs)
+        self.batches = list(batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def _model(strategy):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name="small")
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def _two_inputs(strategy):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((1,), name="b")}
+        dense = keras.layers.Dense(1, name="out")(inputs["a"])
+        outputs = {"out": dense, "sum": keras.layers.Add(name="sum")([dense, inputs["b"]])}
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), {"out": "mse", "sum": "mae"})
+    return model
+
+
+def _listed_inputs(strategy):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        inputs = [keras.Input((3,)), keras.Input((1,))]
+        outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def _trained(strategy, data, build=_model, **kwargs):
+    model = build(strategy)
+    sizes = {} if len(data) == 1 else {"batch_size": 4}
+    options = {"epochs": 2, "verbose": 0, "shuffle": False, **sizes, **kwargs}
+    return model, model.fit(*data, **options).history
+
+
+@functools.cache
+def _alone():
+    """What one device makes of the arrays."""
+    return _trained(None, _arrays(), validation_data=_arrays(6))
+
+
+def _assert_equals_arrays_on_one_device(strategy, data, **kwargs):
+    """Other forms of the same numbers train a model to the same weights."""
+    trained = _trained(strategy, data, **{"validation_data": _arrays(6), **kwargs})
+    return _compare(trained, _alone(), _model)
+
+
+def _assert_equals_one_device(strategy, make_data, *, build=_model, **kwargs):
+    """`make_data` returns the positional arguments of `fit`, anew at each call."""
+    both = [_trained(s, make_data(), build, **kwargs) for s in (strategy, None)]
+    return _compare(*both, build)
+
+
+def _compare(trained, alone, build):
+    models, (got, expected) = zip(trained, alone, strict=True)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], **_CLOSE, err_msg=name)
+    initial = build(None)
+    for one, other, before in zip(*(m.get_weights() for m in (*models, initial)), strict=True):
+        np.testing.assert_allclose(one, other, **_CLOSE)
+        assert not np.allclose(one, before, **_CLOSE)
+    steps = [int(m.optimizer.iterations) for m in models]
+    assert steps[0] == steps[1] > 0
+    return models
+
+
+def _as_jax():
+    return tuple(jnp.asarray(a) for a in _arrays())
+
+
+def _as_float64():
+    return tuple(a.astype(np.float64) for a in _arrays())
+
+
+def _with_sample_weight():
+    return (*_arrays(), None, np.linspace(0, 1, _ROWS))
+
+
+@pytest.mark.parametrize("make_data", [_arrays, _as_jax, _as_float64])
+def test_arrays_equal_one_device(make_data, strategy_of):
+    models = _assert_equals_arrays_on_one_device(strategy_of(2), make_data())
+
+    results = [model.predict(make_data()[0], batch_size=4, verbose=0) for model in models]
+    assert results[0].shape == (_ROWS, 1)
+    np.testing.assert_allclose(*results, **_CLOSE)
+
+
+def test_dicts_of_arrays_equal_one_device(strategy_of):
+    x, y = _arrays()
+    data = {"a": x, "b": x[:, :1]}, {"out": y, "sum": 2 * y}
+
+    models = _assert_equals_one_device(strategy_of(2), lambda: data, build=_two_inputs)
+
+    got, expected = (model.predict(data[0], batch_size=4, verbose=0) for model in models)
+    assert got.keys() == expected.keys() == {"out", "sum"}
+    for name in expected:
+        np.testing.assert_allclose(got[name], expected[name], **_CLOSE)
+
+
+def test_lists_of_arrays_equal_one_device(strategy_of):
+    x, y = _arrays()
+
+    _assert_equals_one_device(strategy_of(2), lambda: ([x, x[:, :1]], y), build=_listed_inputs)
+
+
+def test_pandas_equals_one_device(strategy_of):
+    pandas = pytest.importorskip("pandas")
+    x, y = _arrays()
+
+    _assert_equals_arrays_on_one_device(strategy_of(2), (pandas.DataFrame(x), pandas.DataFrame(y)))
+
+
+@pytest.mark.parametrize("sample_weight", [None, np.linspace(0, 1, _ROWS)], ids=["none", "array"])
+def test_batches_with_sample_weights_or_none_equal_one_device(sample_weight, strategy_of):
+    def batches():
+        for index, (x, y) in enumerate(_batches()):
+            rows = slice(4 * index, 4 * index + 4)
+            yield x, y, None if sample_weight is None else sample_weight[rows]
+
+    _assert_equals_one_device(strategy_of(2), lambda: (_Batches(batches()),))
+
+
+def _forever():
+    while True:
+        yield from _batches()
+
+
+def test_a_generator_equals_one_device(strategy_of):
+    _assert_equals_arrays_on_one_device(strategy_of(2), (_forever(),), steps_per_epoch=4)
+
+
+def test_a_generator_without_end_equals_one_device(strategy_of):
+    models = _assert_equals_one_device(
+        strategy_of(2), lambda: (_forever(),), steps_per_epoch=3, epochs=3
+    )
+
+    assert int(models[0].optimizer.iterations) == 9
+
+
+@pytest.mark.parametrize("steps", [{}, {"steps_per_epoch": 6}], ids=["unknown", "fewer"])
+def test_a_generator_that_ends_warns_as_on_one_device(steps, strategy_of):
+    messages, losses = [], []
+    for strategy in (strategy_of(2), None):
+        model = _model(strategy)
+        with pytest.warns(UserWarning, match="ran out of data") as caught:
+            history = model.fit(_batches(), shuffle=False, verbose=0, **steps)
+        messages.append([str(w.message) for w in caught])
+        losses += history.history["loss"]
+        assert int(model.optimizer.iterations) == 4
+
+    assert messages[0] == messages[1]
+    np.testing.assert_allclose(*losses, **_CLOSE)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_py_dataset_equals_one_device(workers, strategy_of):
+    models = _assert_equals_one_device(
+        strategy_of(2),
+        lambda: (_Batches(_batches(), workers=workers, use_multiprocessing=False),),
+        validation_data=_Batches(_batches(6)),
+    )
+
+    data = _Batches(_batches(), workers=workers)
+    results = [model.predict(data, verbose=0) for model in models]
+    np.testing.assert_allclose(*results, **_CLOSE)
+
+
+def test_a_shuffled_py_dataset_equals_one_device(strategy_of):
+    data = []
+
+    def make_data():
+        keras.utils.set_random_seed(5)
+        data.append(_Batches(_batches(16)))
+        return (data[-1],)
+
+    _assert_equals_one_device(strategy_of(2), make_data, shuffle=True)
+
+
+def test_a_torch_data_loader_equals_one_device(strategy_of):
+    data = pytest.importorskip("torch.utils.data")
+    torch = pytest.importorskip("torch")
+    tensors = data.TensorDataset(*(torch.from_numpy(a) for a in _arrays()))
+
+    _assert_equals_arrays_on_one_device(strategy_of(2), (data.DataLoader(tensors, batch_size=4),))
+
+
+def test_a_grain_dataset_equals_one_device(strategy_of):
+    grain = pytest.importorskip("grain")
+    rows = list(zip(*_arrays(), strict=True))
+
+    _assert_equals_arrays_on_one_device(
+        strategy_of(2), (grain.MapDataset.source(rows).to_iter_dataset().batch(4),)
+    )
+
+
+def test_a_tensorflow_dataset_equals_one_device(strategy_of):
+    tensorflow = pytest.importorskip("tensorflow")
+
+    _assert_equals_arrays_on_one_device(
+        strategy_of(2), (tensorflow.data.Dataset.from_tensor_slices(_arrays()).batch(4),)
+    )
+
+
+# Sizes of batches.
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_replicas"),
+    [
+        (13, 2),  # a last batch of 1
+        (15, 4),  # a last batch of 3, fewer than there are replicas
+    ],
+)
+def test_last_batches_of_any_size_equal_one_device(rows, num_replicas, strategy_of):
+    models = _assert_equals_one_device(strategy_of(num_replicas), lambda: _arrays(rows))
+
+    x, y = _arrays(rows)
+    assert int(models[0].optimizer.iterations) == 2 * math.ceil(rows / 4)
+    results = [m.evaluate(x, y, batch_size=4, verbose=0) for m in models]
+    np.testing.assert_allclose(*results, **_CLOSE)
+    results = [m.predict(x, batch_size=4, verbose=0) for m in models]
+    assert results[0].shape == (rows, 1)
+    np.testing.assert_allclose(*results, **_CLOSE)
+
+
+def test_batches_of_varying_sizes_equal_one_device(strategy_of):
+    x, y = _arrays(24)
+    edges = [0, 8, 11, 19, 20, 24]
+    batches = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(edges)]
+
+    models = _assert_equals_one_device(strategy_of(4), lambda: (_Batches(batches),))
+
+    got, expected = (model.predict(_Batches(batches), verbose=0) for model in models)
+    assert got.shape == (24, 1)
+    np.testing.assert_allclose(got, expected, **_CLOSE)
+
+
+def test_batches_smaller_than_the_number_of_replicas_equal_one_device(strategy_of):
+    x, y = _arrays(7)
+    with pytest.warns(UserWarning, match="batches of 2 examples do not divide by 4 replicas"):
+        models = _assert_equals_one_device(strategy_of(4), lambda: (x, y), batch_size=2)
+
+    results = [model.predict(x, batch_size=2, verbose=0) for model in models]
+    assert results[0].shape == (7, 1)
+    np.testing.assert_allclose(*results, **_CLOSE)
+
+
+def _outcome(function):
+    """What a call gives, or the kind of error; numbers may be NaN."""
+    try:
+        return function()
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*(empty|divide|invalid).*:RuntimeWarning")
+def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
+    x, y = _arrays(8)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:]), (x[:0], y[:0])]
+    models = [_model(strategy_of(2)), _model(None)]
+
+    got, expected = (_outcome(lambda m=m: m.predict(_Batches(batches), verbose=0)) for m in models)
+    np.testing.assert_allclose(got, expected, **_CLOSE)
+    assert got.shape == (8, 1)
+    got, expected = (_outcome(lambda m=m: m.evaluate(_Batches(batches), verbose=0)) for m in models)
+    np.testing.assert_allclose(got, expected, **_CLOSE)
+    fit = lambda model: model.fit(_Batches(batches), shuffle=False, verbose=0).history["loss"]
+    got, expected = (_outcome(lambda m=m: fit(m)) for m in models)
+    if isinstance(expected, type):
+        assert got is expected
+    else:
+        np.testing.assert_allclose(got, expected, **_CLOSE)

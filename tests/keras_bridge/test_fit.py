@@ -1,0 +1,1057 @@
+"""`fit` and its relatives under a strategy do what they do on one device."""
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import ContextError, DistributaryWarning
+
+_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def _data(rows=16):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 3)).astype(np.float32)
+    return x, np.sin(x.sum(1, keepdims=True)).astype(np.float32)
+
+
+def _layers():
+    return [keras.Input((3,)), keras.layers.Dense(1, "tanh")]
+
+
+def _build(kind=keras.Sequential):
+    keras.utils.set_random_seed(0)
+    if kind is keras.Sequential:
+        return keras.Sequential(_layers(), name="small")
+    inputs, *layers = _layers()
+    outputs = inputs
+    for layer in layers:
+        outputs = layer(outputs)
+    return kind(inputs, outputs, name="small")
+
+
+def _compile(model, **kwargs):
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], **kwargs)
+    return model
+
+
+def _model(strategy=None, kind=keras.Sequential, **kwargs):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        return _compile(_build(kind), **kwargs)
+
+
+def _fit(model, *data, **kwargs):
+    kwargs = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, **kwargs}
+    return model.fit(*(data or _data()), **kwargs)
+
+
+@functools.cache
+def _alone(**kwargs):
+    """History and model of `_fit` on one device, for all who only read them."""
+    model = _model()
+    return _fit(model, **kwargs), model
+
+
+@functools.cache
+def _step_by_step():
+    return _model(), []
+
+
+def _weights_after(num_steps):
+    """Weights of one device after some steps of the first epochs of `_fit`."""
+    x, y = _data()
+    model, weights = _step_by_step()
+    if not weights:
+        weights.append(model.get_weights())
+    while len(weights) <= num_steps:
+        start = (len(weights) - 1) * 4 % len(x)
+        model.train_on_batch(x[start : start + 4], y[start : start + 4])
+        weights.append(model.get_weights())
+    return weights[num_steps]
+
+
+def _assert_equal_weights(got, expected, **tolerance):
+    got, expected = (w if isinstance(w, list) else w.get_weights() for w in (got, expected))
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, **(tolerance or _CLOSE))
+
+
+def _assert_equal_history(got, expected):
+    assert got.epoch == expected.epoch
+    assert got.history.keys() == expected.history.keys()
+    for name in expected.history:
+        np.testing.assert_allclose(
+            got.history[name], expected.history[name], **_CLOSE, err_msg=name
+        )
+
+
+def _assert_one_copy_on_each_device(variables, num_replicas):
+    assert variables
+    for variable in variables:
+        copies = [np.asarray(shard.data) for shard in variable.value.addressable_shards]
+        devices = {shard.device for shard in variable.value.addressable_shards}
+        assert len(devices) == len(copies) == num_replicas, variable.path
+        for copy in copies:
+            assert copy.shape == tuple(variable.shape), variable.path
+            np.testing.assert_array_equal(copy, copies[0], variable.path)
+
+
+def _python(code, **environ):
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", **environ}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_as_found():
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is handler, "the test changed the handler of SIGINT"
+
+
+# Where fit is called, and its arguments.
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_fit_outside_of_the_scope_equals_one_device(num_replicas, strategy_of):
+    model = _model(strategy_of(num_replicas))
+
+    history = _fit(model)
+
+    expected, reference = _alone()
+    _assert_equal_history(history, expected)
+    _assert_equal_weights(model, reference)
+    assert int(model.optimizer.iterations) == 8
+
+
+def test_fit_evaluate_and_predict_inside_the_scope_equal_one_device(strategy_of):
+    strategy = strategy_of(2)
+    model, reference = _model(strategy), _model()
+    x, y = _data(14)
+
+    with strategy.scope():
+        history = _fit(model)
+        evaluated = model.evaluate(x, y, batch_size=4, verbose=0)
+        predicted = model.predict(x, batch_size=4, verbose=0)
+
+    _assert_equal_history(history, _fit(reference))
+    _assert_equal_weights(model, reference)
+    np.testing.assert_allclose(
+        evaluated, reference.evaluate(x, y, batch_size=4, verbose=0), **_CLOSE
+    )
+    np.testing.assert_allclose(predicted, reference.predict(x, batch_size=4, verbose=0), **_CLOSE)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(validation_split=0.25),
+        dict(validation_data=_data(6), validation_batch_size=4),
+        dict(validation_data=_data(6), validation_batch_size=2, validation_steps=2),
+        dict(validation_data=_data(6), validation_freq=2, epochs=4),
+        dict(initial_epoch=1, epochs=3),
+        dict(steps_per_epoch=2),
+        dict(shuffle=True),
+        dict(shuffle=True, validation_split=0.5),
+        dict(sample_weight=np.linspace(0, 2, 16)),
+    ],
+    ids=lambda kwargs: "-".join(kwargs),
+)
+def test_arguments_of_fit_mean_the_same_as_on_one_device(kwargs, strategy_of):
+    model, reference = _model(strategy_of(2)), _model()
+
+    keras.utils.set_random_seed(7)
+    history = _fit(model, **kwargs)
+    keras.utils.set_random_seed(7)
+    expected = _fit(reference, **kwargs)
+
+    _assert_equal_history(history, expected)
+    _assert_equal_weights(model, reference)
+    assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
+
+
+def test_a_second_fit_continues_where_the_first_ended(strategy_of):
+    model = _model(strategy_of(2))
+
+    first = _fit(model, epochs=1)
+    second = _fit(model, epochs=2, initial_epoch=1)
+
+    expected, reference = _alone()
+    losses = first.history["loss"] + second.history["loss"]
+    np.testing.assert_allclose(losses, expected.history["loss"], **_CLOSE)
+    _assert_equal_weights(model, reference)
+
+
+def test_on_batch_methods_equal_one_device_for_even_and_uneven_batches(strategy_of):
+    model, reference = _model(strategy_of(2)), _model()
+    x, y = _data()
+
+    for rows, sample_weight in ((8, None), (5, None), (8, np.linspace(1, 2, 8)), (1, [2.0])):
+        weights = None if sample_weight is None else np.asarray(sample_weight)
+        for name, args in (
+            ("train_on_batch", (x[:rows], y[:rows], weights)),
+            ("test_on_batch", (x[:rows], y[:rows], weights)),
+            ("predict_on_batch", (x[:rows],)),
+        ):
+            got, expected = (getattr(m, name)(*args) for m in (model, reference))
+            np.testing.assert_allclose(got, expected, err_msg=f"{name} {rows}", **_CLOSE)
+    named = model.test_on_batch(x, y, return_dict=True)
+    assert named.keys() == {"loss", "mae"}
+    _assert_equal_weights(model, reference)
+
+
+def _simplest(strategy=None, **kwargs):
+    """A model with few operations: without jit, each of them is compiled."""
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name="small")
+        model.compile("sgd", "mse", **kwargs)
+    return model
+
+
+def _assert_one_step_equals_one_device(model):
+    x, y = _data(4)
+    reference = _simplest()
+    loss = model.train_on_batch(x, y)
+    np.testing.assert_allclose(loss, reference.train_on_batch(x, y), **_CLOSE)
+    _assert_equal_weights(model, reference)
+    _assert_one_copy_on_each_device(model.variables, 2)
+
+
+def test_run_eagerly_equals_one_device(strategy_of):
+    model = _simplest(strategy_of(2), run_eagerly=True)
+
+    _assert_one_step_equals_one_device(model)
+
+
+def test_jit_compile_false_warns_and_is_right(strategy_of):
+    with pytest.warns(DistributaryWarning, match=r"small\.compile: jit_compile=False") as caught:
+        model = _simplest(strategy_of(2), jit_compile=False)
+
+    assert [w.filename for w in caught] == [__file__]
+    _assert_one_step_equals_one_device(model)
+
+
+def test_a_warning_once_when_every_batch_is_uneven(strategy_of):
+    model, reference = _model(strategy_of(2)), _model()
+
+    with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide") as caught:
+        history = _fit(model, *_data(9), batch_size=3)
+    _fit(model, *_data(9), batch_size=3)  # silent: warnings are errors
+
+    assert [(w.category, w.filename) for w in caught] == [(DistributaryWarning, __file__)]
+    _assert_equal_history(history, _fit(reference, *_data(9), batch_size=3))
+
+
+def test_an_uneven_last_batch_does_not_warn_in_any_number_of_epochs(strategy_of):
+    model, reference = _model(strategy_of(2)), _model()
+
+    history = _fit(model, *_data(7), epochs=3)  # warnings are errors
+
+    _assert_equal_history(history, _fit(reference, *_data(7), epochs=3))
+    _assert_equal_weights(model, reference)
+
+
+def test_epochs_of_a_single_uneven_batch_are_right(strategy_of):
+    model, reference = _model(strategy_of(2)), _model()
+
+    with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide"):
+        history = _fit(model, *_data(3), epochs=3)
+
+    _assert_equal_history(history, _fit(reference, *_data(3), epochs=3))
+
+
+# Steps written by the user.
+
+
+class _CustomSteps(keras.Model):
+    """As in the guide "Customizing what happens in fit() with JAX", but with flat logs."""
+
+    flat = True
+
+    def compute_loss_and_updates(
+        self, trainable_variables, non_trainable_variables, x, y, training=False
+    ):
+        y_pred, non_trainable_variables = self.stateless_call(
+            trainable_variables, non_trainable_variables, x, training=training
+        )
+        return self.compute_loss(x, y, y_pred), (y_pred, non_trainable_variables)
+
+    def _logs(self, metrics_variables, loss, y, y_pred):
+        new, logs = [], {}
+        for metric in self.metrics:
+            own = metrics_variables[len(new) : len(new) + len(metric.variables)]
+            if metric.name == "loss":
+                own = metric.stateless_update_state(own, loss)
+            else:
+                own = metric.stateless_update_state(own, y, y_pred)
+            logs[metric.name] = metric.stateless_result(own)
+            new += own
+        if self.flat:
+            logs |= logs.pop("compile_metrics")
+        return logs, new
+
+    def train_step(self, state, data):
+        trainable_variables, non_trainable_variables, optimizer_variables, metrics_variables = state
+        x, y = data
+        grad_fn = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, (y_pred, non_trainable_variables)), grads = grad_fn(
+            trainable_variables, non_trainable_variables, x, y, training=True
+        )
+        trainable_variables, optimizer_variables = self.optimizer.stateless_apply(
+            optimizer_variables, grads, trainable_variables
+        )
+        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
+        logs["twice"] = 2 * loss
+        return logs, (
+            trainable_variables,
+            non_trainable_variables,
+            optimizer_variables,
+            metrics_variables,
+        )
+
+    def test_step(self, state, data):
+        trainable_variables, non_trainable_variables, metrics_variables = state
+        x, y = data
+        loss, (y_pred, non_trainable_variables) = self.compute_loss_and_updates(
+            trainable_variables, non_trainable_variables, x, y
+        )
+        logs, metrics_variables = self._logs(metrics_variables, loss, y, y_pred)
+        return logs, (trainable_variables, non_trainable_variables, metrics_variables)
+
+    def predict_step(self, state, data):
+        outputs, non_trainable_variables = super().predict_step(state, data)
+        return {"outputs": outputs, "twice": 2 * outputs}, non_trainable_variables
+
+
+def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
+    model, reference = (_model(s, _CustomSteps) for s in (strategy_of(2), None))
+
+    history = _fit(model)
+    evaluated = model.evaluate(*_data(), batch_size=8, return_dict=True, verbose=0)
+    predicted = model.predict(_data(6)[0], batch_size=4, verbose=0)
+
+    _assert_equal_history(history, _fit(reference))
+    _assert_equal_weights(model, reference)
+    for got, expected in (
+        (evaluated, reference.evaluate(*_data(), batch_size=8, return_dict=True, verbose=0)),
+        (predicted, reference.predict(_data(6)[0], batch_size=4, verbose=0)),
+    ):
+        assert got.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(got[name], expected[name], **_CLOSE)
+
+
+class _GuideSteps(_CustomSteps):
+    """Logs as the guide returns them: the results of compiled metrics in a dict of their own."""
+
+    flat = False
+
+
+def test_own_train_step_with_nested_logs_equals_one_device(strategy_of):
+    model, reference = (_model(s, _GuideSteps) for s in (strategy_of(2), None))
+
+    history = _fit(model)
+
+    assert "mae" in history.history
+    _assert_equal_history(history, _fit(reference))
+
+
+@pytest.mark.parametrize("rows", [14, 13])
+def test_own_train_step_with_an_uneven_last_batch_equals_one_device(rows, strategy_of):
+    model, reference = (_model(s, _CustomSteps) for s in (strategy_of(4), None))
+
+    history = _fit(model, *_data(rows))
+
+    expected = _fit(reference, *_data(rows))
+    _assert_equal_weights(model, reference)
+    _assert_equal_history(history, expected)
+
+
+class _ThroughSuper(keras.Model):
+    """Wraps the steps of Keras."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return {**logs, "twice": 2 * logs["mae"]}, state
+
+    def test_step(self, state, data):
+        logs, state = super().test_step(state, data)
+        return {**logs, "half": logs["loss"] / 2}, state
+
+
+def test_numbers_a_step_derives_from_metrics_are_those_of_the_whole_epoch(strategy_of):
+    model, reference = (_model(s, _ThroughSuper) for s in (strategy_of(2), None))
+
+    history = _fit(model, validation_data=_data(8))
+
+    expected = _fit(reference, validation_data=_data(8))
+    assert {"twice", "val_half"} <= history.history.keys()
+    np.testing.assert_allclose(
+        history.history["twice"], 2 * np.array(history.history["mae"]), **_CLOSE
+    )
+    _assert_equal_history(history, expected)
+
+
+class _OwnLossAndMetrics(keras.Model):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bias_tracker = keras.metrics.Mean(name="bias")
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.bias_tracker]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.abs(y - y_pred) + 0.1 * keras.ops.square(y_pred))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.bias_tracker.update_state(y_pred - y)
+        return {**results, "bias": self.bias_tracker.result()}
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_own_compute_loss_and_compute_metrics_equal_one_device(rows, strategy_of):
+    model = _model(strategy_of(2), _OwnLossAndMetrics)
+    reference = _model(None, _OwnLossAndMetrics)
+
+    history = _fit(model, *_data(rows), validation_data=_data(6))
+
+    assert "val_bias" in history.history
+    _assert_equal_history(history, _fit(reference, *_data(rows), validation_data=_data(6)))
+    _assert_equal_weights(model, reference)
+
+
+# Which strategy a model belongs to.
+
+
+def test_a_model_compiled_outside_of_the_scope_it_was_created_in_is_distributed(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = _build()
+    _compile(model)
+
+    history = _fit(model)
+
+    expected, reference = _alone()
+    _assert_equal_history(history, expected)
+    _assert_equal_weights(model, reference)
+    _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
+
+
+def test_an_optimizer_created_outside_is_distributed_with_its_model(strategy_of):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    with strategy_of(2).scope():
+        model = _build()
+        model.compile(optimizer, "mse", metrics=["mae"])
+
+    history = _fit(model)
+
+    _assert_equal_history(history, _alone()[0])
+    _assert_one_copy_on_each_device(optimizer.variables, 2)
+
+
+def test_a_model_created_outside_joins_the_strategy_it_is_compiled_under(strategy_of):
+    model = _build()
+    with strategy_of(2).scope():
+        _compile(model)
+
+    history = _fit(model)
+
+    expected, reference = _alone()
+    _assert_equal_history(history, expected)
+    _assert_equal_weights(model, reference)
+    _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
+
+
+def test_a_model_trained_without_a_strategy_continues_under_one(strategy_of):
+    model = _model()
+    _fit(model, epochs=1)
+
+    with strategy_of(2).scope():
+        _fit(model, epochs=1)
+
+    _assert_equal_weights(model, _weights_after(8))
+    _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
+
+
+def test_a_model_cannot_be_compiled_under_another_strategy(strategy_of):
+    first, second = strategy_of(2), strategy_of(4)
+    model = _model(first)
+
+    with pytest.raises(ContextError, match=r"small\.compile") as caught, second.scope():
+        _compile(model)
+
+    assert repr(first) in str(caught.value)
+    assert repr(second) in str(caught.value)
+    assert "clone_model" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["fit", "evaluate", "predict", "train_on_batch"])
+def test_a_model_does_nothing_in_the_scope_of_another_strategy(what, strategy_of):
+    first, second = strategy_of(2), strategy_of(4)
+    model = _model(first)
+    data = _data()[:1] if what == "predict" else _data()
+    before = model.get_weights()
+
+    with pytest.raises(ContextError, match=rf"small\.{what}") as caught, second.scope():
+        getattr(model, what)(*data)
+
+    assert repr(first) in str(caught.value)
+    assert repr(second) in str(caught.value)
+    _assert_equal_weights(model, before, rtol=0)
+    assert not dist.has_strategy()
+
+
+def test_fit_inside_of_run_raises(strategy_of):
+    strategy = strategy_of(2)
+    model = _model(strategy)
+
+    with pytest.raises(ContextError, match=r"small\.fit was called inside Strategy\.run"):
+        strategy.run(lambda: _fit(model))
+
+
+def test_fit_of_another_model_inside_of_run_raises(strategy_of):
+    model = _model()
+
+    with pytest.raises(ContextError, match=r"small\.fit was called inside Strategy\.run"):
+        strategy_of(2).run(lambda: _fit(model))
+
+
+def test_one_device_strategy_trains_on_its_device():
+    strategy = dist.OneDeviceStrategy("CPU:1")
+    model, reference = _model(strategy), _model()
+
+    history = _fit(model, *_data(14), validation_data=_data(5))
+
+    _assert_equal_history(history, _fit(reference, *_data(14), validation_data=_data(5)))
+    _assert_equal_weights(model, reference)
+    for variable in [*model.variables, *model.optimizer.variables, *model.metrics_variables]:
+        assert variable.value.devices() == {jax.devices("cpu")[1]}, variable.path
+    predicted = model.predict(_data(5)[0], verbose=0)
+    np.testing.assert_allclose(predicted, reference.predict(_data(5)[0], verbose=0), **_CLOSE)
+
+
+def test_one_device_strategy_raises_inside_of_run_too():
+    strategy = dist.OneDeviceStrategy("CPU:1")
+    model = _model(strategy)
+
+    with pytest.raises(ContextError, match=r"small\.fit"):
+        strategy.run(lambda: _fit(model))
+
+
+def test_two_models_under_two_strategies_take_turns(strategy_of):
+    models = [_model(strategy_of(2)), _model(strategy_of(4)), _model()]
+
+    for _ in range(2):
+        for model in models:
+            _fit(model, epochs=1)
+
+    for model in models:
+        _assert_equal_weights(model, _weights_after(8))
+
+
+# Exceptions in the middle of an epoch.
+
+
+class _At(keras.callbacks.Callback):
+    """Does something once, at the end of one batch."""
+
+    def __init__(self, batch, action):
+        super().__init__()
+        self.batch, self.action = batch, action
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch:
+            self.batch = None
+            self.action()
+
+
+def _raise(error):
+    raise error
+
+
+def _interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def _batches_then_error(num_batches):
+    x, y = _data()
+    for step in range(num_batches):
+        yield x[4 * step : 4 * step + 4], y[4 * step : 4 * step + 4]
+    raise OSError("the file is gone")
+
+
+def _assert_usable_after(num_steps, model):
+    """The model has the weights of that step and continues from there."""
+    assert int(model.optimizer.iterations) == num_steps
+    _assert_equal_weights(model, _weights_after(num_steps))
+    _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
+    x, y = _data()
+    for _ in range(num_steps, 4):
+        start = 4 * int(model.optimizer.iterations)
+        model.train_on_batch(x[start : start + 4], y[start : start + 4])
+    _fit(model, epochs=1)
+    _assert_equal_weights(model, _weights_after(8))
+    assert not dist.has_strategy()
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        (lambda: _raise(ZeroDivisionError("mine")), ZeroDivisionError),
+        (_interrupt, KeyboardInterrupt),
+    ],
+    ids=["error", "ctrl-c"],
+)
+def test_after_an_exception_in_a_callback_the_weights_are_those_of_the_last_step(
+    action, error, trained_before, strategy_of
+):
+    model = _model(strategy_of(2))
+    if trained_before:
+        _fit(model)
+        model.set_weights(_model().get_weights())
+        for variable in model.optimizer.variables[2:]:  # iterations and learning rate come first
+            variable.assign(jnp.zeros(variable.shape))
+        model.optimizer.iterations.assign(0)
+
+    with pytest.raises(error):
+        _fit(model, callbacks=[_At(1, action)])
+
+    _assert_usable_after(2, model)
+
+
+def test_after_an_exception_while_callbacks_have_read_the_weights_the_model_works(strategy_of):
+    model = _model(strategy_of(2))
+    reads = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: reads.model.get_weights()
+    )
+
+    with pytest.raises(ZeroDivisionError):
+        _fit(model, callbacks=[reads, _At(2, lambda: _raise(ZeroDivisionError()))])
+
+    _assert_usable_after(3, model)
+
+
+# Keras looks at two batches before it trains.
+@pytest.mark.parametrize("num_batches", [3, 2])
+def test_after_an_exception_in_the_data_the_weights_are_those_of_the_last_step(
+    num_batches, strategy_of
+):
+    model = _model(strategy_of(2))
+
+    with pytest.raises(OSError, match="the file is gone"):
+        _fit(model, _batches_then_error(num_batches), batch_size=None)
+
+    _assert_usable_after(num_batches, model)
+
+
+class _FailingData(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise OSError("the file is gone")
+
+
+@pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
+def test_weights_survive_data_that_fails_at_once(what, strategy_of):
+    model = _model(strategy_of(2))
+    model.optimizer.build(model.trainable_variables)
+    before = model.get_weights()
+
+    with pytest.raises(OSError, match="the file is gone"):
+        getattr(model, what)(_FailingData(), verbose=0)
+
+    _assert_equal_weights(model, before, rtol=0)
+    _assert_usable_after(0, model)
+
+
+@pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
+def test_weights_set_after_training_survive_data_that_fails_at_once(what, strategy_of):
+    model = _model(strategy_of(2))
+    _fit(model, epochs=1, validation_data=_data(4))
+    model.predict(_data(4)[0], verbose=0)
+    new = [np.full_like(w, 0.5) for w in model.get_weights()]
+    model.set_weights(new)
+
+    with pytest.raises(OSError, match="the file is gone"):
+        getattr(model, what)(_FailingData(), verbose=0)
+
+    _assert_equal_weights(model, new, rtol=0)
+
+
+def test_after_an_exception_during_validation_the_weights_are_those_of_the_epoch(strategy_of):
+    model = _model(strategy_of(2))
+    broken = keras.callbacks.LambdaCallback()
+    broken.on_test_batch_end = lambda batch, logs=None: _raise(ZeroDivisionError())
+
+    with pytest.raises(ZeroDivisionError):
+        _fit(model, validation_data=_data(8), callbacks=[broken])
+
+    _assert_usable_after(4, model)
+
+
+def test_after_an_exception_with_several_steps_per_execution_whole_executions_count(strategy_of):
+    model = _model(strategy_of(2), steps_per_execution=2)
+
+    with pytest.raises(ZeroDivisionError):
+        _fit(model, callbacks=[_At(1, lambda: _raise(ZeroDivisionError()))])
+
+    assert int(model.optimizer.iterations) == 2
+    _assert_equal_weights(model, _weights_after(2))
+    _fit(model, *(a[8:] for a in _data()), epochs=1)
+    _assert_equal_weights(model, _weights_after(4))
+
+
+def test_an_exception_in_the_step_itself_leaves_the_weights_alone(strategy_of):
+    class Broken(keras.Model):
+        def train_step(self, state, data):
+            raise ZeroDivisionError("in the step")
+
+    model = _model(strategy_of(2), Broken)
+    before = model.get_weights()
+
+    with pytest.raises(ZeroDivisionError, match="in the step"):
+        _fit(model)
+
+    _assert_equal_weights(model, before, rtol=0)
+    np.testing.assert_allclose(model.predict(_data()[0], verbose=0), _model()(_data()[0]), **_CLOSE)
+
+
+def _long_epoch():
+    """As many steps as 500 epochs, without ends of epochs, where Keras swallows interrupts."""
+    return tuple(np.tile(a, (500, 1)) for a in _data())
+
+
+def test_after_ctrl_c_while_a_step_runs_the_weights_are_those_of_a_finished_step(strategy_of):
+    model = _model(strategy_of(2))
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    start = [np.asarray(v.value) for v in variables]
+    main_thread = threading.get_ident()
+    _fit(model, epochs=1)  # Keras swallows interrupts that come while it traces
+    for variable, value in zip(variables, start, strict=True):
+        variable.assign(value)
+
+    for attempt in range(24):
+        begun = threading.Event()
+
+        def send(begun=begun):
+            begun.wait()
+            signal.pthread_kill(main_thread, signal.SIGINT)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        go = keras.callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs, at=attempt % 4, begun=begun: (
+                begun.set() if batch == at else None
+            )
+        )
+        # The thread gets its turn at the latest when the main thread waits for a program.
+        with pytest.raises(KeyboardInterrupt):
+            _fit(model, *_long_epoch(), epochs=1, callbacks=[go])
+        sender.join()
+
+        num_steps = int(model.optimizer.iterations)
+        assert attempt % 4 <= num_steps < 2000
+        _assert_equal_weights(model, _weights_after(num_steps), rtol=1e-3, atol=1e-4)
+        _assert_one_copy_on_each_device(variables, 2)
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+
+
+def test_after_ctrl_c_in_a_step_with_host_callbacks_the_model_works(strategy_of):
+    main_thread = threading.get_ident()
+    sent = []
+
+    def send(iterations):
+        if iterations >= 3 and not sent:
+            sent.append(True)
+            signal.pthread_kill(main_thread, signal.SIGINT)
+
+    class Interrupting(keras.Model):
+        def train_step(self, state, data):
+            # Steps with effects are dispatched by Python code of JAX.
+            jax.debug.callback(send, state[2][0])
+            return super().train_step(state, data)
+
+    model = _model(strategy_of(2), Interrupting)
+
+    with pytest.raises(KeyboardInterrupt):
+        _fit(model, *_long_epoch(), epochs=1)
+
+    num_steps = int(model.optimizer.iterations)
+    assert 3 <= num_steps < 2000
+    _assert_equal_weights(model, _weights_after(num_steps), rtol=1e-3, atol=1e-4)
+    _fit(model, epochs=1)
+    assert int(model.optimizer.iterations) == num_steps + 4
+
+
+def test_ctrl_c_while_a_step_is_compiled_leaves_a_model_that_works(strategy_of):
+    class Interrupted(keras.Model):
+        interrupt = True
+
+        def train_step(self, state, data):
+            if self.interrupt:
+                self.interrupt = False
+                _interrupt()
+            return super().train_step(state, data)
+
+    model = _model(strategy_of(2), Interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        _fit(model)
+
+    assert signal.getsignal(signal.SIGINT) is handler
+    num_steps = int(model.optimizer.iterations)
+    assert num_steps in (0, 1)
+    _assert_usable_after(num_steps, model)
+
+
+# Saving.
+
+
+def test_a_model_saved_under_a_strategy_continues_inside_and_outside_of_a_scope(
+    strategy_of, tmp_path
+):
+    model, reference = _model(strategy_of(2)), _model()
+    _fit(model, epochs=1)
+    model.save(tmp_path / "model.keras")
+
+    outside = keras.models.load_model(tmp_path / "model.keras")
+    with strategy_of(4).scope():
+        inside = keras.models.load_model(tmp_path / "model.keras")
+
+    _assert_equal_weights(outside, model, rtol=0)
+    _fit(reference)
+    for loaded, num_devices in ((outside, 1), (inside, 4)):
+        assert int(loaded.optimizer.iterations) == 4
+        _fit(loaded, epochs=1)
+        _assert_equal_weights(loaded, reference)
+        variables = [*loaded.variables, *loaded.optimizer.variables]
+        _assert_one_copy_on_each_device(variables, num_devices)
+
+
+_PLAIN_KERAS = """
+import sys
+import numpy as np, keras
+folder = sys.argv[1] if len(sys.argv) > 1 else {folder!r}
+data = np.load(folder + "/data.npz")
+model = keras.models.load_model(folder + "/distributed.keras")
+np.save(folder + "/predicted.npy", model.predict(data["x"], verbose=0))
+model.fit(data["x"], data["y"], batch_size=4, epochs=1, shuffle=False, verbose=0)
+model.save(folder + "/plain.keras")
+assert "distributary" not in sys.modules
+"""
+
+
+def test_models_travel_to_a_process_without_distributary_and_back(strategy_of, tmp_path):
+    model, reference = _model(strategy_of(2)), _model()
+    x, y = _data()
+    _fit(model, epochs=1)
+    model.save(tmp_path / "distributed.keras")
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+
+    _python(_PLAIN_KERAS.format(folder=str(tmp_path)), KERAS_BACKEND="jax")
+
+    predicted = np.load(tmp_path / "predicted.npy")
+    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), **_CLOSE)
+    with strategy_of(2).scope():
+        back = keras.models.load_model(tmp_path / "plain.keras")
+    assert int(back.optimizer.iterations) == 8
+    _fit(back, epochs=1)
+    _fit(reference, epochs=3)
+    _assert_equal_weights(back, reference)
+
+
+def test_weights_saved_between_fits_bring_the_model_back(strategy_of, tmp_path):
+    model = _model(strategy_of(2))
+    _fit(model, epochs=1)
+    model.save_weights(tmp_path / "epoch.weights.h5")
+    _fit(model, epochs=1)
+    assert not np.allclose(model.get_weights()[0], _weights_after(4)[0], **_CLOSE)
+
+    model.load_weights(tmp_path / "epoch.weights.h5")
+
+    _assert_equal_weights(model, _weights_after(4))
+    _assert_one_copy_on_each_device(model.variables, 2)
+    _fit(model, epochs=1)
+    _assert_equal_weights(model, _weights_after(8))  # the file holds the optimizer, too
+
+
+def test_weights_loaded_in_the_middle_of_an_epoch_are_trained_on(strategy_of, tmp_path):
+    model, reference = _model(strategy_of(2)), _model()
+    model.optimizer.build(model.trainable_variables)
+    model.save_weights(tmp_path / "start.weights.h5")
+
+    for one in (model, reference):
+        load = keras.callbacks.LambdaCallback()
+
+        def on_train_batch_end(batch, logs=None, load=load):
+            if batch == 1:
+                load.model.load_weights(tmp_path / "start.weights.h5")
+
+        load.on_train_batch_end = on_train_batch_end
+        _fit(one, epochs=1, callbacks=[load])
+
+    _assert_equal_weights(model, reference)
+    assert not np.allclose(model.get_weights()[0], _weights_after(4)[0], **_CLOSE)
+
+
+def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy_of):
+    model = _model(strategy_of(2))
+    _fit(model, epochs=1)
+    with strategy_of(4).scope():
+        clone = keras.models.clone_model(model)
+        clone.set_weights(model.get_weights())
+        _compile(clone)
+
+    history = _fit(clone, epochs=1)
+
+    reference = _build()
+    reference.set_weights(_weights_after(4))
+    _assert_equal_history(history, _fit(_compile(reference), epochs=1))
+    _assert_equal_weights(clone, reference)
+    _assert_one_copy_on_each_device(clone.variables, 4)
+    _assert_one_copy_on_each_device(model.variables, 2)
+
+
+def test_set_weights_reaches_every_device_and_get_weights_returns_them(strategy_of):
+    model = _model(strategy_of(2))
+    new = [np.arange(w.size, dtype=np.float32).reshape(w.shape) for w in model.get_weights()]
+
+    model.set_weights(new)
+
+    _assert_equal_weights(model, new, rtol=0)
+    _assert_one_copy_on_each_device(model.variables, 2)
+
+
+# State and programs.
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_after_fit_every_device_has_an_equal_copy_of_every_variable(rows, strategy_of):
+    with strategy_of(4).scope():
+        normalization, dropout = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
+        model = _compile(keras.Sequential([*_layers(), normalization, dropout]))
+    _fit(model, *_data(rows), epochs=1, validation_data=_data(4))
+
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    assert len({id(v) for v in variables}) >= 2 + 4 + 1 + 2
+    _assert_one_copy_on_each_device(variables, 4)
+    before = [np.asarray(v.value) for v in model.optimizer.variables]
+    assert any(np.any(v != 0) for v in before)
+
+
+def test_repeated_calls_compile_nothing_new(strategy_of):
+    strategy = strategy_of(2)
+    model = _model(strategy)
+    x, y = _data(14)
+    compiled = []
+
+    def all_methods():
+        _fit(model, x, y, validation_data=(x, y))
+        model.evaluate(x, y, batch_size=4, verbose=0)
+        model.predict(x, batch_size=4, verbose=0)
+        with strategy.scope():
+            model.train_on_batch(x, y)
+            model.test_on_batch(x, y)
+            model.predict_on_batch(x)
+
+    def listen(event, duration, **kwargs):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(kwargs)
+
+    all_methods()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        all_methods()
+        all_methods()
+        assert compiled == []
+        jax.jit(lambda x: x - 12.5)(x)
+        assert compiled  # the listener works
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# Set-ups that do not work.
+
+_OTHER_BACKEND = """
+import keras, numpy as np
+import distributary as dist
+from distributary.errors import UnsupportedError
+strategy = dist.MirroredStrategy(["CPU:0"])
+def functional():
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+def sequential():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+for create in (lambda: keras.Variable(1.0), functional, sequential):
+    try:
+        with strategy.scope():
+            create()
+        print("no error")
+    except UnsupportedError as error:
+        print(error)
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+assert model.predict(np.ones((2, 3)), verbose=0).shape == (2, 1)
+"""
+
+
+def test_with_another_keras_backend_models_in_a_scope_raise():
+    message = _python(_OTHER_BACKEND, KERAS_BACKEND="numpy")
+
+    lines = message.splitlines()
+    assert len(lines) == 3
+    for created, line in zip(("variable", "functional", "sequential"), lines, strict=True):
+        assert "backend 'numpy'" in line, created
+        assert "KERAS_BACKEND=jax" in line, created
+        assert "MirroredStrategy" in line, created
+
+
+_IMPORT_INSIDE = """
+import warnings
+import numpy as np
+import distributary as dist
+strategy = dist.MirroredStrategy(["CPU:0"])
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with strategy.scope():
+        import keras
+(warning,) = [w for w in caught if w.category is dist.errors.DistributaryWarning]
+print(warning.message, warning.filename)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+assert model._distributary_strategy is strategy
+"""
+
+
+def test_keras_imported_inside_a_scope_only_warns_and_works_in_the_next_scope():
+    message = _python(_IMPORT_INSIDE, KERAS_BACKEND="jax")
+
+    assert "Keras was imported inside the scope of" in message
+    assert "import keras before" in message
+    assert message.rstrip().endswith("<string>")
