@@ -77,6 +77,11 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "LossScaleOptimizer.apply",
         _optimizers.apply,
     ),
+    (
+        "keras.src.optimizers.loss_scale_optimizer",
+        "LossScaleOptimizer.scale_loss",
+        _optimizers.scale_loss,
+    ),
     ("keras.src.random.seed_generator", "SeedGenerator.next", _layers.next_seed),
     (
         "keras.src.layers.normalization.batch_normalization",

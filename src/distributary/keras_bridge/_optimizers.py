@@ -7,6 +7,8 @@ gradients of the whole batch, as on one device.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+
 from distributary.collectives import ReduceOp
 from distributary.keras_bridge._replica import (
     in_optimizer,
@@ -16,11 +18,15 @@ from distributary.keras_bridge._replica import (
 )
 
 
-def _combined(gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of all replicas: their mean in a step of `fit`, their sum in `Strategy.run`."""
+def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Gradients of all replicas: their mean in a step of `fit`, their sum in `Strategy.run`.
+
+    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`.
+    """
     context = replica_context()
     assert context is not None
-    op = ReduceOp.MEAN if in_trainer() else ReduceOp.SUM
+    is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     reduced = context.all_reduce(op, [gradients[i] for i in given])
     result = list(gradients)
@@ -38,7 +44,7 @@ def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         if in_optimizer() or replica_context() is None:
             return original(self, optimizer_variables, grads, trainable_variables)
         with optimizing():
-            return original(self, optimizer_variables, _combined(grads), trainable_variables)
+            return original(self, optimizer_variables, _combined(self, grads), trainable_variables)
 
     return stateless_apply
 
@@ -50,6 +56,22 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
         if in_optimizer() or replica_context() is None:
             return original(self, grads, trainable_variables)
         with optimizing():
-            return original(self, _combined(grads), trainable_variables)
+            return original(self, _combined(self, grads), trainable_variables)
 
     return apply
+
+
+def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Scales the loss of a replica as its part of the whole batch.
+
+    In a step of `fit` the loss of a replica counts `num_replicas` times. Its gradients would be
+    larger than those of one device, and leave the range of float16 sooner.
+    """
+
+    def scale_loss(self: Any, loss: Any) -> Any:
+        context = replica_context()
+        if context is not None and in_trainer():
+            loss = loss / context.num_replicas_in_sync
+        return original(self, loss)
+
+    return scale_loss

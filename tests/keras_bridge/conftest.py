@@ -1,0 +1,162 @@
+"""Trains one model twice, alone and under a strategy, and compares the two."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model after `fit`, with what it was before and what `fit` returned."""
+
+    model: Any
+    strategy: dist.Strategy | None
+    initial: list[np.ndarray]
+    history: dict[str, list[float]]
+
+
+@pytest.fixture(autouse=True)
+def _keras_as_found():
+    policy = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(policy)
+    keras.backend.clear_session(free_memory=False)
+
+
+@pytest.fixture
+def quick_compilation():
+    """Lets XLA optimize less: these programs are compiled for a step or two."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def train() -> Callable[..., Trained]:
+    """Builds a model from a fixed seed, in the scope of a strategy or of none, and fits it.
+
+    `build` returns a compiled model; further keyword arguments are those of `fit`.
+    """
+
+    def train(build, x, y=None, *, strategy=None, seed=3, **fit) -> Trained:
+        model = _built(build, strategy, seed)
+        initial = _values(model)
+        history = model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit})
+        return Trained(model, strategy, initial, history.history)
+
+    return train
+
+
+def _built(build: Callable[[], Any], strategy: dist.Strategy | None, seed: int) -> Any:
+    keras.backend.clear_session(
+        free_memory=False
+    )  # Names count from the start: logs have the same keys.
+    keras.utils.set_random_seed(seed)
+    with keras.saving.custom_object_scope(_INITIALIZERS):
+        if strategy is None:
+            return build()
+        with strategy.scope():
+            return build()
+
+
+class _Drawn(keras.initializers.Initializer):
+    """Weights from NumPy's generator: Keras compiles its own initializers for every shape."""
+
+    def __call__(self, shape, dtype=None):
+        return keras.ops.convert_to_tensor(np.random.uniform(-0.6, 0.6, shape), dtype)
+
+
+_INITIALIZERS = dict.fromkeys(("glorot_uniform", "orthogonal", "uniform", "_Drawn"), _Drawn)
+
+
+@pytest.fixture
+def train_twice(strategy_of, train) -> Callable[..., tuple[Trained, Trained]]:
+    """Like `train`, in plain Keras and under a `MirroredStrategy`."""
+
+    def train_twice(build, x, y=None, *, num_replicas=2, **fit):
+        alone = train(build, x, y, **fit)
+        return alone, train(build, x, y, strategy=strategy_of(num_replicas), **fit)
+
+    return train_twice
+
+
+@pytest.fixture
+def assert_same_training() -> Callable[..., None]:
+    """Checks that two trainings began and ended with the same weights and logged the same.
+
+    `rtol` is relative to the largest change of a weight and to each logged number. Variables in
+    `unchanged` (parts of their path) may end as they began, all others that are trainable must not.
+    """
+
+    def assert_same_training(alone, distributed, *, rtol=1e-4, unchanged=()):
+        num_replicas = distributed.strategy.num_replicas_in_sync
+        for variable in distributed.model.variables:
+            assert len(variable.value.sharding.device_set) == num_replicas, variable.path
+        _compare_variables(alone, distributed, rtol, unchanged)
+        assert distributed.history.keys() == alone.history.keys()
+        for key, expected in alone.history.items():
+            np.testing.assert_allclose(
+                distributed.history[key], expected, rtol=min(rtol, 1e-5), atol=1e-6, err_msg=key
+            )
+
+    return assert_same_training
+
+
+def _compare_variables(alone, distributed, rtol, unchanged) -> None:
+    variables = alone.model.variables
+    assert [v.path for v in distributed.model.variables] == [v.path for v in variables]
+    for index, (variable, expected, actual) in enumerate(
+        zip(variables, _values(alone.model), _values(distributed.model), strict=True)
+    ):
+        before = alone.initial[index]
+        np.testing.assert_array_equal(
+            distributed.initial[index], before, err_msg=f"{variable.path} before training"
+        )
+        change = float(np.max(np.abs(expected.astype(np.float64) - before), initial=0))
+        if variable.trainable and not any(part in variable.path for part in unchanged):
+            assert change > 1e-5, f"{variable.path} was not trained, so it shows nothing"
+        rounding = 2e-6 * float(np.max(np.abs(expected), initial=0)) + 1e-7
+        np.testing.assert_allclose(
+            actual, expected, rtol=0, atol=rtol * change + rounding, err_msg=variable.path
+        )
+
+
+@pytest.fixture
+def assert_same_evaluation() -> Callable[..., None]:
+    """Checks that `evaluate` and `predict` of two trained models agree."""
+
+    def assert_same_evaluation(alone, distributed, x, y, *, batch_size=8, rtol=1e-5, **evaluate):
+        expected, actual = (
+            trained.model.evaluate(
+                x, y, batch_size=batch_size, verbose=0, return_dict=True, **evaluate
+            )
+            for trained in (alone, distributed)
+        )
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            np.testing.assert_allclose(
+                actual[key], expected[key], rtol=rtol, atol=1e-6, err_msg=f"evaluate: {key}"
+            )
+        expected, actual = (
+            trained.model.predict(x, batch_size=batch_size, verbose=0)
+            for trained in (alone, distributed)
+        )
+        keras.tree.map_structure(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=10 * rtol, atol=2e-6),
+            actual,
+            expected,
+        )
+
+    return assert_same_evaluation
+
+
+def _values(model: Any) -> list[np.ndarray]:
+    return [np.array(v.value) for v in model.variables]
