@@ -20,7 +20,6 @@ Four sections, see `--sections`:
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import _command_line
 import _processes
 import _report
 import _served
@@ -664,21 +664,13 @@ _PRINT = {
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _command_line.parser(__doc__, "timed epochs per peer", 9, 2)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="some of the default")
-    parser.add_argument("--rounds", type=int, help="timed epochs per peer (9, quick: 2)")
     parser.add_argument("--only", help=f"some of {','.join(_workloads.FIT_WORKLOADS)}")
-    parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
+    _command_line.add_replicas(parser)
     parser.add_argument("--peers", default=",".join(PEERS), help="some of the default, in order")
     parser.add_argument("--tensorflow-python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (2 if arguments.quick else 9)
-    arguments.replicas = [int(count) for count in arguments.replicas.split(",")]
+    arguments = _command_line.parse(parser)
     for option, known in (("peers", PEERS), ("sections", SECTIONS)):
         names = [name.strip() for name in getattr(arguments, option).split(",")]
         if unknown := sorted(set(names) - set(known)):
@@ -690,8 +682,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    parsed = _parse()
-    if parsed.child:
-        _processes.return_result(measure(json.loads(parsed.child)))
-    else:
-        sys.exit(main(parsed))
+    _command_line.run(_parse(), main, measure)

@@ -8,14 +8,13 @@ the time per call of a block of calls that ends with one wait, as in a training 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
+import _command_line
 import _processes
 import _report
 
@@ -226,25 +225,13 @@ def _table_row(row: dict[str, Json]) -> list[object]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, help="rounds per peer (20, quick: 4)")
+    parser = _command_line.parser(__doc__, "rounds per peer", 20, 4)
     parser.add_argument("--steps", type=int, default=300, help="calls per round and kind")
-    parser.add_argument("--replicas", default="1,2", help="replica counts, comma-separated")
+    _command_line.add_replicas(parser, "1,2")
     parser.add_argument("--peers", default="handwritten,distributary")
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (4 if arguments.quick else 20)
-    arguments.replicas = [int(count) for count in arguments.replicas.split(",")]
+    arguments = _command_line.parse(parser)
     return arguments
 
 
 if __name__ == "__main__":
-    parsed = _parse()
-    if parsed.child:
-        _processes.return_result(measure(json.loads(parsed.child)))
-    else:
-        sys.exit(main(parsed))
+    _command_line.run(_parse(), main, measure)

@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import _command_line
 import _processes
 import _report
 import _timing
@@ -93,14 +93,8 @@ def _time_process(program: str) -> float:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, help="processes per program (15, quick: 3)")
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (3 if arguments.quick else 15)
+    parser = _command_line.parser(__doc__, "processes per program", 15, 3)
+    arguments = _command_line.parse(parser)
     return arguments
 
 

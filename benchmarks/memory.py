@@ -10,12 +10,11 @@ Two answers for every workload and replica count, each peer in processes of its 
 """
 
 import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any, TypeAlias
 
+import _command_line
 import _processes
 import _report
 import _workloads
@@ -192,27 +191,15 @@ def _table_row(row: dict[str, Json]) -> list[object]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, help="processes per peer (3, quick: 1)")
+    parser = _command_line.parser(__doc__, "processes per peer", 3, 1)
     parser.add_argument("--steps", type=int, help="steps while the peak is watched (20, quick: 4)")
     parser.add_argument("--only", help=f"some of {','.join(_workloads.STEP_WORKLOADS)}")
-    parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
+    _command_line.add_replicas(parser)
     parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (1 if arguments.quick else 3)
+    arguments = _command_line.parse(parser)
     arguments.steps = arguments.steps or (4 if arguments.quick else 20)
-    arguments.replicas = [int(count) for count in arguments.replicas.split(",")]
     return arguments
 
 
 if __name__ == "__main__":
-    parsed = _parse()
-    if parsed.child:
-        _processes.return_result(measure(json.loads(parsed.child)))
-    else:
-        sys.exit(main(parsed))
+    _command_line.run(_parse(), main, measure)

@@ -14,12 +14,11 @@ turns, a block of steps at a time:
 """
 
 import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any, TypeAlias
 
+import _command_line
 import _processes
 import _report
 import _tensorflow
@@ -253,33 +252,21 @@ def _print(rows: list[dict[str, Json]], bar: float, *, has_tensorflow: bool) -> 
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, help="timed blocks per peer (15, quick: 3)")
+    parser = _command_line.parser(__doc__, "timed blocks per peer", 15, 3)
     parser.add_argument("--steps", type=int, help="steps per block (what fills --block-seconds)")
     parser.add_argument("--block-seconds", type=float, help="length of a block (0.4, quick: 0.1)")
     parser.add_argument("--check-steps", type=int, default=20, help="steps whose losses must agree")
     parser.add_argument("--only", help=f"some of {','.join(_workloads.STEP_WORKLOADS)}")
-    parser.add_argument("--replicas", default="1,2,4", help="replica counts, comma-separated")
+    _command_line.add_replicas(parser)
     parser.add_argument("--peers", default=",".join(PEERS), help="some of the default, in order")
     parser.add_argument("--bar", type=float, default=BAR)
     parser.add_argument("--tensorflow-python", default=sys.executable, metavar="PATH")
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (3 if arguments.quick else 15)
+    arguments = _command_line.parse(parser)
     arguments.block_seconds = arguments.block_seconds or (0.1 if arguments.quick else 0.4)
-    arguments.replicas = [int(count) for count in arguments.replicas.split(",")]
     if not arguments.peers.startswith("handwritten"):
         parser.error("--peers: the first one is the yardstick, handwritten")
     return arguments
 
 
 if __name__ == "__main__":
-    parsed = _parse()
-    if parsed.child:
-        _processes.return_result(measure(json.loads(parsed.child)))
-    else:
-        sys.exit(main(parsed))
+    _command_line.run(_parse(), main, measure)

@@ -14,8 +14,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")  # before keras is imported
 
 import keras
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from learning_curves import draw
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -58,27 +57,6 @@ def build_model(learning_rate):
     return model
 
 
-def draw(history, path):
-    """Draws what `fit` recorded."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    loss, accuracy = figure.subplots(1, 2)
-    epochs = np.arange(1, len(history["loss"]) + 1)
-    for axes, name in ((loss, "loss"), (accuracy, "accuracy")):
-        axes.plot(epochs, history[name], label="train (augmented)")
-        axes.plot(epochs, history[f"val_{name}"], label="test")
-        axes.set(xlabel="epoch", xlim=(0, len(epochs) + 1))
-        axes.grid(alpha=0.3)
-    final = history["val_accuracy"][-1]
-    loss.set(title="Loss", yscale="log")
-    accuracy.set(title=f"Accuracy: {final:.2%} on the test images", ylim=(0.8, 1.005))
-    accuracy.set_yticks(np.linspace(0.8, 1, 11))
-    accuracy.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    accuracy.axhline(REQUIRED_ACCURACY, color="gray", linestyle="--", label="required")
-    accuracy.legend(loc="lower right")
-    loss.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=25, help="default %(default)s")
@@ -104,7 +82,7 @@ def main():
         validation_data=test_set,
         verbose=1 if sys.stdout.isatty() else 2,
     ).history
-    draw(history, PICTURE)
+    draw(history, REQUIRED_ACCURACY, PICTURE)
 
     _, accuracy = model.evaluate(*test_set, batch_size=options.batch_size, verbose=0)
     print(f"Test accuracy: {accuracy:.2%} (required: {REQUIRED_ACCURACY:.0%})")

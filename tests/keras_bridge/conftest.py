@@ -56,9 +56,8 @@ def train() -> Callable[..., Trained]:
 
 
 def _built(build: Callable[[], Any], strategy: dist.Strategy | None, seed: int) -> Any:
-    keras.backend.clear_session(
-        free_memory=False
-    )  # Names count from the start: logs have the same keys.
+    # Names count from the start, so that logs have the same keys.
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
     with keras.saving.custom_object_scope(_INITIALIZERS):
         if strategy is None:

@@ -114,6 +114,17 @@ def test_uneven_batches_are_exact(strategy_of):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
 
 
+def test_a_batch_smaller_than_the_number_of_replicas_is_exact(strategy_of):
+    batches = [(_ROWS[:1], _LABELS[:1]), (_ROWS[1:4], _LABELS[1:4])]
+    make = _OPTIMIZERS["sgd"]
+    expected, expected_losses = _train_on_one_device(make(), batches)
+
+    model, losses, _ = _train(strategy_of(4), make, batches)
+
+    _assert_same_weights(model, expected)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
 def test_loss_scaling_skips_a_step_that_overflows_on_one_replica(strategy_of):
     strategy = strategy_of(2)
     with strategy.scope():

@@ -690,3 +690,35 @@ def test_dropout_is_off_when_a_model_evaluates_and_predicts(train_twice, assert_
     alone, distributed = train_twice(build, x, _TARGET)
 
     assert_same_evaluation(alone, distributed, x, _TARGET)
+
+
+class _CountsPositives(keras.layers.Layer):
+    """Keeps an integer and a flag that depend on the rows."""
+
+    def build(self, shape):
+        self.count = self.add_weight(
+            shape=(), dtype="int32", initializer="zeros", trainable=False, name="count"
+        )
+        self.seen = self.add_weight(
+            shape=(), dtype="bool", initializer="zeros", trainable=False, name="seen"
+        )
+
+    def call(self, x):
+        positive = x[:, 0] > 0
+        self.count.assign(self.count + keras.ops.sum(keras.ops.cast(positive, "int32")))
+        self.seen.assign(keras.ops.any(positive))
+        return x
+
+
+def test_state_that_has_no_mean_is_that_of_replica_0_on_every_device(strategy_of):
+    rows = np.float32([[1], [1], [1], [-1], [-1], [-1], [1], [-1]])  # 3 positive, then 1
+    with strategy_of(2).scope():
+        layer = _CountsPositives()
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    model.fit(rows, rows, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    for variable, expected in ((layer.count, 6), (layer.seen, True)):
+        copies = [np.asarray(shard.data) for shard in variable.value.addressable_shards]
+        assert [copy.item() for copy in copies] == [expected, expected]

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.utils import is_default
+
 
 def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
     """A stand-in for Keras' `CallbackList`: a leaner one for models under a strategy."""
-    from keras.src.utils import is_default
 
     def wanted(callback: Any, *names: str) -> bool:
         return any(not is_default(getattr(callback, name)) for name in names)

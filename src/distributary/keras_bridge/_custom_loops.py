@@ -14,13 +14,12 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import initialize_all_variables
 
-from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError
 from distributary.keras_bridge._replica import in_optimizer
 from distributary.keras_bridge._variables import place, sharding_of
 from distributary.tracing import Handle, current_scope
-from distributary.variables import ForeignVariable
+from distributary.variables import ForeignVariable, VariableAggregation, across_replicas
 
 
 @final
@@ -139,11 +138,13 @@ def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
         return value
     if stand_in._handle.summed or in_optimizer() or variable.trainable:
         return value
-    if variable.aggregation == "only_first_replica":
-        first = context.replica_id_in_sync_group == 0
-        return context.all_reduce(ReduceOp.SUM, jnp.where(first, value, jnp.zeros_like(value)))
-    if variable.aggregation == "sum":
-        return context.all_reduce(ReduceOp.SUM, value)
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return context.all_reduce(ReduceOp.MEAN, value)
-    return value
+    aggregation = VariableAggregation[variable.aggregation.upper()]
+    if aggregation in (VariableAggregation.NONE, VariableAggregation.MEAN):
+        is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+        aggregation = VariableAggregation.MEAN if is_float else VariableAggregation.NONE
+    return across_replicas(
+        value,
+        aggregation,
+        stand_in._layout.num_replicas,
+        lambda: context.replica_id_in_sync_group,
+    )

@@ -1,5 +1,6 @@
 """Data of `fit`, `evaluate` and `predict`: distributed datasets, and arrays in memory."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -132,6 +133,41 @@ class ArrayBatches:
             return [array[part] for array in self._arrays]
         order = self._order[part]
         return [array.take(order, axis=0) for array in self._arrays]
+
+
+def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
+    """Up to `count` batches, stacked where their shapes are equal, with their numbers."""
+    if isinstance(iterator, ArrayBatches):
+        stacked, taken = iterator.take(count)
+        if taken:
+            yield stacked, taken
+        if taken == count:
+            return
+        count -= taken
+    batches = list(itertools.islice(iterator, count))
+    for run in _runs_of_equal_shape(batches):
+        yield jax.tree.map(_stack, *run), len(run)
+
+
+def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
+    run: list[Any] = []
+    shapes = None
+    for batch in batches:
+        leaves, tree = jax.tree.flatten(batch)
+        own = tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
+        if run and own != shapes:
+            yield run
+            run = []
+        run.append(batch)
+        shapes = own
+    if run:
+        yield run
+
+
+def _stack(*leaves: Any) -> Any:
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return np.stack(leaves)
+    return jnp.stack(leaves)
 
 
 def _joined(leaf: Any) -> Any:

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import (
     _data,
@@ -112,23 +114,17 @@ def install() -> None:
     with _lock:
         if _installed:
             return
-        import keras
-
         if keras.backend.backend() != "jax":
             # Nothing to distribute; creating a model or variable in a scope raises.
-            for place in (
-                ("keras.src.backend.common.variables", "Variable.__init__"),
-                (
-                    "keras.src.layers.layer",
-                    "Layer.__init__",
-                ),
-            ):
-                _replace(*place, _variables.refuse)
-            _installed = True
-            return
-        targets = [(*find(module, path), make) for module, path, make in HOOKS]
+            hooks: Any = (
+                ("keras.src.backend.common.variables", "Variable.__init__", _variables.refuse),
+                ("keras.src.layers.layer", "Layer.__init__", _variables.refuse),
+            )
+        else:
+            hooks = HOOKS
+        targets = [(*find(module, path), make) for module, path, make in hooks]
         for owner, name, make in targets:
-            _replace_in(owner, name, make)
+            _replace(owner, name, make)
         _installed = True
 
 
@@ -138,8 +134,6 @@ def find(module: str, path: str) -> tuple[Any, str]:
     Raises:
         UnsupportedError: if this version of Keras does not have it.
     """
-    import keras
-
     *parents, name = path.split(".")
     try:
         owner: Any = importlib.import_module(module)
@@ -155,11 +149,7 @@ def find(module: str, path: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _replace(module: str, path: str, make: Callable[[Any], Any]) -> None:
-    _replace_in(*find(module, path), make)
-
-
-def _replace_in(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = vars(owner)[name]
     replacement = make(original)
     if inspect.isfunction(original):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import keras
 
 from distributary.keras_bridge._replica import in_trainer, is_uneven, replica_context, total
 
@@ -23,8 +24,9 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
         values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
     ) -> Any:
         context = replica_context()
-        shape = tuple(values.shape)
-        if context is None or reduction in (None, "none") or shape in ((), (0,)):
+        if context is None or reduction in (None, "none") or values.shape == ():
+            return original(values, sample_weight, reduction)
+        if values.shape == (0,) and not is_uneven():  # the whole batch is empty
             return original(values, sample_weight, reduction)
         num_replicas = context.num_replicas_in_sync
         scale = num_replicas if in_trainer() else 1
@@ -38,9 +40,7 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
             divisor = total(context, jnp.asarray(values.size, loss.dtype))
         else:
             divisor = jnp.asarray(values.size * num_replicas, loss.dtype)
-        # A batch of zero weight has a loss of zero.
-        safe = jnp.where(divisor == 0, jnp.ones_like(divisor), divisor)
-        return jnp.where(divisor == 0, jnp.zeros_like(loss), loss / safe)
+        return keras.ops.divide_no_nan(loss, divisor)
 
     return reduce_values
 
@@ -56,7 +56,6 @@ def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
         valid = jnp.sum(jnp.asarray(mask).astype(dtype))
         counts = jnp.stack([jnp.asarray(mask.size, dtype), valid])
         everything, valid = total(context, counts)
-        safe = jnp.where(valid == 0, jnp.ones_like(valid), valid)
-        return own * jnp.where(valid == 0, jnp.zeros_like(valid), everything / safe)
+        return own * keras.ops.divide_no_nan(everything, valid)
 
     return apply_mask

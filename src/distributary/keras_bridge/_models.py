@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import keras
 
 from distributary.context import (
     check_same_strategy,
@@ -15,6 +16,7 @@ from distributary.context import (
     in_default_context,
 )
 from distributary.errors import ContextError, DistributaryWarning
+from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._data import batches_of
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import place, sharding_of
@@ -214,19 +216,12 @@ def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_array(leaf: Any) -> Any:
-    import keras
-
-    return (
-        leaf
-        if hasattr(leaf, "dtype") and hasattr(leaf, "shape")
-        else keras.ops.convert_to_tensor(leaf)
-    )
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return leaf if is_array else keras.ops.convert_to_tensor(leaf)
 
 
 def callbacks_module(original: Any) -> Any:
     """Keras' callbacks, with a list that does nothing per step unless a callback wants to."""
-    from distributary.keras_bridge._callbacks import make_callback_list
-
     replacement = types.SimpleNamespace(**vars(original))
     replacement.CallbackList = make_callback_list(original.CallbackList, strategy_of)
     return replacement

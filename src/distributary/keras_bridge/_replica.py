@@ -1,7 +1,7 @@
 """What the hooks need to know about the replica whose code is being traced."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from distributary.context import (
 )
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
+from distributary.variables import VariableAggregation, across_replicas
 
 
 class _ThreadState(threading.local):
@@ -140,18 +141,36 @@ def total(context: ReplicaContext, value: Any) -> Any:
     return context.all_reduce(ReduceOp.SUM, value)
 
 
-def mean_of_changed(
-    context: ReplicaContext, before: list[Any], after: list[Any], is_float: Callable[[Any], bool]
+def agreed_state(
+    context: ReplicaContext, variables: list[Any], before: list[Any], after: list[Any]
 ) -> list[Any]:
-    """State that a step changed, combined: the mean of floats, the value of replica 0 otherwise.
+    """State that a step changed, the same on all replicas: the mean of floats, else replica 0's.
 
-    Values that the step left alone, the same object before and after, stay as they are.
+    Values that the step left alone, the same object before and after, stay as they are, and so do
+    the states of seed generators, which advance alike everywhere.
+
+    Args:
+        context: The replica whose step is traced.
+        variables: The Keras variables whose values they are.
+        before: Values before the step.
+        after: Values after it.
     """
-    changed = [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old is not new]
-    floats = [i for i in changed if is_float(after[i])]
     result = list(after)
+    changed = [
+        i
+        for i, variable in enumerate(variables)
+        if before[i] is not after[i] and variable.name != "seed_generator_state"
+    ]
+    floats = [i for i in changed if jnp.issubdtype(after[i].dtype, jnp.inexact)]
     if floats:
         means = context.all_reduce(ReduceOp.MEAN, [after[i] for i in floats])
         for i, mean in zip(floats, means, strict=True):
             result[i] = mean
+    for i in set(changed) - set(floats):
+        result[i] = across_replicas(
+            after[i],
+            VariableAggregation.ONLY_FIRST_REPLICA,
+            context.num_replicas_in_sync,
+            lambda: context.replica_id_in_sync_group,
+        )
     return result

@@ -6,7 +6,6 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 `predict_step` once per replica, in one program.
 """
 
-import itertools
 import signal
 import threading
 import warnings
@@ -22,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import ReduceOp
 from distributary.errors import DistributaryWarning, InvalidTypeError
-from distributary.keras_bridge._data import ArrayBatches
+from distributary.keras_bridge._data import take
 from distributary.keras_bridge._replica import (
-    mean_of_changed,
+    agreed_state,
     sole_replica,
     sums,
     trainer_replica,
@@ -56,9 +55,6 @@ class Values:
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._values[index]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         return self._values, None
@@ -111,15 +107,16 @@ class StepFunction:
         """
         state = tuple([part if isinstance(part, Values) else Values(part) for part in state])
         if self._steps == 1:
-            return self._one(state, next(iterator))
+            return self._dispatch(state, next(iterator))
         outputs: list[Any] = []
-        for stacked, count in _taken(iterator, self._steps):
+        for stacked, count in take(iterator, self._steps):
             if count > 1 and self._fuses(state, stacked):
-                out, state = self._several(state, stacked, count)
+                out, state = self._dispatch(state, stacked, count)
                 outputs.append(out)
             else:
                 for i in range(count):
-                    out, state = self._one(state, jax.tree.map(lambda x, i=i: x[i], stacked))
+                    batch = jax.tree.map(lambda x, i=i: x[i], stacked)
+                    out, state = self._dispatch(state, batch)
                     outputs.append(out)
         if not outputs:
             raise StopIteration
@@ -140,17 +137,18 @@ class StepFunction:
         }
         return [of_part[part]() for part in _PARTS[self._kind]]
 
-    def _one(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def _dispatch(self, state: Any, data: Any, count: int = 1) -> tuple[Any, Any]:
+        """One step on a batch, or `count` steps on as many stacked ones."""
         if self._num_replicas == 1:
-            return self._run(("one", 1), state, batch)
+            return self._run(("one", count), state, data)
         if self._eager:
-            return self._run(("one", 1), state, jax.device_put(batch, self._replicated))
-        size = _common_size(batch)
+            return self._run(("one", count), state, jax.device_put(data, self._replicated))
+        size = _common_size(data, axis=0 if count == 1 else 1)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
-            return self._run(("split", 1), state, batch)
+            return self._run(("split", count), state, data)
         self._note_uneven(size)
-        return self._run(("whole", 1), state, batch)
+        return self._run(("whole", count), state, data)
 
     def _fuses(self, state: Any, stacked: Any) -> bool:
         """Whether several steps become one program.
@@ -167,16 +165,6 @@ class StepFunction:
                 jaxpr = jax.make_jaxpr(self._step)(state, batch)
                 self._fusible = not _has_convolution(jaxpr.jaxpr)
         return self._fusible
-
-    def _several(self, state: Any, stacked: Any, count: int) -> tuple[Any, Any]:
-        if self._num_replicas == 1:
-            return self._run(("one", count), state, stacked)
-        size = _common_size(stacked, axis=1)
-        if size is not None and size % self._num_replicas == 0:
-            self._uneven_in_a_row = 0
-            return self._run(("split", count), state, stacked)
-        self._note_uneven(size)
-        return self._run(("whole", count), state, stacked)
 
     def _note_uneven(self, size: int | None) -> None:
         """Warns once if it is not only the last batch that cannot be split."""
@@ -199,8 +187,7 @@ class StepFunction:
             program = self._programs[key] = _Program(
                 self._function(*key), self._replicated, self._sharding(*key), self._eager
             )
-        data = program.place(data)
-        program.prepare(state, data)
+        data = program.prepare(state, data)
         # The call consumes the state, so its result must be kept before anything is raised.
         with _InterruptsDeferred():
             result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
@@ -270,8 +257,11 @@ class StepFunction:
             out, new_state = self._call_trainer(tuple(parts.values()), data)
             new = dict(zip(_PARTS[self._kind], new_state, strict=True))
             new["non_trainable"] = Values(
-                mean_of_changed(
-                    context, list(parts["non_trainable"]), list(new["non_trainable"]), _is_float
+                agreed_state(
+                    context,
+                    self._trainer.non_trainable_variables,
+                    list(parts["non_trainable"]),
+                    list(new["non_trainable"]),
                 )
             )
             if "metrics" in new:
@@ -326,22 +316,26 @@ class _Program:
             self.call = jax.jit(function, donate_argnums=0, in_shardings=shardings)
         self._known: set[Any] = set()
 
-    def place(self, data: Any) -> Any:
-        """Arrays that lie on devices already, where the function takes them."""
-        if self._sharding is None:
-            return data
-        return jax.tree.map(
-            lambda x: jax.device_put(x, self._sharding) if isinstance(x, jax.Array) else x, data
-        )
+    def prepare(self, state: Any, data: Any) -> Any:
+        """Compiles the function for these shapes, unless that was done before.
 
-    def prepare(self, state: Any, data: Any) -> None:
-        """Compiles the function for these shapes, unless that was done before."""
+        Returns:
+            The data, with arrays that lie on devices already where the function takes them.
+        """
         if self._eager:
-            return
-        shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(data)])
+            return data
+        leaves, tree = jax.tree.flatten(data)
+        if self._sharding is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
+            leaves = [
+                jax.device_put(leaf, self._sharding) if isinstance(leaf, jax.Array) else leaf
+                for leaf in leaves
+            ]
+            data = jax.tree.unflatten(tree, leaves)
+        shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in leaves])
         if shapes not in self._known:
             self.call.lower(state, data).compile()
             self._known.add(shapes)
+        return data
 
 
 @final
@@ -393,10 +387,6 @@ def _has_convolution(jaxpr: Any) -> bool:
     return False
 
 
-def _is_float(value: Any) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
-
-
 def _token(outputs: Any) -> Any:
     """A small array of every step that no later step consumes: one of the logs."""
     logs, _ = outputs
@@ -411,38 +401,3 @@ def _common_size(batch: Any, axis: int = 0) -> int | None:
         return None
     ((size,),) = sizes
     return int(size)
-
-
-def _taken(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
-    """Up to `count` batches, stacked where their shapes are equal, with their numbers."""
-    if isinstance(iterator, ArrayBatches):
-        stacked, taken = iterator.take(count)
-        if taken:
-            yield stacked, taken
-        if taken == count:
-            return
-        count -= taken
-    batches = list(itertools.islice(iterator, count))
-    for run in _runs_of_equal_shape(batches):
-        yield jax.tree.map(_stack, *run), len(run)
-
-
-def _runs_of_equal_shape(batches: list[Any]) -> Iterator[list[Any]]:
-    run: list[Any] = []
-    shapes = None
-    for batch in batches:
-        leaves, tree = jax.tree.flatten(batch)
-        own = tree, [(np.shape(leaf), leaf.dtype) for leaf in leaves]
-        if run and own != shapes:
-            yield run
-            run = []
-        run.append(batch)
-        shapes = own
-    if run:
-        yield run
-
-
-def _stack(*leaves: Any) -> Any:
-    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return np.stack(leaves)
-    return jnp.stack(leaves)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
@@ -48,8 +49,6 @@ def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if has_strategy():
-            import keras
-
             raise UnsupportedError(
                 f"Keras runs on the backend {keras.backend.backend()!r}, but {get_strategy()!r}"
                 " distributes JAX. Set the environment variable KERAS_BACKEND=jax before keras is"

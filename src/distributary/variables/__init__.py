@@ -1,5 +1,6 @@
 """State with an update rule: mirrored and sync-on-read variables."""
 
+from distributary.variables._aggregation import across_replicas
 from distributary.variables._distributed_variables import (
     MirroredVariable,
     SyncOnReadVariable,
@@ -23,6 +24,7 @@ __all__ = [
     "VariableComponent",
     "VariableLayout",
     "VariableSynchronization",
+    "across_replicas",
     "as_variable",
     "register_foreign_variables",
 ]

@@ -1,17 +1,22 @@
 """What the aggregations of variables do to arrays."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from distributary.collectives import NcclAllReduce, ReduceOp, all_gather, reduce_arrays
 from distributary.errors import InvalidValueError
 from distributary.options import CommunicationOptions
-from distributary.tracing import Array, TraceScope
+from distributary.tracing import Array
 from distributary.values import IndexedSlices
 from distributary.variables._enums import VariableAggregation
 
 
 def across_replicas(
-    value: Array, aggregation: VariableAggregation, num_replicas: int, scope: TraceScope
+    value: Array,
+    aggregation: VariableAggregation,
+    num_replicas: int,
+    replica_id: Callable[[], Array],
 ) -> Array:
     """Inside a replica program: the replicas' values combined, on every replica."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
@@ -20,7 +25,7 @@ def across_replicas(
         # The sum of replica 0's value and zeros.
         is_bool = value.dtype == jnp.bool_
         number = value.astype(jnp.int32) if is_bool else value
-        own = jnp.where(scope.replica_id() == 0, number, jnp.zeros_like(number))
+        own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
         return _reduce(ReduceOp.SUM, own, num_replicas).astype(value.dtype)
     op = ReduceOp.from_variable_aggregation(aggregation)
     return _reduce(op, value, num_replicas)
@@ -34,14 +39,14 @@ def slices_across_replicas(
     slices: IndexedSlices,
     aggregation: VariableAggregation,
     num_replicas: int,
-    scope: TraceScope,
+    replica_id: Callable[[], Array],
 ) -> IndexedSlices:
     """Inside a replica program: the rows of all replicas that count."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
         return slices
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        values = across_replicas(slices.values, aggregation, num_replicas, scope)
-        ids = across_replicas(slices.indices, aggregation, num_replicas, scope)
+        values = across_replicas(slices.values, aggregation, num_replicas, replica_id)
+        ids = across_replicas(slices.indices, aggregation, num_replicas, replica_id)
         return IndexedSlices(values, ids, slices.dense_shape)
     values = slices.values
     if aggregation is VariableAggregation.MEAN:

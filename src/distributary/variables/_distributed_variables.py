@@ -75,7 +75,7 @@ class MirroredVariable(DistributedVariable, on_read=False):
             )
         converted = jnp.asarray(self._convert(kind, value), self._dtype)
         combined = aggregation_rules.across_replicas(
-            converted, self._aggregation, self._layout.num_replicas, scope
+            converted, self._aggregation, self._layout.num_replicas, scope.replica_id
         )
         current = None if kind == "assign" else scope.read(self._handle)
         new = combine(kind, current, combined)
@@ -95,7 +95,7 @@ class MirroredVariable(DistributedVariable, on_read=False):
         if scope.kind != "replica" or current_mode().role != "replica":
             return slices
         return aggregation_rules.slices_across_replicas(
-            slices, self._aggregation, self._layout.num_replicas, scope
+            slices, self._aggregation, self._layout.num_replicas, scope.replica_id
         )
 
 
@@ -131,7 +131,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
         if current_mode().role == "cross":
             aggregation_rules.check_readable(self._aggregation, self._name)
             return aggregation_rules.across_replicas(
-                value, self._aggregation, self._layout.num_replicas, scope
+                value, self._aggregation, self._layout.num_replicas, scope.replica_id
             )
         return value
 
