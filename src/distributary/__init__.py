@@ -1,6 +1,6 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
-from distributary import config, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
+from distributary import config, data, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
 from distributary.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -62,6 +62,7 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "config",
+    "data",
     "errors",
     "experimental",
     "experimental_set_strategy",

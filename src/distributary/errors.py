@@ -11,6 +11,7 @@ same situation, so `except ValueError` and friends keep working:
     │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
     │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
+    ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -24,6 +25,7 @@ __all__ = [
     "DistributaryWarning",
     "InvalidTypeError",
     "InvalidValueError",
+    "OutOfRangeError",
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
     "UnsupportedError",
@@ -60,6 +62,10 @@ class ReplicaDivergenceError(InvalidValueError):
 
 class InvalidTypeError(DistributaryError, TypeError):
     """An argument has an unusable type."""
+
+
+class OutOfRangeError(DistributaryError, StopIteration):
+    """An iterator was asked for an element after its last one."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

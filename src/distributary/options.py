@@ -115,8 +115,8 @@ class InputOptions:
         experimental_replication_mode: How often `dataset_fn` is called.
         experimental_place_dataset_on_device: Only False is supported: the dataset itself is
             Python and stays on the host.
-        experimental_per_replica_buffer_size: Accepted for compatibility, >= 1; a batch is placed
-            when it is asked for.
+        experimental_per_replica_buffer_size: How many batches a thread makes ahead of the step that
+            needs them; 0 makes each when it is asked for.
 
     Source: `tf.distribute.InputOptions`.
     """
@@ -138,10 +138,10 @@ class InputOptions:
                 " dataset is Python code on the host. Leave it False; batches still go to the"
                 " devices with experimental_fetch_to_device=True."
             )
-        if self.experimental_per_replica_buffer_size < 1:
+        if self.experimental_per_replica_buffer_size < 0:
             raise InvalidValueError(
                 "InputOptions: experimental_per_replica_buffer_size is"
-                f" {self.experimental_per_replica_buffer_size}, expected a number >= 1."
+                f" {self.experimental_per_replica_buffer_size}, expected a number >= 0."
             )
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.inputs import split_batch
+from distributary.datasets import WorkerShare, split_rows
 
 
 def _local(strategy, value):
@@ -26,7 +26,8 @@ def _local(strategy, value):
 def test_a_batch_is_split_into_consecutive_parts_of_nearly_equal_size(
     num_rows, num_replicas, expected
 ):
-    parts = split_batch({"x": np.arange(num_rows)}, num_replicas, 0)
+    ends = WorkerShare(replicas_per_worker=num_replicas).ends(num_rows)
+    parts = split_rows({"x": np.arange(num_rows)}, np.diff(ends).tolist())
 
     assert [part["x"].tolist() for part in parts] == expected
 
@@ -177,7 +178,7 @@ def test_the_default_strategy_hands_the_dataset_back():
     [
         ({"experimental_replication_mode": "PER_WORKER"}, "PER_WORKER"),
         ({"experimental_place_dataset_on_device": True}, "on the host"),
-        ({"experimental_per_replica_buffer_size": 0}, "is 0"),
+        ({"experimental_per_replica_buffer_size": -1}, "is -1"),
     ],
 )
 def test_input_options_check_themselves(options, message):

@@ -4,17 +4,20 @@ from distributary.inputs._contexts import InputContext, ValueContext
 from distributary.inputs._distributed_dataset import (
     DistributedDataset,
     DistributedIterator,
-    global_batches,
-    per_replica_elements,
-    split_batch,
+    PerReplicaSpec,
 )
+from distributary.inputs._sources import Batches, Elements, checked
+from distributary.inputs._statistics import InputStatistics, StepStatistics
 
 __all__ = [
+    "Batches",
     "DistributedDataset",
     "DistributedIterator",
+    "Elements",
     "InputContext",
+    "InputStatistics",
+    "PerReplicaSpec",
+    "StepStatistics",
     "ValueContext",
-    "global_batches",
-    "per_replica_elements",
-    "split_batch",
+    "checked",
 ]

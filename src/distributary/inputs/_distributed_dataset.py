@@ -1,19 +1,30 @@
 """Global batches in, one part per replica out."""
 
-import itertools
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import jax
 import numpy as np
 
-from distributary.errors import (
-    DistributaryWarning,
-    InvalidTypeError,
-    InvalidValueError,
-    ReplicaMismatchError,
+from distributary.datasets import (
+    Optional,
+    Prefetched,
+    TensorSpec,
+    WorkerBatch,
+    WorkerShare,
+    go_to,
+    next_as_optional,
+    next_or_out_of_range,
+    restored,
+    split_rows,
+    state_of,
 )
+from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
+from distributary.inputs._sources import Batches, Elements
+from distributary.inputs._statistics import InputStatistics, Loop
 from distributary.tracing import current_scope, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
@@ -25,6 +36,19 @@ class Placer(Protocol):
 
     def place_components(self, values: Any) -> PerReplica: ...
 
+    def place_alone(self, value: Any) -> Any: ...
+
+
+@final
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """Specs of the components of a `PerReplica`, in replica order.
+
+    Source: `tf.distribute`'s `PerReplicaSpec`.
+    """
+
+    value_specs: tuple[Any, ...]
+
 
 @final
 class DistributedDataset:
@@ -33,26 +57,134 @@ class DistributedDataset:
     Iterating gives, per step, a nest like the batch with a `PerReplica` in the place of every
     array; with one replica the arrays themselves. Each `iter()` starts over if the source can.
 
-    Attributes:
-        num_steps: Number of batches if the source has a length, else None.
+    A thread makes the batches and puts them on the devices ahead of the step that needs them, as
+    many as `InputOptions.experimental_per_replica_buffer_size` says.
+
+    Args:
+        source: The batches, or the elements of the replicas.
+        placer: Puts them on devices; None leaves them on the host.
+        share: Number of replicas here and elsewhere.
+        depth: How many batches are made ahead; 0 for none.
+        statistics: Where waiting is counted.
 
     Source: `tf.distribute.DistributedDataset`.
     """
 
     def __init__(
         self,
-        steps: Callable[[], Iterator[list[Any]]],
-        placer: Placer,
-        wrap: bool,
-        num_steps: int | None = None,
+        source: Batches | Elements,
+        placer: Placer | None,
+        share: WorkerShare,
+        depth: int,
+        statistics: InputStatistics,
     ) -> None:
-        self._steps = steps
+        self._source = source
         self._placer = placer
-        self._wrap = wrap
-        self.num_steps = num_steps
+        self._share = share
+        self._depth = max(depth, source.prefetch_depth) if depth else 0
+        self._statistics = statistics
+        self._num_passes = 0
+
+    @property
+    def cardinality(self) -> int:
+        """Number of steps, or INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        return self._source.cardinality()
+
+    @property
+    def element_spec(self) -> Any:
+        """Nest of `PerReplicaSpec`; of `TensorSpec` with one replica.
+
+        Parts of a batch can have fewer rows than others, so dim 0 is None unless every batch has
+        the same number, which divides by the number of replicas.
+        """
+        share = self._share
+
+        def distributed(spec: TensorSpec) -> Any:
+            parts: list[TensorSpec] = [spec] * share.replicas_per_worker
+            if self._source.is_global:
+                size = spec.shape[0]
+                even = size is not None and size % share.num_replicas == 0
+                own = (size // share.num_replicas if size and even else None, *spec.shape[1:])
+                parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
+            return parts[0] if share.num_replicas == 1 else PerReplicaSpec(tuple(parts))
+
+        spec = self._source.spec()
+        return jax.tree.map(distributed, spec, is_leaf=lambda x: isinstance(x, TensorSpec))
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """The state after `state = reduce_func(state, element)` for the values of every step."""
+        state = initial_state
+        for element in self:
+            state = reduce_func(state, element)
+        return state
 
     def __iter__(self) -> "DistributedIterator":
-        return DistributedIterator(self._steps(), self._placer, self._wrap)
+        once = self._source.once
+        if once is not None and once.started:
+            warnings.warn(
+                f"The distributed dataset {once.iterator!r} is a generator or iterator and goes on"
+                " where it was left, which may be its end. For several epochs distribute something"
+                " that starts over, such as a list or an object with __iter__.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        self._num_passes += 1
+        return DistributedIterator(self, self._num_passes - 1, self._distribute)
+
+    def global_batches(self) -> "DistributedIterator":
+        """A pass that yields this worker's rows of every global batch as one nest of arrays."""
+        self._num_passes += 1
+        return DistributedIterator(self, self._num_passes - 1, _undivided)
+
+    # What the iterator needs
+
+    def _distribute(self, given: Any) -> Any:
+        """The values of a step: `given` is a worker's batch, or a list of elements."""
+        num_replicas = self._share.replicas_per_worker
+        if isinstance(given, WorkerBatch):
+            if self._share.num_replicas == 1:
+                return self._alone(given.rows)
+            if len(set(given.sizes)) == 1 and self._placer is not None:
+                size = given.sizes[0]
+                place = self._placer.place_rows
+
+                def placed(rows: Any) -> Any:
+                    stacked = rows.reshape(num_replicas, size, *rows.shape[1:])
+                    return place(PerReplica.from_stacked(stacked, num_replicas))
+
+                return jax.tree.map(placed, given.rows)
+            given = split_rows(given.rows, given.sizes)
+        if self._share.num_replicas == 1:
+            return self._alone(given[0])
+        flat = [jax.tree.flatten(part) for part in given]
+        tree = flat[0][1]
+        for i, (_, other) in enumerate(flat):
+            if not same_structure(other, tree):
+                raise ReplicaMismatchError(
+                    f"The dataset gave replica {i} an element of structure {other}, and replica 0"
+                    f" one of structure {tree}; all elements must have the same structure."
+                )
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
+
+    def _column(self, parts: list[Any]) -> PerReplica:
+        value = PerReplica(parts)
+        if self._placer is None:
+            return value
+        stacked = stack_components(value)
+        if stacked is None:
+            return self._placer.place_components(value.values)
+        return self._placer.place_rows(stacked)
+
+    def _alone(self, rows: Any) -> Any:
+        return rows if self._placer is None else self._placer.place_alone(rows)
+
+
+def _undivided(given: Any) -> Any:
+    """The rows of all replicas of a step: `given` is a worker's batch, or a list of elements."""
+    if isinstance(given, WorkerBatch):
+        return given.rows
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *given)
 
 
 @final
@@ -62,221 +194,98 @@ class DistributedIterator:
     Source: `tf.distribute.DistributedIterator`.
     """
 
-    def __init__(self, steps: Iterator[list[Any]], placer: Placer, wrap: bool) -> None:
-        self._steps = steps
-        self._placer = placer
-        self._wrap = wrap
+    def __init__(
+        self, dataset: DistributedDataset, number: int, place: Callable[[Any], Any]
+    ) -> None:
+        self._dataset = dataset
+        self._number = number
+        self._place = place
+        self._position = 0
+        self._loop = Loop(dataset._statistics)
+        self._steps: Any = None
+        self._prefetched: Prefetched | None = None
 
     def __iter__(self) -> "DistributedIterator":
         return self
 
     def __next__(self) -> Any:
-        if current_scope() is not None:
+        if current_scope() is not None and current_scope().kind == "replica":  # type: ignore[union-attr]
             raise InvalidValueError(
-                "A distributed dataset was iterated inside Strategy.run or distributary.function,"
-                " where it would give one batch, once, while the code is traced. Iterate outside"
-                " and pass the batches to run; a distributary.function may receive the dataset as"
-                " an argument."
+                "A distributed dataset was iterated inside Strategy.run, where it would give one"
+                " batch, once, while the code is traced. Iterate outside and pass the batches to"
+                " run."
             )
-        parts = next(self._steps)
-        if not self._wrap:
-            return parts[0]
-        flat = [jax.tree.flatten(part) for part in parts]
-        tree = flat[0][1]
-        for i, (_, other) in enumerate(flat):
-            if not same_structure(other, tree):
-                raise ReplicaMismatchError(
-                    f"The dataset gave replica {i} an element of structure {other}, and replica 0"
-                    f" one of structure {tree}; all elements must have the same structure."
-                )
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return jax.tree.unflatten(tree, [self._distribute(list(column)) for column in columns])
+        if self._steps is None:
+            self._start(self._dataset._source.stream((self._number,)))
+        if self._prefetched is not None:
+            values = self._prefetched.next_or_wait(self._loop.waiting)
+        else:
+            begin = time.perf_counter()
+            values = next(self._steps)
+            self._loop.waiting(time.perf_counter() - begin)
+        self._position += 1
+        self._loop.batch_is_there()
+        return values
 
-    def get_next(self) -> Any:
-        """The next step's values; raises `StopIteration` at the end, like `next`."""
+    def _start(self, stream: Iterator[Any]) -> None:
+        self._steps = map(self._place, stream)
+        depth = self._dataset._depth
+        once = self._dataset._source.once
+        if once is not None:
+            # What its thread has read and nobody has taken is there for the next iterator.
+            if depth:
+                once.read_ahead(depth)
+        elif depth:
+            self._prefetched = Prefetched(self._steps, depth)
+
+    def next(self) -> Any:
+        """The same as `next(iterator)`."""
         return next(self)
 
-    def _distribute(self, parts: list[Any]) -> PerReplica:
-        value = PerReplica(parts)
-        stacked = stack_components(value)
-        if stacked is None:
-            return self._placer.place_components(value.values)
-        return self._placer.place_rows(stacked)
+    def get_next(self) -> Any:
+        """The next step's values.
 
+        Raises:
+            OutOfRangeError: at the end; it is a `StopIteration`.
+        """
+        return next_or_out_of_range(self)
 
-def global_batches(dataset: Any, num_replicas: int) -> Callable[[], Iterator[list[Any]]]:
-    """Steps of a dataset of global batches: each batch split over the replicas.
+    def get_next_as_optional(self) -> Optional:
+        """The next step's values, or an `Optional` without a value at the end."""
+        return next_as_optional(self)
 
-    Args:
-        dataset: Re-iterable or generator of batches (nests of arrays that share the size of
-            dim 0), or an array, or a dict of arrays, whose dim 0 counts the batches.
-        num_replicas: Number of replicas.
+    @property
+    def element_spec(self) -> Any:
+        """See `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
 
-    Returns:
-        A function that starts over and yields, per batch, one part per replica: consecutive rows,
-        sizes that differ by at most one, larger parts first.
+    def get_state(self) -> dict[str, Any]:
+        """Where the iterator is: a small dict of numbers and strings; see `set_state`.
 
-    Raises:
-        InvalidTypeError: if the dataset cannot be iterated.
-    """
-    batches = _iterable(dataset)
+        It counts the batches that were handed out, not those made ahead.
+        """
+        return state_of(self._dataset._source.node, self._number, self._position)
 
-    started = False
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where the iterator of the same dataset was, also in another process.
 
-    def steps() -> Iterator[list[Any]]:
-        nonlocal started
-        if started and iter(batches) is batches:
-            warnings.warn(
-                f"The distributed dataset {batches!r} is a generator or iterator and goes on where"
-                " it was left, which may be its end. For several epochs distribute something that"
-                " starts over, such as a list or an object with __iter__.",
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
-            )
-        started = True
-        for number, batch in enumerate(batches):
-            yield split_batch(batch, num_replicas, number)
+        It then yields the same remaining batches, also with another prefetch depth. The passes
+        over the dataset that begin after it are those that would have come next there.
 
-    return steps
+        Raises:
+            InvalidValueError: if the state belongs to another dataset.
+        """
+        source = self._dataset._source
+        node, self._number, self._position = restored(source.node, state)
+        source.node = node
+        self._dataset._num_passes = self._number + 1
+        stream = source.stream((self._number,))
+        go_to(stream, self._position)
+        self.close()
+        self._start(stream)
 
-
-def split_batch(batch: Any, num_replicas: int, number: int) -> list[Any]:
-    """The parts of one global batch, in replica order.
-
-    Raises:
-        InvalidValueError: if the arrays have no rows to split or disagree in their number.
-        InvalidTypeError: if the batch holds no arrays.
-    """
-    leaves, tree = jax.tree.flatten(batch)
-    if not leaves:
-        raise InvalidTypeError(f"Batch {number} of the dataset is {batch!r} and holds no arrays.")
-    arrays = [_array(leaf, number) for leaf in leaves]
-    sizes = {array.shape[0] for array in arrays}
-    if len(sizes) > 1:
-        raise InvalidValueError(
-            f"Batch {number} of the dataset holds arrays with {sorted(sizes)} rows; all arrays of a"
-            " batch must have the same number of rows (dim 0), which is split over the replicas."
-        )
-    if num_replicas == 1:
-        return [jax.tree.unflatten(tree, arrays)]
-    small, larger = divmod(sizes.pop(), num_replicas)
-    starts = [i * small + min(i, larger) for i in range(num_replicas + 1)]
-    return [
-        jax.tree.unflatten(tree, [array[a:b] for array in arrays])
-        for a, b in itertools.pairwise(starts)
-    ]
-
-
-def _array(leaf: Any, number: int) -> Any:
-    array = leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf)
-    if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
-        raise InvalidTypeError(
-            f"Batch {number} of the dataset holds {leaf!r}; strings and objects cannot go to a"
-            " device. Map them to numbers first."
-        )
-    if array.ndim == 0:
-        raise InvalidValueError(
-            f"Batch {number} of the dataset holds the scalar {leaf!r}: the dataset is not batched."
-            " Distribute batches, whose dim 0 is split over the replicas."
-        )
-    return array
-
-
-def _iterable(dataset: Any) -> Iterable[Any]:
-    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
-        raise InvalidTypeError(
-            "experimental_distribute_dataset: the dataset is distributed already. Iterate over it,"
-            " or distribute the dataset it was made from."
-        )
-    if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
-        raise InvalidTypeError(
-            "experimental_distribute_dataset: got a tuple of arrays with shapes"
-            f" {[tuple(x.shape) for x in dataset]}. If it is one batch, pass a list with it, [(x,"
-            " y)]; if each array is a batch, pass a list of them."
-        )
-    if isinstance(dataset, (np.ndarray, jax.Array, dict)):
-        leaves = jax.tree.leaves(dataset)
-        if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-            kinds = sorted({type(leaf).__name__ for leaf in leaves})
-            raise InvalidTypeError(
-                "experimental_distribute_dataset: got a dict that holds"
-                f" {', '.join(kinds) or 'nothing'}, expected arrays [batch, row, ...]. Pass a list"
-                " for other iterables of batches."
-            )
-        if any(leaf.ndim < 2 for leaf in leaves):
-            raise InvalidValueError(
-                "experimental_distribute_dataset: an array is taken as [batch, row, ...], its dim 0"
-                f" counting the batches, but one has shape"
-                f" {next(leaf.shape for leaf in leaves if leaf.ndim < 2)}. Reshape it to"
-                " (num_batches, global_batch_size, ...), or pass a list of batches."
-            )
-        lengths = {len(leaf) for leaf in leaves}
-        if len(lengths) > 1:
-            raise InvalidValueError(
-                "experimental_distribute_dataset: the arrays hold different numbers of batches,"
-                f" {sorted(lengths)} (dim 0)."
-            )
-        return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(lengths.pop())]
-    if not hasattr(dataset, "__iter__"):
-        raise InvalidTypeError(
-            f"experimental_distribute_dataset: got {dataset!r}, a {type(dataset).__name__}, which"
-            " cannot be iterated. Pass an iterable of global batches."
-        )
-    return dataset
-
-
-def per_replica_elements(
-    datasets: list[Any], num_replicas: int
-) -> Callable[[], Iterator[list[Any]]]:
-    """Steps of datasets whose elements are already those of one replica.
-
-    Args:
-        datasets: One dataset of which each step takes `num_replicas` consecutive elements, or one
-            per replica.
-        num_replicas: Number of replicas.
-
-    Returns:
-        A function that starts over and yields one element per replica. When the elements end in
-        the middle of a step, the remaining replicas receive arrays without rows.
-    """
-    for dataset in datasets:
-        if not hasattr(dataset, "__iter__"):
-            raise InvalidTypeError(
-                f"distribute_datasets_from_function: dataset_fn returned {dataset!r}, a"
-                f" {type(dataset).__name__}, which cannot be iterated. Return an iterable of"
-                " per-replica batches."
-            )
-
-    def steps() -> Iterator[list[Any]]:
-        iterators = [iter(dataset) for dataset in datasets]
-        if len(iterators) == 1:
-            iterators *= num_replicas
-        while True:
-            parts = []
-            for iterator in iterators:
-                element = next(iterator, _END)
-                if element is not _END:
-                    element = jax.tree.map(np.asarray, element)
-                parts.append(element)
-            present = [part for part in parts if part is not _END]
-            if not present:
-                return
-            yield [_without_rows(present[0]) if part is _END else part for part in parts]
-
-    return steps
-
-
-_END: Any = object()
-
-
-def _without_rows(element: Any) -> Any:
-    def empty(array: Any) -> Any:
-        if array.ndim == 0:
-            raise InvalidValueError(
-                "distribute_datasets_from_function: the dataset ended in the middle of a step and"
-                " its elements are scalars, of which there is no empty version. Make their number a"
-                " multiple of the number of replicas, or batch them."
-            )
-        return array[:0]
-
-    return jax.tree.map(empty, element)
+    def close(self) -> None:
+        """Ends the thread that reads ahead; the iterator is then at its end."""
+        self._steps = iter(())
+        if self._prefetched is not None:
+            self._prefetched.close()

@@ -10,52 +10,80 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
+from distributary.context import get_strategy
+from distributary.datasets import INFINITE_CARDINALITY, Dataset, WorkerShare, is_hugging_face
 from distributary.errors import InvalidValueError
-from distributary.inputs import DistributedDataset
-from distributary.values import PerReplica
+from distributary.inputs import Batches, DistributedDataset
+from distributary.options import InputOptions
 
 
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Accepts what `Strategy.experimental_distribute_dataset` returns."""
+    """Accepts datasets of ours, of Hugging Face, and what `Strategy` distributed."""
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, Dataset) or is_hugging_face(x):
+            strategy = get_strategy()
+            alone = WorkerShare()
+            x = DistributedDataset(
+                Batches(x, alone, "fit, evaluate or predict: x is"),
+                None,
+                alone,
+                InputOptions().experimental_per_replica_buffer_size,
+                strategy.extended.input_statistics,
+            )
         if not isinstance(x, DistributedDataset):
             return original(x, *args, **kwargs)
         for name, value in zip(("y", "sample_weight"), args, strict=False):
             kwargs[name] = value
-        for name in ("y", "sample_weight", "class_weight"):
+        for name in ("y", "sample_weight"):
             if kwargs.get(name) is not None:
                 raise InvalidValueError(
-                    f"x is a distributed dataset, so {name} cannot be given next to it: let the"
-                    " dataset yield (x, y) or (x, y, sample_weight)."
+                    f"x is a dataset, so {name} cannot be given next to it: let the dataset yield"
+                    " (x, y) or (x, y, sample_weight)."
                 )
-        return DistributedDatasetAdapter(x)
+        if x.cardinality == INFINITE_CARDINALITY and not kwargs.get("steps_per_epoch"):
+            raise InvalidValueError(
+                "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
+                " steps to evaluate and predict, or a count to repeat."
+            )
+        return DatasetAdapter(x, kwargs.get("class_weight"))
 
     return get_data_adapter
 
 
 @final
-class DistributedDatasetAdapter(DataAdapter):
+class DatasetAdapter(DataAdapter):
     """Yields the global batches of a distributed dataset, which steps split in the same way."""
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset: DistributedDataset, class_weight: Any) -> None:
         self._dataset = dataset
+        self._class_weight = class_weight
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Global batches as NumPy arrays."""
-        for batch in self.get_jax_iterator():
-            yield jax.tree.map(np.asarray, batch)
+        return (jax.tree.map(np.asarray, batch) for batch in self.get_jax_iterator())
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """Global batches, their rows on the devices of the replicas."""
-        for batch in self._dataset:
-            yield jax.tree.map(_joined, batch, is_leaf=lambda x: isinstance(x, PerReplica))
+        """Global batches, on the host unless the dataset has them elsewhere."""
+        batches = self._dataset.global_batches()
+        return batches if self._class_weight is None else map(self._weighted, batches)
+
+    def _weighted(self, batch: Any) -> Any:
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise InvalidValueError(
+                "class_weight needs a dataset that yields (x, y); of (x, y, sample_weight) give the"
+                " weights of the classes with the others."
+            )
+        x, y = batch
+        return x, y, class_weight_to_sample_weights(y, self._class_weight)
 
     @property
     def num_batches(self) -> int | None:
-        """Number of steps, if the source of the dataset has a length."""
-        return self._dataset.num_steps
+        """Number of steps, if it is known."""
+        count = self._dataset.cardinality
+        return count if count >= 0 else None
 
     @property
     def batch_size(self) -> int | None:
@@ -168,12 +196,3 @@ def _stack(*leaves: Any) -> Any:
     if all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return np.stack(leaves)
     return jnp.stack(leaves)
-
-
-def _joined(leaf: Any) -> Any:
-    if not isinstance(leaf, PerReplica):
-        return leaf
-    if leaf.form == "stacked":
-        rows = leaf.payload
-        return jnp.reshape(rows, (rows.shape[0] * rows.shape[1], *rows.shape[2:]))
-    return np.concatenate([np.asarray(part) for part in leaf.values])

@@ -7,7 +7,7 @@ from typing import Any
 from distributary.collectives import as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
-from distributary.inputs import InputContext, ValueContext
+from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
 
@@ -38,6 +38,11 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     def cluster_resolver(self) -> Any:
         """The cluster resolver of strategies that span processes, else None."""
         return None
+
+    @property
+    def step_statistics(self) -> StepStatistics:
+        """How long the steps of loops over distributed datasets took, and waited for data."""
+        return self._extended.input_statistics.snapshot()
 
     def scope(self) -> Any:
         """Context manager that makes this strategy current: variables created in it are its own.
@@ -149,8 +154,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """Splits global batches over the replicas.
 
         Args:
-            dataset: Re-iterable or generator of batches, nests of arrays that share the size of
-                dim 0; or an array `[num_batches, global_batch_size, ...]`, or a dict of them.
+            dataset: A `distributary.data.Dataset` of batches; or one of tf.data, grain, torch
+                (DataLoader), Hugging Face (batched) or a `keras.utils.PyDataset`; or an iterable or
+                generator of batches, nests of arrays that share the size of dim 0; or an array
+                `[num_batches, global_batch_size, ...]`, or a dict of them.
             options: Input options.
 
         Returns:

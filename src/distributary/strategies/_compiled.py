@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.strategies._cache import WeakIdentity
-from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
+from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace, latest_program
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import Variable
@@ -142,6 +142,8 @@ class Compiled:
                 variable._value = value
             for variable in shared:
                 variable._shared = False
+            latest_program.count += 1
+            latest_program.output = new[0] if new else outs[0] if outs else None
         return self._rebuild(outs)
 
 

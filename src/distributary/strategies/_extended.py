@@ -1,7 +1,7 @@
 """The methods of a strategy that libraries use, and the parts it is assembled from."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from distributary.context import (
     push,
     require_cross_replica,
 )
+from distributary.datasets import WorkerShare
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -30,11 +31,13 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.inputs import (
+    Batches,
     DistributedDataset,
+    DistributedIterator,
+    Elements,
     InputContext,
+    InputStatistics,
     ValueContext,
-    global_batches,
-    per_replica_elements,
 )
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
 from distributary.strategies._compiled import replica_shardings
@@ -85,6 +88,8 @@ class StrategyExtended:
         self._devices = None if devices is None else tuple(devices)
         self.num_replicas = 1 if devices is None else len(devices)
         self.is_default = is_default
+        self.input_statistics = InputStatistics()
+        self._share = WorkerShare(replicas_per_worker=self.num_replicas)
         self._distributed = distributed
         self.cross_device_ops = cross_device_ops or NcclAllReduce()
         self.options = options or CommunicationOptions()
@@ -369,7 +374,8 @@ class StrategyExtended:
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
         """See `Strategy.experimental_distribute_dataset`."""
-        if self._check_input_options(options) is InputReplicationMode.PER_REPLICA:
+        options = _input_options(options)
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
                 "experimental_distribute_dataset splits global batches, of which there is one"
                 " dataset per worker. For a dataset per replica use"
@@ -377,29 +383,37 @@ class StrategyExtended:
             )
         if self.is_default:
             return dataset
-        steps = global_batches(dataset, self.num_replicas)
-        num_steps = len(dataset) if isinstance(dataset, Sized) else None
-        if isinstance(dataset, dict):
-            num_steps = len(next(iter(dataset.values())))
-        return DistributedDataset(steps, self.runner, self.num_replicas > 1, num_steps)
+        if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+            raise InvalidTypeError(
+                "experimental_distribute_dataset: the dataset is distributed already. Iterate over"
+                " it, or distribute the dataset it was made from."
+            )
+        return self._distributed_dataset(Batches(dataset, self._share), options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
         """See `Strategy.distribute_datasets_from_function`."""
-        per_replica = self._check_input_options(options) is InputReplicationMode.PER_REPLICA
+        options = _input_options(options)
+        per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.is_default:
             return dataset_fn(InputContext())
         num_replicas = self.num_replicas
         count = num_replicas if per_replica else 1
         datasets = [dataset_fn(InputContext(count, i, num_replicas)) for i in range(count)]
-        steps = per_replica_elements(datasets, num_replicas)
-        return DistributedDataset(steps, self.runner, num_replicas > 1)
+        return self._distributed_dataset(Elements(datasets, num_replicas), options)
 
-    def _check_input_options(self, options: InputOptions | None) -> InputReplicationMode:
-        if options is not None and not isinstance(options, InputOptions):
-            raise InvalidTypeError(f"options is {options!r}, expected distributary.InputOptions.")
-        return (options or InputOptions()).experimental_replication_mode
+    def _distributed_dataset(
+        self, source: Batches | Elements, options: InputOptions
+    ) -> DistributedDataset:
+        fetch = options.experimental_fetch_to_device is not False
+        return DistributedDataset(
+            source,
+            self.runner if fetch else None,
+            self._share,
+            options.experimental_per_replica_buffer_size,
+            self.input_statistics,
+        )
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """See `Strategy.experimental_distribute_values_from_function`."""
@@ -469,6 +483,12 @@ class StrategyExtended:
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise InvalidTypeError(f"all_gather: axis is {axis!r}, expected an int.")
         return gather_nest(value, axis, self.num_replicas)
+
+
+def _input_options(options: InputOptions | None) -> InputOptions:
+    if options is not None and not isinstance(options, InputOptions):
+        raise InvalidTypeError(f"options is {options!r}, expected distributary.InputOptions.")
+    return options or InputOptions()
 
 
 def _check_destinations(destinations: Any) -> None:

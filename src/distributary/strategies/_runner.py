@@ -125,6 +125,10 @@ class ReplicaRunner:
             values = jax.device_put(list(values), self._replicated)
         return PerReplica(tuple(values))
 
+    def place_alone(self, value: Any) -> Any:
+        """The nest of a batch for the only replica, on its device."""
+        return value if self._replicated is None else jax.device_put(value, self._replicated)
+
     def _even_out(self, tree: Any, place: bool) -> Any:
         """Replaces `PerReplica` components of equal shape by one stacked array."""
 

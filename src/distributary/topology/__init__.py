@@ -10,7 +10,7 @@ from distributary.topology._device_strings import (
     short_name,
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
-from distributary.topology._dispatch import Dispatcher, dispatcher_for
+from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
 from distributary.topology._jax_private import backends_started, inside_jax_trace
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "canonical_name",
     "dispatcher_for",
     "inside_jax_trace",
+    "latest_program",
     "local_devices_of",
     "make_mesh",
     "parse_device",

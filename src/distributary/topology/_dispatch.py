@@ -11,7 +11,7 @@ import jax
 from distributary.errors import InvalidValueError
 from distributary.topology._cpu import cpu_threads_suffice
 
-__all__ = ["Dispatcher", "dispatcher_for"]
+__all__ = ["Dispatcher", "LatestProgram", "dispatcher_for", "latest_program"]
 
 _T = TypeVar("_T")
 
@@ -163,3 +163,32 @@ def _wait_for(token: jax.Array) -> None:
         # token that is gone would leave the number in flight without a bound.
         if token.is_deleted():
             raise
+
+
+@final
+class LatestProgram:
+    """The program that was dispatched last in this process.
+
+    Attributes:
+        count: Number of programs dispatched so far.
+        output: An array it makes, or None.
+    """
+
+    __slots__ = ("count", "output")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.output: Any = None
+
+    def is_running(self) -> bool:
+        """Whether devices are still at work on it."""
+        output = self.output
+        if output is None:
+            return False
+        try:
+            return not output.is_ready()
+        except RuntimeError:  # somebody deleted it
+            return False
+
+
+latest_program = LatestProgram()

@@ -1,0 +1,71 @@
+"""Sources of data and what is done to them; the public names are in `distributary.data`."""
+
+from distributary.datasets._dataset import (
+    SHARD_HINT,
+    Dataset,
+    DatasetIterator,
+    Optional,
+    ParquetDataset,
+    TextLineDataset,
+    TFRecordDataset,
+    go_to,
+    next_as_optional,
+    next_or_out_of_range,
+    restored,
+    state_of,
+)
+from distributary.datasets._foreign import foreign, is_hugging_face
+from distributary.datasets._nodes import Node, Prefetch, WithOptions, describe
+from distributary.datasets._options import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    DistributeOptions,
+    Options,
+)
+from distributary.datasets._prefetch import Prefetched
+from distributary.datasets._sharding import (
+    WorkerBatch,
+    WorkerBatches,
+    WorkerShare,
+    split_rows,
+)
+from distributary.datasets._sources import Once, OneShot, from_batches
+from distributary.datasets._structure import TensorSpec
+
+__all__ = [
+    "AUTOTUNE",
+    "INFINITE_CARDINALITY",
+    "SHARD_HINT",
+    "UNKNOWN_CARDINALITY",
+    "AutoShardPolicy",
+    "Dataset",
+    "DatasetIterator",
+    "DistributeOptions",
+    "Node",
+    "Once",
+    "OneShot",
+    "Optional",
+    "Options",
+    "ParquetDataset",
+    "Prefetch",
+    "Prefetched",
+    "TFRecordDataset",
+    "TensorSpec",
+    "TextLineDataset",
+    "WithOptions",
+    "WorkerBatch",
+    "WorkerBatches",
+    "WorkerShare",
+    "describe",
+    "foreign",
+    "from_batches",
+    "go_to",
+    "is_hugging_face",
+    "next_as_optional",
+    "next_or_out_of_range",
+    "restored",
+    "split_rows",
+    "state_of",
+]

@@ -1,0 +1,512 @@
+"""Datasets from files: NumPy arrays, lines of text, TFRecord, Parquet and Arrow."""
+
+import bz2
+import functools
+import glob
+import gzip
+import io
+import lzma
+import os
+import pathlib
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.datasets._nodes import Node
+from distributary.datasets._options import UNKNOWN_CARDINALITY
+from distributary.datasets._sources import are_consecutive
+from distributary.datasets._streams import Chained, Numbers, Path, Rows, Stream
+from distributary.datasets._structure import Block, TensorSpec, join
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+
+def file_names(given: Any, what: str) -> tuple[str, ...]:
+    """One or several names of files as a tuple.
+
+    Raises:
+        InvalidTypeError: if they are no names.
+        InvalidValueError: if there are none, or one does not exist.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        given = [given]
+    elif isinstance(given, np.ndarray):
+        given = given.tolist() if given.ndim else [given.item()]
+    try:
+        names = tuple(os.fsdecode(name) for name in given)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{what}: filenames is {given!r}, expected the name of a file, or a list of names."
+        ) from None
+    if not names:
+        raise InvalidValueError(f"{what}: the list of files is empty.")
+    for name in names:
+        if not os.path.isfile(name):
+            raise InvalidValueError(
+                f"{what}: the file {name!r} does not exist (in {os.getcwd()}). For a pattern use"
+                " Dataset.list_files."
+            )
+    return names
+
+
+def matching_files(patterns: Any) -> tuple[str, ...]:
+    """The files that match a glob pattern, or one of several, sorted by name.
+
+    Raises:
+        InvalidValueError: if there are none.
+    """
+    if isinstance(patterns, (str, os.PathLike)):
+        patterns = [patterns]
+    names = {
+        name
+        for pattern in patterns
+        for name in glob.glob(os.fsdecode(pattern), recursive=True)
+        if os.path.isfile(name)
+    }
+    if not names:
+        raise InvalidValueError(
+            f"list_files: no file matches {[os.fsdecode(p) for p in patterns]} (in {os.getcwd()})."
+        )
+    return tuple(sorted(names))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FileNames(Node):
+    """Names of files."""
+
+    files: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def cardinality(self) -> int:
+        return len(self.files)
+
+    def source(self) -> Rows | None:
+        return self
+
+    def order(self, path: Path) -> Stream:
+        return Numbers(len(self.files))
+
+    def is_identity(self) -> bool:
+        return True
+
+    def row(self, number: int) -> Any:
+        return self.files[number]
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        return np.array([self.files[number] for number in numbers])
+
+    def spec(self) -> Any:
+        return TensorSpec((), object)
+
+    def is_batched(self) -> bool | None:
+        return False
+
+    def label(self) -> str:
+        return f"list_files({len(self.files)})"
+
+
+# NumPy files
+
+
+@final
+class _NpyArray:
+    """The array of a `.npy` file, of which rows are read as they are needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        with open(name, "rb") as file:
+            try:
+                version = np.lib.format.read_magic(file)
+                read = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }[version]
+                self.shape, fortran_order, self.dtype = read(file)
+            except (ValueError, KeyError) as error:
+                raise InvalidValueError(
+                    f"from_npy: {name!r} is not a .npy file that NumPy can map: {error}."
+                ) from error
+            self._offset = file.tell()
+            size = os.fstat(file.fileno()).st_size
+        if self.dtype.hasobject:
+            raise InvalidValueError(
+                f"from_npy: {name!r} holds Python objects, which only unpickling could read; that"
+                " can run code. Save arrays of numbers."
+            )
+        if not self.shape:
+            raise InvalidValueError(f"from_npy: {name!r} holds a scalar, which has no rows.")
+        self._row_bytes = int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+        expected = self._offset + len(self) * self._row_bytes
+        if size < expected:
+            raise InvalidValueError(
+                f"from_npy: {name!r} has {size} bytes, its header promises {expected}. The file is"
+                " cut off."
+            )
+        self._map: Any = np.load(name, mmap_mode="r") if fortran_order else None
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __del__(self) -> None:
+        descriptor: int | None = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Rows by number, in memory of their own."""
+        if self._map is None and are_consecutive(numbers) and self._row_bytes:
+            return self._read(int(numbers[0]), len(numbers))
+        if self._map is None:
+            self._map = np.load(self.name, mmap_mode="r")
+        return np.asarray(self._map).take(numbers, axis=0)
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        # Reading is faster than copying out of a mapping, which faults in every page.
+        with self._lock:
+            if self._descriptor is None:
+                self._descriptor = os.open(self.name, os.O_RDONLY)
+        result = np.empty((count, *self.shape[1:]), self.dtype)
+        left = memoryview(result.reshape(-1).view(np.uint8).data)
+        position = self._offset + start * self._row_bytes
+        while left:
+            done = os.preadv(self._descriptor, [left], position)
+            if not done:
+                raise InvalidValueError(f"from_npy: {self.name!r} became shorter while it is read.")
+            left, position = left[done:], position + done
+        return result
+
+
+def _open_numpy(name: str) -> Any:
+    """The arrays of a `.npy` or `.npz` file: one, or a dict."""
+    if not name.endswith(".npz"):
+        return _NpyArray(name)
+    with np.load(name, allow_pickle=False) as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    sizes = {array.shape[:1] for array in arrays.values()}
+    if len(sizes) != 1 or sizes == {()}:
+        shapes = {key: array.shape for key, array in arrays.items()}
+        raise InvalidValueError(
+            f"from_npy: {name!r} holds arrays of shapes {shapes}; all must have the same number of"
+            " rows (dim 0)."
+        )
+    return arrays
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NumpyFiles(Node):
+    """The rows of `.npy` files, or of the arrays in `.npz` files."""
+
+    files: tuple[str, ...]
+    _opened: dict[str, Any] = field(default_factory=dict)
+
+    def _open(self, name: str) -> Any:
+        if name not in self._opened:
+            self._opened[name] = _open_numpy(name)
+        return self._opened[name]
+
+    def _ends(self) -> np.ndarray:
+        if "" not in self._opened:
+            opened = [self._open(name) for name in self.files]
+            self._opened[""] = self.files, np.cumsum([_len(arrays) for arrays in opened])
+        files, ends = self._opened[""]
+        if files != self.files:  # of a copy with fewer files
+            ends = np.cumsum([_len(self._open(name)) for name in self.files])
+        return ends
+
+    def __len__(self) -> int:
+        return int(self._ends()[-1])
+
+    def cardinality(self) -> int:
+        return len(self)
+
+    def source(self) -> Rows | None:
+        return self
+
+    def order(self, path: Path) -> Stream:
+        return Numbers(len(self))
+
+    def is_identity(self) -> bool:
+        return True
+
+    def row(self, number: int) -> Any:
+        return jax.tree.map(lambda array: array[0], self.rows(np.array([number])))
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        ends = self._ends()
+        of = np.searchsorted(ends, numbers, side="right")
+        if of[0] == of[-1] and np.all(of == of[0]):
+            return self._rows_of(int(of[0]), numbers, ends)
+        if are_consecutive(numbers):
+            return join([self._rows_of(i, numbers[of == i], ends) for i in np.unique(of)])
+        result: Any = None
+        for which in np.unique(of):
+            places = np.flatnonzero(of == which)
+            part = self._rows_of(int(which), numbers[places], ends)
+            if result is None:
+                result = jax.tree.map(
+                    lambda a: np.empty((len(numbers), *a.shape[1:]), a.dtype), part
+                )
+
+            def store(array: Any, rows: Any, places: Any = places) -> None:
+                array[places] = rows
+
+            jax.tree.map(store, result, part)
+        return result
+
+    def _rows_of(self, which: int, numbers: np.ndarray, ends: np.ndarray) -> Block:
+        arrays = self._open(self.files[which])
+        numbers = numbers - (ends[which - 1] if which else 0)
+        if isinstance(arrays, dict):
+            return {key: array.take(numbers, axis=0) for key, array in arrays.items()}
+        return arrays.rows(numbers)
+
+    def check(self) -> None:
+        """Reads the headers.
+
+        Raises:
+            InvalidValueError: if files cannot be used or hold different arrays.
+        """
+        first = self.spec()
+        for name in self.files:
+            own = _spec(self._open(name))
+            if own != first:
+                raise InvalidValueError(
+                    f"from_npy: rows of {name!r} are {own}, those of {self.files[0]!r} {first}."
+                )
+
+    def spec(self) -> Any:
+        return _spec(self._open(self.files[0]))
+
+    def is_batched(self) -> bool | None:
+        return False
+
+    def label(self) -> str:
+        return f"npy({len(self)} rows, {len(self.files)} files)"
+
+
+def _len(arrays: Any) -> int:
+    return len(next(iter(arrays.values()))) if isinstance(arrays, dict) else len(arrays)
+
+
+def _spec(arrays: Any) -> Any:
+    if isinstance(arrays, dict):
+        return {key: TensorSpec(a.shape[1:], a.dtype) for key, a in arrays.items()}
+    return TensorSpec(arrays.shape[1:], arrays.dtype)
+
+
+# Records
+
+
+@final
+class _Records(Stream):
+    def __init__(self, records: Iterator[Any]) -> None:
+        self._records = records
+
+    def __next__(self) -> Any:
+        return next(self._records)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RecordFiles(Node):
+    """The records of files, one file after the other.
+
+    Attributes:
+        files: Names.
+        read: From a name to the records.
+        name: For labels.
+        element: Spec of a record; None to look at one.
+    """
+
+    files: tuple[str, ...]
+    read: Callable[[str], Iterator[Any]]
+    name: str
+    element: Any = None
+
+    def cardinality(self) -> int:
+        return UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        def nth(number: int) -> Stream | None:
+            if number == len(self.files):
+                return None
+            return _Records(self.read(self.files[number]))
+
+        return Chained(nth, False)
+
+    def spec(self) -> Any:
+        return super().spec() if self.element is None else self.element
+
+    def is_batched(self) -> bool | None:
+        return False
+
+    def label(self) -> str:
+        return f"{self.name}({len(self.files)} files)"
+
+
+def _open_zlib(name: str) -> Any:
+    return io.BytesIO(zlib.decompress(pathlib.Path(name).read_bytes()))
+
+
+# All open for reading bytes by default, but `open` itself.
+_OPENERS: dict[str, Callable[[str], Any]] = {
+    "": functools.partial(open, mode="rb"),
+    "GZIP": gzip.open,
+    "ZLIB": _open_zlib,
+    "BZIP2": bz2.open,
+    "XZ": lzma.open,
+}
+
+
+def opener(compression_type: str | None, what: str) -> Callable[[str], Any]:
+    """How files of a compression are opened."""
+    try:
+        return _OPENERS[compression_type or ""]
+    except KeyError:
+        raise InvalidValueError(
+            f"{what}: compression_type is {compression_type!r}, expected one of {sorted(_OPENERS)}."
+        ) from None
+
+
+def text_lines(files: tuple[str, ...], compression_type: str | None) -> Node:
+    """The lines of text files, as bytes without their ends."""
+    open_file = opener(compression_type, "TextLineDataset")
+
+    def read(name: str) -> Iterator[bytes]:
+        with open_file(name) as file:
+            for line in file:
+                yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+    return RecordFiles(files, read, "text lines", TensorSpec((), object))
+
+
+_CRC_TABLE: list[int] = []
+
+
+def _crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli, RFC 3720)."""
+    if not _CRC_TABLE:
+        for byte in range(256):
+            value = byte
+            for _ in range(8):
+                value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+            _CRC_TABLE.append(value)
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def _masked(crc: int) -> int:
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _data_checksum() -> Callable[[bytes], int] | None:
+    """A quick CRC-32C if a library has one; of every record in Python it would take too long."""
+    try:
+        import google_crc32c
+    except ImportError:
+        return None
+    value: Callable[[bytes], int] = google_crc32c.value
+    return value
+
+
+def tf_records(files: tuple[str, ...], compression_type: str | None) -> Node:
+    """The records of TFRecord files, as bytes."""
+    open_file = opener(compression_type, "TFRecordDataset")
+
+    def read(name: str) -> Iterator[bytes]:
+        checksum = _data_checksum()
+        with open_file(name) as file:
+            number = 0
+            while header := file.read(12):
+                broken = None
+                if len(header) < 12:
+                    broken = "is cut off"
+                else:
+                    size, header_crc = struct.unpack("<QI", header)
+                    if _masked(_crc32c(header[:8])) != header_crc:
+                        broken = "has a damaged length"
+                if broken is None:
+                    data = file.read(size)
+                    rest = file.read(4)
+                    if len(data) < size or len(rest) < 4:
+                        broken = "is cut off"
+                    elif checksum and _masked(checksum(data)) != struct.unpack("<I", rest)[0]:
+                        broken = "is damaged: its checksum differs"
+                if broken is not None:
+                    raise InvalidValueError(
+                        f"TFRecordDataset: record {number} of {name!r} {broken}. Is it a TFRecord"
+                        f" file with compression_type={compression_type!r}?"
+                    )
+                yield data
+                number += 1
+
+    return RecordFiles(files, read, "tfrecord", TensorSpec((), object))
+
+
+# Tables
+
+
+def parquet_rows(files: tuple[str, ...], columns: Sequence[str] | None) -> Node:
+    """The rows of Parquet or Arrow files, as dicts of column name to value."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InvalidValueError("ParquetDataset needs pyarrow: pip install pyarrow") from None
+
+    def batches(name: str) -> Iterator[Any]:
+        if name.endswith((".arrow", ".feather", ".ipc")):
+            with pyarrow.memory_map(name) as file:
+                reader = pyarrow.ipc.open_file(file)
+                for i in range(reader.num_record_batches):
+                    batch = reader.get_batch(i)
+                    yield batch if columns is None else batch.select(list(columns))
+        else:
+            with pyarrow.parquet.ParquetFile(name) as file:
+                yield from file.iter_batches(columns=None if columns is None else list(columns))
+
+    def read(name: str) -> Iterator[Any]:
+        for batch in batches(name):
+            yield {
+                column: _column(name, column, values)
+                for column, values in zip(batch.schema.names, batch.columns, strict=True)
+            }
+
+    return RecordFiles(files, read, "parquet")
+
+
+def _column(name: str, column: str, values: Any) -> np.ndarray:
+    import pyarrow
+
+    if values.null_count:
+        raise InvalidValueError(
+            f"ParquetDataset: column {column!r} of {name!r} has missing values, of which there are"
+            " no arrays. Fill or drop them, or leave the column out with columns=[...]."
+        )
+    kind = values.type
+    if pyarrow.types.is_fixed_size_list(kind):
+        flat = values.flatten().to_numpy(zero_copy_only=False)
+        return flat.reshape(len(values), kind.list_size)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        sizes = np.diff(values.offsets.to_numpy())
+        if len(set(sizes.tolist())) > 1:
+            raise InvalidValueError(
+                f"ParquetDataset: column {column!r} of {name!r} holds lists of different length."
+                " Write lists of one length, or leave the column out with columns=[...]."
+            )
+        flat = values.flatten().to_numpy(zero_copy_only=False)
+        return flat.reshape(len(values), -1)
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,165 @@
+"""A thread that makes elements ahead of those who take them."""
+
+import atexit
+import contextvars
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+_END: Any = object()
+# How often somebody who waits for an element looks whether there is still a reason to wait.
+_LOOK_SECONDS = 0.002
+
+
+@final
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class _Shared:
+    """What the thread and the consumer both hold; the thread must not hold the consumer."""
+
+    def __init__(self, source: Iterator[Any], depth: int) -> None:
+        self.source = source
+        self.made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.free = threading.Semaphore(depth)
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.free.release()
+
+    def make(self) -> None:
+        """Body of the thread."""
+        source = self.source
+        while True:
+            self.free.acquire()
+            if self.stopped:
+                break
+            try:
+                element = next(source)
+            except StopIteration:
+                self.made.put(_END)
+                break
+            except BaseException as error:
+                self.made.put(_Failure(error))
+                break
+            self.made.put(element)
+            del element
+
+
+_running: "weakref.WeakKeyDictionary[threading.Thread, _Shared]" = weakref.WeakKeyDictionary()
+_EXIT_SECONDS = 5.0
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends the threads while the interpreter still works for them."""
+    running = list(_running.items())
+    for _, shared in running:
+        shared.stop()
+    for thread, _ in running:
+        thread.join(_EXIT_SECONDS)
+
+
+@final
+class Prefetched:
+    """Iterates in a thread of its own, at most `depth` elements ahead.
+
+    The thread starts with the first `next`. It ends with the source, after an exception, and when
+    this object is closed or collected.
+
+    Args:
+        source: What is iterated over; belongs to the thread from then on.
+        depth: Number of elements that are made, or being made, and not taken; >= 1.
+    """
+
+    def __init__(self, source: Iterator[Any], depth: int) -> None:
+        self._shared = _Shared(source, depth)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._over = False
+        self._close: Callable[[], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.next_or_wait(None)
+
+    def next_or_wait(self, waiting: Callable[[float], None] | None) -> Any:
+        """The next element.
+
+        Args:
+            waiting: Called while the element is waited for, every few milliseconds and once at the
+                end, with the seconds since the last call.
+
+        Raises:
+            StopIteration: at the end, and after `close`.
+            BaseException: what the source raised, with its traceback.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._over:
+            raise StopIteration
+        shared = self._shared
+        if self._thread is None:
+            self._start()
+        try:
+            element = shared.made.get_nowait()
+        except queue.Empty:
+            element = shared.made.get() if waiting is None else self._wait(waiting)
+        if element is _END:
+            self._over = True
+            raise StopIteration
+        if type(element) is _Failure:
+            self._failure = element.error
+            raise element.error
+        shared.free.release()
+        return element
+
+    def _wait(self, waiting: Callable[[float], None]) -> Any:
+        last = time.perf_counter()
+        while True:
+            try:
+                element = self._shared.made.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                element = _Failure  # nothing yet
+            now = time.perf_counter()
+            waiting(now - last)
+            last = now
+            if element is not _Failure:
+                return element
+
+    def _start(self) -> None:
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._shared.make,), name="distributary-prefetch", daemon=True
+        )
+        self._close = weakref.finalize(self, self._shared.stop)
+        _running[self._thread] = self._shared
+        self._thread.start()
+
+    def close(self) -> list[Any]:
+        """Ends the thread, after the element it is making.
+
+        Returns:
+            The elements that were made and not taken.
+        """
+        self._over = True
+        if self._thread is None or self._close is None:
+            return []
+        self._close()
+        self._thread.join()
+        left: list[Any] = []
+        while True:
+            try:
+                element = self._shared.made.get_nowait()
+            except queue.Empty:
+                return left
+            if element is not _END and type(element) is not _Failure:
+                left.append(element)

@@ -1,0 +1,315 @@
+"""Which part of a dataset of global batches a worker reads, and which rows its replicas get."""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+import jax
+import numpy as np
+
+from distributary.datasets._nodes import (
+    Batch,
+    Interleave,
+    Node,
+    Prefetch,
+    Shard,
+    WithOptions,
+    all_nodes,
+    describe,
+    options_of,
+    rewrite,
+)
+from distributary.datasets._options import AutoShardPolicy
+from distributary.datasets._streams import Batched, Path, Stream
+from distributary.datasets._structure import Block, num_rows
+from distributary.errors import InvalidValueError
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class FileSource(Protocol):
+    """A node that reads files, or lists them."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Their names."""
+
+
+@final
+@dataclass(frozen=True)
+class WorkerShare:
+    """One of the workers that read a dataset together.
+
+    Args:
+        num_workers: How many there are.
+        worker: Number of this one.
+        replicas_per_worker: How many replicas each of them feeds.
+    """
+
+    num_workers: int = 1
+    worker: int = 0
+    replicas_per_worker: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all workers."""
+        return self.num_workers * self.replicas_per_worker
+
+    def ends(self, num_rows: int) -> list[int]:
+        """Where in a global batch the rows of this worker's replicas end, and the first begin.
+
+        Parts are consecutive rows in replica order, of sizes that differ by at most one, larger
+        parts first.
+        """
+        small, larger = divmod(num_rows, self.num_replicas)
+        first = self.worker * self.replicas_per_worker
+        replicas = range(first, first + self.replicas_per_worker + 1)
+        return [replica * small + min(replica, larger) for replica in replicas]
+
+    def rows(self, num_rows: int) -> slice:
+        """The rows of a global batch that belong to this worker."""
+        ends = self.ends(num_rows)
+        return slice(ends[0], ends[-1])
+
+
+@final
+@dataclass(frozen=True)
+class WorkerBatch:
+    """A worker's rows of a global batch.
+
+    Attributes:
+        rows: Nest of arrays `[row, ...]`.
+        sizes: How many of them each of its replicas gets, in order.
+    """
+
+    rows: Any
+    sizes: list[int]
+
+
+# From a batch, its number and whether its source may use its arrays again, to a nest of arrays.
+Check = Callable[[Any, int, bool], Any]
+
+
+@final
+class WorkerBatches:
+    """The global batches of a dataset as one of its workers sees them.
+
+    Args:
+        node: Dataset of global batches.
+        share: Which worker.
+
+    Raises:
+        InvalidValueError: if the policy of the dataset cannot be followed.
+    """
+
+    def __init__(self, node: Node, share: WorkerShare) -> None:
+        self._share = share
+        policy = options_of(node).experimental_distribute.auto_shard_policy or AutoShardPolicy.AUTO
+        if share.num_workers == 1:
+            self._splits = True
+            self.node = node
+            return
+        by_file = policy is AutoShardPolicy.FILE
+        if policy is AutoShardPolicy.AUTO:
+            by_file = _num_files(node) >= share.num_workers
+            _log.info("Dataset %s is sharded by %s.", describe(node), "file" if by_file else "data")
+        # Whether every worker iterates over all global batches and keeps its rows.
+        self._splits = not by_file and policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        if by_file:
+            node = _sharded_by_file(node, share)
+        elif policy is AutoShardPolicy.HINT:
+            node = rewrite(node, lambda own: _with_hint(own, share))
+        if not self._splits:
+            node = _with_batches_of_worker(node, share)
+        self.node = node
+
+    def stream(self, path: Path, check: Check) -> "WorkerStream":
+        """A pass over the batches, each of which goes through `check`."""
+        node, share = self.node, self._share
+        reused = not node.makes_arrays()
+        if not self._splits:
+            return WorkerStream(node.stream(path), share, "cut", check, reused)
+        if share.num_workers > 1:
+            inner = node
+            while isinstance(inner, (Prefetch, WithOptions)):
+                inner = inner.input
+            if isinstance(inner, Batch):
+                # Then the rows of other workers are never fetched.
+                return WorkerStream(inner.elements(path), share, "part", check, reused)
+        return WorkerStream(node.stream(path), share, "split", check, reused)
+
+
+@final
+class WorkerStream:
+    """One pass over a worker's batches: yields `WorkerBatch`.
+
+    Args:
+        stream: The batches.
+        share: Which worker.
+        how: "split" takes the worker's rows of global batches, "part" fetches no others, "cut"
+            takes all rows.
+        check: Makes arrays of a batch.
+        reused: Whether the source of the batches may write to their arrays again.
+    """
+
+    def __init__(
+        self, stream: Stream, share: WorkerShare, how: str, check: Check, reused: bool
+    ) -> None:
+        self._stream = stream
+        self._share = share
+        self._how = how
+        self._check = check
+        self._reused = reused
+        self._number = -1
+
+    def __iter__(self) -> Iterator[WorkerBatch]:
+        return self
+
+    def __next__(self) -> WorkerBatch:
+        share = self._share
+        self._number += 1
+        if self._how == "part":
+            assert isinstance(self._stream, Batched)
+            rows, size = self._stream.part(share.rows)
+            return WorkerBatch(self._check(rows, self._number, False), _sizes(share, size))
+        batch = self._check(next(self._stream), self._number, self._reused)
+        size = num_rows(batch)
+        if self._how == "cut":
+            alone = WorkerShare(replicas_per_worker=share.replicas_per_worker)
+            return WorkerBatch(batch, _sizes(alone, size))
+        if share.num_workers > 1:
+            batch = _rows(batch, share.rows(size))
+        return WorkerBatch(batch, _sizes(share, size))
+
+    def advance(self, count: int) -> int:
+        """Skips batches."""
+        skipped = self._stream.advance(count)
+        self._number += skipped
+        return skipped
+
+
+def _sizes(share: WorkerShare, size: int) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(share.ends(size))]
+
+
+def _num_files(node: Node) -> int:
+    """Of the file source with the fewest; 0 if there is none."""
+    counts = [len(source.files) for source in _file_sources(node)]
+    return min(counts, default=0)
+
+
+def _file_sources(node: Node) -> list[Any]:
+    return [own for own in all_nodes(node) if isinstance(own, FileSource)]
+
+
+def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
+    sources = _file_sources(node)
+    if sources:
+        for source in sources:
+            if len(source.files) < share.num_workers:
+                raise InvalidValueError(
+                    f"AutoShardPolicy.FILE: {len(source.files)} files cannot be dealt to"
+                    f" {share.num_workers} workers: {list(source.files)[:3]}. Write at least"
+                    f" {share.num_workers} files, or use AutoShardPolicy.DATA."
+                )
+
+        def change(own: Node) -> Node:
+            if not isinstance(own, FileSource):
+                return own
+            files = own.files[share.worker :: share.num_workers]
+            return dataclasses.replace(own, files=files)  # type: ignore[type-var]
+
+        return rewrite(node, change)
+    # Names of files from elsewhere, whose contents are interleaved.
+    for own in all_nodes(node):
+        first = own.first() if isinstance(own, Interleave) else None
+        if first is not None and _file_sources(first):
+            return rewrite(
+                node,
+                lambda n, own=own: (
+                    dataclasses.replace(  # type: ignore[misc]
+                        n, input=Shard(n.input, share.num_workers, share.worker)
+                    )
+                    if n is own
+                    else n
+                ),
+            )
+    raise InvalidValueError(
+        f"AutoShardPolicy.FILE: the dataset {describe(node)} reads no files. Use"
+        " AutoShardPolicy.DATA, which gives every worker its rows of each batch."
+    )
+
+
+def _with_hint(node: Node, share: WorkerShare) -> Node:
+    if isinstance(node, Shard) and node.is_hint:
+        return Shard(node.input, share.num_workers, share.worker)
+    return node
+
+
+def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
+    """The dataset with every global batch size replaced by this worker's share of it."""
+    if isinstance(node, (Prefetch, WithOptions)):
+        return dataclasses.replace(node, input=_with_batches_of_worker(node.input, share))
+    if isinstance(node, Batch):
+        return dataclasses.replace(node, size=_share_of(node.size, share))
+    return _Cut(node, share)
+
+
+def _share_of(size: int, share: WorkerShare) -> int:
+    own = WorkerShare(share.num_workers, share.worker).rows(size)
+    count = own.stop - own.start
+    if not count:
+        raise InvalidValueError(
+            f"A global batch of {size} examples is less than one for each of {share.num_workers}"
+            " workers that read different data. Choose a larger batch, or AutoShardPolicy.DATA."
+        )
+    return int(count)
+
+
+@final
+class _CutStream(Stream):
+    def __init__(self, upstream: Stream, share: WorkerShare) -> None:
+        self._upstream = upstream
+        self._share = share
+        self._pieces: list[Block] = []
+
+    def __next__(self) -> Any:
+        while not self._pieces:
+            batch = next(self._upstream)
+            size = num_rows(batch)
+            step = max(1, -(-size // self._share.num_workers))
+            self._pieces = [_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
+        return self._pieces.pop(0)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Cut(Node):
+    """Batches of one worker's size, from global batches that other operations have made."""
+
+    input: Node
+    share: WorkerShare
+
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        return size if size < 0 else size * self.share.num_workers
+
+    def elements(self, path: Path) -> Stream:
+        return _CutStream(self.input.stream(path), self.share)
+
+    def label(self) -> str:
+        return f"cut({self.share.num_workers})"
+
+
+def split_rows(rows: Any, sizes: list[int]) -> list[Any]:
+    """The parts of a worker's rows, one per replica."""
+    ends = [0, *np.cumsum(sizes).tolist()]
+    return [_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]
+
+
+def _rows(batch: Any, part: slice) -> Any:
+    return jax.tree.map(lambda array: array[part], batch)

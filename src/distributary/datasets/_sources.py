@@ -1,0 +1,367 @@
+"""Where elements come from: arrays, numbers, Python iterables."""
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.datasets._nodes import Node
+from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.datasets._prefetch import Prefetched
+from distributary.datasets._streams import Numbers, Path, Rows, Stream
+from distributary.datasets._structure import (
+    Block,
+    TensorSpec,
+    as_array,
+    conform,
+    flatten,
+    map_specs,
+    spec_of,
+    stack,
+    unflatten,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+
+class _RowsNode(Node):
+    """Base of nodes whose elements have numbers."""
+
+    def __len__(self) -> int:
+        return self.cardinality()
+
+    def source(self) -> Rows | None:
+        return self  # type: ignore[return-value]
+
+    def order(self, path: Path) -> Stream:
+        return Numbers(self.cardinality())
+
+    def is_identity(self) -> bool:
+        return True
+
+
+def are_consecutive(numbers: np.ndarray) -> bool:
+    """Whether row numbers are a range."""
+    last = len(numbers) - 1
+    return bool(numbers[last] - numbers[0] == last and (last < 1 or np.all(np.diff(numbers) == 1)))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Slices(_RowsNode):
+    """The rows of arrays.
+
+    Attributes:
+        leaves: NumPy arrays with the same number of rows.
+        tree: Structure of an element.
+    """
+
+    leaves: tuple[np.ndarray, ...]
+    tree: Any
+
+    def cardinality(self) -> int:
+        return len(self.leaves[0])
+
+    def row(self, number: int) -> Any:
+        return unflatten(self.tree, [leaf[number] for leaf in self.leaves])
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        if are_consecutive(numbers):
+            part = slice(int(numbers[0]), int(numbers[-1]) + 1)
+            # Copied: a batch may still be on its way when the user writes to the array.
+            return unflatten(self.tree, [leaf[part].copy() for leaf in self.leaves])
+        return unflatten(self.tree, [leaf.take(numbers, axis=0) for leaf in self.leaves])
+
+    def spec(self) -> Any:
+        specs = [TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in self.leaves]
+        return unflatten(self.tree, specs)
+
+    def is_batched(self) -> bool | None:
+        return False
+
+    def label(self) -> str:
+        return f"slices({self.cardinality()})"
+
+
+def slices(tensors: Any) -> Node:
+    """The node of `from_tensor_slices`."""
+    leaves, tree = flatten(tensors)
+    arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
+    if not arrays:
+        raise InvalidValueError(f"from_tensor_slices: {tensors!r} holds no arrays.")
+    for array in arrays:
+        if array.ndim == 0:
+            raise InvalidValueError(
+                f"from_tensor_slices: got the scalar {array.item()!r}, which has no rows. Use"
+                " from_tensors for one element."
+            )
+    sizes = sorted({len(array) for array in arrays})
+    if len(sizes) > 1:
+        raise InvalidValueError(
+            f"from_tensor_slices: the arrays have {sizes} rows (dim 0); all must have as many."
+        )
+    return Slices(tuple(arrays), tree)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Range(Node):
+    """Numbers at equal distances; without end if `stop` is None."""
+
+    start: int
+    stop: int | None
+    step: int
+    dtype: Any
+
+    def cardinality(self) -> int:
+        if self.stop is None:
+            return INFINITE_CARDINALITY
+        return len(range(self.start, self.stop, self.step))
+
+    def source(self) -> Rows | None:
+        return self
+
+    def __len__(self) -> int:
+        return self.cardinality()
+
+    def order(self, path: Path) -> Stream:
+        return Numbers(None if self.stop is None else self.cardinality())
+
+    def is_identity(self) -> bool:
+        return self.stop is not None
+
+    def row(self, number: int) -> Any:
+        return self.dtype.type(self.start + number * self.step)
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        return (self.start + numbers * self.step).astype(self.dtype)
+
+    def spec(self) -> Any:
+        return TensorSpec((), self.dtype)
+
+    def is_batched(self) -> bool | None:
+        return False
+
+    def label(self) -> str:
+        return f"range({self.start}, {self.stop}, {self.step})"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Single(_RowsNode):
+    """One element."""
+
+    element: Any
+
+    def cardinality(self) -> int:
+        return 1
+
+    def row(self, number: int) -> Any:
+        return self.element
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        return stack([self.element])
+
+    def spec(self) -> Any:
+        return spec_of(self.element)
+
+    def label(self) -> str:
+        return "tensors"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RandomAccess(_RowsNode):
+    """The items of an object with `__len__` and `__getitem__`.
+
+    Attributes:
+        items: The object.
+        convert: From an item to an element.
+        batched: Whether the items are batches.
+        getitems: From row numbers to a block, if the object has a quick way.
+    """
+
+    items: Any
+    convert: Callable[[Any], Any]
+    batched: bool | None
+    getitems: Callable[[np.ndarray], Block] | None = None
+
+    def cardinality(self) -> int:
+        size = len(self.items)
+        # grain's repeat without an end.
+        return INFINITE_CARDINALITY if size == sys.maxsize else size
+
+    def order(self, path: Path) -> Stream:
+        size = self.cardinality()
+        return Numbers(None if size < 0 else size)
+
+    def is_identity(self) -> bool:
+        return self.cardinality() >= 0
+
+    def row(self, number: int) -> Any:
+        return self.convert(self.items[int(number)])
+
+    def rows(self, numbers: np.ndarray) -> Block:
+        if self.getitems is not None:
+            return self.getitems(numbers)
+        return stack([self.row(number) for number in numbers.tolist()])
+
+    def is_batched(self) -> bool | None:
+        return self.batched
+
+    def label(self) -> str:
+        return f"{type(self.items).__name__}({self.cardinality()})"
+
+
+def from_batches(batches: Sequence[Any]) -> Node:
+    """A dataset whose elements are these batches."""
+    return RandomAccess(batches, lambda batch: batch, True)
+
+
+@final
+class _Iterated(Stream):
+    def __init__(self, iterator: Iterator[Any], convert: Callable[[Any, int], Any]) -> None:
+        self._iterator = iterator
+        self._convert = convert
+        self._number = -1
+
+    def __next__(self) -> Any:
+        item = next(self._iterator)
+        self._number += 1
+        return self._convert(item, self._number)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Iterated(Node):
+    """What a Python iterable gives, from the start in every pass.
+
+    Attributes:
+        start: Starts over.
+        convert: From an item and its number to an element.
+        count: Cardinality.
+        name: For labels.
+        signature: Nest of `TensorSpec`, or None.
+        batched: Whether the items are batches; None if only the user knows.
+    """
+
+    start: Callable[[], Iterator[Any]]
+    convert: Callable[[Any, int], Any]
+    count: int
+    name: str
+    signature: Any = None
+    batched: bool | None = None
+
+    def cardinality(self) -> int:
+        return self.count
+
+    def elements(self, path: Path) -> Stream:
+        return _Iterated(self.start(), self.convert)
+
+    def spec(self) -> Any:
+        return super().spec() if self.signature is None else self.signature
+
+    def is_batched(self) -> bool | None:
+        return self.batched
+
+    def label(self) -> str:
+        return self.name
+
+
+def generated(generator: Callable[..., Any], signature: Any, args: Sequence[Any]) -> Node:
+    """The node of `from_generator`."""
+
+    def start() -> Iterator[Any]:
+        items = generator(*args)
+        if not hasattr(items, "__iter__"):
+            raise InvalidTypeError(
+                f"from_generator: generator() returned {items!r}, which cannot be iterated."
+            )
+        return iter(items)
+
+    def convert(item: Any, number: int) -> Any:
+        return item if signature is None else conform(item, signature, number)
+
+    name = getattr(generator, "__qualname__", type(generator).__name__)
+    return Iterated(start, convert, UNKNOWN_CARDINALITY, f"generator({name})", signature)
+
+
+def signature_of(types: Any, shapes: Any) -> Any:
+    """`output_signature` from the older `output_types` and `output_shapes`."""
+    if shapes is None:
+        raise InvalidValueError(
+            "from_generator: output_types needs output_shapes. Better give output_signature, nests"
+            " of distributary.data.TensorSpec, or nothing at all."
+        )
+    dtypes, tree = jax.tree.flatten(types)
+    is_shape = lambda x: (
+        x is None
+        or (isinstance(x, (tuple, list)) and all(s is None or isinstance(s, int) for s in x))
+    )
+    sizes = jax.tree.leaves(shapes, is_leaf=is_shape)
+    return unflatten(tree, [TensorSpec(s, d) for s, d in zip(sizes, dtypes, strict=True)])
+
+
+class OneShot:
+    """An iterator that can be given elements back, so that those that were read ahead are not lost.
+
+    Attributes:
+        started: Whether a pass has begun.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.started = False
+        self._ahead: Prefetched | None = None
+        self._returned: deque[Any] = deque()
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._returned:
+                return self._returned.popleft()
+            return next(self._ahead or self.iterator)
+
+    def read_ahead(self, depth: int) -> None:
+        """From now on a thread reads at most `depth` elements ahead."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = Prefetched(self.iterator, depth)
+
+    def give_back(self, elements: Sequence[Any]) -> None:
+        """The next elements are these, in this order."""
+        with self._lock:
+            self._returned.extendleft(reversed(elements))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Once(Node):
+    """What is left of an iterator; another pass goes on where the last one stopped."""
+
+    items: OneShot
+
+    def cardinality(self) -> int:
+        return UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        self.items.started = True
+        return _Iterated(self.items, lambda item, _: item)
+
+    def spec(self) -> Any:
+        try:
+            first = next(self.items)
+        except StopIteration:
+            return super().spec()
+        self.items.give_back([first])
+        return map_specs(lambda spec: spec, spec_of(first))
+
+    def label(self) -> str:
+        return type(self.items.iterator).__name__

@@ -1,0 +1,286 @@
+"""Elements: nests of arrays, how they are stacked, and what is said about them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+# The first axis of a stack of elements counts them.
+Block = Any
+
+
+@final
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of an array.
+
+    Args:
+        shape: Sizes of the dims; None where it is not known.
+        dtype: NumPy dtype; object for strings and bytes.
+        name: Of no effect.
+
+    Source: `tf.TensorSpec`.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: Any = "float32"
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def accepts(self, array: Any) -> bool:
+        """Whether an array has this shape."""
+        return len(array.shape) == len(self.shape) and all(
+            size is None or size == actual
+            for size, actual in zip(self.shape, array.shape, strict=True)
+        )
+
+
+def flatten(element: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure of an element; lists are arrays, as in tf.data."""
+    return jax.tree.flatten(element, is_leaf=_is_list)
+
+
+def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
+    """The element of this structure."""
+    return jax.tree.unflatten(tree, leaves)
+
+
+def map_arrays(fn: Any, element: Any) -> Any:
+    """Applies `fn` to every leaf of an element, as an array."""
+    leaves, tree = flatten(element)
+    return unflatten(tree, [fn(as_array(leaf)) for leaf in leaves])
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def as_array(leaf: Any) -> Any:
+    """A leaf of an element as a NumPy array; arrays of JAX stay where they are.
+
+    Raises:
+        InvalidTypeError: for leaves that are not data.
+        InvalidValueError: for lists of lists of different length.
+    """
+    if isinstance(leaf, (np.ndarray, jax.Array)):
+        return leaf
+    if isinstance(leaf, bytes):  # dtype S drops zeros at the end
+        return np.array(leaf, dtype=object)
+    if isinstance(leaf, list) and leaf and all(isinstance(item, bytes) for item in leaf):
+        return np.array(leaf, dtype=object)
+    try:
+        array = np.asarray(leaf)
+    except ValueError as error:
+        raise InvalidValueError(
+            f"A dataset holds the ragged list {_short(leaf)}; arrays must be rectangular. Pad it,"
+            " or yield its rows as elements and use padded_batch."
+        ) from error
+    if array.dtype == object and array.ndim == 0:
+        raise InvalidTypeError(
+            f"A dataset holds {_short(leaf)}, a {type(leaf).__name__}. Elements are nests (tuple,"
+            " dict, namedtuple, or a dataclass registered with jax.tree_util.register_dataclass)"
+            " of arrays, numbers and strings."
+        )
+    return array
+
+
+def stack(elements: Sequence[Any]) -> Block:
+    """Elements of equal structure, shapes and dtypes as one nest `[element, ...]`.
+
+    Raises:
+        InvalidValueError: if structures or shapes differ.
+        InvalidTypeError: if dtypes differ.
+    """
+    columns, tree = columns_of(elements)
+    return unflatten(tree, [_stack_leaves(column) for column in columns])
+
+
+def columns_of(elements: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Per leaf its values in all elements, and the structure they share."""
+    rows = []
+    tree = None
+    for number, element in enumerate(elements):
+        leaves, own = flatten(element)
+        if tree is None:
+            tree = own
+        elif own != tree:
+            raise InvalidValueError(
+                f"batch: element {number} of the batch has structure {own}, the first one {tree};"
+                " all elements of a dataset must have the same structure."
+            )
+        rows.append(leaves)
+    return list(zip(*rows, strict=True)), tree
+
+
+def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
+    first = column[0]
+    if type(first) in (int, float, bool) or isinstance(first, np.generic):
+        kind = type(first)
+        if all(type(value) is kind for value in column):
+            return np.asarray(column)
+    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    first = arrays[0]
+    for number, array in enumerate(arrays):
+        if array.shape != first.shape:
+            raise InvalidValueError(
+                f"batch: element {number} of the batch has shape {array.shape}, the first one"
+                f" {first.shape}; the arrays of a batch must agree. Use padded_batch to fill them"
+                " up, or map them to one shape first."
+            )
+        if array.dtype != first.dtype and array.dtype.kind not in "US":
+            raise InvalidTypeError(
+                f"batch: element {number} of the batch has dtype {array.dtype}, the first one"
+                f" {first.dtype}. Convert them in map, or in the generator."
+            )
+    return np.stack(arrays)
+
+
+def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
+    """Stacks arrays of different sizes, filled up at the end of every dim.
+
+    Args:
+        elements: Elements of equal structure, with arrays of equal `ndim`.
+        shapes: Per leaf the sizes to fill up to, None for the largest of the batch; or None.
+        values: Per leaf what is filled in; or one number for all; None for 0 and "".
+    """
+    columns, tree = columns_of(elements)
+    per_leaf_shapes = _per_leaf(shapes, tree, "padded_shapes", (tuple, list))
+    per_leaf_values = _per_leaf(values, tree, "padding_values", ())
+    stacked = []
+    for column, shape, value in zip(columns, per_leaf_shapes, per_leaf_values, strict=True):
+        arrays = [np.asarray(as_array(leaf)) for leaf in column]
+        if len({array.ndim for array in arrays}) > 1:
+            raise InvalidValueError(
+                "padded_batch: arrays of a batch have"
+                f" {sorted({array.ndim for array in arrays})} dims; only sizes may differ."
+            )
+        largest = tuple(max(sizes) for sizes in zip(*(a.shape for a in arrays), strict=True))
+        target = largest
+        if shape is not None:
+            if len(shape) != len(largest):
+                raise InvalidValueError(
+                    f"padded_batch: padded_shapes has {tuple(shape)} for an array of"
+                    f" {len(largest)} dims."
+                )
+            target = tuple(
+                most if size in (None, -1) else size
+                for size, most in zip(shape, largest, strict=True)
+            )
+        if any(most > size for most, size in zip(largest, target, strict=True)):
+            raise InvalidValueError(
+                f"padded_batch: padded_shapes asks for {target}, but the batch holds an array of"
+                f" shape {largest}."
+            )
+        fill = value if value is not None else ("" if arrays[0].dtype.kind in "UO" else 0)
+        result = np.full((len(arrays), *target), fill, arrays[0].dtype)
+        for row, array in zip(result, arrays, strict=True):
+            row[tuple(slice(size) for size in array.shape)] = array
+        stacked.append(result)
+    return unflatten(tree, stacked)
+
+
+def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) -> list[Any]:
+    """`given`, which may be None, one leaf for all or a nest like the elements, per leaf."""
+    if given is None:
+        return [None] * tree.num_leaves
+
+    def is_leaf(value: Any) -> bool:
+        if value is None:
+            return True
+        sizes = isinstance(value, leaf_types) if leaf_types else False
+        return sizes and all(size is None or isinstance(size, int) for size in value)
+
+    leaves, own = jax.tree.flatten(given, is_leaf=is_leaf)
+    if jax.tree_util.treedef_is_leaf(own):
+        return [given] * tree.num_leaves
+    if len(leaves) != tree.num_leaves:
+        raise InvalidValueError(
+            f"padded_batch: {name} has structure {own}, the elements {tree}; give one for all"
+            " arrays, or a nest like the elements."
+        )
+    return list(leaves)
+
+
+def join(blocks: Sequence[Block]) -> Block:
+    """Consecutive blocks as one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
+
+
+def num_rows(block: Block) -> int:
+    """Number of elements of a block; all its arrays have as many.
+
+    Raises:
+        InvalidValueError: if its arrays have different numbers of rows, or none.
+    """
+    leaves = jax.tree.leaves(block)
+    sizes = {np.shape(leaf)[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        shapes = [np.shape(leaf) for leaf in leaves]
+        raise InvalidValueError(
+            f"A dataset holds the batch of shapes {shapes}; all arrays of a batch must have the"
+            " same number of rows (dim 0)."
+        )
+    ((size,),) = sizes
+    return int(size)
+
+
+def spec_of(element: Any) -> Any:
+    """The specs of an element's arrays."""
+    return map_arrays(lambda array: TensorSpec(array.shape, array.dtype), element)
+
+
+def map_specs(fn: Any, spec: Any) -> Any:
+    """Applies `fn` to every `TensorSpec` of a nest."""
+    return jax.tree.map(fn, spec, is_leaf=lambda x: isinstance(x, TensorSpec))
+
+
+def conform(element: Any, signature: Any, number: int) -> Any:
+    """An element with the dtypes of a signature.
+
+    Raises:
+        InvalidTypeError: if its structure or a dtype is another one.
+        InvalidValueError: if a shape is another one.
+    """
+    specs, tree = jax.tree.flatten(signature, is_leaf=lambda x: isinstance(x, TensorSpec))
+    leaves, own = flatten(element)
+    if own != tree:
+        raise InvalidTypeError(
+            f"from_generator: element {number} has structure {own}, output_signature has {tree}."
+        )
+    arrays = []
+    for leaf, spec in zip(leaves, specs, strict=True):
+        array = as_array(leaf)
+        if spec.dtype == object or spec.dtype.kind in "US":
+            fits = array.dtype == object or array.dtype.kind in "US"
+        else:
+            fits = array.dtype == spec.dtype
+            if not fits and not hasattr(leaf, "dtype") and array.dtype != object:
+                # Python numbers have no dtype of their own.
+                fits = np.can_cast(array.dtype, spec.dtype, "same_kind")
+                array = array.astype(spec.dtype) if fits else array
+        if not fits:
+            raise InvalidTypeError(
+                f"from_generator: element {number} has dtype {array.dtype} where output_signature"
+                f" has {spec.dtype}."
+            )
+        if not spec.accepts(array):
+            raise InvalidValueError(
+                f"from_generator: element {number} has shape {array.shape} where output_signature"
+                f" has {spec.shape}."
+            )
+        arrays.append(array)
+    return unflatten(tree, arrays)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
