@@ -115,8 +115,8 @@ class InputOptions:
         experimental_replication_mode: How often `dataset_fn` is called.
         experimental_place_dataset_on_device: Only False is supported: the dataset itself is
             Python and stays on the host.
-        experimental_per_replica_buffer_size: How many batches a thread makes ahead of the step that
-            needs them; 0 makes each when it is asked for.
+        experimental_per_replica_buffer_size: How many batches wait on the devices ahead of the step
+            that needs them, while a thread makes the next one; 0 makes each when it is asked for.
 
     Source: `tf.distribute.InputOptions`.
     """

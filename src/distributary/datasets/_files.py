@@ -1,10 +1,12 @@
 """Datasets from files: NumPy arrays, lines of text, TFRecord, Parquet and Arrow."""
 
+import bisect
 import bz2
 import functools
 import glob
 import gzip
 import io
+import itertools
 import lzma
 import os
 import pathlib
@@ -20,7 +22,6 @@ import numpy as np
 
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import UNKNOWN_CARDINALITY
-from distributary.datasets._sources import are_consecutive
 from distributary.datasets._streams import Chained, Numbers, Path, Rows, Stream
 from distributary.datasets._structure import Block, TensorSpec, join
 from distributary.errors import InvalidTypeError, InvalidValueError
@@ -150,6 +151,7 @@ class _NpyArray:
                 f"from_npy: {name!r} has {size} bytes, its header promises {expected}. The file is"
                 " cut off."
             )
+        # Rows in Fortran order lie apart.
         self._map: Any = np.load(name, mmap_mode="r") if fortran_order else None
         self._descriptor: int | None = None
         self._lock = threading.Lock()
@@ -164,11 +166,15 @@ class _NpyArray:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Rows by number, in memory of their own."""
-        if self._map is None and are_consecutive(numbers) and self._row_bytes:
-            return self._read(int(numbers[0]), len(numbers))
         if self._map is None:
             self._map = np.load(self.name, mmap_mode="r")
         return np.asarray(self._map).take(numbers, axis=0)
+
+    def part(self, start: int, count: int) -> np.ndarray:
+        """Consecutive rows, in memory of their own."""
+        if self._map is None and self._row_bytes:
+            return self._read(start, count)
+        return np.array(np.load(self.name, mmap_mode="r")[start : start + count])
 
     def _read(self, start: int, count: int) -> np.ndarray:
         # Reading is faster than copying out of a mapping, which faults in every page.
@@ -208,24 +214,24 @@ class NumpyFiles(Node):
     """The rows of `.npy` files, or of the arrays in `.npz` files."""
 
     files: tuple[str, ...]
-    _opened: dict[str, Any] = field(default_factory=dict)
+    # By name the file, by a tuple of names the ends of its files.
+    _opened: dict[Any, Any] = field(default_factory=dict)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
             self._opened[name] = _open_numpy(name)
         return self._opened[name]
 
-    def _ends(self) -> np.ndarray:
-        if "" not in self._opened:
-            opened = [self._open(name) for name in self.files]
-            self._opened[""] = self.files, np.cumsum([_len(arrays) for arrays in opened])
-        files, ends = self._opened[""]
-        if files != self.files:  # of a copy with fewer files
-            ends = np.cumsum([_len(self._open(name)) for name in self.files])
+    def _ends(self) -> list[int]:
+        """Numbers of rows up to the end of every file."""
+        if self.files not in self._opened:
+            sizes = (_len(self._open(name)) for name in self.files)
+            self._opened[self.files] = list(itertools.accumulate(sizes))
+        ends: list[int] = self._opened[self.files]
         return ends
 
     def __len__(self) -> int:
-        return int(self._ends()[-1])
+        return self._ends()[-1]
 
     def cardinality(self) -> int:
         return len(self)
@@ -245,14 +251,10 @@ class NumpyFiles(Node):
     def rows(self, numbers: np.ndarray) -> Block:
         ends = self._ends()
         of = np.searchsorted(ends, numbers, side="right")
-        if of[0] == of[-1] and np.all(of == of[0]):
-            return self._rows_of(int(of[0]), numbers, ends)
-        if are_consecutive(numbers):
-            return join([self._rows_of(i, numbers[of == i], ends) for i in np.unique(of)])
         result: Any = None
-        for which in np.unique(of):
+        for which in np.unique(of).tolist():
             places = np.flatnonzero(of == which)
-            part = self._rows_of(int(which), numbers[places], ends)
+            part = self._rows_of(which, numbers[places] - (ends[which - 1] if which else 0))
             if result is None:
                 result = jax.tree.map(
                     lambda a: np.empty((len(numbers), *a.shape[1:]), a.dtype), part
@@ -264,9 +266,27 @@ class NumpyFiles(Node):
             jax.tree.map(store, result, part)
         return result
 
-    def _rows_of(self, which: int, numbers: np.ndarray, ends: np.ndarray) -> Block:
+    def part(self, start: int, count: int) -> Block:
+        """Consecutive rows."""
+        return join(list(self._parts(start, count, self._ends())))
+
+    def _parts(self, start: int, count: int, ends: list[int]) -> Iterator[Block]:
+        """Consecutive rows, file by file."""
+        which = bisect.bisect_right(ends, start)
+        while count:
+            begin = ends[which - 1] if which else 0
+            taken = min(count, ends[which] - start)
+            if taken:
+                arrays = self._open(self.files[which])
+                own = start - begin
+                if isinstance(arrays, dict):
+                    yield {key: a[own : own + taken].copy() for key, a in arrays.items()}
+                else:
+                    yield arrays.part(own, taken)
+            start, count, which = start + taken, count - taken, which + 1
+
+    def _rows_of(self, which: int, numbers: np.ndarray) -> Block:
         arrays = self._open(self.files[which])
-        numbers = numbers - (ends[which - 1] if which else 0)
         if isinstance(arrays, dict):
             return {key: array.take(numbers, axis=0) for key, array in arrays.items()}
         return arrays.rows(numbers)

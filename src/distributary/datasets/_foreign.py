@@ -68,19 +68,14 @@ def _is_tf_data(source: Any) -> bool:
 
 
 def _from_tf_data(source: Any) -> Node:
-    count = int(source.cardinality())
-
-    def convert(item: Any, number: int) -> Any:
-        for leaf in jax.tree.leaves(item):
-            if not isinstance(leaf, (np.ndarray, np.generic, bytes)):
-                raise InvalidTypeError(
-                    f"Element {number} of the tf.data.Dataset holds a {type(leaf).__name__}; sparse"
-                    " and ragged tensors have no JAX counterpart. Map them with tf.sparse.to_dense"
-                    " or to_tensor."
-                )
-        return item
-
-    return Iterated(lambda: iter(source.as_numpy_iterator()), convert, count, "tf.data.Dataset")
+    for spec in jax.tree.leaves(source.element_spec):
+        if is_class_of(spec, "tensorflow", "SparseTensorSpec", "RaggedTensorSpec"):
+            raise InvalidTypeError(
+                f"The tf.data.Dataset yields {spec}; sparse and ragged tensors have no JAX"
+                " counterpart. Map them with tf.sparse.to_dense or to_tensor first."
+            )
+    start = lambda: iter(source.as_numpy_iterator())
+    return Iterated(start, _numbered, int(source.cardinality()), "tf.data.Dataset")
 
 
 # torch

@@ -1,9 +1,10 @@
 """Which part of a dataset of global batches a worker reads, and which rows its replicas get."""
 
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -87,11 +88,12 @@ class WorkerBatch:
     """
 
     rows: Any
-    sizes: list[int]
+    sizes: tuple[int, ...]
 
 
-# From a batch, its number and whether its source may use its arrays again, to a nest of arrays.
-Check = Callable[[Any, int, bool], Any]
+# From a batch, its number and whether its source may use its arrays again, to a nest of arrays and
+# their number of rows.
+Check = Callable[[Any, int, bool], tuple[Any, int]]
 
 
 @final
@@ -175,9 +177,8 @@ class WorkerStream:
         if self._how == "part":
             assert isinstance(self._stream, Batched)
             rows, size = self._stream.part(share.rows)
-            return WorkerBatch(self._check(rows, self._number, False), _sizes(share, size))
-        batch = self._check(next(self._stream), self._number, self._reused)
-        size = num_rows(batch)
+            return WorkerBatch(self._check(rows, self._number, False)[0], _sizes(share, size))
+        batch, size = self._check(next(self._stream), self._number, self._reused)
         if self._how == "cut":
             alone = WorkerShare(replicas_per_worker=share.replicas_per_worker)
             return WorkerBatch(batch, _sizes(alone, size))
@@ -192,8 +193,9 @@ class WorkerStream:
         return skipped
 
 
-def _sizes(share: WorkerShare, size: int) -> list[int]:
-    return [b - a for a, b in itertools.pairwise(share.ends(size))]
+@functools.lru_cache(maxsize=256)
+def _sizes(share: WorkerShare, size: int) -> tuple[int, ...]:
+    return tuple(b - a for a, b in itertools.pairwise(share.ends(size)))
 
 
 def _num_files(node: Node) -> int:
@@ -305,7 +307,7 @@ class _Cut(Node):
         return f"cut({self.share.num_workers})"
 
 
-def split_rows(rows: Any, sizes: list[int]) -> list[Any]:
+def split_rows(rows: Any, sizes: Sequence[int]) -> list[Any]:
     """The parts of a worker's rows, one per replica."""
     ends = [0, *np.cumsum(sizes).tolist()]
     return [_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]

@@ -44,12 +44,6 @@ class _RowsNode(Node):
         return True
 
 
-def are_consecutive(numbers: np.ndarray) -> bool:
-    """Whether row numbers are a range."""
-    last = len(numbers) - 1
-    return bool(numbers[last] - numbers[0] == last and (last < 1 or np.all(np.diff(numbers) == 1)))
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Slices(_RowsNode):
@@ -70,11 +64,13 @@ class Slices(_RowsNode):
         return unflatten(self.tree, [leaf[number] for leaf in self.leaves])
 
     def rows(self, numbers: np.ndarray) -> Block:
-        if are_consecutive(numbers):
-            part = slice(int(numbers[0]), int(numbers[-1]) + 1)
-            # Copied: a batch may still be on its way when the user writes to the array.
-            return unflatten(self.tree, [leaf[part].copy() for leaf in self.leaves])
         return unflatten(self.tree, [leaf.take(numbers, axis=0) for leaf in self.leaves])
+
+    def part(self, start: int, count: int) -> Block:
+        """Consecutive rows."""
+        rows = slice(start, start + count)
+        # Copied: a batch may still be on its way when the user writes to the array.
+        return unflatten(self.tree, [leaf[rows].copy() for leaf in self.leaves])
 
     def spec(self) -> Any:
         specs = [TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in self.leaves]

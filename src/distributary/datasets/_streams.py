@@ -50,6 +50,13 @@ class Stream(abc.ABC):
         """The next `count` elements; fewer only at the end."""
         return list(itertools.islice(self, count))
 
+    def span(self, count: int) -> tuple[int, int] | None:
+        """The next row numbers as first and count, if they are consecutive by construction.
+
+        Otherwise None, and nothing is taken.
+        """
+        return None
+
     def advance(self, count: int) -> int:
         """Skips `count` elements, fewer only at the end; returns how many."""
         return sum(1 for _ in itertools.islice(self, count))
@@ -81,6 +88,11 @@ class Numbers(Stream):
         block = self.block(count)
         return [] if block is None else block.tolist()
 
+    def span(self, count: int) -> tuple[int, int] | None:
+        count = self._left(count)
+        self._at += count
+        return self._at - count, count
+
     def advance(self, count: int) -> int:
         count = self._left(count)
         self._at += count
@@ -94,11 +106,17 @@ class Picked(Stream):
     def __init__(self, source: Rows, order: Stream) -> None:
         self._source = source
         self._order = order
+        # From the first number and a count to consecutive rows, where that is quicker.
+        self._part: Callable[[int, int], Block] | None = getattr(source, "part", None)
 
     def __next__(self) -> Any:
         return self._source.row(next(self._order))
 
     def block(self, count: int) -> Block | None:
+        if self._part is not None:
+            span = self._order.span(count)
+            if span is not None:
+                return self._part(*span) if span[1] else None
         numbers = self._order.block(count)
         return None if numbers is None else self._source.rows(numbers)
 
@@ -151,6 +169,13 @@ class Taken(_Joined):
         self._left -= count
         return self._upstream.block(count) if count else None
 
+    def span(self, count: int) -> tuple[int, int] | None:
+        count = min(count, self._left)
+        span = self._upstream.span(count)
+        if span is not None:
+            self._left -= count
+        return span
+
     def advance(self, count: int) -> int:
         count = min(count, self._left)
         self._left -= count
@@ -177,6 +202,9 @@ class Skipped(_Joined):
 
     def block(self, count: int) -> Block | None:
         return self._started().block(count)
+
+    def span(self, count: int) -> tuple[int, int] | None:
+        return self._started().span(count)
 
     def advance(self, count: int) -> int:
         return self._started().advance(count)
@@ -230,6 +258,7 @@ class Chained(_Joined):
         self._number = 0
         self._current: Stream | None = None
         self._from_current = 0
+        self._ended = False
 
     def _next_stream(self) -> bool:
         """Goes on to the next stream; False after the last."""
@@ -246,7 +275,8 @@ class Chained(_Joined):
         """Whether there is nothing more to come, seen at the end of a stream."""
         # A stream without elements that repeats for ever would never end.
         empty = self._current is not None and not self._from_current and self._length is not None
-        return empty or not self._next_stream()
+        self._ended = self._ended or empty or not self._next_stream()
+        return self._ended
 
     def __next__(self) -> Any:
         while True:

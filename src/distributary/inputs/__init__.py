@@ -1,17 +1,23 @@
 """A dataset per worker, a batch per replica."""
 
-from distributary.inputs._contexts import InputContext, ValueContext
-from distributary.inputs._distributed_dataset import (
-    DistributedDataset,
-    DistributedIterator,
-    PerReplicaSpec,
-)
-from distributary.inputs._sources import Batches, Elements, checked
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distributary.inputs._contexts import DistributedInput, InputContext, ValueContext
 from distributary.inputs._statistics import InputStatistics, StepStatistics
+
+if TYPE_CHECKING:
+    from distributary.inputs._distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        PerReplicaSpec,
+    )
+    from distributary.inputs._sources import Batches, Elements, checked
 
 __all__ = [
     "Batches",
     "DistributedDataset",
+    "DistributedInput",
     "DistributedIterator",
     "Elements",
     "InputContext",
@@ -21,3 +27,19 @@ __all__ = [
     "ValueContext",
     "checked",
 ]
+
+# Many programs never distribute a dataset, and reading these modules takes a while.
+_LATER = {
+    "Batches": "_sources",
+    "DistributedDataset": "_distributed_dataset",
+    "DistributedIterator": "_distributed_dataset",
+    "Elements": "_sources",
+    "PerReplicaSpec": "_distributed_dataset",
+    "checked": "_sources",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

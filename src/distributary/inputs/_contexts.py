@@ -7,6 +7,10 @@ import numpy as np
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 
+class DistributedInput:
+    """Base of distributed datasets and their iterators."""
+
+
 @final
 class ValueContext:
     """Argument of the `value_fn` of `experimental_distribute_values_from_function`.

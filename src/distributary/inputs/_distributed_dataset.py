@@ -23,6 +23,7 @@ from distributary.datasets import (
     state_of,
 )
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
+from distributary.inputs._contexts import DistributedInput
 from distributary.inputs._sources import Batches, Elements
 from distributary.inputs._statistics import InputStatistics, Loop
 from distributary.tracing import current_scope, user_stacklevel
@@ -51,20 +52,21 @@ class PerReplicaSpec:
 
 
 @final
-class DistributedDataset:
+class DistributedDataset(DistributedInput):
     """Batches for the replicas of a strategy; made by `experimental_distribute_dataset`.
 
     Iterating gives, per step, a nest like the batch with a `PerReplica` in the place of every
     array; with one replica the arrays themselves. Each `iter()` starts over if the source can.
 
-    A thread makes the batches and puts them on the devices ahead of the step that needs them, as
-    many as `InputOptions.experimental_per_replica_buffer_size` says.
+    A thread makes the batches and puts them on the devices ahead of the step that needs them:
+    `InputOptions.experimental_per_replica_buffer_size` of them wait while the next one is made.
 
     Args:
         source: The batches, or the elements of the replicas.
         placer: Puts them on devices; None leaves them on the host.
         share: Number of replicas here and elsewhere.
-        depth: How many batches are made ahead; 0 for none.
+        depth: How many batches wait ahead of the step while the next one is made; 0 to make each
+            when it is asked for.
         statistics: Where waiting is counted.
 
     Source: `tf.distribute.DistributedDataset`.
@@ -144,7 +146,7 @@ class DistributedDataset:
         if isinstance(given, WorkerBatch):
             if self._share.num_replicas == 1:
                 return self._alone(given.rows)
-            if len(set(given.sizes)) == 1 and self._placer is not None:
+            if given.sizes[0] == given.sizes[-1] and self._placer is not None:
                 size = given.sizes[0]
                 place = self._placer.place_rows
 
@@ -188,7 +190,7 @@ def _undivided(given: Any) -> Any:
 
 
 @final
-class DistributedIterator:
+class DistributedIterator(DistributedInput):
     """Iterator over a `DistributedDataset`.
 
     Source: `tf.distribute.DistributedIterator`.
@@ -229,7 +231,8 @@ class DistributedIterator:
 
     def _start(self, stream: Iterator[Any]) -> None:
         self._steps = map(self._place, stream)
-        depth = self._dataset._depth
+        # One more is in the making.
+        depth = self._dataset._depth and self._dataset._depth + 1
         once = self._dataset._source.once
         if once is not None:
             # What its thread has read and nobody has taken is there for the next iterator.

@@ -234,8 +234,8 @@ def _rows_of(dataset: Any, what: str) -> list[Any]:
     return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(lengths.pop())]
 
 
-def checked(batch: Any, number: int, may_be_reused: bool) -> Any:
-    """A batch as a nest of arrays that can be split and go to devices.
+def checked(batch: Any, number: int, may_be_reused: bool) -> tuple[Any, int]:
+    """A batch as a nest of arrays that can be split and go to devices, and its number of rows.
 
     Args:
         batch: Nest of arrays.
@@ -246,7 +246,9 @@ def checked(batch: Any, number: int, may_be_reused: bool) -> Any:
         InvalidValueError: if the arrays have no rows to split or disagree in their number.
         InvalidTypeError: if the batch holds no arrays.
     """
-    leaves, tree = jax.tree.flatten(batch, is_leaf=_is_list_of_numbers)
+    leaves, tree = jax.tree.flatten(batch)
+    if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+        leaves, tree = jax.tree.flatten(batch, is_leaf=_is_list_of_numbers)
     if not leaves:
         raise InvalidTypeError(f"Batch {number} of the dataset is {batch!r} and holds no arrays.")
     arrays = [_array(leaf, number, may_be_reused) for leaf in leaves]
@@ -256,7 +258,7 @@ def checked(batch: Any, number: int, may_be_reused: bool) -> Any:
             f"Batch {number} of the dataset holds arrays with {sorted(sizes)} rows; all arrays of a"
             " batch must have the same number of rows (dim 0), which is split over the replicas."
         )
-    return jax.tree.unflatten(tree, arrays)
+    return jax.tree.unflatten(tree, arrays), sizes.pop()
 
 
 def _is_list_of_numbers(value: Any) -> bool:

@@ -53,6 +53,16 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_data_adapter
 
 
+def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of a dataset whose length nobody knew before is no interruption."""
+
+    def _interrupted_warning(self: Any) -> None:
+        if not isinstance(self.data_adapter, DatasetAdapter) or self.steps_per_epoch:
+            original(self)
+
+    return _interrupted_warning
+
+
 @final
 class DatasetAdapter(DataAdapter):
     """Yields the global batches of a distributed dataset, which steps split in the same way."""

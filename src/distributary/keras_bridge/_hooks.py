@@ -53,6 +53,11 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
     ("keras.src.backend.jax.trainer", "callbacks_module", _models.callbacks_module),
     ("keras.src.trainers.data_adapters", "get_data_adapter", _data.get_data_adapter),
+    (
+        "keras.src.trainers.epoch_iterator",
+        "EpochIterator._interrupted_warning",
+        _data.interrupted_warning,
+    ),
     # Numbers of a replica that belong to the whole batch.
     ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
     ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),

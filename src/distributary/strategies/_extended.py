@@ -23,22 +23,13 @@ from distributary.context import (
     push,
     require_cross_replica,
 )
-from distributary.datasets import WorkerShare
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
 )
-from distributary.inputs import (
-    Batches,
-    DistributedDataset,
-    DistributedIterator,
-    Elements,
-    InputContext,
-    InputStatistics,
-    ValueContext,
-)
+from distributary.inputs import DistributedInput, InputContext, InputStatistics, ValueContext
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
@@ -89,7 +80,6 @@ class StrategyExtended:
         self.num_replicas = 1 if devices is None else len(devices)
         self.is_default = is_default
         self.input_statistics = InputStatistics()
-        self._share = WorkerShare(replicas_per_worker=self.num_replicas)
         self._distributed = distributed
         self.cross_device_ops = cross_device_ops or NcclAllReduce()
         self.options = options or CommunicationOptions()
@@ -374,6 +364,8 @@ class StrategyExtended:
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
         """See `Strategy.experimental_distribute_dataset`."""
+        from distributary.inputs import Batches
+
         options = _input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
@@ -383,17 +375,19 @@ class StrategyExtended:
             )
         if self.is_default:
             return dataset
-        if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        if isinstance(dataset, DistributedInput):
             raise InvalidTypeError(
                 "experimental_distribute_dataset: the dataset is distributed already. Iterate over"
                 " it, or distribute the dataset it was made from."
             )
-        return self._distributed_dataset(Batches(dataset, self._share), options)
+        return self._distributed_dataset(Batches(dataset, self.worker_share()), options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
         """See `Strategy.distribute_datasets_from_function`."""
+        from distributary.inputs import Elements
+
         options = _input_options(options)
         per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.is_default:
@@ -403,14 +397,20 @@ class StrategyExtended:
         datasets = [dataset_fn(InputContext(count, i, num_replicas)) for i in range(count)]
         return self._distributed_dataset(Elements(datasets, num_replicas), options)
 
-    def _distributed_dataset(
-        self, source: Batches | Elements, options: InputOptions
-    ) -> DistributedDataset:
+    def worker_share(self) -> Any:
+        """Which of the replicas of a dataset's batches are those of this process."""
+        from distributary.datasets import WorkerShare
+
+        return WorkerShare(replicas_per_worker=self.num_replicas)
+
+    def _distributed_dataset(self, source: Any, options: InputOptions) -> Any:
+        from distributary.inputs import DistributedDataset
+
         fetch = options.experimental_fetch_to_device is not False
         return DistributedDataset(
             source,
             self.runner if fetch else None,
-            self._share,
+            self.worker_share(),
             options.experimental_per_replica_buffer_size,
             self.input_statistics,
         )

@@ -10,7 +10,7 @@ import jax
 
 from distributary.context import current_mode, in_default_context
 from distributary.errors import InvalidTypeError
-from distributary.inputs import DistributedDataset, DistributedIterator
+from distributary.inputs import DistributedInput
 from distributary.strategies._cache import ProgramCache
 from distributary.strategies._compiled import (
     Compiled,
@@ -74,7 +74,7 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if current_scope() is not None or any(
-            isinstance(leaf, (DistributedDataset, DistributedIterator)) for leaf in leaves
+            isinstance(leaf, DistributedInput) for leaf in leaves
         ):
             return self.python_function(*args, **kwargs)
         mode = current_mode()

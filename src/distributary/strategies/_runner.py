@@ -17,7 +17,7 @@ from distributary.strategies._compiled import (
     signature_of,
     split_result,
 )
-from distributary.topology import Dispatcher
+from distributary.topology import Dispatcher, put_rows
 from distributary.tracing import ReplicaProgram, TraceScope, current_scope, in_role
 from distributary.values import (
     Mirrored,
@@ -115,9 +115,10 @@ class ReplicaRunner:
         """A stacked `PerReplica` with every row on its replica's device."""
         if self._stacked is None:
             return value
-        return PerReplica.from_stacked(
-            jax.device_put(value.payload, self._stacked), value.num_replicas
-        )
+        payload = value.payload
+        if isinstance(payload, np.ndarray):
+            return PerReplica.from_stacked(put_rows(payload, self._stacked), value.num_replicas)
+        return PerReplica.from_stacked(jax.device_put(payload, self._stacked), value.num_replicas)
 
     def place_components(self, values: Sequence[Any]) -> PerReplica:
         """A `PerReplica` of components that differ in shape, each on every device."""

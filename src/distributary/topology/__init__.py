@@ -11,7 +11,7 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
 from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.topology._jax_private import backends_started, inside_jax_trace
+from distributary.topology._jax_private import backends_started, inside_jax_trace, put_rows
 
 __all__ = [
     "REPLICA_AXIS",
@@ -26,6 +26,7 @@ __all__ = [
     "make_mesh",
     "parse_device",
     "prepare_cpu_threads",
+    "put_rows",
     "replica_devices",
     "resolve_device",
     "set_logical_cpu_devices",

@@ -1,9 +1,14 @@
 """The one place that uses private names of JAX."""
 
-import jax.extend.core as jex_core
-from jax._src import core, xla_bridge
+from typing import Any
 
-__all__ = ["backends_started", "inside_jax_trace"]
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax._src import core, xla_bridge
+from jax._src.interpreters import pxla
+
+__all__ = ["backends_started", "inside_jax_trace", "put_rows"]
 
 
 def inside_jax_trace() -> bool:
@@ -26,3 +31,20 @@ def backends_started() -> bool:
     jax 0.10.2, the version in which this place of the private name was checked.
     """
     return bool(xla_bridge.backends_are_initialized())
+
+
+def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
+    """A NumPy array `[device, ...]` with every row on a device of a sharding over dim 0.
+
+    The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
+    jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
+    """
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        return jax.device_put(array, sharding)
+    devices = list(sharding.mesh.devices.flat)
+    if len(devices) != len(array) or not sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    aval = core.ShapedArray(array.shape, array.dtype)
+    rows = [array[i : i + 1] for i in range(len(devices))]
+    put: jax.Array = pxla.batched_device_put(aval, sharding, rows, devices)
+    return put

@@ -1,0 +1,357 @@
+"""Does the input keep up? Datasets, their way to the devices, overlap with the step, files.
+
+Sections, each in a fresh process, peers in turns:
+
+    memory   batches/s of 60,000 x 784 float32, shuffled, repeated, batches of 128, on the host:
+             a NumPy permutation and fancy index, ours, grain one element at a time, tf.data
+    devices  the same put on R devices, seconds per batch, against a loop that calls device_put
+    overlap  a training step whose batches take 80 % of its time to load, against the step alone
+    files    1 GB in four .npy files, against reading the files
+
+    python benchmarks/input_time.py --tensorflow-python PATH
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import _command_line
+import _processes
+import _report
+import _served
+import _timing
+
+ROWS, COLUMNS, BATCH = 60_000, 784, 128
+BARS = {
+    "ours / numpy": ("at least", 0.9),
+    "ours / tf.data": ("at least", 3.0),
+    "ours / grain": ("at least", 50.0),
+    "ours / device_put loop": ("at most", 1.1),
+    "with loader / alone": ("at most", 1.1),
+    "ours / read": ("at least", 0.8),
+}
+SECTIONS = ("memory", "devices", "overlap", "files")
+_CHILD_TIMEOUT_SECONDS = 900.0
+_WIDTH = 1024  # of the layers of the step in `overlap`
+
+
+class _Batches:
+    """A peer that takes batches from an iterator."""
+
+    def __init__(
+        self, name: str, batches: Iterator[Any], use: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.name = name
+        self._batches = batches
+        self._use = use
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Nothing to compare."""
+        return []
+
+    def time_block(self, num_steps: int) -> float:
+        """Takes `num_steps` batches and returns the seconds per batch."""
+        start = time.perf_counter()
+        use, batches, last = self._use, self._batches, None
+        for _ in range(num_steps):
+            last = next(batches) if use is None else use(next(batches))
+        if use is not None:
+            import jax
+
+            jax.block_until_ready(last)
+        return (time.perf_counter() - start) / num_steps
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _rows() -> Any:
+    import numpy as np
+
+    return np.random.default_rng(0).random((ROWS, COLUMNS), np.float32)
+
+
+def _by_hand(rows: Any) -> Iterator[Any]:
+    import numpy as np
+
+    while True:
+        order = np.random.permutation(len(rows))
+        for i in range(0, len(rows), BATCH):
+            yield rows[order[i : i + BATCH]]
+
+
+def _ours(rows: Any) -> Any:
+    from distributary.data import Dataset
+
+    return Dataset.from_tensor_slices(rows).shuffle(len(rows), seed=0).repeat().batch(BATCH)
+
+
+def _grain(rows: Any) -> Iterator[Any]:
+    import grain
+
+    dataset = grain.MapDataset.source(rows).shuffle(seed=0).repeat().batch(BATCH)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+
+def _tf_data() -> _Batches:
+    import tensorflow as tf
+
+    rows = _rows()
+    dataset = tf.data.Dataset.from_tensor_slices(rows).shuffle(ROWS).repeat().batch(BATCH)
+    dataset = dataset.prefetch(tf.data.AUTOTUNE)
+    return _Batches("tf.data", dataset.as_numpy_iterator())
+
+
+def _measure_memory(request: dict[str, Any]) -> dict[str, Any]:
+    rows = _rows()
+    peers: list[Any] = [
+        _Batches("numpy", _by_hand(rows)),
+        _Batches("ours", iter(_ours(rows))),
+    ]
+    steps = {"numpy": request["steps"], "ours": request["steps"]}
+    try:
+        peers.append(_Batches("grain", _grain(rows)))
+        steps["grain"] = 4
+    except ImportError:
+        print("grain is not installed", file=sys.stderr)
+    if request["tensorflow"]:
+        command = [request["tensorflow"], __file__, "--serve-tf-data"]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environ.pop("PYTHONPATH", None)
+        peers.append(_served.ServedPeer("tf.data", command, environ))
+        steps["tf.data"] = max(20, request["steps"] // 10)
+    seconds = _timing.interleave(peers, request["rounds"], steps)
+    for peer in peers:
+        peer.close()
+    ratios = {
+        f"ours / {name}": _timing.summarize_ratio(seconds[name], seconds["ours"])
+        for name in seconds
+        if name != "ours"
+    }
+    return {"section": "memory", "seconds": seconds, "ratios": ratios}
+
+
+def _measure_devices(request: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import distributary as dist
+
+    num_replicas = request["replicas"]
+    rows = _rows()
+    devices = [f"CPU:{i}" for i in range(num_replicas)]
+    strategy = dist.MirroredStrategy(devices)
+    ours = iter(strategy.experimental_distribute_dataset(_ours(rows)))
+    mesh = Mesh(jax.devices()[:num_replicas], "replica")
+    sharding = NamedSharding(mesh, PartitionSpec("replica"))
+    peers = [
+        _Batches("by hand", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
+        _Batches("ours", ours, _same),
+        _Batches("control", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
+    ]
+    seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 500))
+    return {
+        "section": "devices",
+        "replicas": num_replicas,
+        "seconds": seconds,
+        "ratios": {
+            "ours / device_put loop": _timing.summarize_ratio(seconds["ours"], seconds["by hand"]),
+            "control": _timing.summarize_ratio(seconds["control"], seconds["by hand"]),
+        },
+    }
+
+
+def _names(peers: list[Any]) -> list[str]:
+    return [peer.name for peer in peers]
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _measure_overlap(request: dict[str, Any]) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import distributary as dist
+
+    num_replicas = request["replicas"]
+    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        w = dist.Variable(jnp.eye(_WIDTH), name="w")
+
+    def step(x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        w.assign(w.value() * 0.999)
+        return dist.get_replica_context().all_reduce("SUM", jnp.sum(x))
+
+    batch = np.ones((BATCH * num_replicas, _WIDTH), np.float32)
+    (placed,) = strategy.experimental_distribute_dataset([batch])
+
+    def train(x: Any) -> Any:
+        loss = strategy.run(step, (x,))
+        return jax.block_until_ready(loss)  # as a loop does that prints its loss
+
+    train(placed)
+    alone = _Batches("alone", iter(lambda: placed, None), train)
+    step_seconds = min(alone.time_block(20) for _ in range(5))
+    load_seconds = 0.8 * step_seconds
+
+    def load() -> Iterator[Any]:
+        while True:
+            time.sleep(load_seconds)  # a disk or a network, which leaves the cores alone
+            yield batch
+
+    dataset = dist.data.Dataset.from_generator(load)
+    ahead = iter(strategy.experimental_distribute_dataset(dataset))
+    without = dist.InputOptions(experimental_per_replica_buffer_size=0)
+    behind = iter(strategy.experimental_distribute_dataset(dataset, without))
+    peers = [
+        alone,
+        _Batches("with loader", ahead, train),
+        _Batches("without reading ahead", behind, train),
+    ]
+    seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 30))
+    return {
+        "section": "overlap",
+        "replicas": num_replicas,
+        "step_seconds": step_seconds,
+        "seconds": seconds,
+        "ratios": {
+            f"{name} / alone": _timing.summarize_ratio(seconds[name], seconds["alone"])
+            for name in ("with loader", "without reading ahead")
+        },
+    }
+
+
+def _measure_files(request: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    from distributary.data import Dataset
+
+    columns, batch = 1024, 256
+    rows_per_file = request["megabytes"] * 1_000_000 // 4 // (columns * 4)
+    with tempfile.TemporaryDirectory(dir=request["folder"]) as folder:
+        files = [str(Path(folder) / f"{i}.npy") for i in range(4)]
+        rows = np.random.default_rng(0).random((rows_per_file, columns), np.float32)
+        for name in files:
+            np.save(name, rows)
+        buffer = bytearray(batch * columns * 4)
+
+        def read(_: int) -> float:
+            start = time.perf_counter()
+            for name in files:
+                with open(name, "rb", buffering=0) as file:
+                    while file.readinto(buffer):
+                        pass
+            return time.perf_counter() - start
+
+        def ours(_: int) -> float:
+            start = time.perf_counter()
+            num_rows = sum(len(x) for x in Dataset.from_npy(files).batch(batch))
+            assert num_rows == 4 * rows_per_file
+            return time.perf_counter() - start
+
+        peers = [_Timed("read", read), _Timed("ours", ours)]
+        seconds = _timing.interleave(peers, request["rounds"], {"read": 1, "ours": 1})
+    ratio = _timing.summarize_ratio(seconds["read"], seconds["ours"])
+    gigabytes = 16 * rows_per_file * columns / 1e9
+    return {
+        "section": "files",
+        "gigabytes": gigabytes,
+        "seconds": seconds,
+        "ratios": {"ours / read": ratio},
+    }
+
+
+class _Timed:
+    def __init__(self, name: str, time_block: Callable[[int], float]) -> None:
+        self.name = name
+        self.time_block = time_block
+
+
+_MEASURES = {
+    "memory": _measure_memory,
+    "devices": _measure_devices,
+    "overlap": _measure_overlap,
+    "files": _measure_files,
+}
+
+
+def _measure(request: dict[str, Any]) -> dict[str, Any]:
+    return _MEASURES[request["section"]](request)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures, prints, writes; 1 if a section failed, else 0."""
+    load_before = _report.load_average()
+    rows, failed = [], False
+    for section in arguments.sections:
+        for num_replicas in arguments.replicas if section in ("devices", "overlap") else [1]:
+            request = {
+                "section": section,
+                "replicas": num_replicas,
+                "rounds": arguments.rounds,
+                "steps": 200 if arguments.quick else 1000,
+                "megabytes": 100 if arguments.quick else 1000,
+                "folder": str(arguments.folder) if arguments.folder else None,
+                "tensorflow": arguments.tensorflow_python,
+            }
+            try:
+                rows.append(
+                    _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
+                )
+            except _processes.ChildFailedError as error:
+                print(f"FAILED: {error}", file=sys.stderr)
+                failed = True
+    print("Ratios of speeds (at least) or of times (at most); median over rounds.\n")
+    _report.print_table(
+        ["section", "R", "ratio", "median", "quartiles", "bar", ""],
+        [_row(row, name, ratio) for row in rows for name, ratio in row["ratios"].items()],
+    )
+    _report.write(
+        "input_time",
+        rows=rows,
+        settings={"rounds": arguments.rounds, "bars": BARS, "quick": arguments.quick},
+        load_before=load_before,
+        folder=arguments.output,
+    )
+    return int(failed)
+
+
+def _row(row: dict[str, Any], name: str, ratio: dict[str, float]) -> list[object]:
+    kind, bar = BARS.get(name, ("", None))
+    median = ratio["median"]
+    verdict = ""
+    if bar is not None:
+        verdict = "ok" if (median >= bar if kind == "at least" else median <= bar) else "MISSED"
+    quartiles = f"{ratio['lower_quartile']:.3g} to {ratio['upper_quartile']:.3g}"
+    shown = f"{kind} {bar}" if bar is not None else ""
+    return [row["section"], row.get("replicas", ""), name, median, quartiles, shown, verdict]
+
+
+def _parse() -> argparse.Namespace:
+    parser = _command_line.parser(__doc__, "rounds per section", 15, 3)
+    _command_line.add_replicas(parser, "2,4")
+    parser.add_argument(
+        "--sections", type=lambda text: text.split(","), default=list(SECTIONS), metavar="A,B"
+    )
+    parser.add_argument("--tensorflow-python", help="a Python that can import tensorflow")
+    parser.add_argument("--folder", type=Path, help="where the 1 GB is written for a while")
+    parser.add_argument("--serve-tf-data", action="store_true", help=argparse.SUPPRESS)
+    return _command_line.parse(parser)
+
+
+if __name__ == "__main__":
+    given = _parse()
+    if given.serve_tf_data:
+        _served.serve(_tf_data)
+    else:
+        _command_line.run(given, main, _measure)
