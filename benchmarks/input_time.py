@@ -234,41 +234,56 @@ def _measure_overlap(request: dict[str, Any]) -> dict[str, Any]:
 def _measure_files(request: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
-    from distributary.data import Dataset
-
-    columns, batch = 1024, 256
+    columns = 1024
     rows_per_file = request["megabytes"] * 1_000_000 // 4 // (columns * 4)
     with tempfile.TemporaryDirectory(dir=request["folder"]) as folder:
         files = [str(Path(folder) / f"{i}.npy") for i in range(4)]
         rows = np.random.default_rng(0).random((rows_per_file, columns), np.float32)
         for name in files:
             np.save(name, rows)
-        buffer = bytearray(batch * columns * 4)
-
-        def read(_: int) -> float:
-            start = time.perf_counter()
-            for name in files:
-                with open(name, "rb", buffering=0) as file:
-                    while file.readinto(buffer):
-                        pass
-            return time.perf_counter() - start
-
-        def ours(_: int) -> float:
-            start = time.perf_counter()
-            num_rows = sum(len(x) for x in Dataset.from_npy(files).batch(batch))
-            assert num_rows == 4 * rows_per_file
-            return time.perf_counter() - start
-
-        peers = [_Timed("read", read), _Timed("ours", ours)]
-        seconds = _timing.interleave(peers, request["rounds"], {"read": 1, "ours": 1})
-    ratio = _timing.summarize_ratio(seconds["read"], seconds["ours"])
-    gigabytes = 16 * rows_per_file * columns / 1e9
+        sizes = {f"{batch * columns * 4 >> 20} MiB": batch for batch in (256, 1024, 4096)}
+        peers = []
+        for name, batch in sizes.items():
+            peers.append(_Timed(f"read {name}", _reader(files, batch * columns * 4)))
+            peers.append(_Timed(f"ours {name}", _our_reader(files, batch)))
+        seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 1))
     return {
         "section": "files",
-        "gigabytes": gigabytes,
+        "gigabytes": 16 * rows_per_file * columns / 1e9,
         "seconds": seconds,
-        "ratios": {"ours / read": ratio},
+        "ratios": {
+            f"ours / read, {name} at a time": _timing.summarize_ratio(
+                seconds[f"read {name}"], seconds[f"ours {name}"]
+            )
+            for name in sizes
+        },
     }
+
+
+def _reader(files: list[str], num_bytes: int) -> Callable[[int], float]:
+    buffer = bytearray(num_bytes)
+
+    def read(_: int) -> float:
+        start = time.perf_counter()
+        for name in files:
+            with open(name, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        return time.perf_counter() - start
+
+    return read
+
+
+def _our_reader(files: list[str], batch: int) -> Callable[[int], float]:
+    from distributary.data import Dataset
+
+    def ours(_: int) -> float:
+        start = time.perf_counter()
+        num_rows = sum(len(x) for x in Dataset.from_npy(files).batch(batch))
+        assert num_rows > 0
+        return time.perf_counter() - start
+
+    return ours
 
 
 class _Timed:
@@ -327,7 +342,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _row(row: dict[str, Any], name: str, ratio: dict[str, float]) -> list[object]:
-    kind, bar = BARS.get(name, ("", None))
+    kind, bar = BARS.get(name.partition(",")[0], ("", None))
     median = ratio["median"]
     verdict = ""
     if bar is not None:

@@ -42,6 +42,25 @@ def test_rows_of_npy_files_in_order_shuffled_and_after_a_jump(shards):
     np.testing.assert_array_equal(shuffled, rows[order])
 
 
+def test_memory_is_used_again_only_when_nobody_refers_to_it(tmp_path, strategy_of):
+    rows = np.arange(200 * 1000, dtype=np.float32).reshape(200, 1000)
+    np.save(tmp_path / "a.npy", rows)
+    dataset = Dataset.from_npy(str(tmp_path / "a.npy")).batch(100)
+
+    addresses = {batch.ctypes.data for _ in range(5) for batch in dataset}
+    assert len(addresses) <= 4
+    kept = [part[3:] for _ in range(5) for part in dataset]
+    for i, part in enumerate(kept):
+        np.testing.assert_array_equal(part, rows[100 * (i % 2) :][3:100])
+    for num_replicas in (1, 2):  # JAX can take such memory as it is
+        distributed = strategy_of(num_replicas).experimental_distribute_dataset(dataset)
+        on_devices = [batch for _ in range(5) for batch in distributed]
+        for i, batch in enumerate(on_devices):
+            parts = [batch] if num_replicas == 1 else batch.values
+            seen = np.concatenate([np.asarray(part) for part in parts])
+            np.testing.assert_array_equal(seen, rows[100 * (i % 2) :][:100])
+
+
 def test_other_layouts_of_npy_files(tmp_path):
     fortran = np.asfortranarray(np.arange(12.0).reshape(4, 3))
     empty_rows = np.zeros((4, 0), np.int8)

@@ -11,6 +11,7 @@ import lzma
 import os
 import pathlib
 import struct
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -170,26 +171,58 @@ class _NpyArray:
             self._map = np.load(self.name, mmap_mode="r")
         return np.asarray(self._map).take(numbers, axis=0)
 
-    def part(self, start: int, count: int) -> np.ndarray:
+    def part(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
         """Consecutive rows, in memory of their own."""
         if self._map is None and self._row_bytes:
-            return self._read(start, count)
+            return self._read(start, count, memory)
         return np.array(np.load(self.name, mmap_mode="r")[start : start + count])
 
-    def _read(self, start: int, count: int) -> np.ndarray:
+    def _read(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
         # Reading is faster than copying out of a mapping, which faults in every page.
-        with self._lock:
-            if self._descriptor is None:
-                self._descriptor = os.open(self.name, os.O_RDONLY)
-        result = np.empty((count, *self.shape[1:]), self.dtype)
-        left = memoryview(result.reshape(-1).view(np.uint8).data)
+        if self._descriptor is None:
+            with self._lock:
+                if self._descriptor is None:
+                    self._descriptor = os.open(self.name, os.O_RDONLY)
+        rows = memory.get(count * self._row_bytes)
+        left = memoryview(rows.data)
         position = self._offset + start * self._row_bytes
         while left:
             done = os.preadv(self._descriptor, [left], position)
             if not done:
                 raise InvalidValueError(f"from_npy: {self.name!r} became shorter while it is read.")
             left, position = left[done:], position + done
-        return result
+        return rows.view(self.dtype).reshape(count, *self.shape[1:])
+
+
+@final
+class _Memory:
+    """Memory of batches that nobody refers to any more, for those that come.
+
+    The system fills new memory with zeros first, which takes as long as reading a file that is in
+    the page cache.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def get(self, num_bytes: int) -> np.ndarray:
+        """An array uint8 `[num_bytes]` that only the caller refers to."""
+        with self._lock:
+            for block in self._blocks:
+                # Arrays that share its memory refer to it: only the list, the loop and the call do.
+                if block.nbytes == num_bytes and sys.getrefcount(block) == 3:
+                    return block[:]
+            block = np.empty(num_bytes, np.uint8)
+            if num_bytes >= _MIN_KEPT_BYTES:
+                self._blocks = [*self._blocks[1 - _MAX_KEPT :], block]
+            return block[:]
+
+
+# Less than this comes from memory that the process has already.
+_MIN_KEPT_BYTES = 1 << 18
+# One batch in use, one ahead, one in the making, one whose step has not ended yet.
+_MAX_KEPT = 4
 
 
 def _open_numpy(name: str) -> Any:
@@ -216,6 +249,7 @@ class NumpyFiles(Node):
     files: tuple[str, ...]
     # By name the file, by a tuple of names the ends of its files.
     _opened: dict[Any, Any] = field(default_factory=dict)
+    _memory: _Memory = field(default_factory=_Memory)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
@@ -268,22 +302,21 @@ class NumpyFiles(Node):
 
     def part(self, start: int, count: int) -> Block:
         """Consecutive rows."""
-        return join(list(self._parts(start, count, self._ends())))
-
-    def _parts(self, start: int, count: int, ends: list[int]) -> Iterator[Block]:
-        """Consecutive rows, file by file."""
+        ends = self._ends()
+        pieces = []
         which = bisect.bisect_right(ends, start)
         while count:
-            begin = ends[which - 1] if which else 0
             taken = min(count, ends[which] - start)
             if taken:
                 arrays = self._open(self.files[which])
-                own = start - begin
+                own = start - (ends[which - 1] if which else 0)
                 if isinstance(arrays, dict):
-                    yield {key: a[own : own + taken].copy() for key, a in arrays.items()}
+                    rows = slice(own, own + taken)
+                    pieces.append({key: array[rows].copy() for key, array in arrays.items()})
                 else:
-                    yield arrays.part(own, taken)
+                    pieces.append(arrays.part(own, taken, self._memory))
             start, count, which = start + taken, count - taken, which + 1
+        return join(pieces)
 
     def _rows_of(self, which: int, numbers: np.ndarray) -> Block:
         arrays = self._open(self.files[which])

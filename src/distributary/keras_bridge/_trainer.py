@@ -28,7 +28,7 @@ from distributary.keras_bridge._replica import (
     sums,
     trainer_replica,
 )
-from distributary.topology import REPLICA_AXIS, dispatcher_for
+from distributary.topology import REPLICA_AXIS, dispatcher_for, latest_program
 from distributary.tracing import user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
@@ -192,6 +192,8 @@ class StepFunction:
         with _InterruptsDeferred():
             result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
             self.latest = result
+        latest_program.count += 1
+        latest_program.output = _token(result)
         return result
 
     def _sharding(self, way: str, count: int) -> Any:

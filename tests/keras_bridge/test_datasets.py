@@ -1,0 +1,166 @@
+"""`distributary.data.Dataset` and distributed datasets in fit, evaluate and predict."""
+
+import contextlib
+import gc
+import itertools
+import threading
+import warnings
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+from distributary.data import Dataset
+
+_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+_WAIT_SECONDS = 30.0
+
+
+def _arrays(rows=14):
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    return x, (np.arange(rows) % 3).astype(np.int32)
+
+
+def _model(strategy):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+def _dataset(rows=14):
+    return Dataset.from_tensor_slices(_arrays(rows)).batch(4)
+
+
+_FORMS = {
+    "dataset": lambda strategy: _dataset(),
+    "prefetched": lambda strategy: _dataset().prefetch(3),
+    "unknown length": lambda strategy: Dataset.from_generator(lambda: iter(_dataset())),
+    "distributed": lambda strategy: strategy.experimental_distribute_dataset(_dataset()),
+    "from function": lambda strategy: strategy.distribute_datasets_from_function(
+        lambda _: _dataset().rebatch(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_datasets_equal_arrays_on_one_device(form, strategy_of):
+    strategy = strategy_of(2)
+    model, reference = _model(strategy), _model(None)
+    data = _FORMS[form](strategy)
+    x, y = _arrays()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = model.fit(data, validation_data=_dataset(6), epochs=2, verbose=0).history
+        evaluated = model.evaluate(data, verbose=0, return_dict=True)
+        predicted = model.predict(_dataset().map(lambda x, y: x), verbose=0)
+
+    expected = reference.fit(
+        x, y, batch_size=4, epochs=2, shuffle=False, verbose=0,
+        validation_data=tuple(part[:6] for part in _arrays(6)),
+    ).history  # fmt: skip
+    for name, values in expected.items():
+        if not name.startswith("val_"):
+            np.testing.assert_allclose(history[name], values, err_msg=name, **_CLOSE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, **_CLOSE),
+        model.get_weights(),
+        reference.get_weights(),
+    )
+    wanted = reference.evaluate(x, y, batch_size=4, verbose=0, return_dict=True)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(evaluated[name], value, **_CLOSE)
+    np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), **_CLOSE)
+
+
+def test_datasets_train_models_without_a_strategy_too():
+    model, reference = _model(None), _model(None)
+
+    model.fit(_dataset(), epochs=2, verbose=0)
+    reference.fit(*_arrays(), batch_size=4, epochs=2, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], **_CLOSE)
+    assert model.predict(_dataset().map(lambda x, y: x), verbose=0).shape == (14, 3)
+
+
+def test_class_weights_equal_those_of_arrays(strategy_of):
+    model, reference = _model(strategy_of(2)), _model(None)
+    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+
+    model.fit(_dataset(), class_weight=weights, verbose=0)
+    reference.fit(*_arrays(), batch_size=4, class_weight=weights, shuffle=False, verbose=0)
+    np.testing.assert_allclose(model.get_weights()[0], reference.get_weights()[0], **_CLOSE)
+
+
+def test_endless_datasets_need_a_number_of_steps(strategy_of):
+    model = _model(strategy_of(2))
+    endless = _dataset().repeat()
+
+    with pytest.raises(ValueError, match="an epoch would never end. Give steps_per_epoch"):
+        model.fit(endless, verbose=0)
+    seen = []
+    counted = Dataset.from_generator(
+        lambda: (seen.append(i) or batch for i, batch in enumerate(itertools.cycle(_dataset())))
+    )
+    model.fit(counted, steps_per_epoch=3, epochs=2, verbose=0)
+    # It goes on in the second epoch; besides, Keras looks at a first batch to build the model.
+    assert 6 <= len(seen) <= 12
+    assert max(seen) >= 5
+    history = model.fit(endless, steps_per_epoch=5, verbose=0).history
+    assert len(history["loss"]) == 1
+    assert model.evaluate(endless, steps=2, verbose=0)
+    with pytest.raises(ValueError, match="steps to evaluate"):
+        model.evaluate(endless, verbose=0)
+
+
+def test_targets_next_to_a_dataset_are_refused(strategy_of):
+    model = _model(strategy_of(2))
+
+    with pytest.raises(ValueError, match=r"so y cannot be given .* yield \(x, y\)"):
+        model.fit(_dataset(), np.zeros(14))
+    with pytest.raises(ValueError, match="single examples"):
+        model.fit(_dataset().unbatch(), verbose=0)
+
+
+def test_an_interrupted_fit_leaves_no_thread(strategy_of):
+    model = _model(strategy_of(2))
+
+    def stop(batch, logs):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(_dataset().repeat(), steps_per_epoch=50, callbacks=[callback], verbose=0)
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "distributary-prefetch":
+            thread.join(_WAIT_SECONDS)
+    assert "distributary-prefetch" not in [t.name for t in threading.enumerate()]
+    model.fit(_dataset(), verbose=0)
+
+
+def test_every_epoch_is_shuffled_anew_and_reproducibly(strategy_of):
+    def trained(seed, **kwargs):
+        model = _model(strategy_of(2))
+        rows = Dataset.from_tensor_slices(_arrays(12)).shuffle(12, seed=seed, **kwargs)
+        model.fit(rows.batch(4), epochs=3, verbose=0)
+        return model.get_weights()[0]
+
+    first = trained(5)
+    np.testing.assert_array_equal(first, trained(5))
+    assert not np.array_equal(first, trained(6))
+    assert not np.array_equal(first, trained(5, reshuffle_each_iteration=False))
+
+
+def test_fit_counts_how_long_it_waits_for_data(strategy_of):
+    strategy = strategy_of(2)
+    model = _model(strategy)
+
+    model.fit(_dataset().repeat(20), verbose=0)
+
+    assert strategy.step_statistics.num_steps > 50
+    assert 0 <= strategy.step_statistics.input_wait_share <= 1
