@@ -77,7 +77,7 @@ def test_file_sharding_reads_every_file_once_and_keeps_the_global_batch(
     num_files, rows_per_file, data, tmp_path_factory
 ):
     num_workers = data.draw(st.integers(1, min(5, num_files)))
-    num_replicas = data.draw(st.integers(1, 3))
+    num_replicas = data.draw(st.integers(1, 4))
     batch_size = data.draw(st.integers(num_workers, 12))
     policy = data.draw(st.sampled_from([AutoShardPolicy.FILE, AutoShardPolicy.AUTO]))
     folder = tmp_path_factory.mktemp("files")

@@ -99,7 +99,7 @@ def test_endless_datasets_need_a_number_of_steps(strategy_of):
     model = _model(strategy_of(2))
     endless = _dataset().repeat()
 
-    with pytest.raises(ValueError, match="an epoch would never end. Give steps_per_epoch"):
+    with pytest.raises(ValueError, match=r"an epoch would never end. Give steps_per_epoch"):
         model.fit(endless, verbose=0)
     seen = []
     counted = Dataset.from_generator(

@@ -1,21 +1,19 @@
 """Sources of data and what is done to them; the public names are in `distributary.data`."""
 
-from distributary.datasets._dataset import (
-    SHARD_HINT,
-    Dataset,
+from distributary.datasets._dataset import SHARD_HINT, Dataset
+from distributary.datasets._elements import Prefetch
+from distributary.datasets._file_datasets import ParquetDataset, TextLineDataset, TFRecordDataset
+from distributary.datasets._foreign import foreign, is_hugging_face
+from distributary.datasets._iterator import (
     DatasetIterator,
     Optional,
-    ParquetDataset,
-    TextLineDataset,
-    TFRecordDataset,
     go_to,
     next_as_optional,
     next_or_out_of_range,
     restored,
     state_of,
 )
-from distributary.datasets._foreign import foreign, is_hugging_face
-from distributary.datasets._nodes import Node, Prefetch, WithOptions, describe
+from distributary.datasets._nodes import Node, describe
 from distributary.datasets._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -24,13 +22,9 @@ from distributary.datasets._options import (
     DistributeOptions,
     Options,
 )
+from distributary.datasets._order import WithOptions
 from distributary.datasets._prefetch import Prefetched
-from distributary.datasets._sharding import (
-    WorkerBatch,
-    WorkerBatches,
-    WorkerShare,
-    split_rows,
-)
+from distributary.datasets._sharding import WorkerBatch, WorkerBatches, WorkerShare, split_rows
 from distributary.datasets._sources import Once, OneShot, from_batches
 from distributary.datasets._structure import TensorSpec
 

@@ -1,55 +1,35 @@
 """`Dataset`: tf.data's method names on NumPy arrays."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
 
-from distributary.datasets._files import (
-    FileNames,
-    NumpyFiles,
-    file_names,
-    matching_files,
-    parquet_rows,
-    text_lines,
-    tf_records,
-)
-from distributary.datasets._foreign import foreign
-from distributary.datasets._nodes import (
-    MAX_SEED,
+from distributary.datasets._elements import (
     Batch,
     Cache,
-    Concatenate,
     Filter,
-    Interleave,
     Map,
-    Node,
     Prefetch,
-    Repeat,
-    Shard,
-    Shuffle,
-    Skip,
-    Take,
     Unbatch,
-    WithOptions,
-    Zip,
-    describe,
-    drawn_seeds,
     num_threads,
-    options_of,
-    with_drawn_seeds,
 )
+from distributary.datasets._files import FileNames, NumpyFiles, file_names, matching_files
+from distributary.datasets._foreign import foreign
+from distributary.datasets._iterator import DatasetIterator
+from distributary.datasets._nodes import MAX_SEED, Node, describe
 from distributary.datasets._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Options,
 )
+from distributary.datasets._order import Repeat, Shard, Shuffle, Skip, Take, WithOptions, options_of
+from distributary.datasets._several import Concatenate, Interleave, Zip
 from distributary.datasets._sources import Range, Single, generated, signature_of, slices
-from distributary.datasets._streams import Stream
 from distributary.datasets._structure import map_arrays
-from distributary.errors import InvalidTypeError, InvalidValueError, OutOfRangeError
+from distributary.errors import InvalidTypeError, InvalidValueError
 
 # What `prefetch(AUTOTUNE)` keeps ready: one element in use, one made, one on its way.
 _AUTOTUNED_DEPTH = 2
@@ -462,6 +442,11 @@ class Dataset:
         self._num_passes += 1
         return DatasetIterator(self, self._node, self._num_passes - 1)
 
+    def restore(self, node: Node, num_passes: int) -> None:
+        """From now on the dataset is `node`, and so many passes over it have begun."""
+        self._node = node
+        self._num_passes = num_passes
+
     def __len__(self) -> int:
         size = self._node.cardinality()
         if size == INFINITE_CARDINALITY:
@@ -477,212 +462,6 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<distributary.data.Dataset: {describe(self._node)}>"
-
-
-@final
-class DatasetIterator:
-    """One pass over a `Dataset`.
-
-    Source: `tf.data.Iterator`.
-    """
-
-    def __init__(self, dataset: Dataset, node: Node, number: int) -> None:
-        self._dataset = dataset
-        self._node = node
-        self._number = number
-        self._position = 0
-        self._stream: Stream | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._stream is None:
-            self._stream = self._node.stream((self._number,))
-        element = next(self._stream)
-        self._position += 1
-        return element
-
-    def get_next(self) -> Any:
-        """The next element.
-
-        Raises:
-            OutOfRangeError: at the end.
-        """
-        return next_or_out_of_range(self)
-
-    def get_next_as_optional(self) -> "Optional":
-        """The next element, or an `Optional` without a value at the end."""
-        return next_as_optional(self)
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the iterator is: a small dict of numbers and strings; see `set_state`."""
-        return state_of(self._node, self._number, self._position)
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where the iterator of the same dataset was, also in another process.
-
-        The passes over the dataset that begin after it are those that would have come next there.
-        Elements of arrays and files are skipped without reading them; generators, `filter` and
-        datasets of other libraries are iterated up to the place.
-
-        Raises:
-            InvalidValueError: if the state belongs to another dataset.
-        """
-        self._node, self._number, self._position = restored(self._node, state)
-        self._dataset._node = self._node
-        self._dataset._num_passes = self._number + 1
-        self._stream = self._node.stream((self._number,))
-        go_to(self._stream, self._position)
-
-
-@final
-class Optional:
-    """A value or none.
-
-    Source: `tf.experimental.Optional`.
-    """
-
-    def __init__(self, *value: Any) -> None:
-        self._value = value
-
-    def has_value(self) -> bool:
-        """Whether there is a value."""
-        return bool(self._value)
-
-    def get_value(self) -> Any:
-        """The value.
-
-        Raises:
-            InvalidValueError: if there is none.
-        """
-        if not self._value:
-            raise InvalidValueError("Optional.get_value: there is no value; ask has_value() first.")
-        return self._value[0]
-
-
-def next_or_out_of_range(iterator: Iterator[Any]) -> Any:
-    """The next element; OutOfRangeError at the end."""
-    try:
-        return next(iterator)
-    except OutOfRangeError:
-        raise
-    except StopIteration:
-        raise OutOfRangeError("The dataset has no more elements.") from None
-
-
-def next_as_optional(iterator: Iterator[Any]) -> Optional:
-    """The next element as an `Optional`."""
-    try:
-        return Optional(next(iterator))
-    except StopIteration:
-        return Optional()
-
-
-def state_of(node: Node, number: int, position: int) -> dict[str, Any]:
-    """The state of an iterator."""
-    return {
-        "dataset": describe(node),
-        "iteration": number,
-        "position": position,
-        "seeds": drawn_seeds(node),
-    }
-
-
-def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
-    """Dataset, number of the pass and position of a state.
-
-    Raises:
-        InvalidValueError: if it is no state, or one of another dataset.
-    """
-    if not isinstance(state, dict) or set(state) != {"dataset", "iteration", "position", "seeds"}:
-        raise InvalidValueError(
-            f"set_state: got {state!r}, expected what get_state() of an iterator returned."
-        )
-    if state["dataset"] != describe(node):
-        raise InvalidValueError(
-            "set_state: the state belongs to another dataset. It was saved from"
-            f"\n  {state['dataset']}\nand this is\n  {describe(node)}"
-        )
-    node = with_drawn_seeds(node, [int(seed) for seed in state["seeds"]])
-    return node, int(state["iteration"]), int(state["position"])
-
-
-def go_to(stream: Any, position: int) -> None:
-    """Skips the elements before a position.
-
-    Raises:
-        InvalidValueError: if there are fewer.
-    """
-    skipped = stream.advance(position)
-    if skipped < position:
-        raise InvalidValueError(
-            f"set_state: the position is {position}, but the dataset ends after {skipped} elements."
-            " Did its files or arrays change?"
-        )
-
-
-class TextLineDataset(Dataset):
-    """The lines of text files, as bytes without their ends.
-
-    Args:
-        filenames: Name of a file, or several.
-        compression_type: "GZIP", "ZLIB", "BZIP2", "XZ"; None or "" for none.
-
-    Source: `tf.data.TextLineDataset`.
-    """
-
-    def __init__(
-        self, filenames: Any, compression_type: str | None = None, **_without_effect: Any
-    ) -> None:
-        _check_reader_options("TextLineDataset", _without_effect)
-        files = file_names(filenames, "TextLineDataset")
-        super().__init__(text_lines(files, compression_type))
-
-
-class TFRecordDataset(Dataset):
-    """The records of TFRecord files, as bytes.
-
-    Lengths are always checked against their checksums, contents if `google-crc32c` is installed.
-
-    Args:
-        filenames: Name of a file, or several.
-        compression_type: "GZIP", "ZLIB", "BZIP2", "XZ"; None or "" for none.
-
-    Source: `tf.data.TFRecordDataset`.
-    """
-
-    def __init__(
-        self, filenames: Any, compression_type: str | None = None, **_without_effect: Any
-    ) -> None:
-        _check_reader_options("TFRecordDataset", _without_effect)
-        files = file_names(filenames, "TFRecordDataset")
-        super().__init__(tf_records(files, compression_type))
-
-
-class ParquetDataset(Dataset):
-    """The rows of Parquet or Arrow IPC files, as dicts from the name of a column to its value.
-
-    Needs pyarrow.
-
-    Args:
-        filenames: Name of a file, or several; `.arrow`, `.feather` and `.ipc` are Arrow files.
-        columns: Names of the columns that are read; None for all.
-
-    Raises:
-        InvalidValueError: without pyarrow; and when reading, for missing values and lists of
-            different length.
-    """
-
-    def __init__(self, filenames: Any, columns: Sequence[str] | None = None) -> None:
-        files = file_names(filenames, "ParquetDataset")
-        super().__init__(Unbatch(parquet_rows(files, columns)))
-
-
-def _check_reader_options(what: str, options: dict[str, Any]) -> None:
-    unknown = set(options) - {"buffer_size", "num_parallel_reads", "name"}
-    if unknown:
-        raise InvalidTypeError(f"{what}: unknown arguments {sorted(unknown)}.")
 
 
 def _draw() -> int:

@@ -23,7 +23,8 @@ import numpy as np
 
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import UNKNOWN_CARDINALITY
-from distributary.datasets._streams import Chained, Numbers, Path, Rows, Stream
+from distributary.datasets._order_streams import Chained
+from distributary.datasets._streams import Numbers, Path, Rows, Stream
 from distributary.datasets._structure import Block, TensorSpec, join
 from distributary.errors import InvalidTypeError, InvalidValueError
 

@@ -11,19 +11,11 @@ from typing import Any, Protocol, final, runtime_checkable
 import jax
 import numpy as np
 
-from distributary.datasets._nodes import (
-    Batch,
-    Interleave,
-    Node,
-    Prefetch,
-    Shard,
-    WithOptions,
-    all_nodes,
-    describe,
-    options_of,
-    rewrite,
-)
+from distributary.datasets._elements import Batch, Prefetch
+from distributary.datasets._nodes import Node, all_nodes, describe, rewrite
 from distributary.datasets._options import AutoShardPolicy
+from distributary.datasets._order import Shard, WithOptions, options_of
+from distributary.datasets._several import Interleave
 from distributary.datasets._streams import Batched, Path, Stream
 from distributary.datasets._structure import Block, num_rows
 from distributary.errors import InvalidValueError

@@ -1,0 +1,156 @@
+"""Iterators over datasets, and where they are."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, final
+
+from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
+from distributary.datasets._streams import Stream
+from distributary.errors import InvalidValueError, OutOfRangeError
+
+
+class _Restorable(Protocol):
+    """A dataset whose passes go on from a saved position."""
+
+    def restore(self, node: Node, num_passes: int) -> None: ...
+
+
+@final
+class DatasetIterator:
+    """One pass over a `Dataset`.
+
+    Source: `tf.data.Iterator`.
+    """
+
+    def __init__(self, dataset: _Restorable, node: Node, number: int) -> None:
+        self._dataset = dataset
+        self._node = node
+        self._number = number
+        self._position = 0
+        self._stream: Stream | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._stream is None:
+            self._stream = self._node.stream((self._number,))
+        element = next(self._stream)
+        self._position += 1
+        return element
+
+    def get_next(self) -> Any:
+        """The next element.
+
+        Raises:
+            OutOfRangeError: at the end.
+        """
+        return next_or_out_of_range(self)
+
+    def get_next_as_optional(self) -> "Optional":
+        """The next element, or an `Optional` without a value at the end."""
+        return next_as_optional(self)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the iterator is: a small dict of numbers and strings; see `set_state`."""
+        return state_of(self._node, self._number, self._position)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to where the iterator of the same dataset was, also in another process.
+
+        The passes over the dataset that begin after it are those that would have come next there.
+        Elements of arrays and files are skipped without reading them; generators, `filter` and
+        datasets of other libraries are iterated up to the place.
+
+        Raises:
+            InvalidValueError: if the state belongs to another dataset.
+        """
+        self._node, self._number, self._position = restored(self._node, state)
+        self._dataset.restore(self._node, self._number + 1)
+        self._stream = self._node.stream((self._number,))
+        go_to(self._stream, self._position)
+
+
+@final
+class Optional:
+    """A value or none.
+
+    Source: `tf.experimental.Optional`.
+    """
+
+    def __init__(self, *value: Any) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Whether there is a value."""
+        return bool(self._value)
+
+    def get_value(self) -> Any:
+        """The value.
+
+        Raises:
+            InvalidValueError: if there is none.
+        """
+        if not self._value:
+            raise InvalidValueError("Optional.get_value: there is no value; ask has_value() first.")
+        return self._value[0]
+
+
+def next_or_out_of_range(iterator: Iterator[Any]) -> Any:
+    """The next element; OutOfRangeError at the end."""
+    try:
+        return next(iterator)
+    except OutOfRangeError:
+        raise
+    except StopIteration:
+        raise OutOfRangeError("The dataset has no more elements.") from None
+
+
+def next_as_optional(iterator: Iterator[Any]) -> Optional:
+    """The next element as an `Optional`."""
+    try:
+        return Optional(next(iterator))
+    except StopIteration:
+        return Optional()
+
+
+def state_of(node: Node, number: int, position: int) -> dict[str, Any]:
+    """The state of an iterator."""
+    return {
+        "dataset": describe(node),
+        "iteration": number,
+        "position": position,
+        "seeds": drawn_seeds(node),
+    }
+
+
+def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
+    """Dataset, number of the pass and position of a state.
+
+    Raises:
+        InvalidValueError: if it is no state, or one of another dataset.
+    """
+    if not isinstance(state, dict) or set(state) != {"dataset", "iteration", "position", "seeds"}:
+        raise InvalidValueError(
+            f"set_state: got {state!r}, expected what get_state() of an iterator returned."
+        )
+    if state["dataset"] != describe(node):
+        raise InvalidValueError(
+            "set_state: the state belongs to another dataset. It was saved from"
+            f"\n  {state['dataset']}\nand this is\n  {describe(node)}"
+        )
+    node = with_drawn_seeds(node, [int(seed) for seed in state["seeds"]])
+    return node, int(state["iteration"]), int(state["position"])
+
+
+def go_to(stream: Any, position: int) -> None:
+    """Skips the elements before a position.
+
+    Raises:
+        InvalidValueError: if there are fewer.
+    """
+    skipped = stream.advance(position)
+    if skipped < position:
+        raise InvalidValueError(
+            f"set_state: the position is {position}, but the dataset ends after {skipped} elements."
+            " Did its files or arrays change?"
+        )
