@@ -143,9 +143,10 @@ def test_batches_do_not_change_when_their_source_reuses_its_array(strategy_of):
             array[:] = i
             yield array
 
-    for depth in (0, 1, 4):
+    for depth, fetch in itertools.product((0, 1, 4), (True, False)):
         dataset = Dataset.from_generator(source)
-        seen = list(strategy_of(2).experimental_distribute_dataset(dataset, _depth(depth)))
+        options = _depth(depth, experimental_fetch_to_device=fetch)
+        seen = list(strategy_of(2).experimental_distribute_dataset(dataset, options))
         for i, batch in enumerate(seen):
             assert {float(x) for part in batch.values for x in np.unique(part)} == {i}
 
