@@ -1,6 +1,13 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
-from distributary import config, data, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
+from distributary import (
+    cluster_resolver,
+    config,
+    data,
+    errors,
+    experimental,
+    keras_bridge,  # noqa: F401  (connects Keras)
+)
 from distributary.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -61,6 +68,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "cluster_resolver",
     "config",
     "data",
     "errors",
