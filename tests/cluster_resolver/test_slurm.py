@@ -304,6 +304,7 @@ def test_a_wrong_argument_is_refused(step, arguments, error, message):
         (None, {"gpus_per_node": 5}, 2, "2,3"),
         (None, {"gpus_per_node": 4, "gpus_per_task": 1}, 1, "1"),
         (None, {"gpus_per_node": 4, "gpus_per_task": 0}, 0, ""),
+        (None, {"gpus_per_node": 0}, 0, ""),
         ("4,5,6,7", {}, 2, "6,7"),
         ("GPU-a, GPU-b", {}, 1, "GPU-b"),
         # Nothing to set: no GPUs, too few of them, or Slurm has bound them already.
@@ -334,6 +335,14 @@ def test_a_process_is_shown_its_own_gpus(step, caplog, visible, arguments, num_g
         if shown != visible
         else []
     )
+
+
+def test_other_gpus_of_the_node_are_hidden_from_its_only_task(step):
+    step(rank=0, nodes="a", tasks="1", num_tasks=1)
+
+    SlurmClusterResolver(gpus_per_node=2).cluster_spec()
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 @pytest.mark.parametrize(

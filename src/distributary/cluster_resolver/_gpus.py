@@ -60,11 +60,12 @@ def share(
         assert visible is not None
         if gpus_per_task is None or gpus_per_task == len(visible):
             return GpuShare(len(visible), None)
+    asked_for_none = gpus_per_node == 0 or gpus_per_task == 0
     if gpus_per_node is None:
         gpus_per_node = _num_gpus(visible)
     if gpus_per_task is None:
         gpus_per_task = gpus_per_node // max_tasks_per_node
-        if gpus_per_task == 0:  # too few to share: nobody asked for a CPU task
+        if gpus_per_task == 0 and not asked_for_none:  # too few to share
             return GpuShare(0, None)
     needed = gpus_per_task * max_tasks_per_node
     if needed > gpus_per_node:
@@ -75,7 +76,7 @@ def share(
         )
     names = visible if visible is not None else [str(number) for number in range(gpus_per_node)]
     # The second: no other task has a share, or each sees its own already.
-    if not show or len(names) == gpus_per_task:
+    if not show or (visible is not None and len(visible) == gpus_per_task):
         return GpuShare(gpus_per_task, None)
     start = local_rank * gpus_per_task
     if start + gpus_per_task > len(names):

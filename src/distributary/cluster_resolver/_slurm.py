@@ -51,7 +51,8 @@ class SlurmClusterResolver(ClusterResolver):
             to ask Slurm.
         auto_set_gpu: Whether `cluster_spec()` shows this process only its own GPUs, by setting
             `CUDA_VISIBLE_DEVICES` (which the log says). It must then be called before JAX starts.
-            It is not set without GPUs, or where Slurm has bound GPUs to tasks already.
+            It is not set where there are too few GPUs to share, or Slurm has bound GPUs to tasks
+            already.
         rpc_layer: Protocol in front of addresses.
 
     Raises:
