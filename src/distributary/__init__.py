@@ -33,7 +33,7 @@ from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerR
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import data
+    from distributary import cluster_resolver, data
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "cluster_resolver",
     "config",
     "data",
     "errors",
@@ -79,13 +80,14 @@ __all__ = [
     "value_and_grad",
 ]
 
+_MODULES = ("cluster_resolver", "data")
 _LATER = ("DistributedDataset", "DistributedIterator", "PerReplicaSpec")
 
 
 def __getattr__(name: str) -> Any:
     # Reading these takes a tenth of the time that importing jax takes.
-    if name == "data":
-        return importlib.import_module("distributary.data")
+    if name in _MODULES:
+        return importlib.import_module(f"distributary.{name}")
     if name in _LATER:
         return getattr(importlib.import_module("distributary.inputs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,9 +8,11 @@ same situation, so `except ValueError` and friends keep working:
     ├── BackendStartedError (RuntimeError)     must happen before JAX starts its backends
     ├── DeviceError (ValueError)               a device that cannot be parsed or does not exist
     ├── InvalidValueError (ValueError)         an argument has the right type and a wrong value
+    │   ├── ClusterError (RuntimeError)        what describes the cluster is missing or wrong
     │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
     │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
+    ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
@@ -19,12 +21,14 @@ Warnings are `DistributaryWarning`, a `UserWarning`.
 
 __all__ = [
     "BackendStartedError",
+    "ClusterError",
     "ContextError",
     "DeviceError",
     "DistributaryError",
     "DistributaryWarning",
     "InvalidTypeError",
     "InvalidValueError",
+    "MissingPackageError",
     "OutOfRangeError",
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
@@ -52,6 +56,10 @@ class InvalidValueError(DistributaryError, ValueError):
     """An argument has an unusable value."""
 
 
+class ClusterError(InvalidValueError, RuntimeError):
+    """What a cluster manager says about the job is missing or contradicts itself."""
+
+
 class ReplicaMismatchError(InvalidValueError):
     """Replicas disagree in the shape, dtype or structure of a value."""
 
@@ -62,6 +70,10 @@ class ReplicaDivergenceError(InvalidValueError):
 
 class InvalidTypeError(DistributaryError, TypeError):
     """An argument has an unusable type."""
+
+
+class MissingPackageError(DistributaryError, ImportError):
+    """A package that is not among the dependencies is needed here and not installed."""
 
 
 class OutOfRangeError(DistributaryError, StopIteration):

@@ -57,8 +57,8 @@ class ParquetDataset(Dataset):
         columns: Names of the columns that are read; None for all.
 
     Raises:
-        InvalidValueError: without pyarrow; and when reading, for missing values and lists of
-            different length.
+        MissingPackageError: without pyarrow.
+        InvalidValueError: when reading, for missing values and lists of different length.
     """
 
     def __init__(self, filenames: Any, columns: Sequence[str] | None = None) -> None:

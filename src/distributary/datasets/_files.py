@@ -26,7 +26,7 @@ from distributary.datasets._options import UNKNOWN_CARDINALITY
 from distributary.datasets._order_streams import Chained
 from distributary.datasets._streams import Numbers, Path, Rows, Stream
 from distributary.datasets._structure import Block, TensorSpec, join
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
 
 
 def file_names(given: Any, what: str) -> tuple[str, ...]:
@@ -519,7 +519,7 @@ def parquet_rows(files: tuple[str, ...], columns: Sequence[str] | None) -> Node:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InvalidValueError("ParquetDataset needs pyarrow: pip install pyarrow") from None
+        raise MissingPackageError("ParquetDataset needs pyarrow: pip install pyarrow") from None
 
     def batches(name: str) -> Iterator[Any]:
         if name.endswith((".arrow", ".feather", ".ipc")):

@@ -1,0 +1,203 @@
+"""The tasks of a job and their addresses."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from distributary.cluster_resolver._addresses import Address, parse_address
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["ClusterSpec", "checked_jobs"]
+
+
+@final
+class ClusterSpec:
+    """The tasks of a job by type and number, with the address of each. Never changes.
+
+    Args:
+        cluster: A dict from the type of a task, such as `"worker"`, to the addresses `"host:port"`
+            of its tasks: a list, or a dict from their numbers if not all are known. Or another
+            `ClusterSpec`. An empty dict stands for a job of this process alone.
+
+    Raises:
+        InvalidTypeError: if `cluster`, the tasks of a type, a number or an address has the wrong
+            type.
+        InvalidValueError: if an address is none, two tasks have the same one, a number is negative
+            or comes twice, or a type has no tasks.
+
+    Source: `tf.train.ClusterSpec`. TensorFlow does not look at the addresses, and never takes two
+    specs for equal.
+    """
+
+    def __init__(
+        self, cluster: "Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec"
+    ) -> None:
+        self._jobs: dict[str, dict[int, str]] = (
+            cluster._jobs if isinstance(cluster, ClusterSpec) else checked_jobs(cluster, "cluster")
+        )
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Addresses by type of task: a list, or a dict from numbers if some number is missing."""
+        return {
+            job: list(tasks.values()) if _is_dense(tasks) else dict(tasks)
+            for job, tasks in self._jobs.items()
+        }
+
+    @property
+    def jobs(self) -> list[str]:
+        """The types of tasks, in the order in which they were given."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks of a type there are.
+
+        Raises:
+            InvalidValueError: if there is no such type.
+        """
+        return len(self._tasks(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The numbers of the tasks of a type, ascending.
+
+        Raises:
+            InvalidValueError: if there is no such type.
+        """
+        return list(self._tasks(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of one task.
+
+        Raises:
+            InvalidValueError: if there is no such type or no such task.
+        """
+        tasks = self._tasks(job_name)
+        if task_index not in tasks:
+            raise InvalidValueError(
+                f"There is no task {task_index!r} of type {job_name!r} in the cluster; there"
+                f" {_numbers(tasks)}."
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of a type at the positions of their numbers, None where one is missing.
+
+        Raises:
+            InvalidValueError: if there is no such type.
+        """
+        tasks = self._tasks(job_name)
+        return [tasks.get(number) for number in range(max(tasks) + 1)]
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Mapping):
+            try:
+                other = ClusterSpec(other)
+            except (InvalidTypeError, InvalidValueError):
+                return False
+        return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset((job, tuple(tasks.items())) for job, tasks in self._jobs.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
+
+    def _tasks(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
+            raise InvalidValueError(
+                f"There are no tasks of type {job_name!r} in the cluster, which has"
+                f" {', '.join(map(repr, self._jobs)) or 'no tasks at all'}."
+            )
+        return self._jobs[job_name]
+
+
+def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
+    """The addresses of a cluster by type and number, numbers ascending.
+
+    Args:
+        cluster: As the argument of `ClusterSpec`, but no `ClusterSpec`.
+        field: Where it was written, for messages.
+
+    Raises:
+        InvalidTypeError, InvalidValueError: see `ClusterSpec`.
+    """
+    if not isinstance(cluster, Mapping):
+        raise InvalidTypeError(
+            f"{field} is {cluster!r} ({type(cluster).__name__}), expected a dict from the type of a"
+            ' task to the addresses of its tasks, such as {"worker": ["10.0.0.1:2222",'
+            ' "10.0.0.2:2222"]}.'
+        )
+    jobs: dict[str, dict[int, str]] = {}
+    field_of: dict[Address, str] = {}
+    for job, tasks in cluster.items():
+        if not isinstance(job, str) or not job:
+            raise InvalidTypeError(
+                f"{field} has the key {job!r} ({type(job).__name__}), expected the type of a task,"
+                ' such as "worker".'
+            )
+        jobs[job] = {}
+        for number, address, task_field in _listed(tasks, f'{field}["{job}"]'):
+            host, port = parse_address(address, task_field)
+            earlier = field_of.setdefault(Address(host.lower(), port), task_field)
+            if earlier != task_field:
+                raise InvalidValueError(
+                    f"{earlier} and {task_field} are both {address!r}: two tasks cannot listen at"
+                    " the same address. Give each task its own host or port."
+                )
+            jobs[job][number] = str(address)
+        jobs[job] = dict(sorted(jobs[job].items()))
+    return jobs
+
+
+def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
+    """Number, address and field of each task of one type."""
+    if isinstance(tasks, (list, tuple)):
+        listed = [(number, address, f"{field}[{number}]") for number, address in enumerate(tasks)]
+    elif isinstance(tasks, Mapping):
+        listed = [
+            (_number(key, field), address, f"{field}[{key!r}]".replace("'", '"'))
+            for key, address in tasks.items()
+        ]
+    else:
+        raise InvalidTypeError(
+            f"{field} is {tasks!r} ({type(tasks).__name__}), expected a list of addresses, such as"
+            ' ["10.0.0.1:2222"], or a dict from task numbers to addresses.'
+        )
+    if not listed:
+        raise InvalidValueError(
+            f"{field} is empty, expected the address of at least one task. Leave the type out if"
+            " the job has no such tasks."
+        )
+    seen: set[int] = set()
+    for number, _, task_field in listed:
+        if number in seen:
+            raise InvalidValueError(
+                f"{task_field} is there twice: as a number and as a string. Give each task one"
+                " address."
+            )
+        seen.add(number)
+    return listed
+
+
+def _number(key: object, field: str) -> int:
+    if isinstance(key, str) and key.isascii() and key.isdecimal():  # all keys of JSON are strings
+        return int(key)
+    if isinstance(key, bool) or not isinstance(key, int):
+        raise InvalidTypeError(
+            f"{field} has the key {key!r} ({type(key).__name__}), expected the number of a task,"
+            " such as 0."
+        )
+    if key < 0:
+        raise InvalidValueError(
+            f"{field} has the key {key}, expected the number of a task; they count from 0."
+        )
+    return key
+
+
+def _is_dense(tasks: Mapping[int, str]) -> bool:
+    return max(tasks) + 1 == len(tasks)
+
+
+def _numbers(tasks: Mapping[int, str]) -> str:
+    return f"{'is' if len(tasks) == 1 else 'are'} {', '.join(map(str, tasks))}"

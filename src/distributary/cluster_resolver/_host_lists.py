@@ -1,0 +1,94 @@
+"""Slurm's short notations for lists of hosts and of numbers."""
+
+import re
+
+from distributary.errors import InvalidValueError
+
+__all__ = ["expand_hosts", "expand_tasks_per_node"]
+
+_MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typing error
+
+_PART = re.compile(r"[^\[\],\s]*(?:\[[^\[\]\s]+\][^\[\],\s]*)*")
+_PIECE = re.compile(r"\[([^\]]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+
+
+def expand_hosts(text: str, field: str) -> list[str]:
+    """The hosts of a list such as `"node[001-003,7],gpu-a"`, in its order.
+
+    Numbers keep their leading zeros. A name may have several ranges, and text after them.
+
+    Args:
+        text: The list.
+        field: Where it comes from, for messages.
+
+    Raises:
+        InvalidValueError: if it cannot be read.
+
+    Source: Slurm's host list expressions, as `scontrol show hostnames` prints them.
+    """
+    hosts: list[str] = []
+    position = 0
+    while True:
+        part = _PART.match(text, position)
+        if part is None or not part[0] or text[part.end() : part.end() + 1] not in ("", ","):
+            raise _no_host_list(text, field, f"it cannot be read from {text[position:]!r} on")
+        names = [""]
+        for ranges, literal in _PIECE.findall(part[0]):
+            ends = _numbers(ranges, text, field) if ranges else [literal]
+            if len(names) * len(ends) > _MAX_HOSTS:
+                raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
+            names = [name + end for name in names for end in ends]
+        hosts += names
+        position = part.end() + 1
+        if position > len(text):
+            return hosts
+
+
+def expand_tasks_per_node(text: str, field: str) -> list[int]:
+    """The numbers of a list such as `"4(x2),3"`: 4, 4, 3.
+
+    Args:
+        text: The list.
+        field: Where it comes from, for messages.
+
+    Raises:
+        InvalidValueError: if it cannot be read.
+
+    Source: `SLURM_TASKS_PER_NODE` in the manual of `srun`.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        repetitions = int(match[2] or 1) if match else 0
+        if match is None or repetitions > _MAX_HOSTS:
+            raise InvalidValueError(
+                f"{field} is {text!r}: {part!r} is no number of tasks. Expected numbers, repeated"
+                " ones as 4(x2), separated by commas, such as '4(x2),3'."
+            )
+        counts += [int(match[1])] * repetitions
+    return counts
+
+
+def _numbers(ranges: str, text: str, field: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _no_host_list(text, field, f"{part!r} is no number and no range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise _no_host_list(text, field, f"the range {part!r} runs backwards")
+        if int(last) - int(first) >= _MAX_HOSTS:
+            raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
+        width = len(first)
+        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _no_host_list(text: str, field: str, reason: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{field} is {text!r}: {reason}. Expected names of hosts separated by commas, with ranges"
+        " of numbers in brackets, such as 'node[001-003,7],gpu-a'."
+    )

@@ -1,0 +1,205 @@
+"""Pods that Kubernetes has started, found by their labels."""
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._resolver import ClusterResolver, task_url
+from distributary.errors import (
+    ClusterError,
+    InvalidTypeError,
+    InvalidValueError,
+    MissingPackageError,
+)
+
+__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
+
+_WHO = "KubernetesClusterResolver"
+
+# An object with the methods of kubernetes.client.CoreV1Api, and a pod that it returns.
+_Client = Any
+_Pod = Any
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """Where the program runs, which decides how it finds the API server.
+
+    * `WITHIN_CLUSTER`: in a pod; with the service account of the pod.
+    * `OFF_CLUSTER`: elsewhere; with `~/.kube/config`.
+
+    Source: `tf.distribute.cluster_resolver.KubernetesExecutableLocation`.
+    """
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """The running pods that match label selectors, each with the same port.
+
+    Tasks are the pods in the order of their names, where `worker-2` comes before `worker-10`. Which
+    of them this process is must be set: `resolver.task_type = "worker"`, `resolver.task_id = 0`, in
+    an indexed Job from the environment variable `JOB_COMPLETION_INDEX`. The service account needs
+    the right to list pods.
+
+    Args:
+        job_to_label_mapping: Label selectors by type of task; the pods of several selectors follow
+            one another. None for `{"worker": ["job-name=tensorflow"]}`.
+        tf_server_port: The port on which the tasks listen.
+        rpc_layer: Protocol in front of addresses.
+        override_client: An object like `kubernetes.client.CoreV1Api()`, with credentials; None to
+            make one, for which the package kubernetes must be installed.
+        executable_location: Where this program runs.
+        namespace: The namespace of the pods; None for all, which takes a cluster role.
+
+    Raises:
+        MissingPackageError: if there is no `override_client` and kubernetes is not installed.
+        ClusterError: if its configuration cannot be loaded.
+        InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
+
+    Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`. That one takes the addresses
+    of the nodes, which reach a pod only if it uses the network of its node.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str = "grpc",
+        override_client: _Client | None = None,
+        executable_location: KubernetesExecutableLocation = (
+            KubernetesExecutableLocation.WITHIN_CLUSTER
+        ),
+        *,
+        namespace: str | None = None,
+    ) -> None:
+        if not isinstance(executable_location, KubernetesExecutableLocation):
+            raise InvalidValueError(
+                f"{_WHO}: executable_location is {executable_location!r}, expected"
+                " KubernetesExecutableLocation.WITHIN_CLUSTER or OFF_CLUSTER."
+            )
+        self._selectors_of = _checked_selectors(job_to_label_mapping)
+        self._port = checked_port(tf_server_port, f"{_WHO}: tf_server_port")
+        self._namespace = namespace
+        self._client = override_client or _make_client(executable_location)
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The pods as they are now.
+
+        Raises:
+            ClusterError: if the API server gives no answer, no pod matches a selector, or a pod is
+                not running or has no address yet.
+        """
+        return ClusterSpec(
+            {
+                job: [
+                    self._address(pod)
+                    for selector in selectors
+                    for pod in self._pods(selector, job)
+                ]
+                for job, selectors in self._selectors_of.items()
+            }
+        )
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, by default of this one, with the protocol in front.
+
+        Raises:
+            InvalidValueError: if there is no such task.
+        """
+        return task_url(self, task_type, task_id, rpc_layer)
+
+    def _pods(self, selector: str, job: str) -> list[_Pod]:
+        where = "all namespaces" if self._namespace is None else f"namespace {self._namespace!r}"
+        try:
+            if self._namespace is None:
+                answer = self._client.list_pod_for_all_namespaces(label_selector=selector)
+            else:
+                answer = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
+        except Exception as error:  # the classes of kubernetes are not known here
+            raise ClusterError(
+                f"{_WHO}: listing the pods with the label {selector!r} in {where} failed with"
+                f" {type(error).__name__}: {error}. The service account of this pod must be allowed"
+                " to list pods; with a Role instead of a ClusterRole pass namespace."
+            ) from error
+        pods = sorted(answer.items, key=lambda pod: _in_numeric_order(pod.metadata.name))
+        if not pods:
+            raise ClusterError(
+                f"{_WHO}: no pod in {where} has the label {selector!r}, which job_to_label_mapping"
+                f' gives for "{job}". Compare with kubectl get pods --show-labels.'
+            )
+        for pod in pods:
+            if pod.status.phase != "Running":
+                raise ClusterError(
+                    f'{_WHO}: pod "{pod.metadata.name}" ({selector}) is in the phase'
+                    f' "{pod.status.phase}", expected "Running". Wait until all pods run, and'
+                    " delete those of earlier jobs or choose a narrower label."
+                )
+        return pods
+
+    def _address(self, pod: _Pod) -> str:
+        ip = getattr(pod.status, "pod_ip", None) or getattr(pod.status, "host_ip", None)
+        if not ip:
+            raise ClusterError(
+                f'{_WHO}: pod "{pod.metadata.name}" runs but has no address yet. Ask again after a'
+                " moment."
+            )
+        return join(ip, self._port)
+
+
+def _checked_selectors(
+    job_to_label_mapping: Mapping[str, Sequence[str]] | None,
+) -> dict[str, list[str]]:
+    field = f"{_WHO}: job_to_label_mapping"
+    if job_to_label_mapping is None:
+        return {"worker": ["job-name=tensorflow"]}
+    if not isinstance(job_to_label_mapping, Mapping) or not job_to_label_mapping:
+        raise InvalidTypeError(
+            f"{field} is {job_to_label_mapping!r}, expected a dict from types of tasks to lists of"
+            ' label selectors, such as {"worker": ["job-name=train"]}.'
+        )
+    for job, selectors in job_to_label_mapping.items():
+        is_list = isinstance(selectors, (list, tuple)) and len(selectors) > 0
+        if not is_list or not all(isinstance(selector, str) for selector in selectors):
+            raise InvalidTypeError(
+                f'{field}["{job}"] is {selectors!r}, expected a list of label selectors, such as'
+                ' ["job-name=train"].'
+            )
+    return {job: list(selectors) for job, selectors in job_to_label_mapping.items()}
+
+
+def _make_client(location: KubernetesExecutableLocation) -> _Client:
+    try:
+        from kubernetes import client, config
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{_WHO} needs the package kubernetes, which cannot be imported ({error}). Run pip"
+            " install kubernetes, or pass override_client."
+        ) from error
+    try:
+        if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
+            config.load_incluster_config()
+        else:
+            config.load_kube_config()
+    except config.ConfigException as error:
+        raise ClusterError(
+            f"{_WHO}: the configuration for {location.name} cannot be loaded: {error}. Outside of a"
+            " pod pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which reads"
+            " ~/.kube/config."
+        ) from error
+    return client.CoreV1Api()
+
+
+def _in_numeric_order(name: str) -> list[tuple[str, int]]:
+    """Sorts `worker-2` before `worker-10`."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]

@@ -1,0 +1,236 @@
+"""The environment variable TF_CONFIG, as TensorFlow reads it."""
+
+import json
+import os
+from typing import Any, final
+
+from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
+from distributary.cluster_resolver._resolver import ClusterResolver, master_url
+from distributary.cluster_resolver._roles import (
+    check_roles,
+    check_task,
+    checked_task_id,
+    checked_task_type,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["TFConfigClusterResolver"]
+
+_VARIABLE = "TF_CONFIG"
+_CLUSTER = 'TF_CONFIG["cluster"]'
+_TASK = 'TF_CONFIG["task"]'
+_EXAMPLE = (
+    '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker",'
+    ' "index": 0}}'
+)
+
+_Json = dict[str, Any]
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster and the task that the environment variable `TF_CONFIG` describes.
+
+    The variable is JSON with the same `"cluster"` in every process and a `"task"` of its own in
+    each: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index":
+    0}}`. Types are `"chief"`, `"worker"`, `"ps"` and `"evaluator"`; other keys are ignored. It is
+    read each time something is asked. If it is not set, the cluster is empty and the task None.
+
+    All methods and properties that read it raise `InvalidValueError` or `InvalidTypeError` if it is
+    wrong; the message names the field.
+
+    Args:
+        task_type: Type of this task; None for that of `TF_CONFIG`.
+        task_id: Its number; None for that of `TF_CONFIG`.
+        rpc_layer: Protocol; None for that of `TF_CONFIG`.
+        environment: A name for the surroundings of the job.
+
+    Source: `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._environment = environment or ""
+        self.task_type = task_type
+        self.task_id = task_id
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The tasks of the job; empty if `TF_CONFIG` is not set or has no `"cluster"`."""
+        return _cluster_spec(_load())
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """`TF_CONFIG["session_master"]`, else `""` for one task at most, else a task's address.
+
+        Raises:
+            InvalidValueError: if there is no such task.
+        """
+        config = _load()
+        if "session_master" in config:
+            return _string(config, "session_master")
+        spec = _cluster_spec(config)
+        if sum(spec.num_tasks(job) for job in spec.jobs) <= 1:
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise InvalidValueError(
+                f"{_TASK} is missing, so master() must be told which task is meant: pass task_type"
+                ' and task_id, or add "task" to TF_CONFIG.'
+            )
+        address = spec.task_address(task_type, task_id)
+        return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """The name that was given."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """The type that was given or set, else `TF_CONFIG["task"]["type"]`; None without a task.
+
+        Raises:
+            InvalidValueError: if the cluster has no such tasks.
+        """
+        return self._task()[0]
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = (
+            None if task_type is None else checked_task_type(task_type, f"{_name(self)}: task_type")
+        )
+
+    @property
+    def task_id(self) -> int | None:
+        """The number that was given or set, else `TF_CONFIG["task"]["index"]`; None without a task.
+
+        Raises:
+            InvalidValueError: if the cluster has no such task.
+        """
+        return self._task()[1]
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = (
+            None if task_id is None else checked_task_id(task_id, f"{_name(self)}: task_id")
+        )
+
+    def _found_rpc_layer(self) -> str | None:
+        config = _load()
+        return _string(config, "rpc_layer") if "rpc_layer" in config else None
+
+    def _task(self) -> tuple[str | None, int | None]:
+        """Type and number, checked against the cluster as soon as both are known."""
+        config = _load()
+        task_type, task_id = self._task_type, self._task_id
+        type_field, id_field = f"{_name(self)}: task_type", f"{_name(self)}: task_id"
+        task = _task(config)
+        if task and task_type is None:
+            type_field = f'{_TASK}["type"]'
+            task_type = checked_task_type(_entry(task, "type", "index"), type_field)
+        if task and task_id is None:
+            id_field = f'{_TASK}["index"]'
+            task_id = checked_task_id(_entry(task, "index", "type"), id_field)
+        spec = _cluster_spec(config)
+        if spec and task_type is not None and task_id is not None:
+            check_task(
+                spec,
+                task_type,
+                task_id,
+                cluster_field=_CLUSTER,
+                type_field=type_field,
+                id_field=id_field,
+            )
+        return task_type, task_id
+
+
+def _load() -> _Json:
+    text = os.environ.get(_VARIABLE)
+    if text is None:
+        return {}
+    if not text.strip():
+        raise InvalidValueError(
+            f"TF_CONFIG is {text!r}, expected JSON such as {_EXAMPLE}. Unset the variable to train"
+            " with this process alone."
+        )
+    try:
+        config = json.loads(text, object_pairs_hook=_without_repeated_keys)
+    except json.JSONDecodeError as error:
+        raise InvalidValueError(
+            f"TF_CONFIG is no JSON: {error.msg} at line {error.lineno}, column {error.colno}, near"
+            f" {_excerpt(text, error.pos)!r}. Expected something like {_EXAMPLE}; json.dumps writes"
+            " it."
+        ) from None
+    if not isinstance(config, dict):
+        raise InvalidTypeError(
+            f"TF_CONFIG is {text!r}, a JSON {type(config).__name__}, expected an object such as"
+            f" {_EXAMPLE}."
+        )
+    return config
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> _Json:
+    result: _Json = {}
+    for key, value in pairs:
+        if key in result:
+            raise InvalidValueError(
+                f'TF_CONFIG has the key "{key}" twice in one object, with the values'
+                f" {result[key]!r} and {value!r}. Keep one of them."
+            )
+        result[key] = value
+    return result
+
+
+def _excerpt(text: str, position: int) -> str:
+    return text[max(0, position - 20) : position + 20]
+
+
+def _cluster_spec(config: _Json) -> ClusterSpec:
+    cluster = config.get("cluster", {})
+    checked_jobs(cluster, _CLUSTER)  # for errors that name the field
+    spec = ClusterSpec(cluster)
+    check_roles(spec, _CLUSTER)
+    return spec
+
+
+def _task(config: _Json) -> _Json:
+    task = config.get("task", {})
+    if not isinstance(task, dict):
+        raise InvalidTypeError(
+            f"{_TASK} is {task!r} ({type(task).__name__}), expected an object such as"
+            ' {"type": "worker", "index": 0}.'
+        )
+    return task
+
+
+def _entry(task: _Json, key: str, other_key: str) -> object:
+    if key not in task:
+        raise InvalidValueError(
+            f'{_TASK} is {task!r} and has no "{key}", expected "{key}" beside "{other_key}", as in'
+            ' {"type": "worker", "index": 0}.'
+        )
+    return task[key]
+
+
+def _string(config: _Json, key: str) -> str:
+    value = config[key]
+    if not isinstance(value, str):
+        raise InvalidTypeError(
+            f'TF_CONFIG["{key}"] is {value!r} ({type(value).__name__}), expected a string.'
+        )
+    return value
+
+
+def _name(resolver: ClusterResolver) -> str:
+    return type(resolver).__name__

@@ -1,0 +1,246 @@
+"""The hosts of a Cloud TPU."""
+
+import os
+from collections.abc import Sequence
+from typing import final
+
+from distributary.cluster_resolver._addresses import checked_port, join, parse_address
+from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._metadata import MetadataServer
+from distributary.cluster_resolver._ranks import int_variable
+from distributary.cluster_resolver._resolver import ClusterResolver, master_url
+from distributary.errors import (
+    ClusterError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
+from distributary.topology import local_devices_of
+
+__all__ = ["TPUClusterResolver"]
+
+_WHO = "TPUClusterResolver"
+_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+_ID_VARIABLES = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
+
+
+@final
+class TPUClusterResolver(ClusterResolver):
+    """The hosts of a TPU slice; every host runs the program and computes on its own TPU chips.
+
+    This differs from TensorFlow, where one program outside of the TPU controls all hosts: the task
+    is the number of this host, and addresses are those of the workers' programs. On Google
+    Kubernetes Engine the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
+    `TPU_PROCESS_ADDRESSES`) say what the hosts are, on a Cloud TPU VM the metadata server.
+    Everything is looked up when it is asked for, and needs no TPU.
+
+    Args:
+        tpu: None or `""` to ask the environment, then the metadata server; `"local"` for the TPU of
+            this host alone, which is an empty cluster; or the addresses of all hosts, as a list or
+            separated by commas.
+        zone: Accepted for compatibility; the name of a TPU cannot be looked up.
+        project: As `zone`.
+        job_name: The type of the tasks.
+        coordinator_name: Type of a further task, the coordinator; with `coordinator_address`.
+        coordinator_address: Its address.
+        credentials: As `zone`.
+        service: As `zone`.
+        discovery_url: As `zone`.
+        port: The port of each host, where only its name is known. If a host is listed several
+            times, because several processes share it, their ports count up.
+        metadata_server: Address of the metadata server; None for the environment variable
+            `GCE_METADATA_HOST` or `GCE_METADATA_IP`, else `metadata.google.internal`.
+
+    Raises:
+        UnsupportedError: if `tpu` is the name of a TPU.
+        InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
+
+    Source: `tf.distribute.cluster_resolver.TPUClusterResolver`; where hosts are found as in
+    `jax.distributed.initialize`.
+    """
+
+    def __init__(
+        self,
+        tpu: str | Sequence[str] | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: object = "default",
+        service: object = None,
+        discovery_url: str | None = None,
+        *,
+        port: int = 8482,  # that of jax.distributed on TPUs; 8470 to 8479 belong to libtpu
+        metadata_server: str | None = None,
+    ) -> None:
+        del zone, project, credentials, service, discovery_url
+        self._port = checked_port(port, f"{_WHO}: port")
+        self._local = tpu == "local"
+        self._addresses = None if self._local or not tpu else _explicit(tpu)
+        if (coordinator_name is None) != (coordinator_address is None):
+            raise InvalidValueError(
+                f"{_WHO}: coordinator_name is {coordinator_name!r} and coordinator_address is"
+                f" {coordinator_address!r}, expected both or neither."
+            )
+        self._coordinator: dict[str, list[str]] = {}
+        if coordinator_name is not None and coordinator_address is not None:
+            parse_address(coordinator_address, f"{_WHO}: coordinator_address")
+            self._coordinator = {coordinator_name: [coordinator_address]}
+        if not isinstance(job_name, str) or not job_name:
+            raise InvalidTypeError(
+                f'{_WHO}: job_name is {job_name!r}, expected the type of a task, such as "worker".'
+            )
+        self._job_name = job_name
+        self._metadata = MetadataServer(metadata_server)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The hosts of the slice; empty for `tpu="local"`.
+
+        Raises:
+            ClusterError: if neither the environment nor the metadata server names the hosts.
+            UnsupportedError: if the job has several slices, which do not know each other's hosts.
+        """
+        if self._local:
+            return ClusterSpec({})
+        addresses = self._addresses
+        if addresses is None:
+            _refuse_several_slices()
+            hosts = _hosts_of_environment() or self._metadata.hosts()
+            addresses = _with_ports(hosts, self._port)
+        return ClusterSpec({self._job_name: addresses, **self._coordinator})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, by default of host 0, as `"grpc://host:port"`; `""` if local.
+
+        Raises:
+            InvalidValueError: if there is no such task.
+        """
+        if self._local:
+            return ""
+        if task_type is None or task_id is None:
+            task_type, task_id = self._job_name, 0
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)
+
+    def get_master(self) -> str:
+        """`master()`."""
+        return self.master()
+
+    def get_job_name(self) -> str | None:
+        """`task_type`."""
+        return self.task_type
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """`{"TPU": n}` for the TPU cores of this host; starts JAX."""
+        del task_type, task_id, config_proto
+        return {"TPU": len(local_devices_of("TPU"))}
+
+    def __enter__(self) -> "TPUClusterResolver":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def _found_task_type(self) -> str:
+        return self._job_name
+
+    def _found_task_id(self) -> int | None:
+        if self._local:
+            return 0
+        for name in _ID_VARIABLES:
+            if name in os.environ:
+                num_tasks = self.cluster_spec().num_tasks(self._job_name)
+                cure = f"It numbers the {num_tasks} hosts of the TPU."
+                return int_variable(name, cure=cure, maximum=num_tasks - 1)
+        if self._addresses is not None:
+            return 0 if len(self._addresses) == 1 else None
+        if any(os.environ.get(name) for name in _HOST_VARIABLES):
+            hosts = _hosts_of_environment()
+            if len(hosts) == 1:
+                return 0
+            raise ClusterError(
+                f"The environment lists {len(hosts)} TPU hosts ({', '.join(hosts)}), but"
+                f" {' and '.join(_ID_VARIABLES)} are not set, so the number of this one is not"
+                f" known. Set {_ID_VARIABLES[0]}, or task_id of the resolver."
+            )
+        return self._metadata.worker_number()
+
+    def _found_rpc_layer(self) -> str:
+        return "grpc"
+
+
+def _explicit(tpu: str | Sequence[str]) -> list[str]:
+    field = f"{_WHO}: tpu"
+    if isinstance(tpu, str):
+        entries = [entry.strip() for entry in tpu.split(",")]
+        if not any(":" in entry for entry in entries):
+            raise UnsupportedError(
+                f"{field} is {tpu!r}, the name of a TPU, which is not looked up: JAX programs run"
+                " on the hosts of the TPU itself. Start the program on every host, without tpu on"
+                ' a Cloud TPU VM or GKE, or with the addresses of all hosts, "10.0.0.1:8482,'
+                '10.0.0.2:8482".'
+            )
+    elif isinstance(tpu, (list, tuple)):
+        entries = list(tpu)
+    else:
+        raise InvalidTypeError(
+            f'{field} is {tpu!r} ({type(tpu).__name__}), expected None, "local", or the addresses'
+            " of the hosts of a TPU."
+        )
+    addresses = [
+        entry.removeprefix("grpc://") if isinstance(entry, str) else entry for entry in entries
+    ]
+    for number, address in enumerate(addresses):
+        parse_address(address, f"{field}[{number}]")
+    return addresses
+
+
+def _hosts_of_environment() -> list[str]:
+    for name in _HOST_VARIABLES:
+        text = os.environ.get(name)
+        if text:
+            hosts = [_without_port(entry.strip()) for entry in text.split(",")]
+            if not all(hosts):
+                raise ClusterError(
+                    f"The environment variable {name} is {text!r}, expected names of hosts"
+                    " separated by commas."
+                )
+            return hosts
+    return []
+
+
+def _without_port(entry: str) -> str:
+    """The ports in `TPU_PROCESS_ADDRESSES` are those of libtpu, not of the program."""
+    if entry.startswith("["):
+        return entry[1:].partition("]")[0]
+    return entry.partition(":")[0] if entry.count(":") == 1 else entry
+
+
+def _with_ports(hosts: Sequence[str], port: int) -> list[str]:
+    num_before: dict[str, int] = {}
+    addresses = []
+    for host in hosts:
+        addresses.append(join(host, port + num_before.setdefault(host, 0)))
+        num_before[host] += 1
+    return addresses
+
+
+def _refuse_several_slices() -> None:
+    name = "MEGASCALE_NUM_SLICES"
+    if name in os.environ and int_variable(name, cure="It counts TPU slices.") > 1:
+        raise UnsupportedError(
+            f"{name} is {os.environ[name]}: a TPU host knows only the hosts of its own slice. Pass"
+            " the addresses of the hosts of all slices as tpu, slice by slice, and set task_id of"
+            " the resolver."
+        )

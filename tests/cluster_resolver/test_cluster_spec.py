@@ -1,0 +1,214 @@
+import re
+
+import pytest
+
+from distributary.cluster_resolver import ClusterSpec
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_CLUSTER = {"worker": ["w0:1", "w1:2"], "ps": {3: "p3:4", 1: "p1:5"}, "chief": ["[::1]:6"]}
+
+
+@pytest.fixture
+def spec():
+    return ClusterSpec(_CLUSTER)
+
+
+def test_tasks_come_out_as_they_went_in(spec):
+    assert spec.as_dict() == {
+        "worker": ["w0:1", "w1:2"],
+        "ps": {1: "p1:5", 3: "p3:4"},
+        "chief": ["[::1]:6"],
+    }
+    assert spec.jobs == ["worker", "ps", "chief"]
+    assert spec.num_tasks("ps") == 2
+    assert spec.task_indices("ps") == [1, 3]
+    assert spec.task_address("ps", 3) == "p3:4"
+    assert spec.job_tasks("ps") == [None, "p1:5", None, "p3:4"]
+    assert spec.job_tasks("worker") == ["w0:1", "w1:2"]
+
+
+def test_a_dict_without_gaps_comes_out_as_a_list():
+    assert ClusterSpec({"worker": {1: "b:2", "0": "a:1"}}).as_dict() == {"worker": ["a:1", "b:2"]}
+
+
+def test_what_comes_out_can_be_changed_without_changing_the_spec(spec):
+    spec.as_dict()["worker"].append("x:1")
+    spec.jobs.append("x")
+    spec.task_indices("ps").append(7)
+
+    assert spec == ClusterSpec(_CLUSTER)
+
+
+def test_a_change_of_the_argument_does_not_change_the_spec():
+    cluster = {"worker": ["a:1"]}
+    spec = ClusterSpec(cluster)
+
+    cluster["worker"].append("b:2")
+
+    assert spec.num_tasks("worker") == 1
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        {"worker": ["a:1", "b:2"]},
+        {"worker": ("a:1", "b:2")},
+        {"worker": {0: "a:1", 1: "b:2"}},
+        ClusterSpec({"worker": ["a:1", "b:2"]}),
+        ClusterSpec(ClusterSpec({"worker": ["a:1", "b:2"]})),
+    ],
+)
+def test_specs_with_the_same_tasks_are_equal(equal):
+    spec = ClusterSpec({"worker": ["a:1", "b:2"]})
+
+    assert spec == equal
+    assert equal == spec
+    if isinstance(equal, ClusterSpec):
+        assert hash(spec) == hash(equal)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"worker": ["a:1"]}, {"worker": ["b:2", "a:1"]}, {"chief": ["a:1", "b:2"]}, {"worker": 3}, 7],
+)
+def test_specs_with_other_tasks_differ(other):
+    assert ClusterSpec({"worker": ["a:1", "b:2"]}) != other
+
+
+def test_only_an_empty_spec_is_false(spec):
+    assert spec
+    assert not ClusterSpec({})
+
+
+def test_the_text_names_the_jobs_in_alphabetic_order():
+    text = repr(ClusterSpec({"worker": ["a:1"], "chief": ["b:2"]}))
+
+    assert text == "ClusterSpec({'chief': ['b:2'], 'worker': ['a:1']})"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost:1",
+        "10.0.0.1:65535",
+        "train-worker-0.train.ns.svc.cluster.local:2222",
+        "my_container_1:2222",
+        "UPPER.example.com.:2222",
+        "[::1]:2222",
+        "[fe80::1%eth0]:2222",
+    ],
+)
+def test_addresses_are_kept_as_written(address):
+    assert ClusterSpec({"worker": [address]}).task_address("worker", 0) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("host", "the port is missing"),
+        ("host:", "the port is missing"),
+        ("[::1]", "the port is missing"),
+        ("[::1]:", "the port is missing"),
+        ("", "the host is missing"),
+        (":2222", "the host is missing"),
+        ("host:0", "'0' is no port from 1 to 65535"),
+        ("host:65536", "'65536' is no port from 1 to 65535"),
+        ("host:-1", "'-1' is no port"),
+        ("host:http", "'http' is no port"),
+        ("host:２２", "'２２' is no port"),
+        ("[::1]2222", "'2222' is no port"),
+        ("host: 2222", "' 2222' is no port"),
+        (" host:2222", "' host' is no name of a host"),
+        ("ho st:2222", "'ho st' is no name of a host"),
+        ("-host:2222", "'-host' is no name of a host"),
+        ("host/x:2222", "'host/x' is no name of a host"),
+        ("10.0.0.256:2222", "10.0.0.256 is no IPv4 address"),
+        ("::1:2222", "an IPv6 address must be in brackets"),
+        ("[::g]:2222", "the brackets do not enclose an IPv6 address"),
+        ("[10.0.0.1]:2222", "the brackets do not enclose an IPv6 address"),
+        ("[::1:2222", "the brackets do not enclose an IPv6 address"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(address, reason):
+    message = re.escape(f'cluster["worker"][1] is {address!r}: ') + ".*" + re.escape(reason)
+
+    with pytest.raises(InvalidValueError, match=f"^{message}.*Write host:port.*10.0.0.1:2222"):
+        ClusterSpec({"worker": ["good:1", address]})
+
+
+def test_a_protocol_is_refused():
+    with pytest.raises(InvalidValueError, match=r"'grpc://a:1'.*without a protocol: write 'a:1'"):
+        ClusterSpec({"worker": ["grpc://a:1"]})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (None, r"^cluster is None \(NoneType\), expected a dict"),
+        ([1], r"^cluster is \[1\] \(list\), expected a dict"),
+        ("worker", r"^cluster is 'worker' \(str\)"),
+        ({1: ["a:1"]}, r"^cluster has the key 1 \(int\), expected the type of a task"),
+        ({"": ["a:1"]}, r"^cluster has the key '' \(str\), expected the type of a task"),
+        ({"worker": "a:1"}, r'^cluster\["worker"\] is \'a:1\' \(str\), expected a list'),
+        ({"worker": None}, r'^cluster\["worker"\] is None'),
+        ({"worker": [7]}, r'^cluster\["worker"\]\[0\] is 7 \(int\), expected the address'),
+        ({"worker": [b"a:1"]}, r'^cluster\["worker"\]\[0\] is b\'a:1\' \(bytes\)'),
+        ({"worker": {2: None}}, r'^cluster\["worker"\]\[2\] is None'),
+        ({"worker": {"x": "a:1"}}, r'^cluster\["worker"\] has the key \'x\' \(str\)'),
+        ({"worker": {1.0: "a:1"}}, r'^cluster\["worker"\] has the key 1.0 \(float\)'),
+        ({"worker": {True: "a:1"}}, r'^cluster\["worker"\] has the key True \(bool\)'),
+    ],
+)
+def test_a_wrong_type_is_refused(cluster, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        ClusterSpec(cluster)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ({"worker": []}, r'^cluster\["worker"\] is empty.*Leave the type out'),
+        ({"worker": ["a:1"], "ps": {}}, r'^cluster\["ps"\] is empty'),
+        ({"worker": {-1: "a:1"}}, r'^cluster\["worker"\] has the key -1.*count from 0'),
+        ({"worker": {1: "a:1", "1": "b:2"}}, r'^cluster\["worker"\]\["1"\] is there twice'),
+        (
+            {"worker": ["a:1", "b:1", "a:1"]},
+            r'^cluster\["worker"\]\[0\] and cluster\["worker"\]\[2\] are both \'a:1\'.*own host',
+        ),
+        (
+            {"worker": ["a:1"], "ps": ["A:01"]},
+            r'^cluster\["worker"\]\[0\] and cluster\["ps"\]\[0\] are both \'A:01\'',
+        ),
+        (
+            {"worker": ["[::1]:1", "[0:0::1]:1"]},
+            r'^cluster\["worker"\]\[0\] and cluster\["worker"\]\[1\] are both',
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused(cluster, message):
+    with pytest.raises(InvalidValueError, match=message):
+        ClusterSpec(cluster)
+
+
+@pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
+def test_asking_for_an_unknown_type_names_those_there_are(spec, method):
+    with pytest.raises(InvalidValueError, match=r"type 'evaluator'.*'worker', 'ps', 'chief'"):
+        getattr(spec, method)("evaluator")
+
+
+def test_asking_an_empty_spec_says_so():
+    with pytest.raises(InvalidValueError, match=r"type 'worker'.*no tasks at all"):
+        ClusterSpec({}).num_tasks("worker")
+
+
+@pytest.mark.parametrize(
+    ("job", "number", "message"),
+    [
+        ("ps", 2, r"no task 2 of type 'ps'.*there are 1, 3"),
+        ("chief", 1, r"no task 1 of type 'chief'.*there is 0"),
+        ("worker", None, r"no task None of type 'worker'.*there are 0, 1"),
+    ],
+)
+def test_asking_for_an_unknown_task_names_those_there_are(spec, job, number, message):
+    with pytest.raises(InvalidValueError, match=message):
+        spec.task_address(job, number)

@@ -1,0 +1,163 @@
+import pytest
+
+from distributary.cluster_resolver import ClusterSpec, Peer, multi_worker
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_FULL = {
+    "evaluator": ["e:1"],
+    "ps": ["p0:1", "p1:1"],
+    "worker": ["w0:1", "w1:1"],
+    "chief": ["c:1"],
+}
+_WORKERS_ONLY = {"worker": ["w0:1", "w1:1", "w2:1"]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task_type", "task_id", "number", "is_chief"),
+    [
+        (_FULL, "chief", 0, 0, True),
+        (_FULL, "worker", 0, 1, False),
+        (_FULL, "worker", 1, 2, False),
+        (_FULL, "ps", 0, None, False),
+        (_FULL, "ps", 1, None, False),
+        (_FULL, "evaluator", 0, None, True),
+        (_WORKERS_ONLY, "worker", 0, 0, True),
+        (_WORKERS_ONLY, "worker", 2, 2, False),
+        (_WORKERS_ONLY, "evaluator", 0, None, True),
+    ],
+)
+def test_the_chief_comes_first_and_workers_follow(cluster, task_type, task_id, number, is_chief):
+    place = multi_worker(cluster, task_type, task_id)
+
+    assert place.worker_number == number
+    assert place.in_collective_group == (number is not None)
+    assert place.is_chief == is_chief
+    assert place.num_workers == 3
+    assert place.coordinator == place.workers[0]
+
+
+def test_every_task_sees_the_same_peers_in_the_same_order():
+    tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1), ("evaluator", 0)]
+
+    for task_type, task_id in tasks:
+        place = multi_worker(_FULL, task_type, task_id)
+
+        assert [str(peer) for peer in place.peers] == [
+            "chief at c:1",
+            "worker 0 at w0:1",
+            "worker 1 at w1:1",
+            "ps 0 at p0:1",
+            "ps 1 at p1:1",
+            "evaluator at e:1",
+        ]
+        assert [peer.name for peer in place.workers] == ["chief", "worker 0", "worker 1"]
+        assert place.coordinator == Peer("chief", 0, "c:1")
+
+
+def test_a_task_knows_itself_and_the_others():
+    place = multi_worker(ClusterSpec(_FULL), "worker", 1)
+
+    assert (place.task_type, place.task_id, place.name) == ("worker", 1, "worker 1")
+    assert place.address == "w1:1"
+    assert place.cluster_spec == _FULL
+    assert place.other_workers == (Peer("chief", 0, "c:1"), Peer("worker", 0, "w0:1"))
+
+
+def test_without_a_chief_worker_0_coordinates():
+    assert multi_worker(_WORKERS_ONLY, "worker", 2).coordinator == Peer("worker", 0, "w0:1")
+
+
+def test_an_evaluator_that_is_not_listed_has_no_address():
+    place = multi_worker(_WORKERS_ONLY, "evaluator", 0)
+
+    assert place.address is None
+    assert place.name == "evaluator"
+    assert place.other_workers == place.workers
+
+
+def test_a_cluster_without_workers_has_no_coordinator():
+    place = multi_worker({"evaluator": ["e:1"]}, "evaluator", 0)
+
+    assert place.coordinator is None
+    assert place.num_workers == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("host.example:80", "host.example", 80), ("[fd00::1]:2222", "fd00::1", 2222)],
+)
+def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
+    peer = Peer("worker", 1, address)
+
+    assert (peer.host, peer.port) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task_type", "task_id", "message"),
+    [
+        ({}, "worker", 0, r"^The cluster is empty.*MirroredStrategy.*TF_CONFIG unset"),
+        (
+            _FULL,
+            None,
+            None,
+            r"^task_type is None.*1 chief, 2 worker, 2 ps, 1 evaluator.*TF_CONFIG.*task_id",
+        ),
+        (_FULL, "worker", None, r'^task_id is None.*"index": 0'),
+        (_FULL, "wrker", 0, r'^task_type is "wrker".*"chief", "worker", "ps", "evaluator"'),
+        (_FULL, "Worker", 0, r'^task_type is "Worker".*Write it in lower case: "worker"'),
+        (_FULL, "master", 0, r'^task_type is "master".*TensorFlow 2 and distributary.*"chief"'),
+        (_FULL, "worker", 2, r'^task_id is 2, but cluster_spec\["worker"\] has 2 tasks.*0 and 1'),
+        (_FULL, "chief", 1, r"^task_id is 1.*has 1 task, with the number 0"),
+        (_FULL, "worker", -1, r"^task_id is -1.*count from 0"),
+        (
+            _WORKERS_ONLY,
+            "ps",
+            0,
+            r'^task_type is "ps", but cluster_spec has no "ps", only "worker"',
+        ),
+        (_WORKERS_ONLY, "chief", 0, r'^task_type is "chief", but .* only "worker"'),
+        (_WORKERS_ONLY, "evaluator", 1, r"^task_id is 1.*one evaluator at most"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),
+        (
+            {"evaluator": ["a:1", "b:1"]},
+            "evaluator",
+            0,
+            r'\["evaluator"\] has 2 tasks.*expected one',
+        ),
+        ({"tpu_worker": ["a:1"]}, "worker", 0, r'^cluster_spec has the key "tpu_worker".*no type'),
+        ({"master": ["a:1"]}, "worker", 0, r'^cluster_spec has the key "master".*call it "chief"'),
+        ({"coordinator": ["a:1"]}, "worker", 0, r'^cluster_spec has .*is of the type "chief"'),
+        (
+            {"worker": {0: "a:1", 2: "b:1"}},
+            "worker",
+            0,
+            r'^cluster_spec\["worker"\] has 2 tasks, with the numbers 0 and 2: worker 1 is missing',
+        ),
+        ({"worker": ["a:1"], "chief": {1: "b:1"}}, "worker", 0, "chief is missing"),
+        ({"worker": {0: "a:1", 2: "b:1"}}, "worker", 1, r"^task_id is 1.*numbers 0 and 2"),
+        ({"worker": ["a"]}, "worker", 0, "the port is missing"),
+    ],
+)
+def test_a_wrong_cluster_or_task_is_refused(cluster, task_type, task_id, message):
+    with pytest.raises(InvalidValueError, match=message):
+        multi_worker(cluster, task_type, task_id)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "task_id", "message"),
+    [
+        (7, 0, r"^task_type is 7 \(int\)"),
+        ("worker", 0.0, r"^task_id is 0.0 \(float\)"),
+        ("worker", True, r"^task_id is True \(bool\)"),
+        ("worker", "zero", r"^task_id is 'zero' \(str\)"),
+    ],
+)
+def test_a_wrong_type_is_refused(task_type, task_id, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        multi_worker(_FULL, task_type, task_id)
+
+
+def test_parameter_servers_may_have_gaps():
+    place = multi_worker({"worker": ["w:1"], "ps": {1: "p1:1"}}, "ps", 1)
+
+    assert place.address == "p1:1"

@@ -1,0 +1,213 @@
+import jax
+import pytest
+
+from distributary.cluster_resolver import (
+    ClusterResolver,
+    ClusterSpec,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_SPEC = ClusterSpec({"worker": ["w0:1", "w1:1"], "ps": ["p:1"]})
+
+
+class _Own(ClusterResolver):
+    def cluster_spec(self):
+        return _SPEC
+
+    def master(self, task_type=None, task_id=None, rpc_layer=None):
+        return "m"
+
+
+def _simple(cluster, **settings):
+    return SimpleClusterResolver(ClusterSpec(cluster), **settings)
+
+
+def test_the_base_cannot_be_created():
+    with pytest.raises(TypeError, match="abstract"):
+        ClusterResolver()
+
+
+def test_a_resolver_of_your_own_needs_two_methods():
+    resolver = _Own()
+
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+    assert resolver.environment == ""
+
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 1, "grpc"
+
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
+
+
+def test_accelerators_are_counted_by_kind_without_cpus():
+    expected = {}
+    for device in jax.local_devices():
+        if device.platform != "cpu":
+            kind = "TPU" if device.platform == "tpu" else "GPU"
+            expected[kind] = expected.get(kind, 0) + 1
+
+    assert _Own().num_accelerators() == expected
+    assert _Own().num_accelerators("worker", 0, config_proto=None) == expected
+
+
+def test_a_simple_resolver_returns_what_it_was_given():
+    resolver = SimpleClusterResolver(_SPEC, "m:1", "worker", 1, "here", {"GPU": 8}, "grpc")
+
+    assert resolver.cluster_spec() is _SPEC
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
+    assert resolver.environment == "here"
+    assert resolver.num_accelerators("ps", 0) == {"GPU": 8}
+    assert resolver.master() == "grpc://m:1"
+    assert resolver.master(rpc_layer="http") == "http://m:1"
+    assert resolver.master("ps", 0) == "grpc://p:1"
+
+
+def test_a_simple_resolver_has_defaults():
+    resolver = SimpleClusterResolver(_SPEC)
+
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+    assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == ("", "", {})
+    assert resolver.master("worker", 1) == "w1:1"
+
+
+def test_properties_can_be_set():
+    resolver = SimpleClusterResolver(_SPEC, task_type="worker", task_id=1, rpc_layer="grpc")
+
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, None
+
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"master": 1}, r"SimpleClusterResolver: master is 1 \(int\)"),
+        ({"environment": None}, r"SimpleClusterResolver: environment is None"),
+        ({"task_type": 1}, r"SimpleClusterResolver: task_type is 1 \(int\)"),
+        ({"task_id": "a"}, r"SimpleClusterResolver: task_id is 'a' \(str\)"),
+        ({"task_id": True}, r"SimpleClusterResolver: task_id is True \(bool\)"),
+        ({"rpc_layer": 1}, r"SimpleClusterResolver: rpc_layer is 1 \(int\)"),
+        ({"num_accelerators": 8}, r"num_accelerators is 8 \(int\).*\{\"GPU\": 8\}"),
+        ({"num_accelerators": {"GPU": "8"}}, r'num_accelerators\["GPU"\] is \'8\' \(str\)'),
+        ({"num_accelerators": {"GPU": True}}, r'num_accelerators\["GPU"\] is True \(bool\)'),
+    ],
+)
+def test_a_wrong_type_is_refused(settings, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        SimpleClusterResolver(_SPEC, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task_id": -1}, r"SimpleClusterResolver: task_id is -1"),
+        ({"num_accelerators": {"GPU": -1}}, r'num_accelerators\["GPU"\] is -1, expected .* >= 0'),
+    ],
+)
+def test_a_wrong_value_is_refused(settings, message):
+    with pytest.raises(InvalidValueError, match=message):
+        SimpleClusterResolver(_SPEC, **settings)
+
+
+def test_a_dict_is_no_cluster_spec():
+    with pytest.raises(InvalidTypeError, match=r"pass ClusterSpec\(\{'worker': \['a:1'\]\}\)"):
+        SimpleClusterResolver({"worker": ["a:1"]})
+
+
+def test_asking_for_a_task_that_is_not_there_is_refused():
+    with pytest.raises(InvalidValueError, match="no task 5 of type 'worker'"):
+        SimpleClusterResolver(_SPEC).master("worker", 5)
+
+
+def test_a_union_has_the_tasks_of_all_and_the_rest_of_the_first():
+    union = UnionResolver(
+        _simple(
+            {"worker": ["w0:1"]},
+            master="m:1",
+            task_type="worker",
+            task_id=0,
+            environment="first",
+            num_accelerators={"GPU": 1},
+            rpc_layer="grpc",
+        ),
+        _simple({"worker": ["w1:1"], "ps": ["p:1"]}, task_type="ps", task_id=0, environment="2nd"),
+    )
+
+    assert union.cluster_spec() == {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 0, "grpc")
+    assert union.environment == "first"
+    assert union.num_accelerators() == {"GPU": 1}
+    assert union.master() == "grpc://m:1"
+    assert union.master("worker", 1) == "grpc://w1:1"
+
+
+def test_a_union_can_override_the_properties():
+    first = _simple({"worker": ["w0:1", "w1:1"]}, task_type="worker", task_id=1, rpc_layer="grpc")
+
+    union = UnionResolver(first, task_type="chief", task_id=0, rpc_layer="http")
+
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("chief", 0, "http")
+    assert union.master("worker", 1) == "http://w1:1"
+
+    union.task_type, union.task_id, union.rpc_layer = "ps", 3, "tcp"
+
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("ps", 3, "tcp")
+    assert first.task_id == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"worker": ["a:1"]}, {"worker": {1: "b:1"}}, {"worker": ["a:1", "b:1"]}),
+        ({"worker": {2: "a:1"}}, {"worker": ["b:1"]}, {"worker": {0: "b:1", 2: "a:1"}}),
+        (
+            {"worker": {2: "a:1"}},
+            {"worker": {2: "a:1", 0: "b:1"}},
+            {"worker": {0: "b:1", 2: "a:1"}},
+        ),
+        ({"worker": ["a:1"]}, {"worker": ["a:1"]}, {"worker": ["a:1"]}),
+        ({}, {"worker": ["a:1"]}, {"worker": ["a:1"]}),
+    ],
+)
+def test_numbered_tasks_keep_their_numbers_and_equal_jobs_are_taken_once(first, second, expected):
+    assert UnionResolver(_simple(first), _simple(second)).cluster_spec() == ClusterSpec(expected)
+
+
+def test_the_first_resolver_can_override_the_accelerators_of_tf_config(set_environ):
+    """The example in the documentation of `tf.distribute.cluster_resolver.UnionResolver`."""
+    set_environ(
+        TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+    )
+    tf_config = TFConfigClusterResolver()
+    gpu_override = SimpleClusterResolver(tf_config.cluster_spec(), num_accelerators={"GPU": 1})
+
+    union = UnionResolver(gpu_override, tf_config)
+
+    assert union.num_accelerators() == {"GPU": 1}
+    assert union.cluster_spec() == {"worker": ["a:1", "b:1"]}
+
+
+def test_a_number_for_two_tasks_is_refused():
+    union = UnionResolver(_simple({"worker": {1: "a:1"}}), _simple({"worker": ["b:1", "c:1"]}))
+
+    with pytest.raises(InvalidValueError, match=r"worker 1 is 'a:1' in one .* 'c:1' in another"):
+        union.cluster_spec()
+
+
+def test_an_address_for_two_tasks_is_refused():
+    union = UnionResolver(_simple({"worker": ["a:1"]}), _simple({"ps": ["a:1"]}))
+
+    with pytest.raises(InvalidValueError, match=r'cluster\["ps"\]\[0\] are both \'a:1\''):
+        union.cluster_spec()
+
+
+def test_a_union_of_nothing_is_refused():
+    with pytest.raises(InvalidValueError, match="UnionResolver: there are no arguments"):
+        UnionResolver()
+
+
+def test_a_union_with_something_else_is_refused():
+    with pytest.raises(InvalidTypeError, match=r"argument 1 is 7 \(int\), expected a ClusterRes"):
+        UnionResolver(_Own(), 7)

@@ -1,0 +1,424 @@
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distributary.cluster_resolver import SlurmClusterResolver, multi_worker
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+
+
+@pytest.fixture
+def step(set_environ):
+    """Sets the variables of a job step: two nodes with two tasks each unless said otherwise."""
+
+    def step(rank=0, nodes="t02n[13,41]", tasks="2(x2)", num_tasks=4, **more):
+        set_environ(
+            SLURM_PROCID=rank,
+            SLURM_STEP_NUM_TASKS=num_tasks,
+            SLURM_STEP_NODELIST=nodes,
+            SLURM_STEP_TASKS_PER_NODE=tasks,
+            **more,
+        )
+
+    return step
+
+
+def _hosts_of(nodes, step):
+    num_nodes = len(nodes)
+    step(nodes=",".join(nodes), tasks=f"1(x{num_nodes})", num_tasks=num_nodes)
+    spec = SlurmClusterResolver().cluster_spec()
+    return [address.removesuffix(":8888") for address in spec.job_tasks("worker")]
+
+
+def test_each_process_of_a_node_has_a_port(step):
+    step(rank=3)
+
+    resolver = SlurmClusterResolver()
+
+    assert resolver.cluster_spec() == {
+        "worker": ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n41:8889"]
+    }
+    assert resolver.get_task_info() == ("worker", 3)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 3, "grpc")
+    assert resolver.master() == "grpc://t02n41:8889"
+    assert resolver.master("worker", 0, "http") == "http://t02n13:8888"
+    assert resolver.num_accelerators() == {"GPU": 0}
+
+
+@pytest.mark.parametrize(
+    ("rank", "task"),
+    [(0, ("chief", 0)), (1, ("ps", 0)), (2, ("worker", 0)), (3, ("worker", 1))],
+)
+def test_types_take_ranks_in_the_order_of_their_names(step, rank, task):
+    step(rank=rank)
+
+    resolver = SlurmClusterResolver(jobs={"worker": 2, "ps": 1, "chief": 1}, port_base=1000)
+
+    assert resolver.cluster_spec() == {
+        "chief": ["t02n13:1000"],
+        "ps": ["t02n13:1001"],
+        "worker": ["t02n41:1000", "t02n41:1001"],
+    }
+    assert resolver.get_task_info() == task
+
+
+def test_nodes_may_have_different_numbers_of_tasks(step):
+    step(rank=6, nodes="a,b,c", tasks="4(x1),1,2", num_tasks=7)
+
+    resolver = SlurmClusterResolver()
+
+    assert resolver.master() == "grpc://c:8889"
+    assert resolver.cluster_spec().num_tasks("worker") == 7
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("node7", ["node7"]),
+        ("node[001-003,7],gpu-a", ["node001", "node002", "node003", "node7", "gpu-a"]),
+        ("n[1-2],m5,o[3-4,6,7-9]", ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("n[1-2]-ib.cluster", ["n1-ib.cluster", "n2-ib.cluster"]),
+        ("n[1-1]", ["n1"]),
+    ],
+)
+def test_lists_of_nodes_are_expanded_in_their_order(step, nodes, expected):
+    step(nodes=nodes, tasks=f"1(x{len(expected)})", num_tasks=len(expected))
+
+    spec = SlurmClusterResolver().cluster_spec()
+
+    assert spec.job_tasks("worker") == [f"{host}:8888" for host in expected]
+
+
+def test_nodes_are_not_sorted_as_texts(step):
+    """Slurm numbers the processes in its own order, n9 before n10."""
+    assert _hosts_of(["n9", "n10"], step) == ["n9", "n10"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "expected"),
+    [
+        ("block", ["a:8888", "a:8889", "a:8890", "b:8888"]),
+        ("cyclic", ["a:8888", "b:8888", "a:8889", "a:8890"]),
+        ("cyclic:block", ["a:8888", "b:8888", "a:8889", "a:8890"]),
+        ("block:cyclic", ["a:8888", "a:8889", "a:8890", "b:8888"]),
+        ("plane=2", ["a:8888", "a:8889", "b:8888", "a:8890"]),
+    ],
+)
+def test_ranks_are_distributed_as_slurm_does(step, distribution, expected):
+    step(nodes="a,b", tasks="3,1", SLURM_DISTRIBUTION=distribution)
+
+    assert SlurmClusterResolver().cluster_spec() == {"worker": expected}
+
+
+def test_the_size_of_a_plane_may_have_a_variable_of_its_own(step):
+    step(nodes="a,b", tasks="3,1", SLURM_DISTRIBUTION="plane", SLURM_DIST_PLANESIZE=2)
+
+    assert SlurmClusterResolver().cluster_spec().task_address("worker", 2) == "b:8888"
+
+
+def test_a_plane_without_a_size_is_refused(step):
+    step(SLURM_DISTRIBUTION="plane")
+
+    with pytest.raises(ClusterError, match=r"SLURM_DIST_PLANESIZE is ''.*plane=4"):
+        SlurmClusterResolver()
+
+
+def test_the_position_that_slurm_reports_must_be_the_same(step):
+    step(rank=1, SLURM_NODEID=0, SLURM_LOCALID=1)
+    assert SlurmClusterResolver().task_id == 1
+
+    step(rank=1, SLURM_NODEID=1, SLURM_LOCALID=0)
+
+    with pytest.raises(
+        ClusterError,
+        match=r"^SLURM_NODEID is 1, .* process 1 would be number 1 on node 0 \(t02n13\).*cyclic",
+    ):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "expected"),
+    [
+        (2, ["n9:1", "n9:2", "n10:1", "n10:2"]),
+        ({"n10": 1, "n9": 3}, ["n9:1", "n9:2", "n9:3", "n10:1"]),
+        ({"x": 1, "b": 3}, ["b:1", "b:2", "b:3", "x:1"]),
+    ],
+)
+def test_tasks_per_node_can_be_given(step, tasks_per_node, expected):
+    step(nodes="n[9-10]", tasks=None, num_tasks=None)
+
+    resolver = SlurmClusterResolver(tasks_per_node=tasks_per_node, port_base=1)
+
+    assert resolver.cluster_spec() == {"worker": expected}
+
+
+def test_a_dict_of_nodes_needs_the_rank_only(set_environ):
+    set_environ(SLURM_PROCID=1)
+
+    resolver = SlurmClusterResolver(tasks_per_node={"b": 1, "a": 1})
+
+    assert resolver.master() == "grpc://b:8888"
+
+
+def test_the_answers_fit_a_multi_worker_strategy(step):
+    step(rank=2)
+    resolver = SlurmClusterResolver(jobs={"chief": 1, "worker": 3})
+
+    place = multi_worker(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+
+    assert place.worker_number == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"],
+)
+def test_a_missing_variable_is_named(step, set_environ, name):
+    step()
+    set_environ(**{name: None})
+
+    with pytest.raises(ClusterError, match=f"^The environment variable {name} is not set.*srun"):
+        SlurmClusterResolver()
+
+
+def test_a_cluster_error_is_both_builtins():
+    """TensorFlow raises RuntimeError where this is a ClusterError."""
+    with pytest.raises(RuntimeError):
+        SlurmClusterResolver()
+    with pytest.raises(ValueError, match="SLURM"):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"SLURM_PROCID": "x"}, r"^The environment variable SLURM_PROCID is 'x', .*from 0 to 3"),
+        ({"SLURM_PROCID": 4}, r"^The environment variable SLURM_PROCID is '4', .*from 0 to 3"),
+        ({"SLURM_PROCID": -1}, r"SLURM_PROCID is '-1'"),
+        ({"SLURM_STEP_NUM_TASKS": "4.0"}, r"SLURM_STEP_NUM_TASKS is '4.0', expected a number >= 0"),
+        (
+            {"SLURM_STEP_NUM_TASKS": 5},
+            r"^SLURM_STEP_TASKS_PER_NODE is '2\(x2\)', which is 4 tasks,",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "2"},
+            (
+                r"^SLURM_STEP_TASKS_PER_NODE is '2', which is 1 nodes, but SLURM_STEP_NODELIST is"
+                r" 't02n\[13,41\]', which is 2"
+            ),
+        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,0"}, r"'4,0', expected a task or more per node"),
+        ({"SLURM_STEP_NODELIST": "a,a"}, r"^SLURM_STEP_NODELIST is 'a,a', which has 'a' twice"),
+    ],
+)
+def test_a_contradiction_is_refused(step, set_environ, settings, message):
+    step()
+    set_environ(**settings)
+
+    with pytest.raises(ClusterError, match=message):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ("", "it cannot be read from '' on"),
+        ("n[1-2", r"it cannot be read from 'n\[1-2' on"),
+        ("n1-2]", r"it cannot be read from"),
+        ("n[1[2]]", r"it cannot be read from"),
+        ("n[]", r"it cannot be read from"),
+        ("a,,b", "it cannot be read from ',b' on"),
+        ("a,", "it cannot be read from '' on"),
+        ("a b", "it cannot be read from 'a b' on"),
+        ("n[a]", "'a' is no number and no range"),
+        ("n[1-2-3]", "'1-2-3' is no number and no range"),
+        ("n[1,]", "'' is no number and no range"),
+        ("n[3-1]", "the range '3-1' runs backwards"),
+        ("n[0-99999999999]", "more than 1000000 hosts"),
+        ("n[0-9999]m[0-9999]", "more than 1000000 hosts"),
+    ],
+)
+def test_a_list_of_nodes_that_cannot_be_read_is_refused(step, nodes, reason):
+    step(nodes=nodes)
+
+    with pytest.raises(
+        InvalidValueError, match=rf"^SLURM_STEP_NODELIST is .*{reason}.*'node\[001-003,7\],gpu-a'"
+    ):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize("tasks", ["", "x", "2(x2", "2(2)", "2,,2", "-2", "2(x9999999)"])
+def test_numbers_of_tasks_that_cannot_be_read_are_refused(step, tasks):
+    step(tasks=tasks)
+
+    with pytest.raises(InvalidValueError, match=r"^SLURM_STEP_TASKS_PER_NODE is .*'4\(x2\),3'"):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"jobs": {"worker": 3}},
+            ClusterError,
+            r"jobs is \{'worker': 3\}, which is 3 tasks, but the launcher has started 4 processes",
+        ),
+        ({"jobs": {"worker": 4, "ps": 0}}, InvalidValueError, r'jobs\["ps"\] is 0, .* >= 1'),
+        ({"jobs": {"worker": "4"}}, InvalidTypeError, r'jobs\["worker"\] is \'4\' \(str\)'),
+        ({"jobs": {1: 4}}, InvalidTypeError, r"jobs has the key 1"),
+        ({"jobs": {}}, InvalidTypeError, r"jobs is \{\}, expected a dict"),
+        ({"jobs": ["worker"]}, InvalidTypeError, r"jobs is \['worker'\], expected a dict"),
+        ({"port_base": 0}, InvalidValueError, "port_base is 0, expected a port from 1"),
+        ({"port_base": "1"}, InvalidTypeError, r"port_base is '1' \(str\)"),
+        ({"port_base": 65535}, InvalidValueError, "up to 65536, .* Choose a lower port_base"),
+        ({"tasks_per_node": 0}, InvalidValueError, "tasks_per_node is 0, expected a number >= 1"),
+        ({"tasks_per_node": {"a": 0}}, InvalidValueError, r'tasks_per_node\["a"\] is 0'),
+        ({"tasks_per_node": {}}, InvalidTypeError, "tasks_per_node is empty"),
+        ({"tasks_per_node": "2"}, InvalidTypeError, r"tasks_per_node is '2' \(str\)"),
+        ({"gpus_per_node": -1}, InvalidValueError, "gpus_per_node is -1, expected a number >= 0"),
+        ({"gpus_per_task": 1.5}, InvalidTypeError, r"gpus_per_task is 1.5 \(float\)"),
+        (
+            {"gpus_per_node": 3, "gpus_per_task": 2},
+            ClusterError,
+            "2 tasks on a node with 2 GPUs each need 4 GPUs, but the node has 3",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused(step, arguments, error, message):
+    step()
+
+    with pytest.raises(error, match=f"^SlurmClusterResolver: .*{message}"):
+        SlurmClusterResolver(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("visible", "arguments", "num_gpus", "shown"),
+    [
+        # The third process is the first of its node, the fourth the second.
+        (None, {"gpus_per_node": 4}, 2, "2,3"),
+        (None, {"gpus_per_node": 5}, 2, "2,3"),
+        (None, {"gpus_per_node": 4, "gpus_per_task": 1}, 1, "1"),
+        (None, {"gpus_per_node": 4, "gpus_per_task": 0}, 0, ""),
+        (None, {"gpus_per_node": 0}, 0, ""),
+        ("4,5,6,7", {}, 2, "6,7"),
+        ("GPU-a, GPU-b", {}, 1, "GPU-b"),
+        # Nothing to set: no GPUs, too few of them, or Slurm has bound them already.
+        (None, {}, 0, None),
+        (None, {"gpus_per_node": 1}, 0, None),
+        ("", {}, 0, ""),
+        ("3", {"gpus_per_node": 2, "gpus_per_task": 1}, 1, "3"),
+        # Switched off.
+        (None, {"gpus_per_node": 4, "auto_set_gpu": False}, 2, None),
+        ("4,5", {"gpus_per_node": 8, "gpus_per_task": 4, "auto_set_gpu": False}, 4, "4,5"),
+    ],
+)
+def test_a_process_is_shown_its_own_gpus(step, caplog, visible, arguments, num_gpus, shown):
+    step(rank=3, CUDA_VISIBLE_DEVICES=visible)
+    caplog.set_level(logging.INFO)
+
+    resolver = SlurmClusterResolver(**arguments)
+
+    assert resolver.num_accelerators() == {"GPU": num_gpus}
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible  # not before cluster_spec()
+
+    for _ in range(2):
+        resolver.cluster_spec()
+
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
+    assert [record.message for record in caplog.records] == (
+        [f"SlurmClusterResolver(auto_set_gpu=True) sets CUDA_VISIBLE_DEVICES to {shown!r}"]
+        if shown != visible
+        else []
+    )
+
+
+def test_other_gpus_of_the_node_are_hidden_from_its_only_task(step):
+    step(rank=0, nodes="a", tasks="1", num_tasks=1)
+
+    SlurmClusterResolver(gpus_per_node=2).cluster_spec()
+
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_gpus"),
+    [
+        ({"SLURM_GPUS_PER_TASK": 2, "CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"SLURM_GPUS_ON_NODE": 4, "CUDA_VISIBLE_DEVICES": "2,3"}, 2),
+    ],
+)
+def test_gpus_that_slurm_has_bound_to_the_task_are_left_alone(step, variables, num_gpus):
+    step(rank=3, **variables)
+
+    resolver = SlurmClusterResolver()
+    resolver.cluster_spec()
+
+    assert resolver.num_accelerators() == {"GPU": num_gpus}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == variables["CUDA_VISIBLE_DEVICES"]
+
+
+def test_slurm_says_how_many_gpus_a_node_has(step, set_environ):
+    step(SLURM_GPUS_ON_NODE=8)
+    assert SlurmClusterResolver().num_accelerators() == {"GPU": 4}
+
+    set_environ(SLURM_GPUS_ON_NODE="many")
+
+    with pytest.raises(ClusterError, match=r"SLURM_GPUS_ON_NODE is 'many'.*Pass gpus_per_node"):
+        SlurmClusterResolver()
+
+
+def test_fewer_visible_gpus_than_the_tasks_need_are_refused(step):
+    step(rank=3, CUDA_VISIBLE_DEVICES="0,1")
+
+    with pytest.raises(
+        ClusterError, match=r"task 1 .* GPUs 4 to 7, but CUDA_VISIBLE_DEVICES lists only 2 \(0,1\)"
+    ):
+        SlurmClusterResolver(gpus_per_node=8)
+
+
+def _install_nvidia_smi(folder, set_environ, lines, exit_code=0):
+    program = folder / "nvidia-smi"
+    program.write_text(
+        f"#!{sys.executable} -S\nimport sys\nassert sys.argv[1:] == ['--list-gpus']\n"
+        f"print({lines!r})\nsys.exit({exit_code})\n"
+    )
+    program.chmod(0o755)
+    set_environ(PATH=folder)
+
+
+def test_without_variables_nvidia_smi_counts_the_gpus(step, tmp_path, set_environ):
+    step()
+    _install_nvidia_smi(tmp_path, set_environ, "GPU 0: A (UUID: x)\nGPU 1: A (UUID: y)\n")
+
+    assert SlurmClusterResolver().num_accelerators() == {"GPU": 1}
+
+
+def test_a_failing_nvidia_smi_is_reported(step, tmp_path, set_environ):
+    step()
+    _install_nvidia_smi(tmp_path, set_environ, "Driver not loaded", exit_code=9)
+
+    with pytest.raises(
+        ClusterError, match=r"exit status 9.* Driver not loaded.*gpus_per_node"
+    ) as e:
+        SlurmClusterResolver()
+    assert isinstance(e.value.__cause__, subprocess.CalledProcessError)
+    assert SlurmClusterResolver(gpus_per_node=0).num_accelerators() == {"GPU": 0}
+
+
+def test_gpus_that_jax_has_taken_already_cause_a_warning(step, monkeypatch):
+    """Stands for a machine with GPUs: only how many JAX has found is replaced."""
+    from distributary.cluster_resolver import _slurm
+    from distributary.errors import DistributaryWarning
+
+    monkeypatch.setattr(_slurm, "backends_started", lambda: True)
+    monkeypatch.setattr(_slurm, "local_devices_of", lambda kind: (None,) * 4)
+    step()
+    resolver = SlurmClusterResolver(gpus_per_node=4)
+
+    with pytest.warns(DistributaryWarning, match=r"to '0,1', but JAX has started.*top of the pro"):
+        resolver.cluster_spec()

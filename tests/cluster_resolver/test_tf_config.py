@@ -1,0 +1,286 @@
+import json
+
+import pytest
+
+from distributary.cluster_resolver import ClusterSpec, TFConfigClusterResolver, multi_worker
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_WORKERS = {"worker": ["w0:1", "w1:2"]}
+
+
+@pytest.fixture
+def set_config(monkeypatch):
+    def set_config(config):
+        text = config if isinstance(config, str) else json.dumps(config)
+        monkeypatch.setenv("TF_CONFIG", text)
+
+    return set_config
+
+
+def _config(cluster=_WORKERS, task_type="worker", index=0, **more):
+    return {"cluster": cluster, "task": {"type": task_type, "index": index}, **more}
+
+
+def test_cluster_and_task_are_read(set_config):
+    set_config(_config({"chief": ["c:1"], "worker": ["w0:1", "[::1]:2"]}, index=1, rpc_layer="tcp"))
+
+    resolver = TFConfigClusterResolver()
+
+    assert resolver.cluster_spec() == {"chief": ["c:1"], "worker": ["w0:1", "[::1]:2"]}
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "tcp")
+    assert resolver.environment == ""
+    assert resolver.master() == "tcp://[::1]:2"
+    assert resolver.master("chief", 0, "http") == "http://c:1"
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"cluster": {}}', '{"environment": "cloud"}'])
+def test_without_a_cluster_the_spec_is_empty(set_config, config):
+    if config is not None:
+        set_config(config)
+    resolver = TFConfigClusterResolver()
+
+    assert resolver.cluster_spec() == ClusterSpec({})
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+    assert resolver.master() == ""
+
+
+def test_a_task_without_a_cluster_is_read(set_config):
+    set_config({"task": {"type": "worker", "index": 3}})
+    resolver = TFConfigClusterResolver()
+
+    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
+
+
+def test_arguments_win_over_the_variable(set_config):
+    set_config(_config(index=0, rpc_layer="tcp"))
+
+    resolver = TFConfigClusterResolver("worker", 1, "http", "here")
+
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "http")
+    assert resolver.environment == "here"
+    assert resolver.master() == "http://w1:2"
+
+
+def test_properties_can_be_set(set_config):
+    set_config({"cluster": {**_WORKERS, "ps": ["p:1"]}})
+    resolver = TFConfigClusterResolver()
+
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, "http"
+
+    assert resolver.master() == "http://p:1"
+
+
+def test_the_variable_is_read_anew_each_time(set_config):
+    set_config(_config(index=0))
+    resolver = TFConfigClusterResolver()
+    assert resolver.task_id == 0
+
+    set_config(_config({"worker": ["x:1", "y:2"]}, index=1))
+
+    assert resolver.task_id == 1
+    assert resolver.cluster_spec().task_address("worker", 0) == "x:1"
+
+
+def test_numbers_may_be_strings(set_config):
+    set_config(_config({"worker": {"0": "a:1", "2": "c:1"}}, index="2"))
+    resolver = TFConfigClusterResolver()
+
+    assert resolver.task_id == 2
+    assert resolver.cluster_spec().as_dict() == {"worker": {0: "a:1", 2: "c:1"}}
+    assert TFConfigClusterResolver(task_id="0").task_id == 0
+
+
+def test_an_evaluator_need_not_be_listed(set_config):
+    set_config(_config(task_type="evaluator"))
+
+    assert TFConfigClusterResolver().task_type == "evaluator"
+
+
+def test_other_keys_are_ignored(set_config):
+    set_config(_config(environment="cloud", job={"scale_tier": "CUSTOM"}, model_dir="/m"))
+
+    assert TFConfigClusterResolver().cluster_spec() == _WORKERS
+
+
+def test_master_is_that_of_the_session_if_there_is_one(set_config):
+    set_config(_config(session_master="grpc://s:1"))
+
+    assert TFConfigClusterResolver().master() == "grpc://s:1"
+
+
+def test_master_of_a_single_task_is_empty(set_config):
+    set_config(_config({"worker": ["w:1"]}))
+
+    assert TFConfigClusterResolver().master() == ""
+
+
+def test_the_answers_fit_a_multi_worker_strategy(set_config):
+    set_config(_config(index=1))
+    resolver = TFConfigClusterResolver()
+
+    place = multi_worker(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+
+    assert place.address == "w1:2"
+
+
+_CLUSTER_MESSAGES = [
+    ("", r"^TF_CONFIG is '', expected JSON such as \{.*Unset the variable"),
+    ("  ", r"^TF_CONFIG is '  '"),
+    ("{'cluster': 1}", r"^TF_CONFIG is no JSON: .*line 1, column 2, near \"\{'cluster': 1\}\""),
+    ('{"cluster": {"worker": ["a:1"]}', r"^TF_CONFIG is no JSON: .*line 1.*json\.dumps writes"),
+    (
+        '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
+        r'^TF_CONFIG has the key "worker" twice.*\[\'a:1\'\] and \[\'b:1\'\].*Keep one',
+    ),
+    (
+        {"cluster": {"worker": ["a:1", "b"]}},
+        r'^TF_CONFIG\["cluster"\]\["worker"\]\[1\] is \'b\': the port is missing',
+    ),
+    (
+        {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
+        r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is no port',
+    ),
+    (
+        {"cluster": {"worker": ["a:1", "a:1"]}},
+        r'^TF_CONFIG\["cluster"\]\["worker"\]\[0\] and TF_CONFIG\["cluster"\]\["worker"\]\[1\] are',
+    ),
+    ({"cluster": {"worker": []}}, r'^TF_CONFIG\["cluster"\]\["worker"\] is empty'),
+    (
+        {"cluster": {"chief": ["a:1", "b:1"]}},
+        r'^TF_CONFIG\["cluster"\]\["chief"\] has 2 tasks.*one chief at most.*others workers',
+    ),
+    (
+        {"cluster": {"Worker": ["a:1"]}},
+        r'^TF_CONFIG\["cluster"\] has the key "Worker".*lower case: "worker"',
+    ),
+    ({"cluster": {"master": ["a:1"]}}, r'^TF_CONFIG\["cluster"\] has the key "master".*"chief"'),
+]
+_CLUSTER_TYPE_MESSAGES = [
+    ("[1]", r"^TF_CONFIG is '\[1\]', a JSON list, expected an object"),
+    ("null", r"^TF_CONFIG is 'null', a JSON NoneType"),
+    ({"cluster": ["a:1"]}, r'^TF_CONFIG\["cluster"\] is \[\'a:1\'\] \(list\), expected a dict'),
+    ({"cluster": {"worker": "a:1"}}, r'^TF_CONFIG\["cluster"\]\["worker"\] is \'a:1\' \(str\)'),
+    ({"cluster": {"worker": [1]}}, r'^TF_CONFIG\["cluster"\]\["worker"\]\[0\] is 1 \(int\)'),
+]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda resolver: resolver.cluster_spec(),
+        lambda resolver: resolver.task_type,
+        lambda resolver: resolver.task_id,
+        lambda resolver: resolver.master(),
+    ],
+    ids=["cluster_spec", "task_type", "task_id", "master"],
+)
+@pytest.mark.parametrize(
+    ("config", "message", "error"),
+    [(*case, InvalidValueError) for case in _CLUSTER_MESSAGES]
+    + [(*case, InvalidTypeError) for case in _CLUSTER_TYPE_MESSAGES],
+)
+def test_a_wrong_cluster_is_refused_whatever_is_asked(set_config, config, message, error, ask):
+    set_config(config)
+    resolver = TFConfigClusterResolver()  # creating it reads nothing
+
+    with pytest.raises(error, match=message):
+        ask(resolver)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"type": "worker"}, r'^TF_CONFIG\["task"\] is .* has no "index".*"type": "worker"'),
+        ({"index": 0}, r'^TF_CONFIG\["task"\] is .* has no "type"'),
+        ({"type": "wrk", "index": 0}, r'^TF_CONFIG\["task"\]\["type"\] is "wrk".*"evaluator"'),
+        ({"type": "master", "index": 0}, r'^TF_CONFIG\["task"\]\["type"\] is "master".*"chief"'),
+        (
+            {"type": "ps", "index": 0},
+            r'^TF_CONFIG\["task"\]\["type"\] is "ps", but TF_CONFIG\["cluster"\] has no "ps"',
+        ),
+        (
+            {"type": "worker", "index": 2},
+            (
+                r'^TF_CONFIG\["task"\]\["index"\] is 2, but TF_CONFIG\["cluster"\]\["worker"\] has'
+                r" 2 tasks, with the numbers 0 and 1. Set it to one of these"
+            ),
+        ),
+        ({"type": "worker", "index": -1}, r'^TF_CONFIG\["task"\]\["index"\] is -1'),
+        ({"type": "evaluator", "index": 1}, r'^TF_CONFIG\["task"\]\["index"\] is 1.*evaluator'),
+    ],
+)
+def test_a_wrong_task_is_refused(set_config, task, message):
+    set_config({"cluster": _WORKERS, "task": task})
+
+    for name in ("task_type", "task_id"):
+        with pytest.raises(InvalidValueError, match=message):
+            getattr(TFConfigClusterResolver(), name)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (["worker", 0], r'^TF_CONFIG\["task"\] is \[\'worker\', 0\] \(list\), expected an object'),
+        (None, r'^TF_CONFIG\["task"\] is None'),
+        ({"type": 1, "index": 0}, r'^TF_CONFIG\["task"\]\["type"\] is 1 \(int\)'),
+        ({"type": "worker", "index": None}, r'^TF_CONFIG\["task"\]\["index"\] is None'),
+        ({"type": "worker", "index": 0.5}, r'^TF_CONFIG\["task"\]\["index"\] is 0.5 \(float\)'),
+        ({"type": "worker", "index": "one"}, r'^TF_CONFIG\["task"\]\["index"\] is \'one\''),
+        ({"type": "worker", "index": True}, r'^TF_CONFIG\["task"\]\["index"\] is True'),
+    ],
+)
+def test_a_task_of_a_wrong_type_is_refused(set_config, task, message):
+    set_config({"cluster": _WORKERS, "task": task})
+
+    with pytest.raises(InvalidTypeError, match=message):
+        _ = TFConfigClusterResolver().task_id
+
+
+def test_arguments_replace_what_is_wrong_in_the_task(set_config):
+    set_config(_config(index=9))
+
+    assert TFConfigClusterResolver(task_id=1).task_id == 1
+
+
+def test_a_wrong_argument_is_named_as_such(set_config):
+    set_config(_config())
+
+    with pytest.raises(
+        InvalidValueError, match=r"^TFConfigClusterResolver: task_id is 5, but TF_C"
+    ):
+        _ = TFConfigClusterResolver(task_id=5).task_id
+    with pytest.raises(
+        InvalidValueError, match=r'^TFConfigClusterResolver: task_type is "ps", but'
+    ):
+        _ = TFConfigClusterResolver(task_type="ps").task_type
+    with pytest.raises(InvalidValueError, match=r'^TFConfigClusterResolver: task_type is "x"'):
+        TFConfigClusterResolver(task_type="x")
+    with pytest.raises(InvalidTypeError, match=r"^TFConfigClusterResolver: task_id is 'a'"):
+        TFConfigClusterResolver(task_id="a")
+
+
+def test_a_cluster_without_a_task_has_no_task(set_config):
+    set_config({"cluster": _WORKERS})
+    resolver = TFConfigClusterResolver()
+
+    assert (resolver.task_type, resolver.task_id) == (None, None)
+    with pytest.raises(InvalidValueError, match=r'^TF_CONFIG\["task"\] is missing.*pass task_type'):
+        resolver.master()
+    with pytest.raises(InvalidValueError, match=r"task_type is None.*2 worker.*TF_CONFIG"):
+        multi_worker(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
+
+
+@pytest.mark.parametrize("key", ["rpc_layer", "session_master"])
+def test_a_setting_of_a_wrong_type_is_refused(set_config, key):
+    set_config(_config(**{key: 7}))
+    resolver = TFConfigClusterResolver()
+
+    with pytest.raises(InvalidTypeError, match=rf'^TF_CONFIG\["{key}"\] is 7 \(int\)'):
+        _ = resolver.rpc_layer if key == "rpc_layer" else resolver.master()
+
+
+def test_a_task_that_is_asked_for_must_exist(set_config):
+    set_config(_config())
+
+    with pytest.raises(InvalidValueError, match="no task 7 of type 'worker'"):
+        TFConfigClusterResolver().master("worker", 7)
