@@ -35,6 +35,7 @@ from distributary.variables import Variable, VariableAggregation, VariableSynchr
 if TYPE_CHECKING:
     from distributary import cluster_resolver, data
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
+    from distributary.strategies import MultiWorkerMirroredStrategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -49,6 +50,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -88,6 +90,8 @@ def __getattr__(name: str) -> Any:
     # Reading these takes a tenth of the time that importing jax takes.
     if name in _MODULES:
         return importlib.import_module(f"distributary.{name}")
+    if name == "MultiWorkerMirroredStrategy":
+        return getattr(importlib.import_module("distributary.strategies"), name)
     if name in _LATER:
         return getattr(importlib.import_module("distributary.inputs"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distributary.errors import InvalidValueError
-from distributary.topology import Dispatcher, dispatcher_for, make_mesh
+from distributary.topology import Dispatcher, dispatcher_for, latest_program, make_mesh
 
 _TIMEOUT_SECONDS = 20
 
@@ -245,3 +245,14 @@ def test_a_token_that_was_donated_is_an_error():
 def test_a_window_needs_a_place_and_a_lock(lock, max_in_flight):
     with pytest.raises(InvalidValueError, match=f"max_in_flight is {max_in_flight} with lock"):
         Dispatcher(lock, max_in_flight)
+
+
+def test_the_latest_program_runs_until_its_output_is_there():
+    program = type(latest_program)()
+    assert not program.is_running()
+    array = jnp.ones(3).block_until_ready()
+    for output in (array, [array, array]):
+        program.output = output
+        assert not program.is_running()
+    array.delete()
+    assert not program.is_running()

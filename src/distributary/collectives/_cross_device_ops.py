@@ -122,8 +122,8 @@ class CrossDeviceOps(abc.ABC):
         """Copies one value to all `destinations`."""
         return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
 
-    def describe(self, platform: str) -> str:
-        """One phrase for people: which collective runs on `platform`."""
+    def describe(self, platform: str, num_workers: int = 1) -> str:
+        """One phrase for people: which collective runs on `platform`, in so many processes."""
         return f"{type(self).__name__} on {platform}"
 
     def all_reduce(
@@ -343,9 +343,9 @@ class NcclAllReduce(_Summing):
         add = _with_options(algorithms.all_reduce, num_replicas, options)
         return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
 
-    def describe(self, platform: str) -> str:
+    def describe(self, platform: str, num_workers: int = 1) -> str:
         transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
-            platform, "shared memory"
+            platform, "shared memory" if num_workers == 1 else "gloo"
         )
         packs = {0: "one per tensor", 1: "one per dtype"}.get(
             self.num_packs, f"{self.num_packs} packs"
@@ -375,7 +375,7 @@ class HierarchicalCopyAllReduce(_Summing):
             return add
         return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
 
-    def describe(self, platform: str) -> str:
+    def describe(self, platform: str, num_workers: int = 1) -> str:
         return f"hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
 
@@ -413,7 +413,7 @@ class ReductionToOneDevice(_Summing):
     def _add_rows(self, rows: Array) -> Array:
         return algorithms.add_rows(rows, self.accumulation_fn)
 
-    def describe(self, platform: str) -> str:
+    def describe(self, platform: str, num_workers: int = 1) -> str:
         return f"all-gather and addition in replica order on {platform}"
 
 

@@ -13,7 +13,7 @@ from distributary.datasets._iterator import (
     restored,
     state_of,
 )
-from distributary.datasets._nodes import Node, describe
+from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
 from distributary.datasets._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -22,7 +22,7 @@ from distributary.datasets._options import (
     DistributeOptions,
     Options,
 )
-from distributary.datasets._order import WithOptions
+from distributary.datasets._order import WithOptions, options_of
 from distributary.datasets._prefetch import Prefetched
 from distributary.datasets._sharding import WorkerBatch, WorkerBatches, WorkerShare, split_rows
 from distributary.datasets._sources import Once, OneShot, from_batches
@@ -53,13 +53,16 @@ __all__ = [
     "WorkerBatches",
     "WorkerShare",
     "describe",
+    "drawn_seeds",
     "foreign",
     "from_batches",
     "go_to",
     "is_hugging_face",
     "next_as_optional",
     "next_or_out_of_range",
+    "options_of",
     "restored",
     "split_rows",
     "state_of",
+    "with_drawn_seeds",
 ]

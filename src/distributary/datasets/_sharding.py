@@ -121,8 +121,12 @@ class WorkerBatches:
             node = _with_batches_of_worker(node, share)
         self.node = node
 
-    def stream(self, path: Path, check: Check) -> "WorkerStream":
-        """A pass over the batches, each of which goes through `check`."""
+    def stream(self, path: Path, check: Check, whole_if_uneven: bool = False) -> "WorkerStream":
+        """A pass over the batches, each of which goes through `check`.
+
+        With `whole_if_uneven` a worker gets all rows of a batch, and the sizes of the parts of all
+        replicas, if the parts are not equal.
+        """
         node, share = self.node, self._share
         reused = not node.makes_arrays()
         if not self._splits:
@@ -133,8 +137,10 @@ class WorkerBatches:
                 inner = inner.input
             if isinstance(inner, Batch):
                 # Then the rows of other workers are never fetched.
-                return WorkerStream(inner.elements(path), share, "part", check, reused)
-        return WorkerStream(node.stream(path), share, "split", check, reused)
+                return WorkerStream(
+                    inner.elements(path), share, "part", check, reused, whole_if_uneven
+                )
+        return WorkerStream(node.stream(path), share, "split", check, reused, whole_if_uneven)
 
 
 @final
@@ -151,8 +157,15 @@ class WorkerStream:
     """
 
     def __init__(
-        self, stream: Stream, share: WorkerShare, how: str, check: Check, reused: bool
+        self,
+        stream: Stream,
+        share: WorkerShare,
+        how: str,
+        check: Check,
+        reused: bool,
+        whole_if_uneven: bool = False,
     ) -> None:
+        self._whole_if_uneven = whole_if_uneven
         self._stream = stream
         self._share = share
         self._how = how
@@ -168,15 +181,27 @@ class WorkerStream:
         self._number += 1
         if self._how == "part":
             assert isinstance(self._stream, Batched)
-            rows, size = self._stream.part(share.rows)
-            return WorkerBatch(self._check(rows, self._number, False)[0], _sizes(share, size))
+            rows, size = self._stream.part(self._wanted)
+            return self._batch(self._check(rows, self._number, False)[0], size)
         batch, size = self._check(next(self._stream), self._number, self._reused)
         if self._how == "cut":
             alone = WorkerShare(replicas_per_worker=share.replicas_per_worker)
             return WorkerBatch(batch, _sizes(alone, size))
         if share.num_workers > 1:
-            batch = _rows(batch, share.rows(size))
-        return WorkerBatch(batch, _sizes(share, size))
+            batch = _rows(batch, self._wanted(size))
+        return self._batch(batch, size)
+
+    def _is_whole(self, size: int) -> bool:
+        return self._whole_if_uneven and size % self._share.num_replicas != 0
+
+    def _wanted(self, size: int) -> slice:
+        return slice(0, size) if self._is_whole(size) else self._share.rows(size)
+
+    def _batch(self, rows: Any, size: int) -> WorkerBatch:
+        share = self._share
+        if self._is_whole(size):
+            share = WorkerShare(replicas_per_worker=share.num_replicas)
+        return WorkerBatch(rows, _sizes(share, size))
 
     def advance(self, count: int) -> int:
         """Skips batches."""

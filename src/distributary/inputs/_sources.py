@@ -1,6 +1,6 @@
 """What may be distributed, as global batches or as elements of the replicas."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import jax
@@ -9,18 +9,23 @@ import numpy as np
 from distributary.datasets import (
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
     Dataset,
     Node,
     Once,
     OneShot,
+    Options,
     Prefetch,
     WithOptions,
     WorkerBatches,
     WorkerShare,
+    drawn_seeds,
     foreign,
     from_batches,
+    options_of,
+    with_drawn_seeds,
 )
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 
 _WHAT = "experimental_distribute_dataset: got"
 
@@ -34,6 +39,7 @@ class Batches:
             arrays whose dim 0 counts the batches.
         share: Number of replicas here and elsewhere.
         what: Beginning of errors about it: the function and where the dataset comes from.
+        agree: Gives all workers the chief's arrays.
 
     Raises:
         InvalidTypeError: if the dataset cannot be iterated over.
@@ -42,8 +48,21 @@ class Batches:
 
     is_global = True
 
-    def __init__(self, dataset: Any, share: WorkerShare, what: str = _WHAT) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        share: WorkerShare,
+        what: str = _WHAT,
+        agree: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None,
+    ) -> None:
         self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
+        if share.num_workers > 1:
+            self.node = _of_all_workers(self.node, what)
+            seeds = drawn_seeds(self.node)
+            if agree is not None and seeds:
+                # Shuffles without a seed must have the same order on every worker.
+                (agreed,) = agree([np.array(seeds, np.int64)])
+                self.node = with_drawn_seeds(self.node, agreed.tolist())
         self._share = share
         WorkerBatches(self.node, share)  # finds fault with its policy
 
@@ -62,7 +81,8 @@ class Batches:
 
     def stream(self, path: tuple[int, ...]) -> Any:
         """A pass over this worker's part of the batches."""
-        return WorkerBatches(self.node, self._share).stream(path, checked)
+        # Workers compute an uneven batch together, for which each needs all of it.
+        return WorkerBatches(self.node, self._share).stream(path, checked, whole_if_uneven=True)
 
 
 @final
@@ -175,6 +195,19 @@ def _without_rows(element: Any) -> Any:
 def as_node(dataset: Any, what: str) -> Node:
     """A dataset of this or another library, or any iterable."""
     return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
+
+
+def _of_all_workers(node: Node, what: str) -> Node:
+    """A dataset of which every worker takes its rows of every batch."""
+    policy = options_of(node).experimental_distribute.auto_shard_policy
+    if policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+        raise UnsupportedError(
+            f"{what} a dataset with AutoShardPolicy.{policy.name}, which does not work across"
+            " workers yet. Use AutoShardPolicy.DATA: every worker takes its rows of each batch."
+        )
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+    return WithOptions(node, options)
 
 
 def _without_prefetch(node: Node) -> tuple[Node, int]:

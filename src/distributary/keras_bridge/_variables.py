@@ -13,7 +13,17 @@ from distributary.topology import make_mesh
 
 
 def sharding_of(strategy: Any) -> Any:
-    """Where the variables of a strategy lie; None leaves it to JAX."""
+    """Where the variables of a strategy lie; None leaves it to JAX.
+
+    Raises:
+        UnsupportedError: if the strategy spans several workers.
+    """
+    if strategy.extended.num_workers > 1:
+        raise UnsupportedError(
+            f"Keras variables and models do not work under {strategy!r} yet. Write the training"
+            " loop with distributary.Variable and strategy.run, or train on one machine with"
+            " MirroredStrategy."
+        )
     sharding = strategy.extended.variable_layout().replicated
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding

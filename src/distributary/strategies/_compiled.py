@@ -12,7 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.strategies._cache import WeakIdentity
-from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace, latest_program
+from distributary.topology import (
+    REPLICA_AXIS,
+    Dispatcher,
+    inside_jax_trace,
+    latest_program,
+    put_replicated,
+)
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import Variable
@@ -101,7 +107,7 @@ class Compiled:
             return value
         if value.sharding.device_set == self._replicated.device_set:
             return value
-        return jax.device_put(value, self._replicated)
+        return put_replicated(value, self._replicated)
 
     def lowered(self, args: Sequence[Any]) -> Any:
         """The program lowered for `args`, for looking at what XLA compiles."""

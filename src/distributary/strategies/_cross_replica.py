@@ -22,7 +22,7 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.options import CommunicationOptions
-from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace
+from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace, local_copy
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -121,7 +121,7 @@ class CrossReplica:
                 return jnp.concatenate(parts, check_gather_axis(parts[0], axis))
             return leaf.value() if isinstance(leaf, Mirrored) else leaf
         if rows.form == "components":
-            parts = component_arrays(rows)
+            parts = [local_copy(part) for part in component_arrays(rows)]
             axis = check_gather_axis(parts[0], axis)
             _check_gather_shapes(parts, axis)
             return jnp.concatenate(parts, axis)
@@ -176,12 +176,13 @@ class CrossReplica:
         jitted = self._jitted.get(key)
         if jitted is None:
             jitted = self._jitted[key] = jax.jit(program)
-        return self._dispatcher.run(
+        result = self._dispatcher.run(
             jitted, lambda result: next(iter(jax.tree.leaves(result)), None), trees
         )
+        return jax.tree.map(local_copy, result)
 
     def _reduce_uneven(self, op: ReduceOp, axes: tuple[int, ...] | None, row: PerReplica) -> Any:
-        components = component_arrays(row)
+        components = [jax.tree.map(local_copy, part) for part in component_arrays(row)]
         if axes is None and all(isinstance(c, IndexedSlices) for c in components):
             values = jnp.concatenate([c.values for c in components])
             if op is ReduceOp.MEAN:

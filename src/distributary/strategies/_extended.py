@@ -3,10 +3,11 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from distributary.collectives import (
     CrossDeviceOps,
@@ -31,6 +32,7 @@ from distributary.errors import (
 )
 from distributary.inputs import DistributedInput, InputContext, InputStatistics, ValueContext
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
+from distributary.strategies._broadcast import broadcast
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
@@ -47,6 +49,9 @@ from distributary.values import (
 )
 from distributary.variables import Variable, VariableComponent, VariableLayout
 
+if TYPE_CHECKING:
+    from distributary.cluster_resolver import MultiWorker
+
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +67,8 @@ class StrategyExtended:
         distributed: Whether variables and results are distributed values; False for strategies
             that stand for a single device.
         is_default: Whether this is the strategy outside of every scope.
+        workers: The processes whose devices these are, worker by worker, as many of each; None for
+            this process alone.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -74,10 +81,17 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         distributed: bool = True,
         is_default: bool = False,
+        workers: "MultiWorker | None" = None,
     ) -> None:
         self._strategy = strategy
         self._devices = None if devices is None else tuple(devices)
         self.num_replicas = 1 if devices is None else len(devices)
+        #: Number of processes, and which of them this one is.
+        self.num_workers = 1 if workers is None else workers.num_workers
+        self.worker_number = 0 if workers is None else workers.worker_number or 0
+        self._replicas_per_worker = self.num_replicas // self.num_workers
+        first_replica = self.worker_number * self._replicas_per_worker
+        self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.is_default = is_default
         self.input_statistics = InputStatistics()
         self._distributed = distributed
@@ -93,7 +107,15 @@ class StrategyExtended:
             replicated = jax.sharding.SingleDeviceSharding(devices[0])
         self.mesh = mesh
         dispatcher = dispatcher_for(self._devices or ())
-        self._layout = VariableLayout(strategy, self.num_replicas, distributed, replicated, stacked)
+        self._layout = VariableLayout(
+            strategy,
+            self.num_replicas,
+            distributed,
+            replicated,
+            stacked,
+            first_replica,
+            self.from_chief if self.num_workers > 1 else None,
+        )
         program_mesh = mesh if self.num_replicas > 1 else None
         self.runner = ReplicaRunner(
             strategy,
@@ -102,6 +124,7 @@ class StrategyExtended:
             replicated,
             stacked,
             dispatcher,
+            first_replica,
         )
         self.combine = CrossReplica(
             strategy,
@@ -142,26 +165,38 @@ class StrategyExtended:
     @property
     def should_checkpoint(self) -> bool:
         """Whether this process is the one that writes checkpoints."""
-        return True
+        return self.worker_number == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this process is the one that writes summaries."""
-        return True
+        return self.worker_number == 0
 
     def device_names(self) -> tuple[str, ...]:
         """Canonical names of the replicas' devices; of JAX's default device without any."""
-        devices = self._devices or (jax.local_devices()[0],)
+        devices = self._local_devices() or (jax.local_devices()[0],)
         return tuple(canonical_name(device) for device in devices)
 
     def describe(self) -> str:
         """One line for people: the devices and the reduction."""
-        devices = self._devices or ()
+        devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self.num_replicas == 1:
             return f"1 replica on {names}"
-        reduction = self.cross_device_ops.describe(devices[0].platform)
+        reduction = self.cross_device_ops.describe(devices[0].platform, self.num_workers)
+        if self.num_workers > 1:
+            names += f" of each of {self.num_workers} workers"
         return f"{self.num_replicas} replicas on {names}; {reduction}"
+
+    def _local_devices(self) -> tuple[jax.Device, ...]:
+        devices = self._devices or ()
+        return devices[self._local_replicas.start : self._local_replicas.stop]
+
+    def from_chief(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Arrays of the chief on every worker; all call it with the same shapes and dtypes."""
+        if self.num_workers == 1:
+            return values
+        return broadcast(values, self._layout.stacked)
 
     # Variables
 
@@ -358,7 +393,13 @@ class StrategyExtended:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """See `Strategy.experimental_local_results`."""
-        return local_results(value) if self._distributed else (value,)
+        if not self._distributed:
+            return (value,)
+        results = local_results(value)
+        if self.num_workers > 1 and len(results) == self.num_replicas:
+            # Of an uneven batch every worker has all parts.
+            return results[self._local_replicas.start : self._local_replicas.stop]
+        return results
 
     # Input
 
@@ -380,7 +421,8 @@ class StrategyExtended:
                 "experimental_distribute_dataset: the dataset is distributed already. Iterate over"
                 " it, or distribute the dataset it was made from."
             )
-        return self._distributed_dataset(Batches(dataset, self.worker_share()), options)
+        batches = Batches(dataset, self.worker_share(), agree=self.from_chief)
+        return self._distributed_dataset(batches, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
@@ -392,6 +434,17 @@ class StrategyExtended:
         per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.is_default:
             return dataset_fn(InputContext())
+        if self.num_workers > 1:
+            if per_replica:
+                raise UnsupportedError(
+                    "distribute_datasets_from_function: InputReplicationMode.PER_REPLICA is for one"
+                    " worker. Use PER_WORKER: each step takes one element per replica."
+                )
+            raise UnsupportedError(
+                "distribute_datasets_from_function does not work across workers yet. Use"
+                " experimental_distribute_dataset, which gives every worker its rows of the global"
+                " batches."
+            )
         num_replicas = self.num_replicas
         count = num_replicas if per_replica else 1
         datasets = [dataset_fn(InputContext(count, i, num_replicas)) for i in range(count)]
@@ -401,7 +454,7 @@ class StrategyExtended:
         """Which of the replicas of a dataset's batches are those of this process."""
         from distributary.datasets import WorkerShare
 
-        return WorkerShare(replicas_per_worker=self.num_replicas)
+        return WorkerShare(self.num_workers, self.worker_number, self._replicas_per_worker)
 
     def _distributed_dataset(self, source: Any, options: InputOptions) -> Any:
         from distributary.inputs import DistributedDataset
@@ -419,7 +472,7 @@ class StrategyExtended:
         """See `Strategy.experimental_distribute_values_from_function`."""
         if not self._distributed:
             return value_fn(ValueContext(0, 1))
-        values = [value_fn(ValueContext(i, self.num_replicas)) for i in range(self.num_replicas)]
+        values = [value_fn(ValueContext(i, self.num_replicas)) for i in self._local_replicas]
         flat = [jax.tree.flatten(value, is_leaf=lambda x: x is None) for value in values]
         for i, (_, tree) in enumerate(flat):
             if not same_structure(tree, flat[0][1]):

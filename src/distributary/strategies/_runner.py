@@ -17,7 +17,7 @@ from distributary.strategies._compiled import (
     signature_of,
     split_result,
 )
-from distributary.topology import Dispatcher, put_rows
+from distributary.topology import Dispatcher, put_replicated, put_stacked
 from distributary.tracing import ReplicaProgram, TraceScope, current_scope, in_role
 from distributary.values import (
     Mirrored,
@@ -62,7 +62,9 @@ class ReplicaRunner:
         replicated: Any,
         stacked: Any,
         dispatcher: Dispatcher,
+        first_replica: int = 0,
     ) -> None:
+        self._first_replica = first_replica
         self._strategy = strategy
         self._num_replicas = num_replicas
         self._mesh = mesh
@@ -115,20 +117,20 @@ class ReplicaRunner:
         """A stacked `PerReplica` with every row on its replica's device."""
         if self._stacked is None:
             return value
-        payload = value.payload
-        if isinstance(payload, np.ndarray):
-            return PerReplica.from_stacked(put_rows(payload, self._stacked), value.num_replicas)
-        return PerReplica.from_stacked(jax.device_put(payload, self._stacked), value.num_replicas)
+        rows = jax.tree.map(
+            lambda leaf: put_stacked(leaf, self._stacked, self._first_replica), value.payload
+        )
+        return PerReplica.from_stacked(rows, self._num_replicas)
 
     def place_components(self, values: Sequence[Any]) -> PerReplica:
         """A `PerReplica` of components that differ in shape, each on every device."""
         if self._replicated is not None:
-            values = jax.device_put(list(values), self._replicated)
+            return PerReplica(tuple(put_replicated(v, self._replicated) for v in values))
         return PerReplica(tuple(values))
 
     def place_alone(self, value: Any) -> Any:
         """The nest of a batch for the only replica, on its device."""
-        return value if self._replicated is None else jax.device_put(value, self._replicated)
+        return value if self._replicated is None else put_replicated(value, self._replicated)
 
     def _even_out(self, tree: Any, place: bool) -> Any:
         """Replaces `PerReplica` components of equal shape by one stacked array."""

@@ -1,6 +1,10 @@
 """Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
 
-from distributary.topology._cpu import prepare_cpu_threads, set_logical_cpu_devices
+from distributary.topology._cpu import (
+    prepare_cpu_threads,
+    prepare_local_devices,
+    set_logical_cpu_devices,
+)
 from distributary.topology._device_strings import (
     DeviceName,
     canonical_name,
@@ -11,7 +15,13 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
 from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.topology._jax_private import backends_started, inside_jax_trace, put_rows
+from distributary.topology._jax_private import backends_started, inside_jax_trace
+from distributary.topology._placement import (
+    local_copy,
+    local_devices,
+    put_replicated,
+    put_stacked,
+)
 
 __all__ = [
     "REPLICA_AXIS",
@@ -22,11 +32,15 @@ __all__ = [
     "dispatcher_for",
     "inside_jax_trace",
     "latest_program",
+    "local_copy",
+    "local_devices",
     "local_devices_of",
     "make_mesh",
     "parse_device",
     "prepare_cpu_threads",
-    "put_rows",
+    "prepare_local_devices",
+    "put_replicated",
+    "put_stacked",
     "replica_devices",
     "resolve_device",
     "set_logical_cpu_devices",

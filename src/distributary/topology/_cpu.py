@@ -12,7 +12,12 @@ from distributary.topology._device_strings import local_devices_of
 from distributary.topology._jax_private import backends_started
 from distributary.topology._thread_pool import CpuThreads
 
-__all__ = ["prepare_cpu_threads", "requested_cpu_devices", "set_logical_cpu_devices"]
+__all__ = [
+    "prepare_cpu_threads",
+    "prepare_local_devices",
+    "requested_cpu_devices",
+    "set_logical_cpu_devices",
+]
 
 # More would cost minutes and tens of thousands of threads: a typing error.
 _MAX_LOGICAL_CPU_DEVICES = 1024
@@ -79,6 +84,11 @@ def prepare_cpu_threads(num_devices: int) -> None:
         _threads.report(num_devices, num_existing=len(local_devices_of("CPU")))
     else:
         _threads.enlarge(num_devices)
+
+
+def prepare_local_devices() -> None:
+    """Prepares the thread pool for the CPU devices this process will have, before JAX starts."""
+    prepare_cpu_threads(requested_cpu_devices())
 
 
 def cpu_threads_suffice(num_devices: int) -> bool:

@@ -171,7 +171,7 @@ class LatestProgram:
 
     Attributes:
         count: Number of programs dispatched so far.
-        output: An array it makes, or None.
+        output: An array it makes, a list with one per replica, or None.
     """
 
     __slots__ = ("count", "output")
@@ -182,7 +182,7 @@ class LatestProgram:
 
     def is_running(self) -> bool:
         """Whether devices are still at work on it."""
-        output = self.output
+        output = self.output[0] if isinstance(self.output, list) else self.output
         if output is None:
             return False
         try:

@@ -34,17 +34,19 @@ def backends_started() -> bool:
 
 
 def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
-    """A NumPy array `[device, ...]` with every row on a device of a sharding over dim 0.
+    """Rows `[device of this process, ...]`, each on its device, as an array sharded over dim 0.
 
     The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
     jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
     """
-    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        return jax.device_put(array, sharding)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype != array.dtype:
+        array = array.astype(dtype)
     devices = list(sharding.mesh.devices.flat)
-    if len(devices) != len(array) or not sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    aval = core.ShapedArray(array.shape, array.dtype)
+    aval = core.ShapedArray((len(devices), *array.shape[1:]), dtype)
+    if not sharding.is_fully_addressable:
+        this_process = jax.process_index()
+        devices = [device for device in devices if device.process_index == this_process]
     rows = [array[i : i + 1] for i in range(len(devices))]
     put: jax.Array = pxla.batched_device_put(aval, sharding, rows, devices)
     return put

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import REPLICA_AXIS, local_copy
 from distributary.values._operators import ArrayOperators
 
 
@@ -171,10 +171,10 @@ def _rows(stacked: Any, num_replicas: int) -> list[Any]:
     """The rows of `[replica, *shape]`, each on its replica's device; of this process only."""
     if isinstance(stacked, jax.core.Tracer):
         return [stacked[i] for i in range(num_replicas)]
+    if stacked.is_fully_replicated and num_replicas > 1:
+        own = local_copy(stacked)
+        return [own[i] for i in range(num_replicas)]
     shards = {shard.index[0].start or 0: shard.data for shard in stacked.addressable_shards}
-    if len(shards) == 1 and num_replicas > 1:
-        # One device holds all rows, or all devices do.
-        return [stacked[i] for i in range(num_replicas)]
     return [shards[start].reshape(stacked.shape[1:]) for start in sorted(shards)]
 
 
@@ -227,17 +227,17 @@ class Mirrored(DistributedValues, ArrayOperators):
 
     def value(self) -> Any:
         """The array or nest all replicas hold."""
-        return self._value
+        return jax.tree.map(local_copy, self._value)
 
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array."""
-        return np.array(self._value)
+        return np.array(self.value())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._value, dtype=dtype)
+        return np.array(self.value(), dtype=dtype)
 
     def __jax_array__(self) -> Any:
-        return self._value
+        return self.value()
 
     def tree_flatten(self) -> tuple[Any, int]:
         return (self._value,), self._num_replicas
@@ -252,7 +252,7 @@ class Mirrored(DistributedValues, ArrayOperators):
 def _copies(value: Any, num_replicas: int) -> list[Any]:
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         shards = [shard.data for shard in value.addressable_shards]
-        if len(shards) == num_replicas:
+        if len(shards) == num_replicas or not value.is_fully_addressable:
             return shards
     return [value] * num_replicas
 

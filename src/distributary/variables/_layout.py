@@ -1,5 +1,6 @@
 """Where the value of a variable lies."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.errors import InvalidTypeError
+from distributary.topology import local_copy, put_replicated, put_stacked
 from distributary.values import ArrayOperators
 
 
@@ -22,6 +24,8 @@ class VariableLayout:
         mirrored: Whether variables are distributed values; False for strategies with one device.
         replicated: Sharding of a value all replicas share; None leaves it to JAX.
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
+        first_replica: Number of the first replica of this process.
+        from_chief: Gives all workers the chief's arrays; None with one worker.
     """
 
     strategy: Any
@@ -29,6 +33,14 @@ class VariableLayout:
     mirrored: bool
     replicated: Any
     stacked: Any
+    first_replica: int = 0
+    from_chief: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+
+    def initial(self, value: Any) -> Any:
+        """An initial value: the chief's, where there are several workers."""
+        if self.from_chief is None:
+            return value
+        return self.from_chief([np.asarray(local_copy(value))])[0]
 
     def place(self, value: Any, dtype: Any, stacked: bool = False) -> jax.Array:
         """A copy of `value` nobody else holds, on the strategy's devices.
@@ -36,6 +48,12 @@ class VariableLayout:
         The copy matters: steps donate the buffers of the variables they write.
         """
         sharding = self.stacked if stacked else self.replicated
+        if sharding is not None and not sharding.is_fully_addressable:
+            # All processes give the same value; what JAX does with it must be the same, too.
+            host = np.array(local_copy(value), dtype=dtype)
+            if stacked:
+                return put_stacked(host, sharding, self.first_replica)
+            return put_replicated(host, sharding)
         if isinstance(value, jax.Array):
             placed = value if sharding is None else jax.device_put(value, sharding)
             if placed.dtype == dtype and not placed.weak_type:
@@ -51,7 +69,7 @@ class VariableLayout:
         array = jnp.asarray(value, dtype)
         if self.replicated is None or array.sharding.device_set == self.replicated.device_set:
             return array
-        return jax.device_put(array, self.replicated)
+        return put_replicated(array, self.replicated)
 
 
 def array_of(value: Any, what: str) -> Any:

@@ -23,6 +23,7 @@ from distributary.errors import (
     ReplicaDivergenceError,
     UnsupportedError,
 )
+from distributary.topology import local_copy
 from distributary.tracing import (
     Array,
     Handle,
@@ -138,7 +139,7 @@ class Variable(ArrayOperators):
                     f" {self._shape}. Leave shape out, it follows the initial value."
                 )
             self._check_aggregation(what)
-            self._value = self._initial_state(initial)
+            self._value = self._initial_state(self._layout.initial(initial))
         # Whether somebody else may hold the buffer, so that it must not be donated.
         self._shared = False
         per_replica = self._layout.mirrored and on_read
@@ -285,11 +286,11 @@ class Variable(ArrayOperators):
 
     def _read_eager(self) -> Array:
         self._shared = True
-        return self._value
+        return local_copy(self._value)
 
     def _peek(self) -> Array:
         """The eager value, for use before the next step only."""
-        return self._value
+        return local_copy(self._value)
 
     def _copy(self) -> Array:
         """The stored array for a program that donates it, while others may hold it."""

@@ -1,0 +1,302 @@
+"""The workers of a job find each other before JAX starts.
+
+JAX's own start-up ends the process without a sentence when a worker is missing, a port is taken or
+the workers do not fit together. Here they meet first, over one short connection each to the first
+worker, at the address that JAX's coordination service uses afterwards.
+"""
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import platform
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, final
+
+from distributary.cluster_resolver import MultiWorker, Peer
+from distributary.errors import ClusterError
+
+_PACKAGES = ("distributary", "jax", "jaxlib", "keras")
+_MAX_LINE_BYTES = 1 << 16
+_RETRY_SECONDS = 0.1
+# For an answer, once the first worker has heard from everybody or given up.
+_ANSWER_SECONDS = 10.0
+
+
+def bind_address(peer: Peer) -> str:
+    """The numeric address of a worker on its own machine, `"127.0.0.1:2222"`.
+
+    Raises:
+        ClusterError: if its host is unknown.
+    """
+    family, address = _resolved(peer)
+    host = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+    return f"{host}:{address[1]}"
+
+
+def meet(place: MultiWorker, deadline_seconds: float) -> None:
+    """Returns once all workers of a cluster have called it and fit together.
+
+    Args:
+        place: The cluster and which of its workers this process is.
+        deadline_seconds: How long to wait for the others.
+
+    Raises:
+        ClusterError: on every worker that is there, if one is missing, its port is taken, two are
+            the same worker, or their clusters or package versions differ; the message says which.
+    """
+    assert place.worker_number is not None
+    facts = _facts(place)
+    deadline = time.monotonic() + deadline_seconds
+    if place.worker_number == 0:
+        with _listening(place.workers[0]) as server:
+            _Reception(server, place, facts, deadline, deadline_seconds).run()
+        return
+    # Held while the workers meet: a second process with the same task fails here.
+    with _own_port(place.workers[place.worker_number]):
+        answer = _asked(place, facts, deadline, deadline_seconds)
+    if answer is not None:
+        raise ClusterError(answer)
+
+
+def _facts(place: MultiWorker) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    cluster = json.dumps([[peer.name, peer.address] for peer in place.workers])
+    return {
+        "worker": place.worker_number,
+        "cluster": hashlib.sha256(cluster.encode()).hexdigest()[:16],
+        "workers": [str(peer) for peer in place.workers],
+        "versions": versions,
+    }
+
+
+@final
+class _Reception:
+    """The first worker, who hears all others and tells each how it ended."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        place: MultiWorker,
+        facts: dict[str, Any],
+        deadline: float,
+        deadline_seconds: float,
+    ) -> None:
+        self._server = server
+        self._place = place
+        self._facts = facts
+        self._deadline = deadline
+        self._deadline_seconds = deadline_seconds
+        self._connections: dict[socket.socket, bytes] = {}
+        self._arrived: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+
+    def run(self) -> None:
+        try:
+            problem = self._wait() or self._difference()
+            self._answer(problem)
+        finally:
+            for connection in self._connections:
+                connection.close()
+        if problem is not None:
+            raise ClusterError(problem)
+
+    def _wait(self) -> str | None:
+        """Hears the others; returns what went wrong."""
+        others = self._place.num_workers - 1
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            while len(self._arrived) < others:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    return self._missing()
+                for key, _ in selector.select(left):
+                    if key.fileobj is self._server:
+                        connection, _ = self._server.accept()
+                        connection.setblocking(False)
+                        self._connections[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    problem = self._hear(key.fileobj, selector)
+                    if problem is not None:
+                        return problem
+        return None
+
+    def _hear(self, connection: socket.socket, selector: Any) -> str | None:
+        try:
+            data = connection.recv(4096)
+        except OSError:
+            data = b""
+        heard = self._connections[connection] + data
+        self._connections[connection] = heard
+        if data and b"\n" not in heard and len(heard) < _MAX_LINE_BYTES:
+            return None
+        selector.unregister(connection)
+        facts = _parsed(heard)
+        if facts is None:  # somebody else's program
+            connection.close()
+            del self._connections[connection]
+            return None
+        number = facts["worker"]
+        if number in self._arrived or not 0 < number < self._place.num_workers:
+            return (
+                f"Two processes are worker number {number} of the cluster"
+                f" {self._facts['workers']}. Give every process a task of its own, in TF_CONFIG:"
+                ' {"task": {"type": "worker", "index": ...}}.'
+            )
+        self._arrived[number] = (connection, facts)
+        return None
+
+    def _missing(self) -> str:
+        missing = [
+            str(peer)
+            for number, peer in enumerate(self._place.workers)
+            if number and number not in self._arrived
+        ]
+        return (
+            f"After {self._deadline_seconds:g} s {', '.join(missing)} did not come to"
+            f" {self._place.workers[0]}. Start the same program on every worker; is it running,"
+            " with the same cluster in its TF_CONFIG, and can it reach that address?"
+        )
+
+    def _difference(self) -> str | None:
+        """How the workers differ."""
+        for number, (_, facts) in sorted(self._arrived.items()):
+            name = self._place.workers[number].name
+            if facts["cluster"] != self._facts["cluster"]:
+                return (
+                    f"{name} has another cluster than {self._place.name}: {facts['workers']} and"
+                    f" {self._facts['workers']}. Give all workers the same cluster."
+                )
+            theirs, ours = facts["versions"], self._facts["versions"]
+            for package in sorted({*theirs, *ours}):
+                if package == "python":
+                    same = _minor(theirs.get(package)) == _minor(ours.get(package))
+                else:
+                    same = theirs.get(package) == ours.get(package)
+                if not same:
+                    return (
+                        f"{name} has {package} {theirs.get(package, 'not installed')},"
+                        f" {self._place.name} has {ours.get(package, 'not installed')}: they would"
+                        " compile different programs. Install the same versions on all workers."
+                    )
+        return None
+
+    def _answer(self, problem: str | None) -> None:
+        line = json.dumps({"error": problem}).encode() + b"\n"
+        for connection, _ in self._arrived.values():
+            connection.setblocking(True)
+            connection.settimeout(_ANSWER_SECONDS)
+            with contextlib.suppress(OSError):
+                connection.sendall(line)
+                # They hang up first, so that the port is free for JAX at once.
+                connection.recv(1)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        facts = json.loads(line)
+        worker, cluster = facts["worker"], facts["cluster"]
+        is_one = isinstance(worker, int) and isinstance(cluster, str)
+        return facts if is_one and isinstance(facts["versions"], dict) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _minor(version: str | None) -> list[str]:
+    return (version or "").split(".")[:2]
+
+
+def _asked(
+    place: MultiWorker, facts: dict[str, Any], deadline: float, deadline_seconds: float
+) -> str | None:
+    """Tells the first worker that this one is there; returns what went wrong."""
+    first = place.workers[0]
+    connection, reason = None, "no answer"
+    while connection is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return (
+                f"{place.name} could not reach {first} within {deadline_seconds:g} s: {reason}."
+                " Is it running, and is the address the one it has in its own TF_CONFIG?"
+            )
+        try:
+            connection = socket.create_connection((first.host, first.port), timeout=left)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(min(_RETRY_SECONDS, max(0.0, left)))
+    with connection:
+        try:
+            connection.sendall(json.dumps(facts).encode() + b"\n")
+            connection.settimeout(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
+            answer = b""
+            while not answer.endswith(b"\n"):
+                part = connection.recv(4096)
+                if not part:
+                    raise ConnectionError("it hung up")
+                answer += part
+            verdict: str | None = json.loads(answer)["error"]
+            return verdict
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            return (
+                f"{first} did not say whether the workers of the cluster are complete: {problem}."
+                " Look at its output."
+            )
+
+
+@contextlib.contextmanager
+def _listening(peer: Peer) -> Iterator[socket.socket]:
+    family, address = _resolved(peer)
+    with socket.socket(family, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(address)
+        except OSError as error:
+            raise ClusterError(_cannot_bind(peer, error)) from error
+        server.listen()
+        yield server
+
+
+@contextlib.contextmanager
+def _own_port(peer: Peer) -> Iterator[None]:
+    family, address = _resolved(peer)
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind(address)
+            held.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ClusterError(_cannot_bind(peer, error)) from error
+            # The cluster may know this machine by another address, which only the first needs.
+        yield
+
+
+def _cannot_bind(peer: Peer, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{peer}: the port is in use. Another process listens there, perhaps one that is"
+            f" {peer.name} too, or a job that has not ended. End it, or choose another port for all"
+            " workers."
+        )
+    return (
+        f"{peer}: this process cannot listen there: {error.strerror}. The address of a worker must"
+        " be one of its own machine."
+    )
+
+
+def _resolved(peer: Peer) -> tuple[Any, Any]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            peer.host, peer.port, type=socket.SOCK_STREAM
+        )[0]
+    except OSError as error:
+        raise ClusterError(f"{peer}: the host is unknown: {error.strerror or error}.") from error
+    return family, address

@@ -1,0 +1,64 @@
+"""Arrays on all devices of a mesh, also of one that spans processes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from distributary.topology._jax_private import put_rows
+
+__all__ = ["local_copy", "local_devices", "put_replicated", "put_stacked"]
+
+
+def local_devices(sharding: Any) -> list[jax.Device]:
+    """The devices of a mesh that belong to this process, in the order of the mesh."""
+    this_process = jax.process_index()
+    return [d for d in sharding.mesh.devices.flat if d.process_index == this_process]
+
+
+def put_replicated(value: Any, sharding: Any) -> Any:
+    """A value on every device of a sharding; all processes of the mesh give the same.
+
+    Args:
+        value: Array, or nest of arrays, that this process can read.
+        sharding: Sharding without a partitioned dim.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            return leaf
+        host = np.asarray(local_copy(leaf))
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        copies = [jax.device_put(host, device) for device in local_devices(sharding)]
+        return jax.make_array_from_single_device_arrays(host.shape, sharding, copies)
+
+    return jax.tree.map(put, value)
+
+
+def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
+    """An array `[replica, ...]` with every row on the device of its replica.
+
+    Args:
+        rows: The rows of this process' replicas, or of all replicas.
+        sharding: Sharding over dim 0, of one replica per device.
+        first: Number of the first replica of this process.
+    """
+    if isinstance(rows, np.ndarray):
+        own = len(local_devices(sharding))
+        return put_rows(rows if len(rows) == own else rows[first : first + own], sharding)
+    if sharding.is_fully_addressable:
+        placed: jax.Array = jax.device_put(rows, sharding)
+        return placed
+    if rows.sharding == sharding:
+        return rows
+    return put_stacked(np.asarray(local_copy(rows)), sharding, first)
+
+
+def local_copy(value: Any) -> Any:
+    """Of an array that is the same on devices of several processes, one of this process."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        spans_processes = not value.is_fully_addressable
+        return value.addressable_data(0) if spans_processes and value.is_fully_replicated else value
+    return value

@@ -1,0 +1,101 @@
+"""Jobs of several worker processes on this machine."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PROGRAMS = Path(__file__).parent / "programs"
+_SECONDS = 120.0
+
+
+@dataclass
+class Ended:
+    """How a worker ended: exit code, the JSON of its last line of output, and all it printed."""
+
+    code: int
+    result: Any
+    output: str
+
+
+class Job:
+    """Worker processes that run one program, with `TF_CONFIG` each."""
+
+    def __init__(self, num_workers: int) -> None:
+        # Taken together, so that they differ; free again when the workers start.
+        with contextlib.ExitStack() as stack:
+            sockets = [stack.enter_context(socket.socket()) for _ in range(num_workers)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        self._processes: dict[Any, subprocess.Popen[str]] = {}
+
+    def start(
+        self,
+        program: str,
+        worker: int,
+        *args: Any,
+        devices: int = 1,
+        cluster: Any = None,
+        key: Any = None,
+        **environ: str,
+    ) -> None:
+        """Starts one worker; `cluster` and `environ` override what it would be told."""
+        config = {
+            "cluster": cluster or {"worker": self.addresses},
+            "task": {"type": "worker", "index": worker},
+        }
+        env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+        env |= {
+            "TF_CONFIG": json.dumps(config),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **environ,
+        }
+        self._processes[worker if key is None else key] = subprocess.Popen(
+            [sys.executable, str(_PROGRAMS / f"{program}.py"), *map(str, args)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait(self) -> list[Ended]:
+        """Waits for all workers, in the order in which they were started."""
+        ended = []
+        for process in self._processes.values():
+            output, _ = process.communicate(timeout=_SECONDS)
+            lines = [line for line in output.splitlines() if line.startswith("{")]
+            result = json.loads(lines[-1]) if lines else None
+            ended.append(Ended(process.returncode, result, output))
+        return ended
+
+    def kill(self) -> None:
+        """Ends what still runs."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[[int], Job]]:
+    """A function that makes a job for a number of workers."""
+    jobs: list[Job] = []
+
+    def make(num_workers: int) -> Job:
+        jobs.append(Job(num_workers))
+        return jobs[-1]
+
+    yield make
+    for one in jobs:
+        one.kill()

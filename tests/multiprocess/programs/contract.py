@@ -1,0 +1,133 @@
+"""What every synchronous strategy does, printed as JSON: the same for any number of workers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import distributary as dist
+from distributary.data import Dataset
+
+strategy = dist.MultiWorkerMirroredStrategy()
+extended = strategy.extended
+np.random.seed(extended.worker_number)  # workers differ, unless the strategy makes them agree
+NUM = strategy.num_replicas_in_sync
+result = {"num_replicas": NUM, "worker": extended.worker_number}
+result["writes"] = extended.should_checkpoint
+result["local_devices"] = len(extended.worker_devices)
+
+
+def plain(value):
+    return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), value)
+
+
+def local(value):
+    return [plain(part) for part in strategy.experimental_local_results(value)]
+
+
+with strategy.scope():
+    first = np.float32(extended.worker_number)
+    w = dist.Variable(np.arange(3, dtype=np.float32) + 100 * first, name="w")
+    table = dist.Variable(np.zeros((6, 2), np.float32), name="table")
+    total = dist.Variable(
+        0.0,
+        synchronization=dist.VariableSynchronization.ON_READ,
+        aggregation=dist.VariableAggregation.SUM,
+    )
+    mean = dist.Variable(
+        1.0 + first,
+        aggregation=dist.VariableAggregation.MEAN,
+    )
+result["initial"] = [w.numpy().tolist(), float(mean.value())]
+result["eager"] = plain([w.value() * 2, w + jnp.ones(3)])
+
+# Values of the replicas, and what combines them.
+ids = strategy.run(lambda: dist.get_replica_context().replica_id_in_sync_group)
+result["local ids"] = local(ids)
+own = strategy.experimental_distribute_values_from_function(
+    lambda context: np.full((2,), 1.0 + context.replica_id_in_sync_group, np.float32)
+)
+result["local values"] = local(own)
+result["sum"] = plain(strategy.reduce("SUM", own, axis=None))
+result["mean over rows"] = plain(strategy.reduce("MEAN", own, axis=0))
+result["gathered"] = plain(strategy.gather(own, axis=0))
+result["reduced to"] = local(extended.reduce_to("SUM", own, destinations=own))[0]
+
+
+def collectives(x):
+    context = dist.get_replica_context()
+    nest = {"a": x, "b": (x * 2, jnp.int32(1))}
+    return context.all_reduce("SUM", nest), context.all_gather(x, axis=0)
+
+
+summed, gathered = strategy.run(collectives, (own,))
+result["all_reduce"] = local(summed)[0]
+result["all_gather"] = local(gathered)[0]
+
+
+def merged(x):
+    def update(strategy, x):
+        both = strategy.extended.reduce_to("MEAN", x, destinations=mean)
+        strategy.extended.update(mean, lambda v, new: v.assign(v + new.sum()), args=(both,))
+
+    dist.get_replica_context().merge_call(update, args=(x,))
+
+
+strategy.run(merged, (own,))
+result["merge_call"] = float(mean.value())
+
+# Training, with uneven batches, sparse gradients and a shuffle without a seed.
+x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
+y = (np.arange(23) % 6).astype(np.int32)
+losses, rows_seen = [], []
+
+
+def step(x, rows, number):
+    def loss():
+        embedded = table.sparse_read(rows)
+        return (((x @ w) - 1.0) ** 2).sum() + ((embedded - 1.0) ** 2).sum()
+
+    value, (dense, sparse) = dist.value_and_grad(loss, (w, table))()
+    context = dist.get_replica_context()
+    value, dense, sparse = context.all_reduce("SUM", (value, dense, sparse))
+    w.assign_sub(0.01 * dense)
+    slices = dist.IndexedSlices(-0.1 * sparse.values, sparse.indices, sparse.dense_shape)
+    table.scatter_add(slices)
+    total.assign_add(jnp.float32(x.shape[0]))
+    return value
+
+
+data = Dataset.from_tensor_slices((x, y, np.arange(23))).shuffle(23).batch(5)
+in_order = Dataset.from_tensor_slices((x, y, np.arange(23))).batch(5)
+for _ in range(2):
+    for batch in strategy.experimental_distribute_dataset(in_order):
+        value = strategy.run(step, batch)
+        losses.append(float(local(value)[0]))
+result["losses"] = losses
+result["w"] = w.numpy().tolist()
+result["table"] = table.numpy().tolist()
+result["examples"] = float(total.value())
+for batch in strategy.experimental_distribute_dataset(data):
+    rows_seen += plain(strategy.gather(batch[2], axis=0))
+result["all rows once"] = sorted(rows_seen) == list(range(23))
+result["shuffled alike"] = (
+    plain(strategy.reduce("SUM", strategy.run(lambda: jnp.float32(rows_seen[0])), None))
+    == rows_seen[0] * NUM
+)
+
+# Assigning outside, and a compiled function around several steps.
+with strategy.scope():
+    w.assign([1.0, 2.0, 3.0])
+    w.assign_add(w.value())
+result["assigned"] = w.numpy().tolist()
+
+
+@dist.function
+def two_steps(batch):
+    strategy.run(lambda x: w.assign_add(jnp.ones(3)), args=(batch,))
+    return strategy.reduce("SUM", strategy.run(lambda x: x.sum(), args=(batch,)), axis=None)
+
+
+result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
+print(json.dumps(result))

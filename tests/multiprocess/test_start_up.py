@@ -1,0 +1,140 @@
+"""What goes wrong at the start of a job ends with a sentence on every worker that is there."""
+
+import socket
+import threading
+
+import pytest
+
+
+def _start_all(job, num_workers=2, **options):
+    workers = job(num_workers)
+    for worker in range(num_workers):
+        workers.start("start", worker, **options)
+    return workers
+
+
+def _messages(ended):
+    for one in ended:
+        assert one.code == 3, one.output
+    return [(one.result["error"], one.result["message"]) for one in ended]
+
+
+def test_workers_that_fit_together_start(job):
+    ended = _start_all(job, 2, devices=2).wait()
+
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [one.result["total"] for one in ended] == [6.0, 6.0]
+    assert (
+        "4 replicas on CPU:0, CPU:1 of each of 2 workers; XLA all-reduce over gloo"
+        in (ended[0].result["strategy"])
+    )
+    assert ended[1].result["tasks"] == ["worker", 1]
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_missing_worker_is_named(job, present):
+    workers = job(2)
+    workers.start("start", present, "", 2)
+
+    ((kind, message),) = _messages(workers.wait())
+    assert kind == "ClusterError"
+    missing = 1 - present
+    assert f"worker {missing} at {workers.addresses[missing]}" in message
+    assert "2 s" in message
+
+
+def test_those_who_came_hear_who_is_missing(job):
+    workers = job(3)
+    for worker in (0, 1):
+        workers.start("start", worker, "", 15)
+
+    for _, message in _messages(workers.wait()):
+        assert f"worker 2 at {workers.addresses[2]} did not come" in message
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_port_in_use_is_named(job, taken):
+    workers = job(2)
+    host, port = workers.addresses[taken].split(":")
+    with socket.create_server((host, int(port))):
+        workers.start("start", taken, "", 5)
+        ((kind, message),) = _messages(workers.wait())
+
+    assert kind == "ClusterError"
+    assert f"worker {taken} at {workers.addresses[taken]}: the port is in use" in message
+
+
+def test_two_processes_with_one_task_are_noticed(job):
+    workers = job(3)
+    workers.start("start", 0, "", 15)
+    workers.start("start", 1, "", 15)
+    workers.start("start", 1, "", 15, key="again")
+
+    messages = [message for _, message in _messages(workers.wait())]
+    assert any("the port is in use" in message for message in messages)
+
+
+def test_workers_with_different_clusters_are_refused(job):
+    workers = job(2)
+    workers.start("start", 0)
+    other = {"worker": [workers.addresses[0], "127.0.0.1:1"]}
+    workers.start("start", 1, cluster=other)
+
+    for _, message in _messages(workers.wait()):
+        assert "worker 1 has another cluster than worker 0" in message
+        assert "127.0.0.1:1" in message
+
+
+def test_workers_with_different_versions_are_refused(job):
+    workers = job(2)
+    workers.start("start", 0)
+    workers.start("start", 1, "other version")
+
+    for _, message in _messages(workers.wait()):
+        assert "worker 1 has jax 9.9, worker 0 has 0." in message
+
+
+def test_workers_with_different_numbers_of_devices_are_refused(job):
+    workers = job(2)
+    workers.start("start", 0, devices=1)
+    workers.start("start", 1, devices=2)
+
+    for kind, message in _messages(workers.wait()):
+        assert kind == "ClusterError"
+        assert "different numbers of CPU devices: worker 0 1, worker 1 2" in message
+
+
+def test_a_strategy_after_jax_has_started_is_refused(job):
+    workers = job(2)
+    workers.start("start", 0, "too late")
+
+    ((kind, message),) = _messages(workers.wait())
+    assert kind == "BackendStartedError"
+    assert "before any array or device of JAX is used" in message
+
+
+def test_strangers_do_not_disturb_the_start(job):
+    workers = job(2)
+    host, port = workers.addresses[0].split(":")
+    workers.start("start", 0)
+    connected = threading.Event()
+
+    def disturb():
+        for data in (b"GET / HTTP/1.1\r\n\r\n\n", b"\x00" * 100_000, b'{"worker": "x"}\n', b""):
+            while True:
+                try:
+                    with socket.create_connection((host, int(port))) as stranger:
+                        stranger.sendall(data)
+                    break
+                except OSError:
+                    if connected.is_set():
+                        return
+        connected.set()
+
+    stranger = threading.Thread(target=disturb)
+    stranger.start()
+    assert connected.wait(60)
+    stranger.join()
+    workers.start("start", 1)
+
+    assert [one.code for one in workers.wait()] == [0, 0]
