@@ -1,6 +1,5 @@
 """A compiled program together with the variables it reads and writes."""
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -22,8 +21,6 @@ from distributary.topology import (
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import Variable
-
-_state_lock = threading.RLock()
 
 
 class VariableGoneError(Exception):
@@ -131,7 +128,7 @@ class Compiled:
                 for arg in args
             ]
         # Reading, donating and replacing the state is one step for other threads.
-        with _state_lock:
+        with latest_program.lock:
             variables = [cell() for cell in self._written]
             try:
                 written = [v._value for v in variables]

@@ -172,23 +172,22 @@ class LatestProgram:
     Attributes:
         count: Number of programs dispatched so far.
         output: An array it makes, a list with one per replica, or None.
+        lock: Held while a program is dispatched that may consume that array.
     """
 
-    __slots__ = ("count", "output")
+    __slots__ = ("count", "lock", "output")
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.count = 0
         self.output: Any = None
 
     def is_running(self) -> bool:
         """Whether devices are still at work on it."""
-        output = self.output[0] if isinstance(self.output, list) else self.output
-        if output is None:
-            return False
-        try:
-            return not output.is_ready()
-        except RuntimeError:  # somebody deleted it
-            return False
+        # jaxlib 0.10.2 ends the process when a deleted array is asked whether it is ready.
+        with self.lock:
+            output = self.output[0] if isinstance(self.output, list) else self.output
+            return output is not None and not output.is_deleted() and not output.is_ready()
 
 
 latest_program = LatestProgram()
