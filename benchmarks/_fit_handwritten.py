@@ -1,14 +1,18 @@
-"""The yardstick of `fit`: the training loop as one writes it in JAX without a library.
+"""The yardsticks of `fit`: training loops as one writes them in JAX without a library.
 
 Shuffled indices, NumPy picks the batch, `device_put` splits it, and the compiled step of
-`_handwritten.compile_step` trains with Adam as Keras computes it. The sum of the losses stays on
-the devices until the epoch ends.
+`_handwritten.compile_step` trains. The sum of the losses stays on the devices until the epoch ends.
+The step is one of two:
+
+    jax    model and loss of `_losses`, Adam as Keras computes it
+    keras  `stateless_call`, loss and `stateless_apply` of the Keras model that `fit` is given
 
 Run as a script it answers `_served.ServedPeer`.
 """
 
 import argparse
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
 import jax
@@ -32,28 +36,23 @@ class HandwrittenFit:
     """A `Peer` whose blocks are epochs.
 
     Args:
+        model: `"jax"` or `"keras"`.
         workload: What is trained, with Adam.
         num_replicas: How many devices share a batch.
         max_steps: Longest epoch.
     """
 
-    def __init__(self, workload: Workload, num_replicas: int, max_steps: int) -> None:
+    def __init__(self, model: str, workload: Workload, num_replicas: int, max_steps: int) -> None:
         self.name = "handwritten"
         self._batch_size = workload.global_batch_size
         self._x, self._y = workload.examples(max_steps)
         mesh = mesh_of(num_replicas)
         self._split = placement(mesh, PartitionSpec(AXIS))
         self._everywhere = placement(mesh, PartitionSpec())
-        parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
-        state = {
-            "parameters": parameters,
-            "first": jax.tree.map(jnp.zeros_like, parameters),
-            "second": jax.tree.map(jnp.zeros_like, parameters),
-            "count": jnp.int32(0),
-            "sum_of_losses": jnp.float32(0.0),
-        }
+        state, step = _MODELS[model](workload, num_replicas)
+        state["sum_of_losses"] = jnp.float32(0.0)
         self._state = jax.device_put(state, self._everywhere)
-        self._step = compile_step(_step(workload, num_replicas), mesh)
+        self._step = compile_step(step, mesh)
 
     def losses(self, num_steps: int) -> list[float]:
         """The mean losses of `num_steps` short epochs, unshuffled."""
@@ -79,8 +78,9 @@ class HandwrittenFit:
         return float(self._state["sum_of_losses"]) / num_steps
 
 
-def _step(workload: Workload, num_replicas: int) -> Step:
+def _jax_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
     sum_of_losses = LOSSES[workload.model]
+    parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
 
     def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
         loss, gradients = jax.value_and_grad(
@@ -109,13 +109,62 @@ def _step(workload: Workload, num_replicas: int) -> Step:
             "sum_of_losses": state["sum_of_losses"] + loss,
         }, loss
 
-    return step
+    state = {
+        "parameters": parameters,
+        "first": jax.tree.map(jnp.zeros_like, parameters),
+        "second": jax.tree.map(jnp.zeros_like, parameters),
+        "count": jnp.int32(0),
+    }
+    return state, step
+
+
+def _keras_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
+    from _keras import build_model
+
+    model = build_model("keras", workload, 1)
+    model.optimizer.build(model.trainable_variables)
+    assert not model.non_trainable_variables
+
+    def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
+        def loss_of(parameters: State) -> jax.Array:
+            predictions, _ = model.stateless_call(parameters, [], x, training=True)
+            return model.loss(y, predictions)
+
+        loss, gradients = jax.value_and_grad(loss_of)(state["parameters"])
+        if num_replicas > 1:
+            loss, gradients = jax.lax.pmean((loss, gradients), AXIS)
+        parameters, optimizer = model.optimizer.stateless_apply(
+            state["optimizer"], gradients, state["parameters"]
+        )
+        return {
+            "parameters": parameters,
+            "optimizer": optimizer,
+            "sum_of_losses": state["sum_of_losses"] + loss,
+        }, loss
+
+    # Copies, as every step consumes its state.
+    state = {
+        "parameters": [jnp.array(v.value, copy=True) for v in model.trainable_variables],
+        "optimizer": [jnp.array(v.value, copy=True) for v in model.optimizer.variables],
+    }
+    return state, step
+
+
+_MODELS: Mapping[str, Callable[[Workload, int], tuple[State, Step]]] = {
+    "jax": _jax_step,
+    "keras": _keras_step,
+}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=list(_MODELS))
     parser.add_argument("workload", choices=FIT_WORKLOADS)
     parser.add_argument("num_replicas", type=int)
     parser.add_argument("max_steps", type=int)
     chosen = parser.parse_args()
-    serve(lambda: HandwrittenFit(WORKLOADS[chosen.workload], chosen.num_replicas, chosen.max_steps))
+    serve(
+        lambda: HandwrittenFit(
+            chosen.model, WORKLOADS[chosen.workload], chosen.num_replicas, chosen.max_steps
+        )
+    )

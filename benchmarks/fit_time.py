@@ -6,6 +6,7 @@ Four sections, see `--sections`:
             peer is a process of its own that works only when it is its turn:
               handwritten    JAX loop: shuffled indices, device_put, jit + shard_map + psum
               control        the same a second time: what a ratio of two equal peers looks like
+              handwritten_keras  the same loop around the Keras model, where layers matter most
               distributary   fit under MirroredStrategy
               keras          fit of Keras as it is, on one device
               data_parallel  fit under keras.distribution.DataParallel, on several
@@ -39,7 +40,15 @@ import _workloads
 Json: TypeAlias = Any
 
 SECTIONS = ("step", "host", "start", "memory")
-PEERS = ("handwritten", "distributary", "control", "keras", "data_parallel", "tensorflow")
+PEERS = (
+    "handwritten",
+    "distributary",
+    "control",
+    "handwritten_keras",
+    "keras",
+    "data_parallel",
+    "tensorflow",
+)
 
 TOLERANCE = 1e-4
 """Largest relative difference of the mean loss of a short epoch between two peers."""
@@ -47,6 +56,9 @@ TOLERANCE = 1e-4
 STEPS_PER_EXECUTION = 16
 FUSED_WORKLOADS = ("mlp32", "cnn64")
 """Where distributary and Keras are also measured with `STEPS_PER_EXECUTION`."""
+
+LAYERED_WORKLOADS = ("transformer32",)
+"""Where layers cost more than the hand-written formulas, so that the loop is measured with both."""
 
 HOST_BAR_MICROSECONDS = 120.0
 START_BAR = 1.2
@@ -103,6 +115,7 @@ BARS = (
     Bar("cnn64", (1, 2), "distributary_16", "distributary", 1.0),
     Bar("mlp256", (1, 2, 4), "distributary", "handwritten", 1.10),
     Bar("transformer32", (1, 2, 4), "distributary", "handwritten", 1.10),
+    Bar("transformer32", (1, 2, 4), "distributary", "handwritten_keras", 1.05),
     Bar("cnn64", (2,), "distributary", "handwritten", 1.05),
     Bar("cnn64", (2,), "distributary", "tensorflow", 1.0),
     Bar("cnn64", (2,), "distributary", "data_parallel", 1.0),
@@ -231,6 +244,8 @@ def _peers_of(workload: _workloads.Workload, num_replicas: int, wanted: Sequence
     for name in wanted:
         if name == absent:
             continue
+        if name == "handwritten_keras" and workload.name not in LAYERED_WORKLOADS:
+            continue
         names.append(name)
         if workload.name in FUSED_WORKLOADS and name in ("distributary", "keras", "data_parallel"):
             names.append(f"{name}_{STEPS_PER_EXECUTION}")
@@ -313,8 +328,9 @@ def _start(
     steps_per_execution = 1 if way == name else STEPS_PER_EXECUTION
     numbers = [workload.name, str(num_replicas), str(max_steps)]
     environ = _processes.environment(num_replicas)
-    if way in ("handwritten", "control"):
-        command = [sys.executable, str(_FOLDER / "_fit_handwritten.py"), *numbers]
+    if way in ("handwritten", "control", "handwritten_keras"):
+        model = "keras" if way == "handwritten_keras" else "jax"
+        command = [sys.executable, str(_FOLDER / "_fit_handwritten.py"), model, *numbers]
         return _served.ServedPeer(name, command, environ)
     python = sys.executable
     if way == "tensorflow":
