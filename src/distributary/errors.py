@@ -12,6 +12,7 @@ same situation, so `except ValueError` and friends keep working:
     │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
+    ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -25,6 +26,7 @@ __all__ = [
     "DistributaryWarning",
     "InvalidTypeError",
     "InvalidValueError",
+    "LaunchError",
     "OutOfRangeError",
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
@@ -66,6 +68,10 @@ class InvalidTypeError(DistributaryError, TypeError):
 
 class OutOfRangeError(DistributaryError, StopIteration):
     """An iterator was asked for an element after its last one."""
+
+
+class LaunchError(DistributaryError, RuntimeError):
+    """The launcher cannot start the job or join it."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):
