@@ -14,6 +14,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
     ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
+    ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -28,6 +29,7 @@ __all__ = [
     "DistributaryWarning",
     "InvalidTypeError",
     "InvalidValueError",
+    "LaunchError",
     "MissingPackageError",
     "OutOfRangeError",
     "ReplicaDivergenceError",
@@ -78,6 +80,10 @@ class MissingPackageError(DistributaryError, ImportError):
 
 class OutOfRangeError(DistributaryError, StopIteration):
     """An iterator was asked for an element after its last one."""
+
+
+class LaunchError(DistributaryError, RuntimeError):
+    """The launcher cannot start the job or join it."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

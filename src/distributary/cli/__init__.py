@@ -1,0 +1,5 @@
+"""The command `distributary`."""
+
+from distributary.cli._main import launch_options, main
+
+__all__ = ["launch_options", "main"]

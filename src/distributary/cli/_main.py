@@ -1,0 +1,169 @@
+"""Reads the command line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distributary.errors import DistributaryError, InvalidValueError
+from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
+
+__all__ = ["launch_options", "main"]
+
+_EPILOG = """\
+examples:
+  distributary launch --workers 4 train.py --epochs 3
+  distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
+  distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code.
+
+    Args:
+        arguments: The arguments after the name of the program, those of this process by default.
+    """
+    parser, launch_parser = _parsers()
+    namespace = parser.parse_args(arguments)
+    try:
+        options = _launch_options(namespace, os.environ)
+    except DistributaryError as error:
+        launch_parser.error(str(error).removeprefix("launch: "))
+    try:
+        return run(options)
+    except (DistributaryError, OSError) as error:
+        print(f"distributary launch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before there are workers
+        return 130
+
+
+def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+    """The job that a command line describes, `["launch", "train.py"]` for example.
+
+    Raises:
+        DistributaryError: for values that are not possible.
+        SystemExit: for arguments that do not exist.
+    """
+    parser, _ = _parsers()
+    return _launch_options(parser.parse_args(arguments), environ)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(
+        prog="distributary", description="Distributed training with JAX and Keras 3."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    launch = commands.add_parser(
+        "launch",
+        help="run a script as several workers",
+        description="Runs a script as several workers that know of each other through TF_CONFIG,"
+        " watches them, and leaves no process behind.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_launch_arguments(launch)
+    return parser, launch
+
+
+def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=1, metavar="N", help="workers on this host (default: 1)")
+    add(
+        "--devices-per-worker",
+        type=int,
+        metavar="K",
+        help="CPU devices of each worker: sets JAX_NUM_CPU_DEVICES",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="M",
+        help="how often all workers are started again after a failure (default: 0)",
+    )
+    add(
+        "--grace-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds between TERM and KILL (default: 5)",
+    )
+    add("--log-dir", type=Path, metavar="DIR", help="write a file per worker and attempt there")
+    add("--evaluator", action="store_true", help='also run the task "evaluator", on host 0')
+    add(
+        "--no-tuning",
+        action="store_true",
+        help="leave the workers' memory allocator and thread pool as they are",
+    )
+    hosts = parser.add_argument_group("several hosts")
+    hosts.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of hosts")
+    hosts.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
+    hosts.add_argument("--master", metavar="HOST:PORT", help="where host 0 listens")
+    hosts.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the secret of the job (default: the environment's {TOKEN_VARIABLE})",
+    )
+    hosts.add_argument(
+        "--join-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds within which all hosts must have joined (default: 300)",
+    )
+    hosts.add_argument("--address", help="address of this host for the others")
+    add("-m", "--module", action="store_true", help="the script is the name of a module")
+    add("script", help="Python script that every worker runs")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _launch_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptions:
+    python = [sys.executable, "-m"] if namespace.module else [sys.executable]
+    return LaunchOptions(
+        command=(*python, namespace.script, *namespace.arguments),
+        num_workers=namespace.workers,
+        devices_per_worker=namespace.devices_per_worker,
+        max_restarts=namespace.max_restarts,
+        grace_seconds=namespace.grace_seconds,
+        log_dir=namespace.log_dir,
+        evaluator=namespace.evaluator,
+        tune=not namespace.no_tuning,
+        hosts=_host_options(namespace, environ),
+    )
+
+
+def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> HostOptions | None:
+    if namespace.nnodes == 1 and namespace.node_rank in (None, 0):
+        return None
+    if namespace.node_rank is None or namespace.master is None:
+        missing = "--node-rank" if namespace.node_rank is None else "--master"
+        raise InvalidValueError(
+            f"launch: --nnodes is {namespace.nnodes}, but {missing} is missing. Every host runs the"
+            " same command with its own --node-rank and the address of host 0 as --master."
+        )
+    if namespace.token_file is not None:
+        try:
+            token = namespace.token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise InvalidValueError(f"launch: --token-file cannot be read: {error}") from error
+    else:
+        token = environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise InvalidValueError(
+            "launch: several hosts need a secret, so that no stranger can join. Set"
+            f" {TOKEN_VARIABLE} to the same value on all of them, `openssl rand -hex 16` makes"
+            " one, or give --token-file."
+        )
+    return HostOptions(
+        num_hosts=namespace.nnodes,
+        host_rank=namespace.node_rank,
+        master=namespace.master,
+        token=token,
+        join_seconds=namespace.join_seconds,
+        address=namespace.address,
+    )

@@ -1,0 +1,11 @@
+"""Starts, watches and stops the processes of a job: a supervisor, no scheduler.
+
+What `distributary launch` is made of. `import distributary` does not import this package.
+"""
+
+from distributary.launch._environment import TOKEN_VARIABLE
+from distributary.launch._options import HostOptions, LaunchOptions
+from distributary.launch._run import run
+from distributary.launch._status import report
+
+__all__ = ["TOKEN_VARIABLE", "HostOptions", "LaunchOptions", "report", "run"]

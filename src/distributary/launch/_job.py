@@ -1,0 +1,290 @@
+"""The course of a job: what the hosts report, and what they are told to do.
+
+One `Job` decides for all hosts; it knows no sockets, no processes and no clock:
+
+    gathering --all ready--> running --all finished--> over
+        ^                       |
+        |                       v a worker fails, a host is lost
+        +----all stopped--- stopping        (without restarts left: over)
+"""
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+__all__ = [
+    "Command",
+    "Exit",
+    "Failed",
+    "Finished",
+    "Interrupted",
+    "Job",
+    "Prepare",
+    "Ready",
+    "Report",
+    "Start",
+    "Stop",
+    "Stopped",
+    "decode",
+    "encode",
+]
+
+
+@final
+@dataclass(frozen=True)
+class Prepare:
+    """Command: choose addresses for the workers of this host, and say `Ready`."""
+
+    generation: int
+
+
+@final
+@dataclass(frozen=True)
+class Start:
+    """Command: start the workers of this host.
+
+    Args:
+        generation: How often the job was restarted.
+        workers: Address of every worker of the job.
+        first: Number of this host's first worker.
+    """
+
+    generation: int
+    workers: Sequence[str]
+    first: int
+
+
+@final
+@dataclass(frozen=True)
+class Stop:
+    """Command: end the workers of this host, and say `Stopped`; a restart follows.
+
+    Args:
+        generation: The attempt that comes next.
+        text: Why, for the user.
+        origin: Rank of the host that caused it.
+    """
+
+    generation: int
+    text: str
+    origin: int
+
+
+@final
+@dataclass(frozen=True)
+class Exit:
+    """Command: end the workers of this host, and the launcher with a code.
+
+    Args:
+        code: Exit code.
+        text: Why, for the user; `""` after success.
+        origin: Rank of the host that caused it.
+        last_lines: What the worker that failed has written last.
+    """
+
+    code: int
+    text: str = ""
+    origin: int = -1
+    last_lines: Sequence[str] = ()
+
+
+@final
+@dataclass(frozen=True)
+class Ready:
+    """Report: the workers of this host would get these addresses."""
+
+    generation: int
+    addresses: Sequence[str]
+
+
+@final
+@dataclass(frozen=True)
+class Failed:
+    """Report: a worker of this host has failed.
+
+    Args:
+        generation: The attempt in which it did.
+        code: Its exit code.
+        text: Which worker ended how.
+        last_lines: What it has written last.
+    """
+
+    generation: int
+    code: int
+    text: str
+    last_lines: Sequence[str]
+
+
+@final
+@dataclass(frozen=True)
+class Finished:
+    """Report: all workers of this host have ended with exit code 0."""
+
+    generation: int
+
+
+@final
+@dataclass(frozen=True)
+class Stopped:
+    """Report: after `Stop`, no process of this host's workers is left."""
+
+    generation: int
+
+
+@final
+@dataclass(frozen=True)
+class Interrupted:
+    """Report: the launcher of this host was asked to end."""
+
+    code: int
+    text: str
+
+
+Command = Prepare | Start | Stop | Exit
+Report = Ready | Failed | Finished | Stopped | Interrupted
+
+_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (Prepare, Start, Stop, Exit, Ready, Failed, Finished, Stopped, Interrupted)
+}
+
+
+def encode(message: Command | Report) -> bytes:
+    """A line of JSON for a message."""
+    fields = {"type": type(message).__name__, **dataclasses.asdict(message)}
+    return json.dumps(fields).encode() + b"\n"
+
+
+def decode(line: bytes) -> Any:
+    """The message of a line of `encode`.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    fields = json.loads(line)
+    try:
+        return _TYPES[fields.pop("type")](**fields)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"launch: {line[:200]!r} is no message of the launcher.") from error
+
+
+class _State(enum.Enum):
+    GATHERING = enum.auto()
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()
+    OVER = enum.auto()
+
+
+@final
+class Job:
+    """Decides when the hosts start, stop, restart and end.
+
+    Every method returns what is to be sent to which host.
+
+    Args:
+        num_hosts: Number of hosts.
+        max_restarts: How often all workers may be started again.
+    """
+
+    def __init__(self, num_hosts: int, max_restarts: int) -> None:
+        self._num_hosts = num_hosts
+        self._max_restarts = max_restarts
+        self._generation = 0
+        self._state = _State.STOPPING  # nothing runs, and nobody has joined
+        self._joined: set[int] = set()
+        self._stopped: set[int] = set()
+        self._finished: set[int] = set()
+        self._addresses: dict[int, Sequence[str]] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all hosts were told to end."""
+        return self._state is _State.OVER
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of the hosts that the job waits for."""
+        return sorted(set(range(self._num_hosts)) - self._joined)
+
+    def join(self, host: int) -> list[tuple[int, Command]]:
+        """A host has come, or has come back."""
+        self._joined.add(host)
+        self._stopped.add(host)
+        return self._gather_if_possible()
+
+    def lose(self, host: int, text: str) -> list[tuple[int, Command]]:
+        """A host has gone without a word."""
+        self._joined.discard(host)
+        if self._state is _State.STOPPING:  # still before the restart
+            self._stopped.discard(host)
+            return []
+        return self._fail(1, text, host, ())
+
+    def fail(self, text: str) -> list[tuple[int, Command]]:
+        """The job cannot go on for a reason that lies with no worker."""
+        return self._exit(Exit(1, text))
+
+    def report(self, host: int, report: Report) -> list[tuple[int, Command]]:
+        """A host has said something."""
+        match report:
+            case Interrupted(code, text):
+                return self._exit(Exit(code, text, host))
+            case Stopped(generation) if generation == self._generation:
+                self._stopped.add(host)
+                return self._gather_if_possible()
+            case Failed(generation, code, text, lines) if generation == self._generation:
+                return self._fail(code, text, host, lines)
+            case Ready(generation, addresses) if generation == self._generation:
+                self._addresses[host] = addresses
+                return self._start_if_possible()
+            case Finished(generation) if generation == self._generation:
+                self._finished.add(host)
+                if self._state is _State.RUNNING and len(self._finished) == self._num_hosts:
+                    return self._exit(Exit(0))
+        return []
+
+    def _gather_if_possible(self) -> list[tuple[int, Command]]:
+        if self._state is not _State.STOPPING:
+            return []
+        if len(self._joined & self._stopped) < self._num_hosts:
+            return []
+        return self._gather()
+
+    def _gather(self) -> list[tuple[int, Command]]:
+        self._state = _State.GATHERING
+        self._addresses.clear()
+        self._finished.clear()
+        return [(host, Prepare(self._generation)) for host in range(self._num_hosts)]
+
+    def _start_if_possible(self) -> list[tuple[int, Command]]:
+        if self._state is not _State.GATHERING or len(self._addresses) < self._num_hosts:
+            return []
+        hosts = range(self._num_hosts)
+        workers = [address for host in hosts for address in self._addresses[host]]
+        if len(set(workers)) < len(workers):  # two hosts on one machine took the same port
+            return self._gather()
+        self._state = _State.RUNNING
+        first = [sum(len(self._addresses[h]) for h in range(host)) for host in hosts]
+        return [(host, Start(self._generation, workers, first[host])) for host in hosts]
+
+    def _fail(
+        self, code: int, text: str, host: int, lines: Sequence[str]
+    ) -> list[tuple[int, Command]]:
+        if self._state not in (_State.GATHERING, _State.RUNNING):
+            return []  # others that fail because of the first
+        if self._generation == self._max_restarts:
+            return self._exit(Exit(code, text, host, lines))
+        self._generation += 1
+        stop = Stop(self._generation, text, host)
+        self._state = _State.STOPPING
+        self._stopped.clear()
+        return [(joined, stop) for joined in sorted(self._joined)]
+
+    def _exit(self, command: Exit) -> list[tuple[int, Command]]:
+        if self.is_over:
+            return []
+        self._state = _State.OVER
+        return [(host, command) for host in sorted(self._joined)]

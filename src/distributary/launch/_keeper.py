@@ -1,0 +1,200 @@
+"""The parent process of one worker: nothing that the worker has started outlives it.
+
+The launcher runs this file, with the standard library alone and without importing distributary:
+
+    python -I -S _keeper.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT ...]
+
+`CONTROL_FD` is a stream socket. The launcher writes `T` (send TERM, and KILL after the grace
+period) or `K` (send KILL). When the launcher ends, however it ends, the socket is closed, which
+means the same as `T`: so the workers of a launcher that was killed get their grace period too. The
+keeper writes the lines `started PID` and `exit CODE` or `signal NUMBER`, and closes the socket when
+no process is left.
+
+On Linux the keeper is the subreaper of its descendants: those that lose their parent become its
+children, so it finds them even in sessions of their own, and "no child left" means that all are
+gone. The worker gets KILL if the keeper itself is killed. Elsewhere only the worker's process group
+is known.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_IS_LINUX = sys.platform == "linux"
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_POLL_SECONDS = 0.02  # while processes are being ended
+_NOT_STARTED = 127  # exit code of shells for a command that does not exist
+
+
+class _Keeper:
+    """Starts the worker, waits, and ends it with all its descendants.
+
+    Args:
+        control_fd: Stream socket to the launcher.
+        grace_seconds: Seconds between TERM and KILL.
+        command: Command line of the worker.
+    """
+
+    def __init__(self, control_fd: int, grace_seconds: float, command: list[str]) -> None:
+        self._control_fd = control_fd
+        self._grace_seconds = grace_seconds
+        self._command = command
+        self._has_launcher = True
+        self._worker_is_alive = True
+        self._kill_at: float | None = None  # set when the processes are to end
+        self._signalled: set[int] = set()  # process groups that got TERM
+
+    def run(self) -> None:
+        """Returns when the worker and all that it has started have ended."""
+        os.set_inheritable(self._control_fd, False)
+        wake_fd = self._install_handlers()
+        prctl = _prctl()
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._pid = self._start_worker(prctl)
+        self._tell(f"started {self._pid}")
+        while self._reap():
+            if self._kill_at is not None:
+                self._end_processes()
+            watched = [wake_fd, *([self._control_fd] if self._has_launcher else [])]
+            timeout = None if self._kill_at is None else _POLL_SECONDS
+            ready, _, _ = select.select(watched, [], [], timeout)
+            if wake_fd in ready:
+                self._read_signals(os.read(wake_fd, 4096))
+            if self._control_fd in ready:
+                self._read_control(os.read(self._control_fd, 4096))
+
+    def _install_handlers(self) -> int:
+        """Returns a descriptor on which the numbers of received signals can be read."""
+
+        def ignore(number: int, frame: FrameType | None) -> None:
+            """The number is written to the wake-up descriptor; nothing else is to be done."""
+
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, ignore)
+        return read_fd
+
+    def _start_worker(self, prctl: Callable[[int, int], None]) -> int:
+        keeper_pid = os.getpid()
+        # A signal between fork and exec would reach a handler that does nothing.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, 0)
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != keeper_pid:  # ended before prctl
+                    os._exit(_NOT_STARTED)
+                # Python ignores SIGPIPE; programs expect to start without that.
+                for number in (*_STOP_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                os.execvp(self._command[0], self._command)
+            except OSError as error:
+                message = f"cannot start {self._command[0]!r}: {error.strerror}\n"
+                os.write(2, message.encode())
+            finally:
+                os._exit(_NOT_STARTED)
+        with contextlib.suppress(OSError):  # the worker was faster, or has already ended
+            os.setpgid(pid, pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+
+    def _read_signals(self, numbers: bytes) -> None:
+        if set(numbers) & set(_STOP_SIGNALS):
+            self._begin_to_end(self._grace_seconds)
+
+    def _read_control(self, data: bytes) -> None:
+        if not data:
+            self._has_launcher = False
+        self._begin_to_end(0 if b"K" in data else self._grace_seconds)
+
+    def _begin_to_end(self, grace_seconds: float) -> None:
+        kill_at = time.monotonic() + grace_seconds
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _end_processes(self) -> None:
+        assert self._kill_at is not None
+        is_kill = time.monotonic() >= self._kill_at
+        for group in self._groups():
+            if is_kill:
+                _signal_group(group, signal.SIGKILL)
+            elif group not in self._signalled:
+                self._signalled.add(group)
+                _signal_group(group, signal.SIGTERM)
+                _signal_group(group, signal.SIGCONT)  # a stopped process would never see TERM
+
+    def _groups(self) -> set[int]:
+        """Process groups with a child of the keeper in them.
+
+        A process that was not waited for keeps its number, and so does its group: none of these
+        numbers can belong to a stranger.
+        """
+        groups = {self._pid} if self._worker_is_alive or not _IS_LINUX else set()
+        with contextlib.suppress(OSError):
+            pid = os.getpid()
+            with open(f"/proc/self/task/{pid}/children", encoding="ascii") as file:
+                for child in file.read().split():
+                    with contextlib.suppress(OSError):
+                        groups.add(os.getpgid(int(child)))
+        return groups - {os.getpgrp()}
+
+    def _reap(self) -> bool:
+        """Waits for ended children without blocking; false when no process is left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return not _IS_LINUX and _group_exists(self._pid)
+            if pid == 0:
+                return True
+            if pid == self._pid:
+                self._worker_is_alive = False
+                code = os.waitstatus_to_exitcode(status)
+                self._tell(f"exit {code}" if code >= 0 else f"signal {-code}")
+                self._begin_to_end(self._grace_seconds)  # what it has left behind
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended
+            os.write(self._control_fd, f"{line}\n".encode())
+
+
+def _prctl() -> Callable[[int, int], None]:
+    """The system call of that name; a function without effect elsewhere than on Linux."""
+    if not _IS_LINUX:
+        return lambda option, argument: None
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+
+    def prctl(option: int, argument: int) -> None:
+        libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
+
+    return prctl
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    _Keeper(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]).run()

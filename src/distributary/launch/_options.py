@@ -1,0 +1,130 @@
+"""What a job consists of, checked when it is written down."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+__all__ = ["HostOptions", "LaunchOptions", "split_address"]
+
+_MIN_TOKEN_CHARACTERS = 16
+
+
+@final
+@dataclass(frozen=True)
+class HostOptions:
+    """The place of this host in a job that runs on several hosts.
+
+    Args:
+        num_hosts: Number of hosts; every one runs the launcher with the same options.
+        host_rank: Number of this host, from 0. Worker numbers follow the order of the ranks.
+        master: `"HOST:PORT"` of host 0, at which the launchers meet. Host 0 listens on this
+            address only.
+        token: Secret that all hosts share, 16 characters or more.
+        join_seconds: Seconds within which all hosts must have joined.
+        address: Address of this host for its peers; None takes the one from which it reaches the
+            master.
+
+    Raises:
+        InvalidValueError: for an impossible value.
+    """
+
+    num_hosts: int
+    host_rank: int
+    master: str
+    token: str
+    join_seconds: float = 300.0
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("num_hosts", self.num_hosts, 1)
+        _check_whole("host_rank", self.host_rank, 0)
+        if self.host_rank >= self.num_hosts:
+            raise InvalidValueError(
+                f"launch: host_rank is {self.host_rank}, but the job has {self.num_hosts} hosts."
+                f" Ranks count from 0 to {self.num_hosts - 1}."
+            )
+        split_address(self.master)
+        if len(self.token) < _MIN_TOKEN_CHARACTERS:
+            raise InvalidValueError(
+                f"launch: the token has {len(self.token)} characters, expected"
+                f" {_MIN_TOKEN_CHARACTERS} or more. `openssl rand -hex 16` makes one; give all"
+                " hosts the same."
+            )
+        _check_seconds("join_seconds", self.join_seconds)
+
+
+@final
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A job: one command, run by every worker.
+
+    Args:
+        command: Command line of a worker.
+        num_workers: Number of workers on this host.
+        devices_per_worker: CPU devices of each worker; None leaves that to the environment.
+        max_restarts: How often the job is started again after a failure.
+        grace_seconds: Seconds between TERM and KILL for processes that are to end.
+        log_dir: Folder for one file per worker and attempt; None writes none.
+        evaluator: Whether host 0 also runs the task `"evaluator"`.
+        tune: Whether workers get the allocator and thread settings of `worker_environ`.
+        hosts: The place of this host among several; None for a job on this machine alone.
+
+    Raises:
+        InvalidTypeError: for a number that is none.
+        InvalidValueError: for an impossible value.
+    """
+
+    command: tuple[str, ...]
+    num_workers: int = 1
+    devices_per_worker: int | None = None
+    max_restarts: int = 0
+    grace_seconds: float = 5.0
+    log_dir: Path | None = None
+    evaluator: bool = False
+    tune: bool = True
+    hosts: HostOptions | None = None
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise InvalidValueError("launch: there is no command to run. Name a Python script.")
+        _check_whole("num_workers", self.num_workers, 1)
+        if self.devices_per_worker is not None:
+            _check_whole("devices_per_worker", self.devices_per_worker, 1)
+        _check_whole("max_restarts", self.max_restarts, 0)
+        _check_seconds("grace_seconds", self.grace_seconds)
+
+    @property
+    def is_first_host(self) -> bool:
+        """Whether this host has worker 0."""
+        return self.hosts is None or self.hosts.host_rank == 0
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `"HOST:PORT"`; the host of an IPv6 address stands in brackets there.
+
+    Raises:
+        InvalidValueError: if it is not of this form.
+    """
+    match = re.fullmatch(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", address)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise InvalidValueError(
+            f"launch: the master address is {address!r}, expected HOST:PORT with a port from 1 to"
+            " 65535, for example 10.0.0.1:29500 or [fd00::1]:29500."
+        )
+    return match["ipv6"] or match["host"], int(match["port"])
+
+
+def _check_whole(name: str, value: int, smallest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(f"launch: {name} is {value!r}, expected an int.")
+    if value < smallest:
+        raise InvalidValueError(f"launch: {name} is {value}, expected {smallest} or more.")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise InvalidValueError(f"launch: {name} is {value}, expected a number of seconds >= 0.")

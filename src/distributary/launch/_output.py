@@ -1,0 +1,308 @@
+"""What workers write, line by line, and the status line below it."""
+
+import collections
+import contextlib
+import os
+import re
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO, Final, final
+
+__all__ = ["Output", "TaskOutput"]
+
+# A carriage return ends a line as well: progress bars write one line for hours. The one at the very
+# end of what was read so far may be the first half of "\r\n".
+_LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
+_MAX_LINE_BYTES: Final = 16 * 2**20  # longer ones are printed in pieces
+_READ_BYTES = 2**16
+_NUM_LAST_LINES = 20
+_MAX_LAST_LINE_BYTES = 1000
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_LAUNCHER_COLOUR = 1  # bold
+_ERASE_LINE = b"\r\x1b[K"
+_STATUS_SECONDS = 0.5
+_IDLE_SECONDS = 1.0
+_STDOUT, _STDERR = 0, 1
+
+
+@final
+class TaskOutput:
+    """The output of one task in one attempt.
+
+    Args:
+        name: What stands in the prefix of its lines.
+        number: Decides the colour.
+        log: File that gets everything, or None.
+    """
+
+    def __init__(self, name: str, number: int, log: BinaryIO | None) -> None:
+        self.name = name
+        self.number = number
+        self.log = log
+        self.num_open = 2
+        self.ended = threading.Event()  # set when both streams are closed by all their writers
+        self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
+
+    def remember(self, lines: Iterable[bytes]) -> None:
+        """Keeps the last of some lines of stderr."""
+        self._last_lines.extend(line[:_MAX_LAST_LINE_BYTES] for line in lines)
+
+    def last_lines(self) -> list[str]:
+        """The last lines that it has written to stderr."""
+        return [line.decode("utf-8", "replace") for line in self._last_lines]
+
+
+@final
+class Output:
+    """A thread that copies the output of all workers, the only one that writes to the terminal.
+
+    A reader of the launcher's output that stops reading thereby stops the workers, when their pipes
+    are full, but not the launcher, which must see that a worker ends and that a signal comes.
+
+    Args:
+        stdout_fd: Where the lines of the workers' stdout go.
+        stderr_fd: Where those of their stderr, the messages of the launcher and, if it is a
+            terminal, the status line go.
+        environ: Environment with `NO_COLOR` and `TERM`.
+        status: Returns the text of the status line, `""` for none. Called in the thread.
+    """
+
+    def __init__(
+        self,
+        stdout_fd: int,
+        stderr_fd: int,
+        environ: Mapping[str, str],
+        status: Callable[[], str],
+    ) -> None:
+        self._fds = (stdout_fd, stderr_fd)
+        self._is_terminal = tuple(_is_terminal(fd) for fd in self._fds)
+        self._has_colour = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self._has_status = self._is_terminal[_STDERR] and environ.get("TERM") != "dumb"
+        self._is_closed = [False, False]
+        self._status = status
+        self._status_at = 0.0  # when the status line is due
+        self._status_is_visible = False
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        # Appended to by any thread, emptied by ours: (task and its descriptors) or a message.
+        self._requests: collections.deque[tuple[TaskOutput, int, int] | str | None] = (
+            collections.deque()
+        )
+        self._is_writing = False
+        self._last_read_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="launch-output", daemon=True)
+        self._thread.start()
+
+    def attach(
+        self, name: str, number: int, stdout_fd: int, stderr_fd: int, log_path: Path | None
+    ) -> TaskOutput:
+        """Copies two streams from now on until they end; closes their descriptors then.
+
+        Args:
+            name: What stands in the prefix of the lines.
+            number: Decides the colour.
+            stdout_fd: What the worker writes to stdout is read here.
+            stderr_fd: What it writes to stderr is read here.
+            log_path: File that gets both as they are, or None.
+        """
+        log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
+        task = TaskOutput(name, number, log)
+        self._request((task, stdout_fd, stderr_fd))
+        return task
+
+    def say(self, text: str) -> None:
+        """Writes lines of the launcher itself to stderr."""
+        self._request(text)
+
+    def wait(self, task: TaskOutput, should_stop: Callable[[], bool]) -> None:
+        """Waits until all that a task has written is copied.
+
+        Gives up when `should_stop()` is true, and when nothing was written for a second: then a
+        process that the launcher does not know holds the other end.
+        """
+        started_at = time.monotonic()
+        while not task.ended.wait(0.05) and not should_stop():
+            idle_since = max(started_at, self._last_read_at)
+            if not self._is_writing and time.monotonic() - idle_since > _IDLE_SECONDS:
+                return
+
+    def close(self, should_stop: Callable[[], bool]) -> None:
+        """Writes what is left, removes the status line and ends the thread.
+
+        Gives up when `should_stop()` is true; the thread then ends with the process.
+        """
+        self._request(None)
+        while self._thread.is_alive() and not should_stop():
+            self._thread.join(0.05)
+
+    def _request(self, request: tuple[TaskOutput, int, int] | str | None) -> None:
+        self._requests.append(request)
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b".")
+
+    def _run(self) -> None:
+        while self._handle_requests():
+            events = self._selector.select(_STATUS_SECONDS if self._has_status else None)
+            for key, _ in events:
+                if key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                else:
+                    key.data.copy()
+            if self._has_status and time.monotonic() >= self._status_at:
+                self._draw_status()
+        for key in list(self._selector.get_map().values()):
+            if key.fd != self._wake_read:
+                key.data.finish()
+        self._erase_status()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _handle_requests(self) -> bool:
+        while self._requests:
+            request = self._requests.popleft()
+            if request is None:
+                return False
+            if isinstance(request, str):
+                prefix = self._prefix("launcher", _LAUNCHER_COLOUR, _STDERR)
+                lines = request.splitlines()
+                self.write(_STDERR, b"".join(prefix + line.encode() + b"\n" for line in lines))
+                continue
+            task, *descriptors = request
+            for stream, fd in zip((_STDOUT, _STDERR), descriptors, strict=True):
+                prefix = self._prefix(task.name, _COLOURS[task.number % len(_COLOURS)], stream)
+                copier = _Copier(self, task, stream, fd, prefix)
+                self._selector.register(fd, selectors.EVENT_READ, copier)
+        return True
+
+    def _prefix(self, name: str, colour: int, stream: int) -> bytes:
+        if self._has_colour and self._is_terminal[stream]:
+            return f"\x1b[{colour}m[{name}]\x1b[0m ".encode()
+        return f"[{name}] ".encode()
+
+    def read(self, fd: int) -> bytes:
+        """Some bytes of a worker, none at the end."""
+        self._last_read_at = time.monotonic()
+        try:
+            return os.read(fd, _READ_BYTES)
+        except OSError:
+            return b""
+
+    def forget(self, fd: int) -> None:
+        """Reads a descriptor no more, and closes it."""
+        self._selector.unregister(fd)
+        os.close(fd)
+
+    def write(self, stream: int, data: bytes) -> None:
+        """Writes whole lines; drops them if nobody can read them any more."""
+        if self._is_terminal[stream]:
+            self._erase_status()
+        self._write(stream, data)
+
+    def _write(self, stream: int, data: bytes) -> None:
+        if self._is_closed[stream]:
+            return
+        self._is_writing = True
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fds[stream], view) :]
+            except BlockingIOError:  # somebody has made it non-blocking
+                with selectors.DefaultSelector() as selector:
+                    selector.register(self._fds[stream], selectors.EVENT_WRITE)
+                    selector.select()
+            except OSError:  # its reader, or its terminal, has gone
+                self._is_closed[stream] = True
+                if stream == _STDOUT:
+                    self.say("stdout is closed; what workers write there is dropped.")
+                break
+        self._is_writing = False
+
+    def _draw_status(self) -> None:
+        self._status_at = time.monotonic() + _STATUS_SECONDS
+        text = self._status()
+        if not text:
+            self._erase_status()
+            return
+        with contextlib.suppress(OSError):
+            num_columns = os.get_terminal_size(self._fds[_STDERR]).columns
+            if num_columns:  # some terminals do not say
+                text = text[: num_columns - 1]
+        self._write(_STDERR, _ERASE_LINE + text.encode())
+        self._status_is_visible = True
+
+    def _erase_status(self) -> None:
+        if self._status_is_visible:
+            self._status_is_visible = False
+            self._status_at = 0.0
+            self._write(_STDERR, _ERASE_LINE)
+
+
+@final
+class _Copier:
+    """Copies one stream of a worker, whole lines at a time."""
+
+    def __init__(
+        self, output: Output, task: TaskOutput, stream: int, fd: int, prefix: bytes
+    ) -> None:
+        self._output = output
+        self._task = task
+        self._stream = stream
+        self._fd = fd
+        self._prefix = prefix
+        self._pending = bytearray()  # the beginning of a line
+        self._num_searched = 0  # bytes of it that contain no end of a line
+
+    def copy(self) -> None:
+        """Reads once, and writes the lines that are complete."""
+        data = self._output.read(self._fd)
+        if not data:
+            self.finish()
+            return
+        if self._task.log is not None:
+            self._task.log.write(data)
+        self._pending += data
+        self._emit(self._complete_lines())
+
+    def finish(self) -> None:
+        """Writes the last line, complete or not, and stops."""
+        self._output.forget(self._fd)
+        rest = bytes(self._pending).rstrip(b"\r")
+        self._emit([rest] if rest else [])
+        self._task.num_open -= 1
+        if not self._task.num_open:
+            if self._task.log is not None:
+                self._task.log.close()
+            self._task.ended.set()
+
+    def _complete_lines(self) -> list[bytes]:
+        lines = []
+        begin = 0
+        for match in _LINE_END.finditer(self._pending, self._num_searched):
+            lines.append(bytes(self._pending[begin : match.start()]))
+            begin = match.end()
+        del self._pending[:begin]
+        if len(self._pending) >= _MAX_LINE_BYTES:
+            lines.append(bytes(self._pending))
+            self._pending.clear()
+        self._num_searched = max(0, len(self._pending) - 1)  # it may end in "\r"
+        return lines
+
+    def _emit(self, lines: list[bytes]) -> None:
+        if self._stream == _STDERR:
+            self._task.remember(lines)
+        if lines:
+            self._output.write(
+                self._stream, b"".join(self._prefix + line + b"\n" for line in lines)
+            )
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False

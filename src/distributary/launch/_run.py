@@ -1,0 +1,66 @@
+"""Runs a job from its beginning to its end."""
+
+import os
+from collections.abc import Mapping
+
+from distributary.errors import UnsupportedError
+from distributary.launch._environment import replaced_settings
+from distributary.launch._link import LocalLink
+from distributary.launch._options import LaunchOptions
+from distributary.launch._output import Output
+from distributary.launch._signals import Signals
+from distributary.launch._supervisor import Supervisor
+
+__all__ = ["run"]
+
+
+def run(
+    options: LaunchOptions,
+    *,
+    environ: Mapping[str, str] | None = None,
+    stdout_fd: int = 1,
+    stderr_fd: int = 2,
+) -> int:
+    """Runs a job on this host, and returns its exit code when no process of it is left.
+
+    To be called in the main thread, because it receives signals: SIGINT, SIGTERM and SIGHUP end
+    the job.
+
+    Args:
+        options: The job.
+        environ: Environment for the workers, `os.environ` by default.
+        stdout_fd: Descriptor for what workers write to stdout.
+        stderr_fd: Descriptor for what workers write to stderr and for messages.
+
+    Returns:
+        0 if all workers have ended with exit code 0, else the exit code of the worker that failed
+        first, 128 + the number for a signal to that worker or to the launcher.
+
+    Raises:
+        LaunchError: if the hosts do not come together.
+        UnsupportedError: on Windows.
+        OSError: if a worker or a log file cannot be started.
+    """
+    if os.name != "posix":
+        raise UnsupportedError("launch: the launcher needs process groups, which Windows has not.")
+    environ = dict(os.environ if environ is None else environ)
+    if options.log_dir is not None:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    supervisor: Supervisor | None = None
+
+    def status() -> str:
+        return "" if supervisor is None else supervisor.status()
+
+    def should_not_wait() -> bool:
+        return supervisor is not None and supervisor.should_not_wait()
+
+    output = Output(stdout_fd, stderr_fd, environ, status)
+    try:
+        for sentence in replaced_settings(environ, options):
+            output.say(sentence)
+        link = LocalLink(options.max_restarts)
+        with Signals() as signals:
+            supervisor = Supervisor(options, environ, link, output, signals)
+            return supervisor.run()
+    finally:
+        output.close(should_not_wait)

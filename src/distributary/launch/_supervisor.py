@@ -1,0 +1,284 @@
+"""Runs the workers of one host, as the job commands."""
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from distributary.errors import LaunchError
+from distributary.launch._environment import Task, free_addresses, worker_environ
+from distributary.launch._job import (
+    Command,
+    Exit,
+    Failed,
+    Finished,
+    Interrupted,
+    Prepare,
+    Ready,
+    Start,
+    Stop,
+    Stopped,
+)
+from distributary.launch._link import Link
+from distributary.launch._options import LaunchOptions
+from distributary.launch._output import Output, TaskOutput
+from distributary.launch._signals import Signals
+from distributary.launch._status import StatusReader
+from distributary.launch._worker import Worker
+
+__all__ = ["Supervisor"]
+
+# For the last lines of a worker to arrive that has ended. Processes that it has left behind may
+# hold its stderr open.
+_LAST_LINES_SECONDS = 0.3
+
+
+@final
+@dataclass
+class _Running:
+    """A worker of the current attempt, with what is read from it."""
+
+    worker: Worker
+    output: TaskOutput
+    status: StatusReader
+    has_reported_nonsense: bool = False
+
+
+@final
+class Supervisor:
+    """Starts, watches and ends the workers of one host.
+
+    Args:
+        options: The job.
+        environ: Environment of the launcher.
+        link: Where the commands come from.
+        output: Where the output of workers and the messages go.
+        signals: The signals to the launcher.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        environ: Mapping[str, str],
+        link: Link,
+        output: Output,
+        signals: Signals,
+    ) -> None:
+        self._options = options
+        self._environ = environ
+        self._link = link
+        self._output = output
+        self._signals = signals
+        self._selector = selectors.DefaultSelector()
+        self._running: list[_Running] = []
+        self._generation = 0
+        self._stop: Stop | None = None  # set while workers end for a restart
+        self._exit: Exit | None = None  # set while workers end for good
+        self._has_finished = False  # and has said so
+        self._started_at = time.monotonic()
+
+    def run(self) -> int:
+        """Returns the exit code of the job when no process of it is left on this host."""
+        self._watch(self._signals, self._on_signal)
+        if self._link.fileno() >= 0:
+            self._watch(self._link, self._on_command)
+        try:
+            while True:
+                self._on_command()
+                if self._none_left():
+                    if self._exit is not None:
+                        return self._finish(self._exit)
+                    if self._stop is not None:
+                        self._wait_for_output()
+                        report = Stopped(self._stop.generation)
+                        self._stop = None
+                        self._running = []
+                        self._link.send(report)
+                        continue
+                for key, _ in self._selector.select():
+                    key.data()
+        finally:
+            for running in self._running:
+                running.worker.close()
+            self._selector.close()
+
+    def status(self) -> str:
+        """The state in one line, `""` while there is nothing to say. For any thread."""
+        running = self._running
+        if not running:
+            return ""
+        num_alive = sum(r.worker.ending is None for r in running)
+        parts = [f"{num_alive} of {len(running)} running"]
+        if self._stop is not None or self._exit is not None:
+            parts[0] += ", ending"
+        if self._options.max_restarts:
+            parts.append(f"restart {self._generation} of {self._options.max_restarts}")
+        parts.append(f"{time.monotonic() - self._started_at:.0f} s")
+        for r in running:
+            state = str(r.status) if r.worker.ending is None else str(r.worker.ending)
+            if state:
+                parts.append(f"{r.worker.task}: {state}")
+        return " · ".join(parts)
+
+    def _watch(self, source: Signals | Link | Worker | StatusReader, act: Callable) -> None:
+        self._selector.register(source, selectors.EVENT_READ, act)
+
+    def _on_command(self) -> None:
+        try:
+            while commands := self._link.receive():  # obeying may cause further ones
+                for command in commands:
+                    self._obey(command)
+        except LaunchError as error:
+            if self._exit is None:
+                self._begin_exit(Exit(1, str(error)))
+            if self._link.fileno() >= 0:
+                self._selector.unregister(self._link)
+                self._link.close()
+
+    def _obey(self, command: Command) -> None:
+        if self._exit is not None:
+            return
+        match command:
+            case Prepare(generation):
+                addresses = free_addresses(self._link.address, self._options.num_workers)
+                self._link.send(Ready(generation, addresses))
+            case Start():
+                self._start(command)
+            case Stop(generation, text, origin):
+                self._stop = command
+                self._output.say(
+                    f"{self._where(origin)}{text}; ending all workers for restart {generation} of"
+                    f" {self._options.max_restarts}."
+                )
+                self._terminate()
+            case Exit():
+                self._begin_exit(command)
+
+    def _start(self, command: Start) -> None:
+        options = self._options
+        self._generation = command.generation
+        self._has_finished = False
+        ids = range(command.first, command.first + options.num_workers)
+        tasks = [Task("worker", task_id) for task_id in ids]
+        if options.evaluator and options.is_first_host:
+            tasks.append(Task("evaluator", 0))
+        for task in tasks:
+            status = StatusReader()
+            worker = Worker(
+                task,
+                options.command,
+                worker_environ(
+                    self._environ,
+                    options,
+                    task,
+                    command.workers,
+                    command.generation,
+                    status.write_fd,
+                ),
+                options.grace_seconds,
+                status.write_fd,
+            )
+            status.close_write_end()
+            log_path = None
+            if options.log_dir is not None:
+                name = f"{task.file_stem}.restart-{command.generation}.log"
+                log_path = options.log_dir / name
+            number = task.task_id if task.task_type == "worker" else len(command.workers)
+            output = self._output.attach(str(task), number, *worker.take_output(), log_path)
+            running = _Running(worker, output, status)
+            self._running.append(running)
+            self._watch(worker, lambda running=running: self._on_worker(running))
+            self._watch(status, lambda running=running: self._on_status(running))
+
+    def _on_worker(self, running: _Running) -> None:
+        worker = running.worker
+        had_ended = worker.ending is not None
+        worker.receive()
+        if worker.is_gone:
+            self._selector.unregister(worker)
+        if worker.ending is None or had_ended:
+            return
+        if self._stop is not None or self._exit is not None:
+            return
+        if worker.ending.returncode:
+            running.output.ended.wait(_LAST_LINES_SECONDS)
+            seconds = time.monotonic() - worker.started_at
+            self._link.send(
+                Failed(
+                    self._generation,
+                    worker.ending.exit_code,
+                    f"{worker.task} {worker.ending} after {seconds:.1f} s",
+                    running.output.last_lines(),
+                )
+            )
+        elif not self._has_finished and all(
+            r.worker.ending is not None and not r.worker.ending.returncode
+            for r in self._running
+            if r.worker.task.task_type == "worker"
+        ):
+            self._has_finished = True
+            self._link.send(Finished(self._generation))
+
+    def _on_status(self, running: _Running) -> None:
+        if not running.status.receive():
+            self._selector.unregister(running.status)
+            running.status.close()
+        elif running.status.num_unreadable and not running.has_reported_nonsense:
+            running.has_reported_nonsense = True
+            self._output.say(
+                f"{running.worker.task} writes something else than lines of JSON with numbers to"
+                " DISTRIBUTARY_STATUS_FD; such lines are ignored."
+            )
+
+    def _on_signal(self) -> None:
+        for number in self._signals.take():
+            name = signal.Signals(number).name
+            if len(self._signals.received) == 1:
+                seconds = f"{self._options.grace_seconds:g}"
+                self._begin_exit(
+                    Exit(128 + number, f"the launcher received {name}; workers have {seconds} s")
+                )
+                self._link.send(Interrupted(128 + number, f"the launcher received {name}"))
+            else:
+                self._output.say(f"{name} again: ending all workers at once.")
+                for running in self._running:
+                    running.worker.kill()
+
+    def _begin_exit(self, command: Exit) -> None:
+        self._exit = command
+        if command.text:
+            where = "" if command.origin < 0 else self._where(command.origin)
+            self._output.say(f"{where}{command.text}; ending all workers.")
+        self._terminate()
+
+    def _where(self, origin: int) -> str:
+        hosts = self._options.hosts
+        return "" if hosts is None or origin == hosts.host_rank else f"host {origin}: "
+
+    def _terminate(self) -> None:
+        for running in self._running:
+            running.worker.terminate()
+
+    def _none_left(self) -> bool:
+        return all(running.worker.is_gone for running in self._running)
+
+    def _wait_for_output(self) -> None:
+        for running in self._running:
+            self._output.wait(running.output, self.should_not_wait)
+            if running.status.fileno() in self._selector.get_map():
+                self._selector.unregister(running.status)
+                running.status.close()
+
+    def should_not_wait(self) -> bool:
+        """Whether the user wants the launcher to end although output is left to be written."""
+        return self._signals.wants_end_now(self._options.grace_seconds + 1)
+
+    def _finish(self, command: Exit) -> int:
+        self._wait_for_output()
+        if command.last_lines:
+            lines = "\n".join(f"    {line}" for line in command.last_lines)
+            where = self._where(command.origin)
+            self._output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
+        return command.code

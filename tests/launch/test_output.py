@@ -1,0 +1,112 @@
+"""Lines of the workers arrive whole, in order and with their prefix."""
+
+import json
+import os
+
+import pytest
+
+from distributary.launch import report
+
+
+def test_streams_are_kept_apart(launch):
+    result = launch("print('to stdout'); print('to stderr', file=sys.stderr)")
+
+    assert result.stdout == "[worker 0] to stdout\n"
+    assert result.stderr == "[worker 0] to stderr\n"
+
+
+def test_lines_of_many_writers_are_not_torn(launch):
+    script = """
+for i in range(300):
+    for part in (name, " ", str(i), " ", "x" * 997, "\\n"):
+        os.write(1, part.encode())
+"""
+    result = launch(script, num_workers=3)
+
+    lines = result.stdout.splitlines()
+    for worker in range(3):
+        own = [line for line in lines if line.startswith(f"[worker {worker}] ")]
+        x = "x" * 997
+        assert own == [f"[worker {worker}] worker{worker} {i} {x}" for i in range(300)]
+    assert len(lines) == 900
+
+
+def test_a_partial_last_line_is_written(launch):
+    result = launch("os.write(1, b'one\\ntwo'); os.write(2, b'three'); sys.exit(2)")
+
+    assert result.stdout == "[worker 0] one\n[worker 0] two\n"
+    assert "[worker 0] three\n" in result.stderr
+
+
+def test_output_of_a_killed_worker_is_complete(launch):
+    result = launch("os.write(1, b'x' * 50000); os.kill(os.getpid(), signal.SIGKILL)")
+
+    assert result.stdout == "[worker 0] " + "x" * 50000 + "\n"
+
+
+def test_a_huge_line_arrives_whole(launch):
+    result = launch("print('x' * 5_000_000)")
+
+    assert result.stdout == "[worker 0] " + "x" * 5_000_000 + "\n"
+
+
+def test_redraws_of_a_progress_bar_are_lines(launch):
+    result = launch("os.write(1, b'10%\\r20%\\r30%\\nwindows\\r\\nend\\r')")
+
+    expected = ["10%", "20%", "30%", "windows", "end"]
+    assert result.stdout.split("\n")[:-1] == [f"[worker 0] {line}" for line in expected]
+
+
+def test_bytes_that_are_no_text_go_through(launch, tmp_path):
+    launch("os.write(1, bytes(range(128, 256)))")
+
+    assert (tmp_path / "stdout").read_bytes() == b"[worker 0] " + bytes(range(128, 256)) + b"\n"
+
+
+def test_log_dir_has_a_file_per_worker_and_attempt(launch, tmp_path):
+    logs = tmp_path / "new" / "logs"
+
+    launch(
+        "os.write(1, b'out\\r\\n'); os.write(2, b'err'); sys.exit(name == 'worker1')",
+        num_workers=2,
+        max_restarts=1,
+        log_dir=logs,
+    )
+
+    files = sorted(path.name for path in logs.iterdir())
+    assert files == [f"worker-{i}.restart-{n}.log" for i in (0, 1) for n in (0, 1)]
+    # The two streams are two pipes: their order among each other is not known.
+    assert sorted((logs / "worker-1.restart-0.log").read_bytes()) == sorted(b"out\r\nerr")
+
+
+def test_report_without_a_launcher_does_nothing():
+    report(step=1, environ={})
+    report(step=1, environ={"DISTRIBUTARY_STATUS_FD": "4711"})
+    report(step=1, environ={"DISTRIBUTARY_STATUS_FD": "no number"})
+
+
+def test_report_writes_a_line_of_json_and_never_waits():
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    try:
+        for _ in range(10_000):  # more than the pipe holds
+            report(step=3, environ={"DISTRIBUTARY_STATUS_FD": str(write_fd)})
+        first, _, _ = os.read(read_fd, 4096).partition(b"\n")
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+    assert json.loads(first) == {"step": 3}
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": "x"}', "x" * 2000])
+def test_nonsense_on_the_status_channel_is_named_once(line, launch):
+    script = f"""
+for _ in range(3):
+    os.write(int(os.environ["DISTRIBUTARY_STATUS_FD"]), {line + chr(10)!r}.encode())
+time.sleep(0.1)
+"""
+    result = launch(script)
+
+    assert result.code == 0
+    assert result.stderr.count("worker 0 writes something else than lines of JSON") == 1

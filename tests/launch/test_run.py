@@ -1,0 +1,293 @@
+"""A job from its start to its exit code."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+import distributary as dist
+from distributary.launch import LaunchOptions
+
+
+def test_workers_find_themselves_in_tf_config(launch):
+    result = launch('print(name, len(set(config["cluster"]["worker"])))', num_workers=3)
+
+    assert result.code == 0
+    assert sorted(result.stdout.splitlines()) == [
+        "[worker 0] worker0 3",
+        "[worker 1] worker1 3",
+        "[worker 2] worker2 3",
+    ]
+    assert result.stderr == ""
+
+
+def test_addresses_are_on_loopback(launch):
+    result = launch('print(config["cluster"]["worker"])')
+
+    assert re.fullmatch(r"\[worker 0\] \['127\.0\.0\.1:\d+'\]\n", result.stdout)
+
+
+def test_arguments_reach_the_script_as_they_are(launch):
+    result = launch("print(sys.argv[1:])", "--workers", "a b", "", "'")
+
+    assert result.stdout == "[worker 0] ['--workers', 'a b', '', \"'\"]\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "text"),
+    [
+        ("sys.exit(3)", 3, "worker 1 ended with exit code 3 after"),
+        ("raise ValueError('wrong')", 1, "worker 1 ended with exit code 1 after"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker 1 was ended by SIGKILL (9) after"),
+        ("os.abort()", 134, "worker 1 was ended by SIGABRT (6) after"),
+    ],
+)
+def test_a_failing_worker_ends_the_job_with_its_code(ending, code, text, launch):
+    script = f"if name == 'worker1':\n    {ending}\nrun_forever()"
+
+    result = launch(script, num_workers=2)
+
+    assert result.code == code
+    assert text in result.stderr
+
+
+def test_last_lines_of_the_failed_worker_are_repeated(launch):
+    script = """
+if name == "worker0":
+    run_forever()
+for i in range(50):
+    print("line", i, file=sys.stderr)
+sys.stderr.write("no end of line")
+sys.exit(1)
+"""
+    result = launch(script, num_workers=2)
+
+    _, _, repeated = result.stderr.partition("Its last lines on stderr:\n")
+    expected = [f"[launcher]     line {i}" for i in range(31, 50)]
+    assert repeated.splitlines() == [*expected, "[launcher]     no end of line"]
+
+
+def test_a_worker_that_ignores_term_is_killed_after_the_grace_period(launch):
+    script = """
+if name == "worker0":
+    signal.signal(signal.SIGTERM, lambda *_: put("termed"))
+    put("ready")
+    run_forever()
+wait_for("ready")
+sys.exit(5)
+"""
+    result = launch(script, num_workers=2, grace_seconds=0.3)
+
+    assert result.code == 5
+
+
+def test_a_stopped_worker_gets_its_term(launch):
+    script = """
+if name == "worker0":
+    def end(*_):
+        print("cleaned up")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    put("ready", os.getpid())
+    run_forever()
+wait_for("ready")
+os.kill(int((folder / "ready").read_text()), signal.SIGSTOP)
+sys.exit(5)
+"""
+    result = launch(script, num_workers=2)
+
+    assert result.code == 5
+    assert "[worker 0] cleaned up\n" in result.stdout
+
+
+def test_a_worker_that_ends_well_does_not_end_the_others(launch):
+    script = """
+if name == "worker1":
+    put("done")
+else:
+    wait_for("done")
+    print("still here")
+"""
+    result = launch(script, num_workers=2)
+
+    assert (result.code, result.stdout) == (0, "[worker 0] still here\n")
+
+
+def test_restarts_count_up_and_take_new_ports(launch, tmp_path):
+    script = """
+put(f"{name}.{restart}", config["cluster"]["worker"])
+if restart < 2:
+    if name == "worker1":
+        wait_for(f"worker0.{restart}")
+        sys.exit(7)
+    run_forever()
+print("through", restart)
+"""
+    result = launch(script, num_workers=2, max_restarts=3)
+
+    assert result.code == 0
+    assert sorted(result.stdout.splitlines()) == ["[worker 0] through 2", "[worker 1] through 2"]
+    assert "ending all workers for restart 1 of 3." in result.stderr
+    assert "ending all workers for restart 2 of 3." in result.stderr
+    clusters = [(tmp_path / f"worker0.{i}").read_text() for i in range(3)]
+    assert len(set(clusters)) == 3
+
+
+def test_the_code_of_the_last_failure_counts(launch):
+    result = launch("sys.exit(10 + restart)", max_restarts=2)
+
+    assert result.code == 12
+
+
+def test_what_a_worker_leaves_behind_is_ended(launch, tmp_path, wait_until_gone):
+    script = """
+for options in ({}, {"start_new_session": True}):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], **options)
+    with (folder / "children").open("a") as file:
+        print(child.pid, file=file)
+"""
+    result = launch(script)
+
+    children = [int(pid) for pid in (tmp_path / "children").read_text().split()]
+    assert (result.code, len(children)) == (0, 2)
+    if sys.platform == "linux":
+        wait_until_gone(*children)
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_grandchildren_that_ignore_term_are_killed(ending, launch, tmp_path, wait_until_gone):
+    script = f"""
+child = '''
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(100)
+'''
+child = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
+child.stdout.readline()
+put("child", child.pid)
+{ending}
+"""
+    launch(script, grace_seconds=0.2)
+
+    wait_until_gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_command_that_does_not_exist_is_named(capfd, tmp_path):
+    from distributary.launch import run
+
+    code = run(LaunchOptions(("/no/such/program",)))
+
+    assert code == 127
+    assert "cannot start '/no/such/program': No such file or directory" in capfd.readouterr().err
+
+
+def test_the_evaluator_is_a_task_outside_of_the_cluster(launch):
+    script = """
+print(sorted(config["cluster"]), len(config["cluster"]["worker"]))
+put(name)
+if name == "evaluator0":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    run_forever()
+wait_for("evaluator0.0.pid")
+"""
+    result = launch(script, num_workers=2, evaluator=True)
+
+    assert result.code == 0
+    assert "[evaluator 0] ['worker'] 2" in result.stdout.splitlines()
+
+
+def test_an_evaluator_that_fails_ends_the_job(launch):
+    script = "sys.exit(4) if name == 'evaluator0' else run_forever()"
+
+    result = launch(script, evaluator=True)
+
+    assert result.code == 4
+    assert "evaluator 0 ended with exit code 4" in result.stderr
+
+
+_PRINT_SETTINGS = """
+for variable in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "MALLOC_TOP_PAD_", "DISTRIBUTARY_TOKEN"):
+    print(variable, os.environ.get(variable))
+"""
+
+
+def test_devices_and_settings_are_in_the_environment(launch):
+    many = 500  # more than half of the cores of any machine
+
+    result = launch(
+        _PRINT_SETTINGS,
+        devices_per_worker=many,
+        environ={"JAX_NUM_CPU_DEVICES": "3", "DISTRIBUTARY_TOKEN": "secret"},
+    )
+
+    assert "JAX_NUM_CPU_DEVICES 500\n" in result.stdout
+    assert "PJRT_NPROC 1000\n" in result.stdout
+    assert "DISTRIBUTARY_TOKEN None\n" in result.stdout
+    assert "JAX_NUM_CPU_DEVICES=3 is set here; workers get 500 instead" in result.stderr
+    if sys.platform == "linux":
+        assert "MALLOC_TOP_PAD_ 67108864\n" in result.stdout
+
+
+def test_settings_of_the_user_stay(launch):
+    environ = {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "5", "MALLOC_TOP_PAD_": "7"}
+
+    result = launch(_PRINT_SETTINGS, environ=environ)
+
+    for variable, value in environ.items():
+        assert f"{variable} {value}\n" in result.stdout
+    assert result.stderr == ""
+
+
+def test_settings_can_be_switched_off(launch):
+    result = launch(_PRINT_SETTINGS, tune=False, devices_per_worker=500)
+
+    assert "MALLOC_TOP_PAD_ None\n" in result.stdout
+    assert "PJRT_NPROC None\n" in result.stdout
+
+
+def test_a_tf_config_of_the_user_is_replaced_and_named(launch):
+    result = launch("print(name)", environ={"TF_CONFIG": "{}"})
+
+    assert result.stdout == "[worker 0] worker0\n"
+    assert "TF_CONFIG is set here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(command=()), "no command"),
+        (dict(num_workers=0), "num_workers is 0, expected 1 or more"),
+        (dict(devices_per_worker=0), "devices_per_worker is 0"),
+        (dict(max_restarts=-1), "max_restarts is -1"),
+        (dict(grace_seconds=-1), "grace_seconds is -1"),
+        (dict(grace_seconds=float("nan")), "grace_seconds is nan"),
+    ],
+)
+def test_impossible_options_are_refused(options, match):
+    with pytest.raises(dist.errors.InvalidValueError, match=match):
+        LaunchOptions(**{"command": ("true",), **options})
+
+
+def test_options_have_types():
+    with pytest.raises(dist.errors.InvalidTypeError, match=r"num_workers is 1\.5"):
+        LaunchOptions(("true",), num_workers=1.5)
+
+
+def test_signal_handlers_are_restored(launch):
+    before = signal.getsignal(signal.SIGTERM)
+
+    launch("")
+
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_no_descriptor_is_left_open(launch):
+    launch("")
+    before = sorted(os.listdir("/dev/fd"))
+
+    launch("sys.exit(restart == 0)", num_workers=2, max_restarts=1, evaluator=True)
+
+    assert sorted(os.listdir("/dev/fd")) == before
