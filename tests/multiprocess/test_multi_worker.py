@@ -1,6 +1,10 @@
 """MultiWorkerMirroredStrategy: the numbers of one process with as many devices."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -69,3 +73,22 @@ def test_a_cluster_of_one_worker_needs_no_connection(job):
 
     assert ended.code == 0, ended.output
     assert ended.result["total"] == 1.0
+
+
+def test_the_launcher_starts_a_job():
+    program = Path(__file__).parent / "programs" / "start.py"
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "distributary", "launch", "--workers", "2", str(program)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    for worker in (0, 1):
+        line = f'[worker {worker}] {{"strategy": "<MultiWorkerMirroredStrategy: 2 replicas'
+        assert line in ended.stdout
