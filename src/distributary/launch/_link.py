@@ -27,6 +27,9 @@ class Link(Protocol):
             LaunchError: if the other end has gone.
         """
 
+    def end(self) -> None:
+        """Says that nothing more will be said."""
+
     def close(self) -> None:
         """Leaves."""
 
@@ -58,6 +61,9 @@ class LocalLink:
         commands = list(self._commands)
         self._commands.clear()
         return commands
+
+    def end(self) -> None:
+        """Does nothing."""
 
     def close(self) -> None:
         """Does nothing."""

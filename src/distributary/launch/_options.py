@@ -10,6 +10,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["HostOptions", "LaunchOptions", "split_address"]
 
+_ALL_ADDRESSES = ("0.0.0.0", "::", "*")
 _MIN_TOKEN_CHARACTERS = 16
 
 
@@ -47,7 +48,12 @@ class HostOptions:
                 f"launch: host_rank is {self.host_rank}, but the job has {self.num_hosts} hosts."
                 f" Ranks count from 0 to {self.num_hosts - 1}."
             )
-        split_address(self.master)
+        host, _ = split_address(self.master)
+        if host in _ALL_ADDRESSES:
+            raise InvalidValueError(
+                f"launch: the master address is {self.master!r}, which stands for every address."
+                " Give the one at which the other hosts reach host 0."
+            )
         if len(self.token) < _MIN_TOKEN_CHARACTERS:
             raise InvalidValueError(
                 f"launch: the token has {len(self.token)} characters, expected"

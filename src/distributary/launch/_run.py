@@ -5,9 +5,11 @@ from collections.abc import Mapping
 
 from distributary.errors import UnsupportedError
 from distributary.launch._environment import replaced_settings
-from distributary.launch._link import LocalLink
+from distributary.launch._link import Link, LocalLink
+from distributary.launch._master import Master
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
+from distributary.launch._remote_link import RemoteLink
 from distributary.launch._signals import Signals
 from distributary.launch._supervisor import Supervisor
 
@@ -47,6 +49,8 @@ def run(
     if options.log_dir is not None:
         options.log_dir.mkdir(parents=True, exist_ok=True)
     supervisor: Supervisor | None = None
+    link: Link | None = None
+    master: Master | None = None
 
     def status() -> str:
         return "" if supervisor is None else supervisor.status()
@@ -58,9 +62,22 @@ def run(
     try:
         for sentence in replaced_settings(environ, options):
             output.say(sentence)
-        link = LocalLink(options.max_restarts)
+        # Until the first worker starts, signals do what they do to any program.
+        if options.hosts is not None and options.is_first_host:
+            master = Master(options, output.say)
+        link = _link(options)
         with Signals() as signals:
             supervisor = Supervisor(options, environ, link, output, signals)
             return supervisor.run()
     finally:
+        if link is not None:
+            link.close()
+        if master is not None:
+            master.close()
         output.close(should_not_wait)
+
+
+def _link(options: LaunchOptions) -> Link:
+    if options.hosts is None:
+        return LocalLink(options.max_restarts)
+    return RemoteLink(options.hosts, options.devices_per_worker)

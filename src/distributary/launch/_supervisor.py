@@ -155,6 +155,7 @@ class Supervisor:
                 self._terminate()
             case Exit():
                 self._begin_exit(command)
+                self._link.end()
 
     def _start(self, command: Start) -> None:
         options = self._options
@@ -236,11 +237,10 @@ class Supervisor:
         for number in self._signals.take():
             name = signal.Signals(number).name
             if len(self._signals.received) == 1:
-                seconds = f"{self._options.grace_seconds:g}"
-                self._begin_exit(
-                    Exit(128 + number, f"the launcher received {name}; workers have {seconds} s")
-                )
-                self._link.send(Interrupted(128 + number, f"the launcher received {name}"))
+                text = f"the launcher received {name}"
+                self._begin_exit(Exit(128 + number, text))
+                self._link.send(Interrupted(128 + number, text))
+                self._link.end()
             else:
                 self._output.say(f"{name} again: ending all workers at once.")
                 for running in self._running:

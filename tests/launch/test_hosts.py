@@ -1,0 +1,310 @@
+"""Several hosts meet, start, fail and end together; here all of them are on loopback."""
+
+import contextlib
+import json
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from distributary.errors import InvalidValueError, LaunchError
+from distributary.launch import HostOptions, LaunchOptions
+from distributary.launch._job import Exit, Finished, Prepare, Ready, Start
+from distributary.launch._master import Master
+from distributary.launch._remote_link import RemoteLink
+
+_TOKEN = "0123456789abcdef"
+_SECONDS = 30
+
+
+@pytest.fixture
+def address() -> str:
+    """A free address; nothing reserves it."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def start_host(start, address):
+    """A function that starts the launcher of one of two hosts."""
+
+    def start_host(rank, *arguments):
+        hosts = ("--nnodes", 2, "--node-rank", rank, "--master", address)
+        return start(*hosts, *arguments, environ={"DISTRIBUTARY_TOKEN": _TOKEN})
+
+    return start_host
+
+
+@pytest.fixture
+def hosts(address):
+    """A function that makes the options of one of two hosts."""
+
+    def hosts(rank: int, **options) -> HostOptions:
+        options = {"num_hosts": 2, "join_seconds": 30, "token": _TOKEN, **options}
+        return HostOptions(host_rank=rank, master=address, **options)
+
+    return hosts
+
+
+@contextlib.contextmanager
+def _answering(server: socket.socket, data: bytes) -> Iterator[None]:
+    """A program that says something to whoever connects, and leaves."""
+
+    def answer() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(4096)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.fixture
+def master(hosts):
+    """A function that starts a master; it is ended after the test."""
+    masters = []
+
+    def master(**options) -> list[str]:
+        said: list[str] = []
+        job = LaunchOptions(("true",), hosts=hosts(0, **options))
+        masters.append(Master(job, said.append))
+        return said
+
+    yield master
+
+    for started in masters:
+        started._thread.join(_SECONDS)  # its hosts have gone, or do not come
+        assert not started._thread.is_alive()
+
+
+def _receive(link: RemoteLink) -> list:
+    """Waits for the next commands."""
+    assert select.select([link], [], [], _SECONDS)[0]
+    return link.receive()
+
+
+def test_a_failure_on_one_host_restarts_both(start_host, script):
+    worker = script("""
+print(name, restart, len(config["cluster"]["worker"]), "DISTRIBUTARY_TOKEN" in os.environ)
+if restart == 0:
+    sys.exit(3) if name == "worker2" else run_forever()
+""")
+    first = start_host(0, "--workers", 2, "--max-restarts", 1, worker)
+    second = start_host(1, "--max-restarts", 1, worker)
+
+    (out0, err0), (out1, err1) = first.communicate(), second.communicate()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "[worker 0] worker0 1 3 False\n" in out0
+    assert "[worker 1] worker1 1 3 False\n" in out0
+    assert "[worker 2] worker2 1 3 False\n" in out1
+    assert "host 1: worker 2 ended with exit code 3 after" in err0
+    assert "[launcher] worker 2 ended with exit code 3 after" in err1
+
+
+def test_the_first_failure_gives_both_hosts_their_code(start_host, script):
+    worker = script("""
+if name == "worker0":
+    run_forever()
+wait_for("worker0.0.pid")
+print("the reason", file=sys.stderr)
+sys.exit(9)
+""")
+    first, second = start_host(0, worker), start_host(1, worker)
+
+    (_, err0), (_, err1) = first.communicate(), second.communicate()
+    assert (first.returncode, second.returncode) == (9, 9)
+    assert "[launcher]     the reason\n" in err0
+    assert "[launcher]     the reason\n" in err1
+
+
+def test_ctrl_c_on_one_host_ends_both(start_host, script, pid_of, wait_until_gone):
+    worker = script("run_forever()")
+    first, second = start_host(0, worker), start_host(1, worker)
+    pids = [pid_of("worker0"), pid_of("worker1")]
+
+    second.send_signal(signal.SIGINT)
+
+    (_, err0), _ = first.communicate(), second.communicate()
+    assert (first.returncode, second.returncode) == (130, 130)
+    assert "host 1: the launcher received SIGINT; ending all workers." in err0
+    wait_until_gone(*pids)
+
+
+def test_a_host_that_comes_back_is_taken_in_again(start_host, script, pid_of, wait_until_gone):
+    worker = script("if restart == 0:\n    run_forever()\nprint(name, restart)")
+    first = start_host(0, "--max-restarts", 1, worker)
+    second = start_host(1, "--max-restarts", 1, worker)
+    pids = [pid_of("worker0"), pid_of("worker1")]
+
+    second.kill()
+    second.wait()
+    second = start_host(1, "--max-restarts", 1, worker)
+
+    (out0, err0), (out1, _) = first.communicate(), second.communicate()
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert (out0, out1) == ("[worker 0] worker0 1\n", "[worker 1] worker1 1\n")
+    assert "the launcher of host 1 (127.0.0.1) has gone" in err0
+    wait_until_gone(*pids)
+
+
+def test_hosts_end_when_the_first_is_killed(start_host, script, pid_of, wait_until_gone):
+    worker = script("run_forever()")
+    first, second = start_host(0, worker), start_host(1, worker)
+    pids = [pid_of("worker0"), pid_of("worker1")]
+
+    first.kill()
+
+    _, stderr = second.communicate()
+    assert second.returncode == 1
+    assert "the launcher of host 0 at 127.0.0.1:" in stderr
+    wait_until_gone(*pids)
+
+
+def test_links_carry_the_course_of_a_job(master, hosts):
+    master()
+
+    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+    for rank, link in enumerate(links):
+        assert link.address == "127.0.0.1"
+        assert _receive(link) == [Prepare(0)]
+        link.send(Ready(0, [f"h:{rank}"]))
+    for rank, link in enumerate(links):
+        assert _receive(link) == [Start(0, ["h:0", "h:1"], rank)]
+        link.send(Finished(0))
+    for link in links:
+        assert _receive(link) == [Exit(0, last_lines=[])]
+        link.close()
+
+
+def test_a_wrong_token_is_refused_on_both_sides(master, hosts):
+    said = master(join_seconds=0.5)
+
+    with pytest.raises(LaunchError, match=r"refuses host 1: its token is not that of this job"):
+        RemoteLink(hosts(1, token="x" * 16), None)
+
+    assert said == ["refused a connection from 127.0.0.1: its token is not that of this job"]
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "match"),
+    [
+        (dict(num_hosts=3), None, r"host 1 has --nnodes 3, host 0 has 2"),
+        (dict(), 4, r"host 1 has --devices-per-worker 4, host 0 has None"),
+    ],
+)
+def test_hosts_must_agree(options, devices, match, master, hosts):
+    master(join_seconds=0.5)
+
+    with pytest.raises(LaunchError, match=match):
+        RemoteLink(hosts(1, **options), devices)
+
+
+def test_a_rank_is_taken_once(master, hosts):
+    master(join_seconds=0.5)
+    link = RemoteLink(hosts(1), None)
+
+    with pytest.raises(LaunchError, match=r"--node-rank 1 is taken by 127\.0\.0\.1"):
+        RemoteLink(hosts(1), None)
+
+    link.close()
+
+
+def test_missing_hosts_are_named_at_the_deadline(master, hosts):
+    master(num_hosts=4, join_seconds=0.5)
+    link = RemoteLink(hosts(1, num_hosts=4), None)
+
+    (command,) = _receive(link)
+
+    assert command.code == 1
+    assert "hosts 0, 2, 3 of 4 did not join at 127.0.0.1:" in command.text
+    assert "within 0.5 s; joined: host 1 (127.0.0.1)" in command.text
+    link.close()
+
+
+def test_a_missing_host_ends_the_others_with_a_message(start_host, script):
+    launcher = start_host(0, "--join-seconds", 0.3, script(""))
+
+    _, stderr = launcher.communicate()
+    assert launcher.returncode == 1
+    assert "host 1 of 2 did not join" in stderr
+
+
+def test_a_missing_master_is_named_at_the_deadline(hosts, address):
+    with pytest.raises(
+        LaunchError,
+        match=rf"host 1 could not reach the master at {address} within 0.2 s: .*refused",
+    ):
+        RemoteLink(hosts(1, join_seconds=0.2), None)
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400\r\n\r\n", b'{"a": 1}\n', b""])
+def test_another_program_at_the_address_is_recognised(said, hosts, address):
+    host, port = address.split(":")
+    with (
+        socket.create_server((host, int(port))) as server,
+        _answering(server, said),
+        pytest.raises(LaunchError, match=r"broke off: it .*Is another program"),
+    ):
+        RemoteLink(hosts(1), None)
+
+
+def test_a_master_without_the_token_is_recognised(hosts, address):
+    host, port = address.split(":")
+    lines = json.dumps({"challenge": "x"}), json.dumps({"welcome": 1, "proof": "y"}), ""
+    with (
+        socket.create_server((host, int(port))) as server,
+        _answering(server, "\n".join(lines).encode()),
+        pytest.raises(LaunchError, match="does not know the token of this job"),
+    ):
+        RemoteLink(hosts(1), None)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000 + b"\n", b"{}\n", b""])
+def test_strangers_do_not_disturb(said, master, hosts, address):
+    master()
+    host, port = address.split(":")
+
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(said)
+    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+
+    assert _receive(links[0]) == [Prepare(0)]
+    for link in links:
+        link.close()
+
+
+def test_a_busy_port_is_named(hosts, address):
+    host, port = address.split(":")
+    with (
+        socket.create_server((host, int(port))),
+        pytest.raises(LaunchError, match=rf"cannot listen on the master address {address}: .*use"),
+    ):
+        Master(LaunchOptions(("true",), hosts=hosts(0)), print)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(host_rank=2), r"host_rank is 2, but the job has 2 hosts"),
+        (dict(master="host"), r"'host', expected HOST:PORT"),
+        (dict(master="host:0"), r"'host:0', expected HOST:PORT"),
+        (dict(master="host:70000"), r"'host:70000', expected HOST:PORT"),
+        (dict(master="fd00::1:5"), r"expected HOST:PORT"),
+        (dict(master="0.0.0.0:1234"), r"stands for every address"),
+        (dict(token="short"), r"the token has 5 characters, expected 16 or more"),
+        (dict(join_seconds=-1), r"join_seconds is -1"),
+    ],
+)
+def test_impossible_hosts_are_refused(options, match):
+    good = dict(num_hosts=2, host_rank=1, master="host:1", token=_TOKEN)
+
+    with pytest.raises(InvalidValueError, match=match):
+        HostOptions(**{**good, **options})

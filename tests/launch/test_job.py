@@ -1,0 +1,117 @@
+"""What hosts are told to do, without hosts."""
+
+import pytest
+
+from distributary.launch._job import (
+    Exit,
+    Failed,
+    Finished,
+    Interrupted,
+    Job,
+    Prepare,
+    Ready,
+    Start,
+    Stop,
+    Stopped,
+    decode,
+    encode,
+)
+
+
+def _running(max_restarts: int = 0) -> Job:
+    """A job of two hosts, with one and two workers."""
+    job = Job(2, max_restarts)
+    job.join(0)
+    job.join(1)
+    job.report(0, Ready(0, ["a:1"]))
+    job.report(1, Ready(0, ["b:1", "b:2"]))
+    return job
+
+
+def test_hosts_start_when_all_are_there():
+    job = Job(2, 0)
+
+    assert job.join(1) == []
+    assert job.missing == [0]
+    assert job.join(0) == [(0, Prepare(0)), (1, Prepare(0))]
+    assert job.report(1, Ready(0, ["b:1", "b:2"])) == []
+    workers = ["a:1", "b:1", "b:2"]
+    assert job.report(0, Ready(0, ["a:1"])) == [
+        (0, Start(0, workers, 0)),
+        (1, Start(0, workers, 1)),
+    ]
+
+
+def test_the_same_address_twice_is_chosen_again():
+    job = Job(2, 0)
+    job.join(0)
+    job.join(1)
+    job.report(0, Ready(0, ["a:1"]))
+
+    assert job.report(1, Ready(0, ["a:1"])) == [(0, Prepare(0)), (1, Prepare(0))]
+
+
+def test_the_job_is_over_when_all_have_finished():
+    job = _running()
+
+    assert job.report(1, Finished(0)) == []
+    assert job.report(0, Finished(0)) == [(0, Exit(0)), (1, Exit(0))]
+    assert job.is_over
+
+
+def test_the_first_failure_counts():
+    job = _running()
+
+    commands = job.report(1, Failed(0, 3, "worker 1 ended", ["why"]))
+
+    exit_ = Exit(3, "worker 1 ended", 1, ["why"])
+    assert commands == [(0, exit_), (1, exit_)]
+    assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []
+
+
+def test_a_failure_restarts_all_hosts_when_all_have_stopped():
+    job = _running(max_restarts=1)
+
+    stop = Stop(1, "worker 1 ended", 1)
+    assert job.report(1, Failed(0, 3, "worker 1 ended", [])) == [(0, stop), (1, stop)]
+    assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []  # of the old attempt
+    assert job.report(0, Finished(0)) == []
+    assert job.report(1, Stopped(1)) == []
+    assert job.report(0, Stopped(1)) == [(0, Prepare(1)), (1, Prepare(1))]
+
+
+def test_a_lost_host_is_waited_for():
+    job = _running(max_restarts=1)
+
+    assert job.lose(1, "gone") == [(0, Stop(1, "gone", 1))]
+    assert job.report(0, Stopped(1)) == []
+    assert job.missing == [1]
+    assert job.join(1) == [(0, Prepare(1)), (1, Prepare(1))]
+
+
+def test_a_lost_host_without_restarts_ends_the_job():
+    assert _running().lose(1, "gone") == [(0, Exit(1, "gone", 1))]
+
+
+def test_an_interrupted_host_ends_the_job_in_spite_of_restarts():
+    job = _running(max_restarts=5)
+
+    exit_ = Exit(130, "SIGINT", 1)
+    assert job.report(1, Interrupted(130, "SIGINT")) == [(0, exit_), (1, exit_)]
+    assert job.lose(1, "gone") == []
+
+
+@pytest.mark.parametrize(
+    "message", [Start(1, ["a:1"], 0), Exit(3, "ü", 1, ["x"]), Failed(0, 3, "a\nb", []), Stopped(2)]
+)
+def test_messages_survive_the_way(message):
+    line = encode(message)
+
+    assert line.count(b"\n") == 1
+    assert decode(line) == message
+
+
+@pytest.mark.parametrize("line", [b"x", b"[]", b"{}", b'{"type": "Exit", "other": 1}'])
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(ValueError, match=r"Expecting value|is no message of the launcher"):
+        decode(line)
