@@ -6,7 +6,8 @@ Sections, each in a fresh process, peers in turns:
              a NumPy permutation and fancy index, ours, grain one element at a time, tf.data
     devices  the same put on R devices, seconds per batch, against a loop that calls device_put
     overlap  a training step whose batches take 80 % of its time to load, against the step alone
-    files    1 GB in four .npy files, against reading the files
+    files    1 GB in four .npy files, against reading the files: pieces that can be used while the
+             next one is read ("read"), and all into one small buffer, which stays in the cache
 
     python benchmarks/input_time.py --tensorflow-python PATH
 """
@@ -124,7 +125,7 @@ def _measure_memory(request: dict[str, Any]) -> dict[str, Any]:
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
         environ.pop("PYTHONPATH", None)
         peers.append(_served.ServedPeer("tf.data", command, environ))
-        steps["tf.data"] = max(20, request["steps"] // 10)
+        steps["tf.data"] = request["steps"]  # many: it reads ahead while others have their turn
     seconds = _timing.interleave(peers, request["rounds"], steps)
     for peer in peers:
         peer.close()
@@ -244,7 +245,9 @@ def _measure_files(request: dict[str, Any]) -> dict[str, Any]:
         sizes = {f"{batch * columns * 4 >> 20} MiB": batch for batch in (256, 1024, 4096)}
         peers = []
         for name, batch in sizes.items():
-            peers.append(_Timed(f"read {name}", _reader(files, batch * columns * 4)))
+            num_bytes = batch * columns * 4
+            peers.append(_Timed(f"read {name}", _reader(files, num_bytes, keep=True)))
+            peers.append(_Timed(f"into one buffer {name}", _reader(files, num_bytes, keep=False)))
             peers.append(_Timed(f"ours {name}", _our_reader(files, batch)))
         seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 1))
     return {
@@ -252,22 +255,24 @@ def _measure_files(request: dict[str, Any]) -> dict[str, Any]:
         "gigabytes": 16 * rows_per_file * columns / 1e9,
         "seconds": seconds,
         "ratios": {
-            f"ours / read, {name} at a time": _timing.summarize_ratio(
-                seconds[f"read {name}"], seconds[f"ours {name}"]
+            f"ours / {peer}, {name} at a time": _timing.summarize_ratio(
+                seconds[f"{peer} {name}"], seconds[f"ours {name}"]
             )
             for name in sizes
+            for peer in ("read", "into one buffer")
         },
     }
 
 
-def _reader(files: list[str], num_bytes: int) -> Callable[[int], float]:
+def _reader(files: list[str], num_bytes: int, keep: bool) -> Callable[[int], float]:
+    """Reads files; `keep` into memory of its own each time, as whoever uses the data has to."""
     buffer = bytearray(num_bytes)
 
     def read(_: int) -> float:
         start = time.perf_counter()
         for name in files:
             with open(name, "rb", buffering=0) as file:
-                while file.readinto(buffer):
+                while file.read(num_bytes) if keep else file.readinto(buffer):
                     pass
         return time.perf_counter() - start
 
