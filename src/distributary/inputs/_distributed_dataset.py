@@ -211,11 +211,12 @@ class DistributedIterator(DistributedInput):
         return self
 
     def __next__(self) -> Any:
-        if current_scope() is not None and current_scope().kind == "replica":  # type: ignore[union-attr]
+        if current_scope() is not None:
             raise InvalidValueError(
-                "A distributed dataset was iterated inside Strategy.run, where it would give one"
-                " batch, once, while the code is traced. Iterate outside and pass the batches to"
-                " run."
+                "A distributed dataset was iterated inside Strategy.run or distributary.function,"
+                " where it would give one batch, once, while the code is traced. Iterate outside"
+                " and pass the batches to run; a distributary.function may receive the dataset as"
+                " an argument."
             )
         if self._steps is None:
             self._start(self._dataset._source.stream((self._number,)))
