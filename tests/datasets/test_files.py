@@ -61,6 +61,15 @@ def test_memory_is_used_again_only_when_nobody_refers_to_it(tmp_path, strategy_o
             np.testing.assert_array_equal(seen, rows[100 * (i % 2) :][:100])
 
 
+def test_rows_in_order_are_read_and_not_mapped_also_after_a_shuffle(shards, monkeypatch):
+    files, rows = shards
+    dataset = Dataset.from_npy(files)
+    list(dataset.shuffle(100).batch(10))
+
+    monkeypatch.setattr(np, "load", None)
+    np.testing.assert_array_equal(np.concatenate(list(dataset.batch(7))), rows)
+
+
 def test_other_layouts_of_npy_files(tmp_path):
     fortran = np.asfortranarray(np.arange(12.0).reshape(4, 3))
     empty_rows = np.zeros((4, 0), np.int8)

@@ -153,8 +153,9 @@ class _NpyArray:
                 f"from_npy: {name!r} has {size} bytes, its header promises {expected}. The file is"
                 " cut off."
             )
-        # Rows in Fortran order lie apart.
-        self._map: Any = np.load(name, mmap_mode="r") if fortran_order else None
+        # Rows in Fortran order lie apart, and empty ones nowhere.
+        self._is_readable = not fortran_order and self._row_bytes > 0
+        self._map: Any = None
         self._descriptor: int | None = None
         self._lock = threading.Lock()
 
@@ -168,15 +169,19 @@ class _NpyArray:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Rows by number, in memory of their own."""
-        if self._map is None:
-            self._map = np.load(self.name, mmap_mode="r")
-        return np.asarray(self._map).take(numbers, axis=0)
+        return self._mapped().take(numbers, axis=0)
 
     def part(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
         """Consecutive rows, in memory of their own."""
-        if self._map is None and self._row_bytes:
+        if self._is_readable:
             return self._read(start, count, memory)
-        return np.array(np.load(self.name, mmap_mode="r")[start : start + count])
+        return self._mapped()[start : start + count].copy()
+
+    def _mapped(self) -> np.ndarray:
+        if self._map is None:
+            self._map = np.asarray(np.load(self.name, mmap_mode="r"))
+        mapped: np.ndarray = self._map
+        return mapped
 
     def _read(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
         # Reading is faster than copying out of a mapping, which faults in every page.
@@ -210,15 +215,23 @@ class _Memory:
     def get(self, num_bytes: int) -> np.ndarray:
         """An array uint8 `[num_bytes]` that only the caller refers to."""
         with self._lock:
-            for block in self._blocks:
-                # Arrays that share its memory refer to it: only the list, the loop and the call do.
-                if block.nbytes == num_bytes and sys.getrefcount(block) == 3:
+            # Arrays that share a block's memory refer to it.
+            counts = _num_references(self._blocks)
+            for block, count in zip(self._blocks, counts, strict=True):
+                if block.nbytes == num_bytes and count == _UNUSED:
                     return block[:]
             block = np.empty(num_bytes, np.uint8)
             if num_bytes >= _MIN_KEPT_BYTES:
                 self._blocks = [*self._blocks[1 - _MAX_KEPT :], block]
             return block[:]
 
+
+def _num_references(blocks: list[np.ndarray]) -> list[int]:
+    return [sys.getrefcount(block) for block in blocks]
+
+
+# Of a block that only a list refers to. Versions of Python differ in what counts besides.
+_UNUSED = _num_references([np.empty(1, np.uint8)])[0]
 
 # Less than this comes from memory that the process has already.
 _MIN_KEPT_BYTES = 1 << 18
