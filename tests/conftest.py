@@ -8,6 +8,12 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")  # So does Keras.
+# Most of the tests' time goes into compiling small programs. XLA:CPU is quicker with its older
+# generator of loops. (With `jax_disable_most_optimizations` it takes as little, but then maxima of
+# an axis can be wrong.) Programs that tests start as a user would start them do without.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".rstrip()
+)
 
 import distributary as dist
 

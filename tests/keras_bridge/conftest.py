@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -28,15 +27,6 @@ def _keras_as_found():
     yield
     keras.config.set_dtype_policy(policy)
     keras.backend.clear_session(free_memory=False)
-
-
-@pytest.fixture
-def quick_compilation():
-    """Lets XLA optimize less: these programs are compiled for a step or two."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from keras import layers as kl
 
 import distributary as dist
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 _ROWS = 16
 _RANDOM = np.random.default_rng(0)
 _TARGET = _RANDOM.normal(size=(_ROWS, 2)).astype(np.float32)

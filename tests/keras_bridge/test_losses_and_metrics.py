@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from keras import layers as kl, losses as ko, metrics as km
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 _ROWS = 21  # batches of 8, 8 and 5, which two replicas cannot share out evenly
 _RANDOM = np.random.default_rng(2)
 _X = _RANDOM.normal(size=(_ROWS, 4)).astype(np.float32)

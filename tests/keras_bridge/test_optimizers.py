@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from keras import layers as kl, optimizers as ko
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 _RANDOM = np.random.default_rng(1)
 _X = _RANDOM.normal(size=(24, 3)).astype(np.float32)
 _Y = _RANDOM.normal(size=(24, 2)).astype(np.float32) * 3
