@@ -1,6 +1,8 @@
 """Trains one model twice, alone and under a strategy, and compares the two."""
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,30 @@ def _keras_as_found():
 
 
 @pytest.fixture
-def train() -> Callable[..., Trained]:
+def public_classes() -> Callable[[Any, type], set[type]]:
+    """A function that returns the public classes of a module of Keras that derive from another."""
+
+    def public_classes(module, base):
+        return {v for v in vars(module).values() if inspect.isclass(v) and issubclass(v, base)}
+
+    return public_classes
+
+
+class _Drawn(keras.initializers.Initializer):
+    def __call__(self, shape, dtype=None):
+        return keras.ops.convert_to_tensor(np.random.uniform(-0.6, 0.6, shape), dtype)
+
+
+@pytest.fixture
+def quick_initializers() -> Iterator[None]:
+    """Draws weights with NumPy's generator: Keras compiles its initializers for every shape."""
+    names = ("glorot_uniform", "orthogonal", "uniform", "_Drawn")
+    with keras.saving.custom_object_scope(dict.fromkeys(names, _Drawn)):
+        yield
+
+
+@pytest.fixture
+def train(quick_initializers) -> Callable[..., Trained]:
     """Builds a model from a fixed seed, in the scope of a strategy or of none, and fits it.
 
     `build` returns a compiled model; further keyword arguments are those of `fit`.
@@ -49,21 +74,8 @@ def _built(build: Callable[[], Any], strategy: dist.Strategy | None, seed: int) 
     # Names count from the start, so that logs have the same keys.
     keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(seed)
-    with keras.saving.custom_object_scope(_INITIALIZERS):
-        if strategy is None:
-            return build()
-        with strategy.scope():
-            return build()
-
-
-class _Drawn(keras.initializers.Initializer):
-    """Weights from NumPy's generator: Keras compiles its own initializers for every shape."""
-
-    def __call__(self, shape, dtype=None):
-        return keras.ops.convert_to_tensor(np.random.uniform(-0.6, 0.6, shape), dtype)
-
-
-_INITIALIZERS = dict.fromkeys(("glorot_uniform", "orthogonal", "uniform", "_Drawn"), _Drawn)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        return build()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Layers under a strategy compute, and learn, what they do on one device."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -34,12 +36,12 @@ def _head(branches):
     return kl.Add()(flat) if len(flat) > 1 else flat[0]
 
 
-def _side_by_side(shape, make_layers, first=None):
+def _side_by_side(shape, make_layers):
     """One model with all layers next to each other, behind a layer that learns through them."""
 
     def build():
         inputs = keras.Input(shape)
-        below = first()(inputs) if first else kl.Dense(shape[-1], name="below")(inputs)
+        below = kl.Dense(shape[-1], name="below")(inputs)
         return _model(inputs, _head([layer(below) for layer in make_layers()]))
 
     return build
@@ -105,6 +107,44 @@ def _preprocess_integers():
     return _model(inputs, _head([one_hot, count]))
 
 
+def _preprocess_images():
+    inputs = keras.Input((4, 4, 3))
+    scaled = {"value_range": (0, 1)}
+    branches = [
+        layer(inputs)
+        for layer in (
+            kl.AutoContrast(**scaled),
+            kl.ContrastLimitedAdaptiveHistogramEqualization(**scaled),
+            kl.RandomPosterization(2, **scaled),  # in spite of its name
+            kl.Solarization(**scaled),
+        )
+    ]
+    return _model(inputs, _head(branches))
+
+
+def _preprocess_sounds():
+    inputs = keras.Input((32,))
+    spectrogram = kl.STFTSpectrogram(frame_length=8, frame_step=4, fft_length=8)
+    mel = kl.MelSpectrogram(8, 4, sampling_rate=16, num_mel_bins=4, min_freq=1, max_freq=8)
+    branches = [spectrogram(kl.Reshape((32, 1))(inputs)), mel(inputs)]
+    return _model(inputs, _head(branches), learning_rate=0.001)
+
+
+def _convolve_over_time():
+    inputs = keras.Input((2, 2, 2, 2, 1))
+    branches = [
+        kl.ConvLSTM1D(1, 2)(kl.Reshape((2, 8, 1))(inputs)),
+        kl.ConvLSTM2D(1, 2)(kl.Reshape((2, 4, 2, 1))(inputs)),
+        kl.ConvLSTM3D(1, 2)(inputs),
+    ]
+    return _model(inputs, _head(branches))
+
+
+def _skip_rows_of_zeros():
+    inputs = keras.Input((4, 3))
+    return _model(inputs, _head([kl.RNN(kl.LSTMCell(2))(kl.Masking()(inputs))]))
+
+
 def _merge():
     inputs = keras.Input((4, 3))
     a, b = kl.Dense(3, name="left")(inputs), kl.Dense(3, name="right")(inputs)
@@ -132,6 +172,9 @@ _ZOO = {
                 kl.Dense(4, "relu"),
                 kl.Dense(2, use_bias=False),
                 kl.EinsumDense("ab,bc->ac", 4, bias_axes="c"),
+                kl.JaxLayer(lambda params, inputs: inputs @ params, params=np.eye(3, 2)),
+                kl.RepeatVector(2),
+                kl.Identity(),
                 kl.Dropout(0.0),
             ],
         ),
@@ -217,11 +260,17 @@ _ZOO = {
                 kl.AveragePooling3D(2),
                 kl.GlobalMaxPooling3D(),
                 kl.GlobalAveragePooling3D(),
+                kl.AdaptiveMaxPooling3D(2),
+                kl.AdaptiveAveragePooling3D(2),
             ],
         ),
         _floats(2, 2, 4, 1),
     ),
-    "shapes": (
+    "shapes_1d": (
+        _side_by_side((4, 2), lambda: [kl.ZeroPadding1D(1), kl.Cropping1D(1), kl.UpSampling1D(2)]),
+        _floats(4, 2),
+    ),
+    "shapes_2d": (
         _side_by_side(
             (4, 4, 2),
             lambda: [
@@ -237,6 +286,12 @@ _ZOO = {
         ),
         _floats(4, 4, 2),
     ),
+    "shapes_3d": (
+        _side_by_side(
+            (3, 3, 3, 1), lambda: [kl.ZeroPadding3D(1), kl.Cropping3D(1), kl.UpSampling3D(2)]
+        ),
+        _floats(3, 3, 3, 1),
+    ),
     "merging": (_merge, _floats(4, 3)),
     "recurrent": (
         _masked(
@@ -251,10 +306,8 @@ _ZOO = {
         ),
         _padded_sequences(),
     ),
-    "convolution_lstm": (
-        _side_by_side((3, 5, 1), lambda: [kl.ConvLSTM1D(2, 2)]),
-        _floats(3, 5, 1),
-    ),
+    "masking": (_skip_rows_of_zeros, _floats(4, 3) * (_padded_sequences() > 0)[..., None]),
+    "convolution_lstm": (_convolve_over_time, _floats(2, 2, 2, 2, 1)),
     "attention": (_attend, _floats(4, 3)),
     "masked_attention": (
         _masked(
@@ -282,8 +335,9 @@ _ZOO = {
     ),
     "preprocessed_numbers": (_preprocess_numbers, _floats(3)),
     "preprocessed_integers": (_preprocess_integers, _tokens()[:, :1]),
+    "preprocessed_images": (_preprocess_images, _RANDOM.uniform(size=(_ROWS, 4, 4, 3))),
+    "preprocessed_sounds": (_preprocess_sounds, _floats(32)),
 }
-
 
 # A bias of keys adds the same to all scores of a row, which softmax takes away again.
 _WITHOUT_GRADIENT = {"attention": ("key/bias",), "masked_attention": ("key/bias",)}
@@ -590,74 +644,127 @@ def test_synchronized_batch_normalization_leaves_masked_steps_out_of_the_whole_b
 # Random layers
 
 
-def _noise_seen_by_each_row(train, strategy, make_layer, row, num_rows=8, seed=3, rows_of=None):
-    """What a layer makes of the same `row` in one training step, for every row of a batch.
+def _noisy(make_layers, rows):
+    """A model that learns in one step what each of the layers makes of every row of a batch.
 
     The loss multiplies each row's output with a row of an embedding that starts at zero, so the
     embedding's gradient is that output.
     """
-    row = np.asarray(row, np.float32)
-    x = np.broadcast_to(row, (num_rows, *row.shape)).copy()
 
     def build():
-        inputs, index = keras.Input(row.shape), keras.Input((), dtype="int32")
-        noisy = kl.Flatten()(make_layer()(inputs))
-        weights = kl.Embedding(num_rows, row.size, embeddings_initializer="zeros")(index)
-        output = kl.Dot(axes=1)([noisy, weights])
+        inputs, index = keras.Input(rows.shape[1:]), keras.Input((), dtype="int32")
+        products = []
+        for name, make_layer in make_layers.items():
+            noisy = kl.Flatten()(make_layer()(inputs))
+            learned = kl.Embedding(
+                len(rows), noisy.shape[-1], embeddings_initializer="zeros", name=name
+            )
+            products.append(kl.Dot(axes=1)([noisy, learned(index)]))
         return _model(
             [inputs, index],
-            output,
-            learning_rate=float(num_rows),
+            kl.Add()(products) if len(products) > 1 else products[0],
+            learning_rate=float(len(rows)),
             loss=lambda target, output: keras.ops.mean(output - target, axis=-1),
         )
 
-    indices = np.arange(num_rows, dtype=np.int32)
-    trained = train(
-        build,
-        [x, indices],
-        np.zeros((num_rows, 1)),
-        strategy=strategy,
-        seed=seed,
-        batch_size=num_rows,
-    )
-    (embedding,) = trained.model.trainable_variables
-    return -np.array(embedding.value), trained.model
+    return build
 
 
-_IMAGE = np.random.default_rng(1).uniform(0.2, 1.0, size=(4, 4, 1))
+def _fit_noise(fit, rows, **kwargs):
+    indices = np.arange(len(rows), dtype=np.int32)
+    zeros = np.zeros((len(rows), 1), np.float32)
+    return fit([rows, indices], zeros, batch_size=len(rows), shuffle=False, verbose=0, **kwargs)
+
+
+def _noise(model):
+    """What each layer made of every row, by the names of the layers."""
+    return {v.path.split("/")[0]: -np.array(v.value) for v in model.trainable_variables}
+
+
+_DROPOUT = {"Dropout": lambda: kl.Dropout(0.5)}
+_ONES = np.ones((8, 16), np.float32)
+_SCALED = {"value_range": (0, 1)}
+# Both replicas get the same rows.
 _RANDOM_LAYERS = {
-    "Dropout": (lambda: kl.Dropout(0.5), np.ones(16)),
-    "Dropout with seed": (lambda: kl.Dropout(0.5, seed=9), np.ones(16)),
-    "SpatialDropout2D": (lambda: kl.SpatialDropout2D(0.5), np.ones((2, 2, 16))),
-    "GaussianNoise": (lambda: kl.GaussianNoise(1.0), np.ones(16)),
-    "RandomFlip": (lambda: kl.RandomFlip(), _IMAGE),
-    "RandomRotation": (lambda: kl.RandomRotation(0.5), _IMAGE),
+    "numbers": (
+        {
+            **_DROPOUT,
+            "Dropout_with_seed": lambda: kl.Dropout(0.5, seed=9),
+            "AlphaDropout": lambda: kl.AlphaDropout(0.5),
+            "GaussianDropout": lambda: kl.GaussianDropout(0.5),
+            "GaussianNoise": lambda: kl.GaussianNoise(1.0),
+        },
+        _ONES,
+    ),
+    "sequences": (
+        {"SpatialDropout1D": lambda: kl.SpatialDropout1D(0.5)},
+        np.ones((8, 1, 16), np.float32),
+    ),
+    "images": (
+        {
+            "CutMix": lambda: kl.CutMix(),
+            "Pipeline": lambda: kl.Pipeline([kl.RandomFlip(), kl.Rescaling(0.5)]),
+            "RandomBrightness": lambda: kl.RandomBrightness(0.5, **_SCALED),
+            "RandomColorDegeneration": lambda: kl.RandomColorDegeneration(1.0, **_SCALED),
+            "RandomColorJitter": lambda: kl.RandomColorJitter(
+                **_SCALED, brightness_factor=0.5, saturation_factor=0.5, hue_factor=0.5
+            ),
+            "RandomContrast": lambda: kl.RandomContrast(0.9, **_SCALED),
+            "RandomErasing": lambda: kl.RandomErasing(**_SCALED),
+            "RandomFlip": lambda: kl.RandomFlip(),
+            "RandomGaussianBlur": lambda: kl.RandomGaussianBlur(**_SCALED),
+            "RandomGrayscale": lambda: kl.RandomGrayscale(),
+            "RandomHue": lambda: kl.RandomHue(0.5, **_SCALED),
+            "RandomInvert": lambda: kl.RandomInvert(**_SCALED),
+            "RandomPerspective": lambda: kl.RandomPerspective(),
+            "RandomRotation": lambda: kl.RandomRotation(0.5),
+            "RandomSaturation": lambda: kl.RandomSaturation(0.5, **_SCALED),
+            "RandomSharpness": lambda: kl.RandomSharpness(1.0, **_SCALED),
+            "RandomShear": lambda: kl.RandomShear(0.5, 0.5),
+            "RandomTranslation": lambda: kl.RandomTranslation(0.5, 0.5),
+            "RandomZoom": lambda: kl.RandomZoom(0.5),
+            "SpatialDropout2D": lambda: kl.SpatialDropout2D(0.5),
+        },
+        np.tile(_RANDOM.uniform(0.2, 1.0, size=(4, 4, 4, 3)).astype(np.float32), (2, 1, 1, 1)),
+    ),
+    "volumes": (
+        {"SpatialDropout3D": lambda: kl.SpatialDropout3D(0.5)},
+        np.ones((8, 1, 1, 2, 16), np.float32),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", _RANDOM_LAYERS)
-def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(name, strategy_of, train):
-    make_layer, row = _RANDOM_LAYERS[name]
+@pytest.mark.parametrize("kind", _RANDOM_LAYERS)
+def test_random_layers_differ_between_replicas_and_repeat_with_the_seed(kind, strategy_of, train):
+    make_layers, rows = _RANDOM_LAYERS[kind]
+    fit = functools.partial(train, _noisy(make_layers, rows), strategy=strategy_of(2))
 
-    first, model = _noise_seen_by_each_row(train, strategy_of(2), make_layer, row)
-    again, _ = _noise_seen_by_each_row(train, strategy_of(2), make_layer, row)
+    trained = _fit_noise(fit, rows)
+    first = _noise(trained.model)
+    # Another model of the same seed has drawn the same so far; its program would be the same, too.
+    fresh = _fit_noise(fit, rows, epochs=0)
+    for variable, value in zip(trained.model.variables, fresh.initial, strict=True):
+        variable.assign(value)
+    _fit_noise(trained.model.fit, rows)
+    again = _noise(trained.model)
 
-    assert np.ptp(first, axis=0).max() > 0.05, "the layer did nothing random"
-    assert np.max(np.abs(first[:4] - first[4:])) > 0.05, "both replicas drew the same"
-    np.testing.assert_array_equal(again, first)
-    for variable in model.non_trainable_variables:
+    assert first.keys() == make_layers.keys()
+    for name, noise in first.items():
+        assert np.max(np.abs(noise[:4] - noise[4:])) > 0.05, f"both replicas drew the same: {name}"
+        np.testing.assert_array_equal(again[name], noise, err_msg=name)
+    for variable in trained.model.non_trainable_variables:
         copies = [np.asarray(shard.data) for shard in variable.value.addressable_shards]
         np.testing.assert_array_equal(copies[1], copies[0], err_msg=variable.path)
 
 
 def test_random_numbers_change_with_the_seed_and_with_the_step(strategy_of, train):
-    make_layer, row = _RANDOM_LAYERS["Dropout"]
-    x, indices = np.ones((8, 16), np.float32), np.arange(8, dtype=np.int32)
+    fit = functools.partial(train, _noisy(_DROPOUT, _ONES), strategy=strategy_of(2))
 
-    first, model = _noise_seen_by_each_row(train, strategy_of(2), make_layer, row)
-    other_seed, _ = _noise_seen_by_each_row(train, strategy_of(2), make_layer, row, seed=4)
-    model.fit([x, indices], np.zeros((8, 1)), batch_size=8, verbose=0, shuffle=False)
-    second_step = -np.array(model.trainable_variables[0].value) - first
+    model = _fit_noise(fit, _ONES).model
+    first = _noise(model)["Dropout"]
+    other_seed = _noise(_fit_noise(fit, _ONES, seed=4).model)["Dropout"]
+    _fit_noise(model.fit, _ONES)
+    second_step = _noise(model)["Dropout"] - first
 
     np.testing.assert_array_equal(np.unique(first), [0, 2])
     np.testing.assert_array_equal(np.unique(second_step), [0, 2])
@@ -666,14 +773,48 @@ def test_random_numbers_change_with_the_seed_and_with_the_step(strategy_of, trai
 
 
 def test_one_replica_draws_the_random_numbers_of_plain_keras(strategy_of, train):
-    make_layer, row = _RANDOM_LAYERS["Dropout"]
+    plain, one = (
+        _fit_noise(
+            functools.partial(train, _noisy(_DROPOUT, _ONES), strategy=strategy), _ONES
+        ).model
+        for strategy in (None, strategy_of(1))
+    )
 
-    plain, plain_model = _noise_seen_by_each_row(train, None, make_layer, row)
-    one, model = _noise_seen_by_each_row(train, strategy_of(1), make_layer, row)
-
-    np.testing.assert_array_equal(one, plain)
-    for expected, actual in zip(plain_model.variables, model.variables, strict=True):
+    assert np.any(_noise(one)["Dropout"])
+    for expected, actual in zip(plain.variables, one.variables, strict=True):
         np.testing.assert_array_equal(actual.value, expected.value, err_msg=actual.path)
+
+
+# Layers with tests of their own.
+_ELSEWHERE = {kl.ActivityRegularization, kl.BatchNormalization}
+_NOT_COMPARED = {
+    kl.Layer: "the base class",
+    kl.Wrapper: "a base class",
+    kl.FlaxLayer: "needs Flax",
+    kl.TorchModuleWrapper: "needs PyTorch",
+    kl.TFSMLayer: "needs TensorFlow",
+    kl.HashedCrossing: "needs TensorFlow",
+    kl.Hashing: "needs TensorFlow",
+    kl.IntegerLookup: "needs TensorFlow",
+    kl.StringLookup: "needs TensorFlow",
+    kl.TextVectorization: "needs TensorFlow",
+    kl.Equalization: "has one histogram for all rows, of a replica or of one device",
+    kl.MaxNumBoundingBoxes: "changes bounding boxes only, which no model takes",
+    kl.RandomCrop: "raises IndexError when Keras itself traces it with JAX",
+    kl.RandomElasticTransform: "raises AttributeError when Keras itself traces it with JAX",
+    kl.AugMix: "takes long to compile",
+    kl.MixUp: "takes long to compile; draws what CutMix draws",
+    kl.RandAugment: "takes minutes to compile",
+}
+
+
+def test_every_public_layer_is_compared(public_classes, quick_initializers):
+    builds = [build for build, _ in _ZOO.values()]
+    builds += [_noisy(*random) for random in _RANDOM_LAYERS.values()]
+
+    compared = {type(layer) for build in builds for layer in build()._flatten_layers()}
+
+    assert public_classes(kl, kl.Layer) - compared == set(_NOT_COMPARED) | _ELSEWHERE
 
 
 def test_dropout_is_off_when_a_model_evaluates_and_predicts(train_twice, assert_same_evaluation):

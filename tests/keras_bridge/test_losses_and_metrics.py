@@ -1,7 +1,5 @@
 """Losses and metrics under a strategy are those of the whole batch."""
 
-import inspect
-
 import keras
 import numpy as np
 import pytest
@@ -33,10 +31,6 @@ _HEADS = {
     "word": lambda x: kl.Reshape((5, 4))(kl.Dense(20)(x)),
     "rounded": lambda x: keras.ops.round(kl.Dense(3, "sigmoid")(x)),
 }
-
-
-def _classes(module, base):
-    return {v for v in vars(module).values() if inspect.isclass(v) and issubclass(v, base)}
 
 
 def _many_outputs(heads, losses, learning_rate=0.05, **kwargs):
@@ -86,8 +80,8 @@ _LOSS_ARGUMENTS = {ko.Dice: {"axis": 1}, ko.Tversky: {"axis": 1}}
 _OVER_PAIRS_OF_ROWS = {ko.Circle}
 
 
-def test_every_public_loss_is_compared():
-    assert _classes(ko, ko.Loss) == {ko.Loss, *_LOSSES, *_OVER_PAIRS_OF_ROWS}
+def test_every_public_loss_is_compared(public_classes):
+    assert public_classes(ko, ko.Loss) == {ko.Loss, *_LOSSES, *_OVER_PAIRS_OF_ROWS}
 
 
 def _loss(kind, **kwargs):
@@ -294,8 +288,8 @@ _METRICS = {
 _OF_VALUES = {km.Mean, km.Sum}
 
 
-def test_every_public_metric_is_compared():
-    assert _classes(km, km.Metric) == {km.Metric, *_METRICS, *_OF_VALUES}
+def test_every_public_metric_is_compared(public_classes):
+    assert public_classes(km, km.Metric) == {km.Metric, *_METRICS, *_OF_VALUES}
 
 
 # Keras asks for int64, which JAX has only on request.

@@ -1,7 +1,5 @@
 """Optimizers under a strategy take the steps they take on one device."""
 
-import inspect
-
 import keras
 import numpy as np
 import pytest
@@ -64,14 +62,8 @@ _OPTIMIZERS = {
 }
 
 
-def test_every_public_optimizer_is_compared():
-    public = {
-        value
-        for value in vars(ko).values()
-        if inspect.isclass(value) and issubclass(value, ko.Optimizer) and value is not ko.Optimizer
-    }
-
-    assert public == set(_OPTIMIZERS)
+def test_every_public_optimizer_is_compared(public_classes):
+    assert public_classes(ko, ko.Optimizer) == {ko.Optimizer, *_OPTIMIZERS}
 
 
 @pytest.mark.parametrize("kind", _OPTIMIZERS, ids=lambda kind: kind.__name__)
@@ -93,11 +85,6 @@ _OPTIONS = {
     "ema_overwrite": lambda: ko.SGD(0.1, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2),
     "gradient_accumulation": lambda: ko.Adam(0.01, gradient_accumulation_steps=2),
     "loss_scale_factor": lambda: ko.SGD(0.1, loss_scale_factor=16.0),
-    "exponential_decay": lambda: ko.SGD(ko.schedules.ExponentialDecay(0.1, 1, 0.5)),
-    "cosine_decay": lambda: ko.SGD(
-        ko.schedules.CosineDecay(0.01, 4, warmup_target=0.1, warmup_steps=2)
-    ),
-    "piecewise_decay": lambda: ko.SGD(ko.schedules.PiecewiseConstantDecay([1], [0.1, 0.01])),
 }
 
 
@@ -140,6 +127,41 @@ def test_accumulated_gradients_are_applied_every_second_step(strategy_of, train)
         np.testing.assert_array_equal(variable.value, before)
     for expected, actual in zip(at_once.model.variables, both_steps.model.variables, strict=True):
         np.testing.assert_allclose(actual.value, expected.value, rtol=1e-5, atol=1e-6)
+
+
+# Schedules
+
+_SCHEDULES = [
+    ko.schedules.CosineDecay(0.01, 4, warmup_target=0.1, warmup_steps=2),
+    ko.schedules.CosineDecayRestarts(0.1, 2),
+    ko.schedules.ExponentialDecay(0.1, 1, 0.5),
+    ko.schedules.InverseTimeDecay(0.1, 1, 0.5),
+    ko.schedules.PiecewiseConstantDecay([1], [0.1, 0.01]),
+    ko.schedules.PolynomialDecay(0.1, 2),
+]
+
+
+def test_every_public_schedule_is_compared(public_classes):
+    base = ko.schedules.LearningRateSchedule
+
+    assert public_classes(ko.schedules, base) == {base, *map(type, _SCHEDULES)}
+
+
+def test_every_schedule_advances_as_on_one_device(train_twice, assert_same_training):
+    names = [type(schedule).__name__ for schedule in _SCHEDULES]
+
+    def build():
+        inputs = keras.Input((3,))
+        optimizers = {
+            f"{name}/.*": ko.SGD(schedule) for name, schedule in zip(names, _SCHEDULES, strict=True)
+        }
+        model = keras.Model(inputs, {name: kl.Dense(2, name=name)(inputs) for name in names})
+        model.compile(ko.MultiOptimizer(ko.OptimizerMap(ko.SGD(0.0), optimizers)), "mse")
+        return model
+
+    alone, distributed = train_twice(build, _X, dict.fromkeys(names, _Y))
+
+    assert_same_training(alone, distributed)
 
 
 # Mixed precision
