@@ -1,80 +1,26 @@
 """Keras' callbacks see and do under a strategy what they see and do on one device."""
 
-import contextlib
 import csv
-import functools
 import re
 
 import keras
 import numpy as np
 import pytest
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def _data(rows=16):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 3)).astype(np.float32)
-    return x, np.sin(x.sum(1, keepdims=True)).astype(np.float32)
-
-
-def _model(strategy=None, **kwargs):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        keras.utils.set_random_seed(0)
-        layers = [keras.Input((3,)), keras.layers.Dense(1, "tanh")]
-        model = keras.Sequential(layers, name="small")
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        model.compile(optimizer, "mse", metrics=["mae"], **kwargs)
-    return model
-
-
-def _fit(model, *data, **kwargs):
-    """Four steps per epoch, unless told otherwise."""
-    kwargs = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, **kwargs}
-    return model.fit(*(data or _data()), **kwargs)
-
-
-@functools.cache
-def _step_by_step():
-    return _model(), []
-
-
-def _weights_after(num_steps):
-    """Weights of one device after some steps of `_fit`."""
-    x, y = _data()
-    model, weights = _step_by_step()
-    if not weights:
-        weights.append(model.get_weights())
-    while len(weights) <= num_steps:
-        start = (len(weights) - 1) * 4 % len(x)
-        model.train_on_batch(x[start : start + 4], y[start : start + 4])
-        weights.append(model.get_weights())
-    return weights[num_steps]
-
-
-def _assert_equal_weights(got, expected):
-    got, expected = (w if isinstance(w, list) else w.get_weights() for w in (got, expected))
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, **_CLOSE)
-
-
-def _assert_equal_logs(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(got[name], expected[name], **_CLOSE, err_msg=name)
+from tests.keras_bridge import small
 
 
 def _both(strategy, make_callbacks, *data, compile_kwargs=None, **kwargs):
     """Trains under the strategy and alone; returns models and histories of both."""
-    models = [_model(s, **(compile_kwargs or {})) for s in (strategy, None)]
-    histories = [_fit(m, *data, callbacks=make_callbacks(), **kwargs) for m in models]
+    models = [small.model(s, **(compile_kwargs or {})) for s in (strategy, None)]
+    histories = [small.fit(m, *data, callbacks=make_callbacks(), **kwargs) for m in models]
     return models, histories
 
 
 def _assert_same(models, histories):
     assert histories[0].epoch == histories[1].epoch
-    _assert_equal_logs(histories[0].history, histories[1].history)
-    _assert_equal_weights(*models)
+    small.assert_equal_logs(histories[0].history, histories[1].history)
+    small.assert_equal_weights(*models)
     iterations = [int(m.optimizer.iterations) for m in models]
     assert iterations[0] == iterations[1] > 0
 
@@ -147,7 +93,7 @@ def _assert_same_records(got, expected):
     assert got.calls == expected.calls
     assert len(got.logs) == len(expected.logs)
     for one, other in zip(got.logs, expected.logs, strict=True):
-        _assert_equal_logs(one, other)
+        small.assert_equal_logs(one, other)
 
 
 # What callbacks are told.
@@ -163,10 +109,12 @@ def test_callbacks_are_called_once_per_step_with_numbers_and_logs_of_the_whole_b
         recorders.append(_Recorder())
         return [recorders[-1]]
 
-    models, histories = _both(strategy_of(2), make, *_data(rows), validation_data=_data(6))
+    models, histories = _both(
+        strategy_of(2), make, *small.data(rows), validation_data=small.data(6)
+    )
     for model, recorder in zip(models, recorders, strict=True):
-        model.evaluate(*_data(6), batch_size=4, verbose=0, callbacks=[recorder])
-        model.predict(_data(6)[0], batch_size=4, verbose=0, callbacks=[recorder])
+        model.evaluate(*small.data(6), batch_size=4, verbose=0, callbacks=[recorder])
+        model.predict(small.data(6)[0], batch_size=4, verbose=0, callbacks=[recorder])
 
     _assert_same_records(*recorders)
     _assert_same(models, histories)
@@ -197,19 +145,19 @@ def test_several_steps_per_execution_give_the_same_numbers_and_the_calls_of_kera
     models, histories = _both(
         strategy_of(2),
         make,
-        *_data(rows),
+        *small.data(rows),
         compile_kwargs=dict(steps_per_execution=3),
-        validation_data=_data(14),
+        validation_data=small.data(14),
     )
-    predicted = [m.predict(_data(14)[0], batch_size=4, verbose=0) for m in models]
+    predicted = [m.predict(small.data(14)[0], batch_size=4, verbose=0) for m in models]
 
     _assert_same_records(*recorders)
     _assert_same(models, histories)
-    np.testing.assert_allclose(*predicted, **_CLOSE)
-    one_step = _model(strategy_of(2))
-    history = _fit(one_step, *_data(rows), validation_data=_data(14))
-    _assert_equal_logs(histories[0].history, history.history)
-    _assert_equal_weights(models[0], one_step)
+    np.testing.assert_allclose(*predicted, **small.CLOSE)
+    one_step = small.model(strategy_of(2))
+    history = small.fit(one_step, *small.data(rows), validation_data=small.data(14))
+    small.assert_equal_logs(histories[0].history, history.history)
+    small.assert_equal_weights(models[0], one_step)
 
 
 def test_weights_at_the_end_of_a_batch_are_those_of_that_step(strategy_of):
@@ -218,14 +166,14 @@ def test_weights_at_the_end_of_a_batch_are_those_of_that_step(strategy_of):
     lambda_callback = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: read.append(lambda_callback.model.get_weights())
     )
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
-    _fit(model, callbacks=[recorder, lambda_callback])
+    small.fit(model, callbacks=[recorder, lambda_callback])
 
     assert len(recorder.weights) == len(read) == 8
     for step, (one, other) in enumerate(zip(recorder.weights, read, strict=True), start=1):
-        _assert_equal_weights(one, _weights_after(step))
-        _assert_equal_weights(other, _weights_after(step))
+        small.assert_equal_weights(one, small.weights_after(step))
+        small.assert_equal_weights(other, small.weights_after(step))
 
 
 def test_callbacks_at_batch_begin_see_the_weights_of_the_step_before(strategy_of):
@@ -234,11 +182,11 @@ def test_callbacks_at_batch_begin_see_the_weights_of_the_step_before(strategy_of
         on_train_batch_begin=lambda batch, logs: seen.append(callback.model.get_weights())
     )
 
-    _fit(_model(strategy_of(2)), epochs=1, callbacks=[callback])
+    small.fit(small.model(strategy_of(2)), epochs=1, callbacks=[callback])
 
     assert len(seen) == 4
     for step, weights in enumerate(seen):
-        _assert_equal_weights(weights, _weights_after(step))
+        small.assert_equal_weights(weights, small.weights_after(step))
 
 
 # Callbacks that steer training.
@@ -257,20 +205,20 @@ def test_changes_in_the_middle_of_an_epoch_count_from_the_next_step(action, stra
     models, histories = _both(strategy_of(2), lambda: [_AtBatch(1, action)])
 
     _assert_same(models, histories)
-    assert not np.allclose(models[0].get_weights()[0], _weights_after(8)[0], **_CLOSE)
+    assert not np.allclose(models[0].get_weights()[0], small.weights_after(8)[0], **small.CLOSE)
 
 
 def test_training_stops_in_the_middle_of_an_epoch(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
-    history = _fit(
+    history = small.fit(
         model, callbacks=[_AtBatch(2, lambda model: setattr(model, "stop_training", True))]
     )
 
     assert history.epoch == [0]
     assert int(model.optimizer.iterations) == 3
-    _assert_equal_weights(model, _weights_after(3))
-    _fit(model, epochs=1)
+    small.assert_equal_weights(model, small.weights_after(3))
+    small.fit(model, epochs=1)
     assert int(model.optimizer.iterations) == 7
 
 
@@ -314,7 +262,7 @@ def test_reduce_lr_on_plateau_reduces_the_rate(strategy_of):
 
 
 def test_terminate_on_nan_stops_at_the_batch_that_has_one(strategy_of):
-    x, y = _data()
+    x, y = small.data()
     y[9] = np.nan  # seen by the second replica only, in the third batch
     models, histories = _both(strategy_of(2), lambda: [keras.callbacks.TerminateOnNaN()], x, y)
 
@@ -330,11 +278,11 @@ def test_terminate_on_nan_stops_at_the_batch_that_has_one(strategy_of):
 def test_model_checkpoint_saves_the_model_of_every_epoch(strategy_of, tmp_path):
     path = str(tmp_path / "{epoch}.keras")
 
-    _fit(_model(strategy_of(2)), callbacks=[keras.callbacks.ModelCheckpoint(path)])
+    small.fit(small.model(strategy_of(2)), callbacks=[keras.callbacks.ModelCheckpoint(path)])
 
     for epoch in (1, 2):
         saved = keras.models.load_model(path.format(epoch=epoch))
-        _assert_equal_weights(saved, _weights_after(4 * epoch))
+        small.assert_equal_weights(saved, small.weights_after(4 * epoch))
         assert int(saved.optimizer.iterations) == 4 * epoch
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -343,19 +291,19 @@ def test_model_checkpoint_saves_the_model_of_every_epoch(strategy_of, tmp_path):
 def test_model_checkpoint_in_an_epoch_saves_the_weights_of_exactly_that_step(
     steps_per_execution, strategy_of, tmp_path
 ):
-    model = _model(strategy_of(2), steps_per_execution=steps_per_execution)
+    model = small.model(strategy_of(2), steps_per_execution=steps_per_execution)
     path = str(tmp_path / "{epoch}-{batch}.weights.h5")
     callback = keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2)
 
-    _fit(model, callbacks=[callback])
+    small.fit(model, callbacks=[callback])
 
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == [f"{epoch}-{batch}.weights.h5" for epoch in (1, 2) for batch in (2, 4)]
-    _assert_equal_weights(model, _weights_after(8))
+    small.assert_equal_weights(model, small.weights_after(8))
     for name in names:
         epoch, batch = (int(number) for number in re.findall(r"\d+", name)[:2])
         model.load_weights(tmp_path / name)
-        _assert_equal_weights(model, _weights_after(4 * (epoch - 1) + batch))
+        small.assert_equal_weights(model, small.weights_after(4 * (epoch - 1) + batch))
         assert int(model.optimizer.iterations) == 4 * (epoch - 1) + batch
 
 
@@ -380,17 +328,17 @@ def test_training_resumed_by_backup_and_restore_equals_uninterrupted_training(
     strategy_of, tmp_path
 ):
     backup = lambda: keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    crashed = _model(strategy_of(2))
+    crashed = small.model(strategy_of(2))
     with pytest.raises(_CrashError):
-        _fit(crashed, epochs=3, callbacks=[backup(), _RaiseIn(1, 2)])
+        small.fit(crashed, epochs=3, callbacks=[backup(), _RaiseIn(1, 2)])
     assert int(crashed.optimizer.iterations) == 7
 
-    resumed = _model(strategy_of(4))
-    history = _fit(resumed, epochs=3, callbacks=[backup()])
+    resumed = small.model(strategy_of(4))
+    history = small.fit(resumed, epochs=3, callbacks=[backup()])
 
     assert history.epoch == [1, 2]
     assert int(resumed.optimizer.iterations) == 12
-    _assert_equal_weights(resumed, _weights_after(12))
+    small.assert_equal_weights(resumed, small.weights_after(12))
     assert not (tmp_path / "backup").exists()
 
 
@@ -399,26 +347,26 @@ def test_backup_in_the_middle_of_an_epoch_holds_that_step(strategy_of, tmp_path)
         tmp_path / "backup", save_freq=3, delete_checkpoint=False
     )
 
-    _fit(_model(strategy_of(2)), epochs=1, callbacks=[backup])
+    small.fit(small.model(strategy_of(2)), epochs=1, callbacks=[backup])
 
-    model = _model()
+    model = small.model()
     model.optimizer.build(model.trainable_variables)
     model.load_weights(tmp_path / "backup" / "latest.weights.h5")
-    _assert_equal_weights(model, _weights_after(3))
+    small.assert_equal_weights(model, small.weights_after(3))
 
 
 def test_csv_logger_writes_the_numbers_of_one_device(strategy_of, tmp_path):
     paths = [tmp_path / "strategy.csv", tmp_path / "alone.csv"]
     for path, strategy in zip(paths, (strategy_of(2), None), strict=True):
         callback = keras.callbacks.CSVLogger(path)
-        _fit(_model(strategy), validation_data=_data(6), callbacks=[callback])
+        small.fit(small.model(strategy), validation_data=small.data(6), callbacks=[callback])
 
     got, expected = (list(csv.DictReader(path.read_text().splitlines())) for path in paths)
 
     assert len(got) == len(expected) == 2
     for one, other in zip(got, expected, strict=True):
         assert {"epoch", "loss", "mae", "val_loss", "val_mae"} == one.keys()
-        _assert_equal_logs(
+        small.assert_equal_logs(
             {k: float(v) for k, v in one.items()}, {k: float(v) for k, v in other.items()}
         )
 
@@ -428,7 +376,7 @@ def test_tensorboard_does_what_it_does_without_a_strategy(strategy_of, tmp_path)
     for name, strategy in (("strategy", strategy_of(2)), ("alone", None)):
         folder = tmp_path / name
         try:
-            _fit(_model(strategy), callbacks=[keras.callbacks.TensorBoard(folder)])
+            small.fit(small.model(strategy), callbacks=[keras.callbacks.TensorBoard(folder)])
         except ImportError as error:
             outcomes.append((type(error), str(error)))
         else:
@@ -456,7 +404,7 @@ def _final_numbers(text):
 def test_the_progress_bar_shows_what_it_shows_on_one_device(verbose, strategy_of, capsys):
     texts = []
     for strategy in (strategy_of(2), None):
-        _fit(_model(strategy), validation_data=_data(6), verbose=verbose)
+        small.fit(small.model(strategy), validation_data=small.data(6), verbose=verbose)
         texts.append(_without_times(capsys.readouterr().out))
 
     for text in texts:
@@ -471,7 +419,7 @@ def test_the_progress_bar_shows_what_it_shows_on_one_device(verbose, strategy_of
 
 
 def test_no_progress_bar_with_verbose_0(strategy_of, capsys):
-    _fit(_model(strategy_of(2)))
+    small.fit(small.model(strategy_of(2)))
 
     assert capsys.readouterr().out == ""
 
@@ -486,16 +434,16 @@ def test_a_callback_list_of_the_user_is_used_as_it_is(strategy_of):
 
     recorders, histories, lists = [], [], []
     for strategy in (strategy_of(2), None):
-        model = _model(strategy)
+        model = small.model(strategy)
         recorders.append(_Recorder(weights=True))
         lists.append(Counting([recorders[-1]], add_history=True, model=model, epochs=2, steps=4))
-        histories.append(_fit(model, callbacks=lists[-1]))
+        histories.append(small.fit(model, callbacks=lists[-1]))
 
     assert [one.batches for one in lists] == [8, 8]
     _assert_same_records(*recorders)
     for step, weights in enumerate(recorders[0].weights, start=1):
-        _assert_equal_weights(weights, _weights_after(step))
-    _assert_equal_logs(histories[0].history, histories[1].history)
+        small.assert_equal_weights(weights, small.weights_after(step))
+    small.assert_equal_logs(histories[0].history, histories[1].history)
 
 
 def test_callbacks_whose_methods_are_added_to_the_instance_are_called(strategy_of):
@@ -503,7 +451,7 @@ def test_callbacks_whose_methods_are_added_to_the_instance_are_called(strategy_o
     seen = []
     callback.on_train_batch_end = lambda batch, logs=None: seen.append((batch, set(logs)))
 
-    _fit(_model(strategy_of(2)), epochs=1, callbacks=[callback])
+    small.fit(small.model(strategy_of(2)), epochs=1, callbacks=[callback])
 
     assert seen == [(step, {"loss", "mae"}) for step in range(4)]
 
@@ -522,6 +470,6 @@ def test_old_names_of_batch_methods_are_called(strategy_of):
 
     callback = Old()
 
-    _fit(_model(strategy_of(2)), epochs=1, callbacks=[callback])
+    small.fit(small.model(strategy_of(2)), epochs=1, callbacks=[callback])
 
     assert callback.seen == [(edge, step) for step in range(4) for edge in ("begin", "end")]

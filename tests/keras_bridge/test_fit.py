@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import os
 import signal
-import subprocess
-import sys
 import threading
 
 import jax
@@ -16,85 +13,19 @@ import pytest
 
 import distributary as dist
 from distributary.errors import ContextError, DistributaryWarning
-
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-def _data(rows=16):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 3)).astype(np.float32)
-    return x, np.sin(x.sum(1, keepdims=True)).astype(np.float32)
-
-
-def _layers():
-    return [keras.Input((3,)), keras.layers.Dense(1, "tanh")]
-
-
-def _build(kind=keras.Sequential):
-    keras.utils.set_random_seed(0)
-    if kind is keras.Sequential:
-        return keras.Sequential(_layers(), name="small")
-    inputs, *layers = _layers()
-    outputs = inputs
-    for layer in layers:
-        outputs = layer(outputs)
-    return kind(inputs, outputs, name="small")
-
-
-def _compile(model, **kwargs):
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"], **kwargs)
-    return model
-
-
-def _model(strategy=None, kind=keras.Sequential, **kwargs):
-    with strategy.scope() if strategy else contextlib.nullcontext():
-        return _compile(_build(kind), **kwargs)
-
-
-def _fit(model, *data, **kwargs):
-    kwargs = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0, **kwargs}
-    return model.fit(*(data or _data()), **kwargs)
+from tests.keras_bridge import small
 
 
 @functools.cache
 def _alone(**kwargs):
-    """History and model of `_fit` on one device, for all who only read them."""
-    model = _model()
-    return _fit(model, **kwargs), model
-
-
-@functools.cache
-def _step_by_step():
-    return _model(), []
-
-
-def _weights_after(num_steps):
-    """Weights of one device after some steps of the first epochs of `_fit`."""
-    x, y = _data()
-    model, weights = _step_by_step()
-    if not weights:
-        weights.append(model.get_weights())
-    while len(weights) <= num_steps:
-        start = (len(weights) - 1) * 4 % len(x)
-        model.train_on_batch(x[start : start + 4], y[start : start + 4])
-        weights.append(model.get_weights())
-    return weights[num_steps]
-
-
-def _assert_equal_weights(got, expected, **tolerance):
-    got, expected = (w if isinstance(w, list) else w.get_weights() for w in (got, expected))
-    assert len(got) == len(expected)
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, **(tolerance or _CLOSE))
+    """History and model of `small.fit` on one device, for all who only read them."""
+    model = small.model()
+    return small.fit(model, **kwargs), model
 
 
 def _assert_equal_history(got, expected):
     assert got.epoch == expected.epoch
-    assert got.history.keys() == expected.history.keys()
-    for name in expected.history:
-        np.testing.assert_allclose(
-            got.history[name], expected.history[name], **_CLOSE, err_msg=name
-        )
+    small.assert_equal_logs(got.history, expected.history)
 
 
 def _assert_one_copy_on_each_device(variables, num_replicas):
@@ -106,15 +37,6 @@ def _assert_one_copy_on_each_device(variables, num_replicas):
         for copy in copies:
             assert copy.shape == tuple(variable.shape), variable.path
             np.testing.assert_array_equal(copy, copies[0], variable.path)
-
-
-def _python(code, **environ):
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", **environ}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -129,41 +51,43 @@ def _ctrl_c_as_found():
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_fit_outside_of_the_scope_equals_one_device(num_replicas, strategy_of):
-    model = _model(strategy_of(num_replicas))
+    model = small.model(strategy_of(num_replicas))
 
-    history = _fit(model)
+    history = small.fit(model)
 
     expected, reference = _alone()
     _assert_equal_history(history, expected)
-    _assert_equal_weights(model, reference)
+    small.assert_equal_weights(model, reference)
     assert int(model.optimizer.iterations) == 8
 
 
 def test_fit_evaluate_and_predict_inside_the_scope_equal_one_device(strategy_of):
     strategy = strategy_of(2)
-    model, reference = _model(strategy), _model()
-    x, y = _data(14)
+    model, reference = small.model(strategy), small.model()
+    x, y = small.data(14)
 
     with strategy.scope():
-        history = _fit(model)
+        history = small.fit(model)
         evaluated = model.evaluate(x, y, batch_size=4, verbose=0)
         predicted = model.predict(x, batch_size=4, verbose=0)
 
-    _assert_equal_history(history, _fit(reference))
-    _assert_equal_weights(model, reference)
+    _assert_equal_history(history, small.fit(reference))
+    small.assert_equal_weights(model, reference)
     np.testing.assert_allclose(
-        evaluated, reference.evaluate(x, y, batch_size=4, verbose=0), **_CLOSE
+        evaluated, reference.evaluate(x, y, batch_size=4, verbose=0), **small.CLOSE
     )
-    np.testing.assert_allclose(predicted, reference.predict(x, batch_size=4, verbose=0), **_CLOSE)
+    np.testing.assert_allclose(
+        predicted, reference.predict(x, batch_size=4, verbose=0), **small.CLOSE
+    )
 
 
 @pytest.mark.parametrize(
     "kwargs",
     [
         dict(validation_split=0.25),
-        dict(validation_data=_data(6), validation_batch_size=4),
-        dict(validation_data=_data(6), validation_batch_size=2, validation_steps=2),
-        dict(validation_data=_data(6), validation_freq=2, epochs=4),
+        dict(validation_data=small.data(6), validation_batch_size=4),
+        dict(validation_data=small.data(6), validation_batch_size=2, validation_steps=2),
+        dict(validation_data=small.data(6), validation_freq=2, epochs=4),
         dict(initial_epoch=1, epochs=3),
         dict(steps_per_epoch=2),
         dict(shuffle=True),
@@ -173,33 +97,33 @@ def test_fit_evaluate_and_predict_inside_the_scope_equal_one_device(strategy_of)
     ids=lambda kwargs: "-".join(kwargs),
 )
 def test_arguments_of_fit_mean_the_same_as_on_one_device(kwargs, strategy_of):
-    model, reference = _model(strategy_of(2)), _model()
+    model, reference = small.model(strategy_of(2)), small.model()
 
     keras.utils.set_random_seed(7)
-    history = _fit(model, **kwargs)
+    history = small.fit(model, **kwargs)
     keras.utils.set_random_seed(7)
-    expected = _fit(reference, **kwargs)
+    expected = small.fit(reference, **kwargs)
 
     _assert_equal_history(history, expected)
-    _assert_equal_weights(model, reference)
+    small.assert_equal_weights(model, reference)
     assert int(model.optimizer.iterations) == int(reference.optimizer.iterations)
 
 
 def test_a_second_fit_continues_where_the_first_ended(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
-    first = _fit(model, epochs=1)
-    second = _fit(model, epochs=2, initial_epoch=1)
+    first = small.fit(model, epochs=1)
+    second = small.fit(model, epochs=2, initial_epoch=1)
 
     expected, reference = _alone()
     losses = first.history["loss"] + second.history["loss"]
-    np.testing.assert_allclose(losses, expected.history["loss"], **_CLOSE)
-    _assert_equal_weights(model, reference)
+    np.testing.assert_allclose(losses, expected.history["loss"], **small.CLOSE)
+    small.assert_equal_weights(model, reference)
 
 
 def test_on_batch_methods_equal_one_device_for_even_and_uneven_batches(strategy_of):
-    model, reference = _model(strategy_of(2)), _model()
-    x, y = _data()
+    model, reference = small.model(strategy_of(2)), small.model()
+    x, y = small.data()
 
     for rows, sample_weight in ((8, None), (5, None), (8, np.linspace(1, 2, 8)), (1, [2.0])):
         weights = None if sample_weight is None else np.asarray(sample_weight)
@@ -209,10 +133,10 @@ def test_on_batch_methods_equal_one_device_for_even_and_uneven_batches(strategy_
             ("predict_on_batch", (x[:rows],)),
         ):
             got, expected = (getattr(m, name)(*args) for m in (model, reference))
-            np.testing.assert_allclose(got, expected, err_msg=f"{name} {rows}", **_CLOSE)
+            np.testing.assert_allclose(got, expected, err_msg=f"{name} {rows}", **small.CLOSE)
     named = model.test_on_batch(x, y, return_dict=True)
     assert named.keys() == {"loss", "mae"}
-    _assert_equal_weights(model, reference)
+    small.assert_equal_weights(model, reference)
 
 
 def _simplest(strategy=None, **kwargs):
@@ -225,11 +149,11 @@ def _simplest(strategy=None, **kwargs):
 
 
 def _assert_one_step_equals_one_device(model):
-    x, y = _data(4)
+    x, y = small.data(4)
     reference = _simplest()
     loss = model.train_on_batch(x, y)
-    np.testing.assert_allclose(loss, reference.train_on_batch(x, y), **_CLOSE)
-    _assert_equal_weights(model, reference)
+    np.testing.assert_allclose(loss, reference.train_on_batch(x, y), **small.CLOSE)
+    small.assert_equal_weights(model, reference)
     _assert_one_copy_on_each_device(model.variables, 2)
 
 
@@ -248,32 +172,32 @@ def test_jit_compile_false_warns_and_is_right(strategy_of):
 
 
 def test_a_warning_once_when_every_batch_is_uneven(strategy_of):
-    model, reference = _model(strategy_of(2)), _model()
+    model, reference = small.model(strategy_of(2)), small.model()
 
     with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide") as caught:
-        history = _fit(model, *_data(9), batch_size=3)
-    _fit(model, *_data(9), batch_size=3)  # silent: warnings are errors
+        history = small.fit(model, *small.data(9), batch_size=3)
+    small.fit(model, *small.data(9), batch_size=3)  # silent: warnings are errors
 
-    assert [(w.category, w.filename) for w in caught] == [(DistributaryWarning, __file__)]
-    _assert_equal_history(history, _fit(reference, *_data(9), batch_size=3))
+    assert [(w.category, w.filename) for w in caught] == [(DistributaryWarning, small.__file__)]
+    _assert_equal_history(history, small.fit(reference, *small.data(9), batch_size=3))
 
 
 def test_an_uneven_last_batch_does_not_warn_in_any_number_of_epochs(strategy_of):
-    model, reference = _model(strategy_of(2)), _model()
+    model, reference = small.model(strategy_of(2)), small.model()
 
-    history = _fit(model, *_data(7), epochs=3)  # warnings are errors
+    history = small.fit(model, *small.data(7), epochs=3)  # warnings are errors
 
-    _assert_equal_history(history, _fit(reference, *_data(7), epochs=3))
-    _assert_equal_weights(model, reference)
+    _assert_equal_history(history, small.fit(reference, *small.data(7), epochs=3))
+    small.assert_equal_weights(model, reference)
 
 
 def test_epochs_of_a_single_uneven_batch_are_right(strategy_of):
-    model, reference = _model(strategy_of(2)), _model()
+    model, reference = small.model(strategy_of(2)), small.model()
 
     with pytest.warns(DistributaryWarning, match="batches of 3 examples do not divide"):
-        history = _fit(model, *_data(3), epochs=3)
+        history = small.fit(model, *small.data(3), epochs=3)
 
-    _assert_equal_history(history, _fit(reference, *_data(3), epochs=3))
+    _assert_equal_history(history, small.fit(reference, *small.data(3), epochs=3))
 
 
 # Steps written by the user.
@@ -340,21 +264,21 @@ class _CustomSteps(keras.Model):
 
 
 def test_own_train_test_and_predict_steps_equal_one_device(strategy_of):
-    model, reference = (_model(s, _CustomSteps) for s in (strategy_of(2), None))
+    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(2), None))
 
-    history = _fit(model)
-    evaluated = model.evaluate(*_data(), batch_size=8, return_dict=True, verbose=0)
-    predicted = model.predict(_data(6)[0], batch_size=4, verbose=0)
+    history = small.fit(model)
+    evaluated = model.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)
+    predicted = model.predict(small.data(6)[0], batch_size=4, verbose=0)
 
-    _assert_equal_history(history, _fit(reference))
-    _assert_equal_weights(model, reference)
+    _assert_equal_history(history, small.fit(reference))
+    small.assert_equal_weights(model, reference)
     for got, expected in (
-        (evaluated, reference.evaluate(*_data(), batch_size=8, return_dict=True, verbose=0)),
-        (predicted, reference.predict(_data(6)[0], batch_size=4, verbose=0)),
+        (evaluated, reference.evaluate(*small.data(), batch_size=8, return_dict=True, verbose=0)),
+        (predicted, reference.predict(small.data(6)[0], batch_size=4, verbose=0)),
     ):
         assert got.keys() == expected.keys()
         for name in expected:
-            np.testing.assert_allclose(got[name], expected[name], **_CLOSE)
+            np.testing.assert_allclose(got[name], expected[name], **small.CLOSE)
 
 
 class _GuideSteps(_CustomSteps):
@@ -364,22 +288,22 @@ class _GuideSteps(_CustomSteps):
 
 
 def test_own_train_step_with_nested_logs_equals_one_device(strategy_of):
-    model, reference = (_model(s, _GuideSteps) for s in (strategy_of(2), None))
+    model, reference = (small.model(s, _GuideSteps) for s in (strategy_of(2), None))
 
-    history = _fit(model)
+    history = small.fit(model)
 
     assert "mae" in history.history
-    _assert_equal_history(history, _fit(reference))
+    _assert_equal_history(history, small.fit(reference))
 
 
 @pytest.mark.parametrize("rows", [14, 13])
 def test_own_train_step_with_an_uneven_last_batch_equals_one_device(rows, strategy_of):
-    model, reference = (_model(s, _CustomSteps) for s in (strategy_of(4), None))
+    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(4), None))
 
-    history = _fit(model, *_data(rows))
+    history = small.fit(model, *small.data(rows))
 
-    expected = _fit(reference, *_data(rows))
-    _assert_equal_weights(model, reference)
+    expected = small.fit(reference, *small.data(rows))
+    small.assert_equal_weights(model, reference)
     _assert_equal_history(history, expected)
 
 
@@ -396,14 +320,14 @@ class _ThroughSuper(keras.Model):
 
 
 def test_numbers_a_step_derives_from_metrics_are_those_of_the_whole_epoch(strategy_of):
-    model, reference = (_model(s, _ThroughSuper) for s in (strategy_of(2), None))
+    model, reference = (small.model(s, _ThroughSuper) for s in (strategy_of(2), None))
 
-    history = _fit(model, validation_data=_data(8))
+    history = small.fit(model, validation_data=small.data(8))
 
-    expected = _fit(reference, validation_data=_data(8))
+    expected = small.fit(reference, validation_data=small.data(8))
     assert {"twice", "val_half"} <= history.history.keys()
     np.testing.assert_allclose(
-        history.history["twice"], 2 * np.array(history.history["mae"]), **_CLOSE
+        history.history["twice"], 2 * np.array(history.history["mae"]), **small.CLOSE
     )
     _assert_equal_history(history, expected)
 
@@ -428,14 +352,16 @@ class _OwnLossAndMetrics(keras.Model):
 
 @pytest.mark.parametrize("rows", [16, 13])
 def test_own_compute_loss_and_compute_metrics_equal_one_device(rows, strategy_of):
-    model = _model(strategy_of(2), _OwnLossAndMetrics)
-    reference = _model(None, _OwnLossAndMetrics)
+    model = small.model(strategy_of(2), _OwnLossAndMetrics)
+    reference = small.model(None, _OwnLossAndMetrics)
 
-    history = _fit(model, *_data(rows), validation_data=_data(6))
+    history = small.fit(model, *small.data(rows), validation_data=small.data(6))
 
     assert "val_bias" in history.history
-    _assert_equal_history(history, _fit(reference, *_data(rows), validation_data=_data(6)))
-    _assert_equal_weights(model, reference)
+    _assert_equal_history(
+        history, small.fit(reference, *small.data(rows), validation_data=small.data(6))
+    )
+    small.assert_equal_weights(model, reference)
 
 
 # Which strategy a model belongs to.
@@ -444,59 +370,59 @@ def test_own_compute_loss_and_compute_metrics_equal_one_device(rows, strategy_of
 def test_a_model_compiled_outside_of_the_scope_it_was_created_in_is_distributed(strategy_of):
     strategy = strategy_of(2)
     with strategy.scope():
-        model = _build()
-    _compile(model)
+        model = small.build()
+    small.compiled(model)
 
-    history = _fit(model)
+    history = small.fit(model)
 
     expected, reference = _alone()
     _assert_equal_history(history, expected)
-    _assert_equal_weights(model, reference)
+    small.assert_equal_weights(model, reference)
     _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
 
 
 def test_an_optimizer_created_outside_is_distributed_with_its_model(strategy_of):
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     with strategy_of(2).scope():
-        model = _build()
+        model = small.build()
         model.compile(optimizer, "mse", metrics=["mae"])
 
-    history = _fit(model)
+    history = small.fit(model)
 
     _assert_equal_history(history, _alone()[0])
     _assert_one_copy_on_each_device(optimizer.variables, 2)
 
 
 def test_a_model_created_outside_joins_the_strategy_it_is_compiled_under(strategy_of):
-    model = _build()
+    model = small.build()
     with strategy_of(2).scope():
-        _compile(model)
+        small.compiled(model)
 
-    history = _fit(model)
+    history = small.fit(model)
 
     expected, reference = _alone()
     _assert_equal_history(history, expected)
-    _assert_equal_weights(model, reference)
+    small.assert_equal_weights(model, reference)
     _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
 
 
 def test_a_model_trained_without_a_strategy_continues_under_one(strategy_of):
-    model = _model()
-    _fit(model, epochs=1)
+    model = small.model()
+    small.fit(model, epochs=1)
 
     with strategy_of(2).scope():
-        _fit(model, epochs=1)
+        small.fit(model, epochs=1)
 
-    _assert_equal_weights(model, _weights_after(8))
+    small.assert_equal_weights(model, small.weights_after(8))
     _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
 
 
 def test_a_model_cannot_be_compiled_under_another_strategy(strategy_of):
     first, second = strategy_of(2), strategy_of(4)
-    model = _model(first)
+    model = small.model(first)
 
     with pytest.raises(ContextError, match=r"small\.compile") as caught, second.scope():
-        _compile(model)
+        small.compiled(model)
 
     assert repr(first) in str(caught.value)
     assert repr(second) in str(caught.value)
@@ -506,8 +432,8 @@ def test_a_model_cannot_be_compiled_under_another_strategy(strategy_of):
 @pytest.mark.parametrize("what", ["fit", "evaluate", "predict", "train_on_batch"])
 def test_a_model_does_nothing_in_the_scope_of_another_strategy(what, strategy_of):
     first, second = strategy_of(2), strategy_of(4)
-    model = _model(first)
-    data = _data()[:1] if what == "predict" else _data()
+    model = small.model(first)
+    data = small.data()[:1] if what == "predict" else small.data()
     before = model.get_weights()
 
     with pytest.raises(ContextError, match=rf"small\.{what}") as caught, second.scope():
@@ -515,56 +441,60 @@ def test_a_model_does_nothing_in_the_scope_of_another_strategy(what, strategy_of
 
     assert repr(first) in str(caught.value)
     assert repr(second) in str(caught.value)
-    _assert_equal_weights(model, before, rtol=0)
+    small.assert_equal_weights(model, before, rtol=0)
     assert not dist.has_strategy()
 
 
 def test_fit_inside_of_run_raises(strategy_of):
     strategy = strategy_of(2)
-    model = _model(strategy)
+    model = small.model(strategy)
 
     with pytest.raises(ContextError, match=r"small\.fit was called inside Strategy\.run"):
-        strategy.run(lambda: _fit(model))
+        strategy.run(lambda: small.fit(model))
 
 
 def test_fit_of_another_model_inside_of_run_raises(strategy_of):
-    model = _model()
+    model = small.model()
 
     with pytest.raises(ContextError, match=r"small\.fit was called inside Strategy\.run"):
-        strategy_of(2).run(lambda: _fit(model))
+        strategy_of(2).run(lambda: small.fit(model))
 
 
 def test_one_device_strategy_trains_on_its_device():
     strategy = dist.OneDeviceStrategy("CPU:1")
-    model, reference = _model(strategy), _model()
+    model, reference = small.model(strategy), small.model()
 
-    history = _fit(model, *_data(14), validation_data=_data(5))
+    history = small.fit(model, *small.data(14), validation_data=small.data(5))
 
-    _assert_equal_history(history, _fit(reference, *_data(14), validation_data=_data(5)))
-    _assert_equal_weights(model, reference)
+    _assert_equal_history(
+        history, small.fit(reference, *small.data(14), validation_data=small.data(5))
+    )
+    small.assert_equal_weights(model, reference)
     for variable in [*model.variables, *model.optimizer.variables, *model.metrics_variables]:
         assert variable.value.devices() == {jax.devices("cpu")[1]}, variable.path
-    predicted = model.predict(_data(5)[0], verbose=0)
-    np.testing.assert_allclose(predicted, reference.predict(_data(5)[0], verbose=0), **_CLOSE)
+    predicted = model.predict(small.data(5)[0], verbose=0)
+    np.testing.assert_allclose(
+        predicted, reference.predict(small.data(5)[0], verbose=0), **small.CLOSE
+    )
 
 
 def test_one_device_strategy_raises_inside_of_run_too():
     strategy = dist.OneDeviceStrategy("CPU:1")
-    model = _model(strategy)
+    model = small.model(strategy)
 
     with pytest.raises(ContextError, match=r"small\.fit"):
-        strategy.run(lambda: _fit(model))
+        strategy.run(lambda: small.fit(model))
 
 
 def test_two_models_under_two_strategies_take_turns(strategy_of):
-    models = [_model(strategy_of(2)), _model(strategy_of(4)), _model()]
+    models = [small.model(strategy_of(2)), small.model(strategy_of(4)), small.model()]
 
     for _ in range(2):
         for model in models:
-            _fit(model, epochs=1)
+            small.fit(model, epochs=1)
 
     for model in models:
-        _assert_equal_weights(model, _weights_after(8))
+        small.assert_equal_weights(model, small.weights_after(8))
 
 
 # Exceptions in the middle of an epoch.
@@ -592,7 +522,7 @@ def _interrupt():
 
 
 def _batches_then_error(num_batches):
-    x, y = _data()
+    x, y = small.data()
     for step in range(num_batches):
         yield x[4 * step : 4 * step + 4], y[4 * step : 4 * step + 4]
     raise OSError("the file is gone")
@@ -601,14 +531,14 @@ def _batches_then_error(num_batches):
 def _assert_usable_after(num_steps, model):
     """The model has the weights of that step and continues from there."""
     assert int(model.optimizer.iterations) == num_steps
-    _assert_equal_weights(model, _weights_after(num_steps))
+    small.assert_equal_weights(model, small.weights_after(num_steps))
     _assert_one_copy_on_each_device([*model.variables, *model.optimizer.variables], 2)
-    x, y = _data()
+    x, y = small.data()
     for _ in range(num_steps, 4):
         start = 4 * int(model.optimizer.iterations)
         model.train_on_batch(x[start : start + 4], y[start : start + 4])
-    _fit(model, epochs=1)
-    _assert_equal_weights(model, _weights_after(8))
+    small.fit(model, epochs=1)
+    small.assert_equal_weights(model, small.weights_after(8))
     assert not dist.has_strategy()
 
 
@@ -624,28 +554,28 @@ def _assert_usable_after(num_steps, model):
 def test_after_an_exception_in_a_callback_the_weights_are_those_of_the_last_step(
     action, error, trained_before, strategy_of
 ):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     if trained_before:
-        _fit(model)
-        model.set_weights(_model().get_weights())
+        small.fit(model)
+        model.set_weights(small.model().get_weights())
         for variable in model.optimizer.variables[2:]:  # iterations and learning rate come first
             variable.assign(jnp.zeros(variable.shape))
         model.optimizer.iterations.assign(0)
 
     with pytest.raises(error):
-        _fit(model, callbacks=[_At(1, action)])
+        small.fit(model, callbacks=[_At(1, action)])
 
     _assert_usable_after(2, model)
 
 
 def test_after_an_exception_while_callbacks_have_read_the_weights_the_model_works(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     reads = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: reads.model.get_weights()
     )
 
     with pytest.raises(ZeroDivisionError):
-        _fit(model, callbacks=[reads, _At(2, lambda: _raise(ZeroDivisionError()))])
+        small.fit(model, callbacks=[reads, _At(2, lambda: _raise(ZeroDivisionError()))])
 
     _assert_usable_after(3, model)
 
@@ -655,10 +585,10 @@ def test_after_an_exception_while_callbacks_have_read_the_weights_the_model_work
 def test_after_an_exception_in_the_data_the_weights_are_those_of_the_last_step(
     num_batches, strategy_of
 ):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
 
     with pytest.raises(OSError, match="the file is gone"):
-        _fit(model, _batches_then_error(num_batches), batch_size=None)
+        small.fit(model, _batches_then_error(num_batches), batch_size=None)
 
     _assert_usable_after(num_batches, model)
 
@@ -673,52 +603,52 @@ class _FailingData(keras.utils.PyDataset):
 
 @pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
 def test_weights_survive_data_that_fails_at_once(what, strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     model.optimizer.build(model.trainable_variables)
     before = model.get_weights()
 
     with pytest.raises(OSError, match="the file is gone"):
         getattr(model, what)(_FailingData(), verbose=0)
 
-    _assert_equal_weights(model, before, rtol=0)
+    small.assert_equal_weights(model, before, rtol=0)
     _assert_usable_after(0, model)
 
 
 @pytest.mark.parametrize("what", ["fit", "evaluate", "predict"])
 def test_weights_set_after_training_survive_data_that_fails_at_once(what, strategy_of):
-    model = _model(strategy_of(2))
-    _fit(model, epochs=1, validation_data=_data(4))
-    model.predict(_data(4)[0], verbose=0)
+    model = small.model(strategy_of(2))
+    small.fit(model, epochs=1, validation_data=small.data(4))
+    model.predict(small.data(4)[0], verbose=0)
     new = [np.full_like(w, 0.5) for w in model.get_weights()]
     model.set_weights(new)
 
     with pytest.raises(OSError, match="the file is gone"):
         getattr(model, what)(_FailingData(), verbose=0)
 
-    _assert_equal_weights(model, new, rtol=0)
+    small.assert_equal_weights(model, new, rtol=0)
 
 
 def test_after_an_exception_during_validation_the_weights_are_those_of_the_epoch(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     broken = keras.callbacks.LambdaCallback()
     broken.on_test_batch_end = lambda batch, logs=None: _raise(ZeroDivisionError())
 
     with pytest.raises(ZeroDivisionError):
-        _fit(model, validation_data=_data(8), callbacks=[broken])
+        small.fit(model, validation_data=small.data(8), callbacks=[broken])
 
     _assert_usable_after(4, model)
 
 
 def test_after_an_exception_with_several_steps_per_execution_whole_executions_count(strategy_of):
-    model = _model(strategy_of(2), steps_per_execution=2)
+    model = small.model(strategy_of(2), steps_per_execution=2)
 
     with pytest.raises(ZeroDivisionError):
-        _fit(model, callbacks=[_At(1, lambda: _raise(ZeroDivisionError()))])
+        small.fit(model, callbacks=[_At(1, lambda: _raise(ZeroDivisionError()))])
 
     assert int(model.optimizer.iterations) == 2
-    _assert_equal_weights(model, _weights_after(2))
-    _fit(model, *(a[8:] for a in _data()), epochs=1)
-    _assert_equal_weights(model, _weights_after(4))
+    small.assert_equal_weights(model, small.weights_after(2))
+    small.fit(model, *(a[8:] for a in small.data()), epochs=1)
+    small.assert_equal_weights(model, small.weights_after(4))
 
 
 def test_an_exception_in_the_step_itself_leaves_the_weights_alone(strategy_of):
@@ -726,28 +656,30 @@ def test_an_exception_in_the_step_itself_leaves_the_weights_alone(strategy_of):
         def train_step(self, state, data):
             raise ZeroDivisionError("in the step")
 
-    model = _model(strategy_of(2), Broken)
+    model = small.model(strategy_of(2), Broken)
     before = model.get_weights()
 
     with pytest.raises(ZeroDivisionError, match="in the step"):
-        _fit(model)
+        small.fit(model)
 
-    _assert_equal_weights(model, before, rtol=0)
-    np.testing.assert_allclose(model.predict(_data()[0], verbose=0), _model()(_data()[0]), **_CLOSE)
+    small.assert_equal_weights(model, before, rtol=0)
+    np.testing.assert_allclose(
+        model.predict(small.data()[0], verbose=0), small.model()(small.data()[0]), **small.CLOSE
+    )
 
 
 def _long_epoch():
     """As many steps as 500 epochs, without ends of epochs, where Keras swallows interrupts."""
-    return tuple(np.tile(a, (500, 1)) for a in _data())
+    return tuple(np.tile(a, (500, 1)) for a in small.data())
 
 
 def test_after_ctrl_c_while_a_step_runs_the_weights_are_those_of_a_finished_step(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     model.optimizer.build(model.trainable_variables)
     variables = [*model.variables, *model.optimizer.variables]
     start = [np.asarray(v.value) for v in variables]
     main_thread = threading.get_ident()
-    _fit(model, epochs=1)  # Keras swallows interrupts that come while it traces
+    small.fit(model, epochs=1)  # Keras swallows interrupts that come while it traces
     for variable, value in zip(variables, start, strict=True):
         variable.assign(value)
 
@@ -767,12 +699,12 @@ def test_after_ctrl_c_while_a_step_runs_the_weights_are_those_of_a_finished_step
         )
         # The thread gets its turn at the latest when the main thread waits for a program.
         with pytest.raises(KeyboardInterrupt):
-            _fit(model, *_long_epoch(), epochs=1, callbacks=[go])
+            small.fit(model, *_long_epoch(), epochs=1, callbacks=[go])
         sender.join()
 
         num_steps = int(model.optimizer.iterations)
         assert attempt % 4 <= num_steps < 2000
-        _assert_equal_weights(model, _weights_after(num_steps), rtol=1e-3, atol=1e-4)
+        small.assert_equal_weights(model, small.weights_after(num_steps), rtol=1e-3, atol=1e-4)
         _assert_one_copy_on_each_device(variables, 2)
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
@@ -793,15 +725,15 @@ def test_after_ctrl_c_in_a_step_with_host_callbacks_the_model_works(strategy_of)
             jax.debug.callback(send, state[2][0])
             return super().train_step(state, data)
 
-    model = _model(strategy_of(2), Interrupting)
+    model = small.model(strategy_of(2), Interrupting)
 
     with pytest.raises(KeyboardInterrupt):
-        _fit(model, *_long_epoch(), epochs=1)
+        small.fit(model, *_long_epoch(), epochs=1)
 
     num_steps = int(model.optimizer.iterations)
     assert 3 <= num_steps < 2000
-    _assert_equal_weights(model, _weights_after(num_steps), rtol=1e-3, atol=1e-4)
-    _fit(model, epochs=1)
+    small.assert_equal_weights(model, small.weights_after(num_steps), rtol=1e-3, atol=1e-4)
+    small.fit(model, epochs=1)
     assert int(model.optimizer.iterations) == num_steps + 4
 
 
@@ -815,11 +747,11 @@ def test_ctrl_c_while_a_step_is_compiled_leaves_a_model_that_works(strategy_of):
                 _interrupt()
             return super().train_step(state, data)
 
-    model = _model(strategy_of(2), Interrupted)
+    model = small.model(strategy_of(2), Interrupted)
     handler = signal.getsignal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        _fit(model)
+        small.fit(model)
 
     assert signal.getsignal(signal.SIGINT) is handler
     num_steps = int(model.optimizer.iterations)
@@ -833,20 +765,20 @@ def test_ctrl_c_while_a_step_is_compiled_leaves_a_model_that_works(strategy_of):
 def test_a_model_saved_under_a_strategy_continues_inside_and_outside_of_a_scope(
     strategy_of, tmp_path
 ):
-    model, reference = _model(strategy_of(2)), _model()
-    _fit(model, epochs=1)
+    model, reference = small.model(strategy_of(2)), small.model()
+    small.fit(model, epochs=1)
     model.save(tmp_path / "model.keras")
 
     outside = keras.models.load_model(tmp_path / "model.keras")
     with strategy_of(4).scope():
         inside = keras.models.load_model(tmp_path / "model.keras")
 
-    _assert_equal_weights(outside, model, rtol=0)
-    _fit(reference)
+    small.assert_equal_weights(outside, model, rtol=0)
+    small.fit(reference)
     for loaded, num_devices in ((outside, 1), (inside, 4)):
         assert int(loaded.optimizer.iterations) == 4
-        _fit(loaded, epochs=1)
-        _assert_equal_weights(loaded, reference)
+        small.fit(loaded, epochs=1)
+        small.assert_equal_weights(loaded, reference)
         variables = [*loaded.variables, *loaded.optimizer.variables]
         _assert_one_copy_on_each_device(variables, num_devices)
 
@@ -865,41 +797,41 @@ assert "distributary" not in sys.modules
 
 
 def test_models_travel_to_a_process_without_distributary_and_back(strategy_of, tmp_path):
-    model, reference = _model(strategy_of(2)), _model()
-    x, y = _data()
-    _fit(model, epochs=1)
+    model, reference = small.model(strategy_of(2)), small.model()
+    x, y = small.data()
+    small.fit(model, epochs=1)
     model.save(tmp_path / "distributed.keras")
     np.savez(tmp_path / "data.npz", x=x, y=y)
 
-    _python(_PLAIN_KERAS.format(folder=str(tmp_path)), KERAS_BACKEND="jax")
+    small.python(_PLAIN_KERAS.format(folder=str(tmp_path)), KERAS_BACKEND="jax")
 
     predicted = np.load(tmp_path / "predicted.npy")
-    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), **_CLOSE)
+    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), **small.CLOSE)
     with strategy_of(2).scope():
         back = keras.models.load_model(tmp_path / "plain.keras")
     assert int(back.optimizer.iterations) == 8
-    _fit(back, epochs=1)
-    _fit(reference, epochs=3)
-    _assert_equal_weights(back, reference)
+    small.fit(back, epochs=1)
+    small.fit(reference, epochs=3)
+    small.assert_equal_weights(back, reference)
 
 
 def test_weights_saved_between_fits_bring_the_model_back(strategy_of, tmp_path):
-    model = _model(strategy_of(2))
-    _fit(model, epochs=1)
+    model = small.model(strategy_of(2))
+    small.fit(model, epochs=1)
     model.save_weights(tmp_path / "epoch.weights.h5")
-    _fit(model, epochs=1)
-    assert not np.allclose(model.get_weights()[0], _weights_after(4)[0], **_CLOSE)
+    small.fit(model, epochs=1)
+    assert not np.allclose(model.get_weights()[0], small.weights_after(4)[0], **small.CLOSE)
 
     model.load_weights(tmp_path / "epoch.weights.h5")
 
-    _assert_equal_weights(model, _weights_after(4))
+    small.assert_equal_weights(model, small.weights_after(4))
     _assert_one_copy_on_each_device(model.variables, 2)
-    _fit(model, epochs=1)
-    _assert_equal_weights(model, _weights_after(8))  # the file holds the optimizer, too
+    small.fit(model, epochs=1)
+    small.assert_equal_weights(model, small.weights_after(8))  # the file holds the optimizer, too
 
 
 def test_weights_loaded_in_the_middle_of_an_epoch_are_trained_on(strategy_of, tmp_path):
-    model, reference = _model(strategy_of(2)), _model()
+    model, reference = small.model(strategy_of(2)), small.model()
     model.optimizer.build(model.trainable_variables)
     model.save_weights(tmp_path / "start.weights.h5")
 
@@ -911,37 +843,37 @@ def test_weights_loaded_in_the_middle_of_an_epoch_are_trained_on(strategy_of, tm
                 load.model.load_weights(tmp_path / "start.weights.h5")
 
         load.on_train_batch_end = on_train_batch_end
-        _fit(one, epochs=1, callbacks=[load])
+        small.fit(one, epochs=1, callbacks=[load])
 
-    _assert_equal_weights(model, reference)
-    assert not np.allclose(model.get_weights()[0], _weights_after(4)[0], **_CLOSE)
+    small.assert_equal_weights(model, reference)
+    assert not np.allclose(model.get_weights()[0], small.weights_after(4)[0], **small.CLOSE)
 
 
 def test_a_clone_in_the_scope_of_another_strategy_is_a_model_of_its_own(strategy_of):
-    model = _model(strategy_of(2))
-    _fit(model, epochs=1)
+    model = small.model(strategy_of(2))
+    small.fit(model, epochs=1)
     with strategy_of(4).scope():
         clone = keras.models.clone_model(model)
         clone.set_weights(model.get_weights())
-        _compile(clone)
+        small.compiled(clone)
 
-    history = _fit(clone, epochs=1)
+    history = small.fit(clone, epochs=1)
 
-    reference = _build()
-    reference.set_weights(_weights_after(4))
-    _assert_equal_history(history, _fit(_compile(reference), epochs=1))
-    _assert_equal_weights(clone, reference)
+    reference = small.build()
+    reference.set_weights(small.weights_after(4))
+    _assert_equal_history(history, small.fit(small.compiled(reference), epochs=1))
+    small.assert_equal_weights(clone, reference)
     _assert_one_copy_on_each_device(clone.variables, 4)
     _assert_one_copy_on_each_device(model.variables, 2)
 
 
 def test_set_weights_reaches_every_device_and_get_weights_returns_them(strategy_of):
-    model = _model(strategy_of(2))
+    model = small.model(strategy_of(2))
     new = [np.arange(w.size, dtype=np.float32).reshape(w.shape) for w in model.get_weights()]
 
     model.set_weights(new)
 
-    _assert_equal_weights(model, new, rtol=0)
+    small.assert_equal_weights(model, new, rtol=0)
     _assert_one_copy_on_each_device(model.variables, 2)
 
 
@@ -952,8 +884,8 @@ def test_set_weights_reaches_every_device_and_get_weights_returns_them(strategy_
 def test_after_fit_every_device_has_an_equal_copy_of_every_variable(rows, strategy_of):
     with strategy_of(4).scope():
         normalization, dropout = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
-        model = _compile(keras.Sequential([*_layers(), normalization, dropout]))
-    _fit(model, *_data(rows), epochs=1, validation_data=_data(4))
+        model = small.compiled(keras.Sequential([*small.layers(), normalization, dropout]))
+    small.fit(model, *small.data(rows), epochs=1, validation_data=small.data(4))
 
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     assert len({id(v) for v in variables}) >= 2 + 4 + 1 + 2
@@ -964,12 +896,12 @@ def test_after_fit_every_device_has_an_equal_copy_of_every_variable(rows, strate
 
 def test_repeated_calls_compile_nothing_new(strategy_of):
     strategy = strategy_of(2)
-    model = _model(strategy)
-    x, y = _data(14)
+    model = small.model(strategy)
+    x, y = small.data(14)
     compiled = []
 
     def all_methods():
-        _fit(model, x, y, validation_data=(x, y))
+        small.fit(model, x, y, validation_data=(x, y))
         model.evaluate(x, y, batch_size=4, verbose=0)
         model.predict(x, batch_size=4, verbose=0)
         with strategy.scope():
@@ -1018,7 +950,7 @@ assert model.predict(np.ones((2, 3)), verbose=0).shape == (2, 1)
 
 
 def test_with_another_keras_backend_models_in_a_scope_raise():
-    message = _python(_OTHER_BACKEND, KERAS_BACKEND="numpy")
+    message = small.python(_OTHER_BACKEND, KERAS_BACKEND="numpy")
 
     lines = message.splitlines()
     assert len(lines) == 3
@@ -1050,7 +982,7 @@ assert model._distributary_strategy is strategy
 
 
 def test_keras_imported_inside_a_scope_only_warns_and_works_in_the_next_scope():
-    message = _python(_IMPORT_INSIDE, KERAS_BACKEND="jax")
+    message = small.python(_IMPORT_INSIDE, KERAS_BACKEND="jax")
 
     assert "Keras was imported inside the scope of" in message
     assert "import keras before" in message

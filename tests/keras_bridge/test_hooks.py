@@ -3,9 +3,6 @@
 import functools
 import inspect
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -14,27 +11,16 @@ import pytest
 import distributary as dist
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import _hooks, connect
+from tests.keras_bridge import small
 
 _PLACES = [(module, path) for module, path, _ in _hooks.HOOKS]
-
-
-def _python(code, **environ):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @functools.cache
 def _without_distributary():
     """What a process reports that has never seen distributary."""
     code = f"places = {_PLACES!r}\n{inspect.getsource(_signatures)}\n{_TRAIN}\n{_REPORT}"
-    return json.loads(_python(code, KERAS_BACKEND="jax").splitlines()[-1])
+    return json.loads(small.python(code, KERAS_BACKEND="jax").splitlines()[-1])
 
 
 def _signatures(places):
@@ -200,4 +186,4 @@ print([name for name in sys.modules if name.split(".")[0] in ("keras", "tensorfl
 
 
 def test_distributary_does_not_import_keras():
-    assert _python(_IMPORTS).strip() == "[]"
+    assert small.python(_IMPORTS).strip() == "[]"
