@@ -1,7 +1,7 @@
 """Data of `fit`, `evaluate` and `predict`: distributed datasets, and arrays in memory."""
 
+import contextlib
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -358,7 +358,10 @@ def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
         if taken == count:
             return
         count -= taken
-    batches = list(itertools.islice(iter(lambda: next_own(iterator), None), count))
+    batches: list[Any] = []
+    with contextlib.suppress(StopIteration):
+        while len(batches) < count:
+            batches.append(next_own(iterator))
     for run in _runs_of_equal_shape(batches):
         yield jax.tree.map(_stack, *run), len(run)
 

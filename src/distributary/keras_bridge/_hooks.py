@@ -67,6 +67,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.saving.saving_lib", "save_model", _saving.save),
     ("keras.src.saving.saving_lib", "save_weights_only", _saving.save),
     ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5", _saving.save),
+    ("keras.src.saving.saving_lib", "get_attr_skipset", _saving.outside_of_strategies),
     ("keras.src.saving.saving_api", "load_weights", _saving.load_weights),
     ("keras.src.saving.saving_api", "load_model", _saving.load_model),
     ("keras.src.callbacks.backup_and_restore", "BackupAndRestore._save_model", _saving.backup),

@@ -19,7 +19,7 @@ import numpy as np
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils
 
-from distributary.context import get_strategy, has_strategy
+from distributary.context import default_mode, get_strategy, has_strategy, pop, push
 from distributary.errors import ClusterError
 from distributary.keras_bridge._data import DatasetAdapter, train_data
 from distributary.keras_bridge._models import strategy_of
@@ -70,6 +70,20 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return load_model
+
+
+def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras makes an optimizer while it saves, which is none of the strategy's."""
+
+    def get_attr_skipset(*args: Any, **kwargs: Any) -> Any:
+        mode = default_mode()
+        push(mode)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            pop(mode)
+
+    return get_attr_skipset
 
 
 def take_over(model: Any, strategy: Any) -> None:
