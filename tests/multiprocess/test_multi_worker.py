@@ -109,20 +109,46 @@ def test_a_cluster_of_one_worker_needs_no_connection(job):
     assert ended.result["total"] == 1.0
 
 
-def test_the_launcher_starts_a_job():
-    program = Path(__file__).parent / "programs" / "start.py"
+def _launch(*command):
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    ended = subprocess.run(
-        [sys.executable, "-m", "distributary", "launch", "--workers", "2", str(program)],
+    environ |= {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "distributary", "launch", "--workers", "2", *command],
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
+
+
+def test_the_launcher_starts_a_job():
+    program = Path(__file__).parent / "programs" / "start.py"
+
+    ended = _launch(str(program))
 
     assert ended.returncode == 0, ended.stderr
     for worker in (0, 1):
         line = f'[worker {worker}] {{"strategy": "<MultiWorkerMirroredStrategy: 2 replicas'
         assert line in ended.stdout
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_fit_whose_worker_is_killed_ends_as_one_that_was_not(victim, tmp_path):
+    def weights(name, *plan):
+        folder = tmp_path / name
+        folder.mkdir()
+        program = Path(__file__).parent / "programs" / "keras_recovery.py"
+        launched = _launch("--max-restarts", "1", str(program), str(folder), *plan)
+        assert launched.returncode == 0, launched.stderr
+        return [dict(np.load(folder / f"weights{worker}.npz")) for worker in (0, 1)]
+
+    undisturbed = weights("undisturbed")
+    disturbed = weights("disturbed", "2", str(victim))
+
+    for one in (*disturbed, undisturbed[1]):
+        for name, value in one.items():
+            np.testing.assert_array_equal(value, undisturbed[0][name])

@@ -94,12 +94,8 @@ class DatasetAdapter(DataAdapter):
 
     def start_at(self, epoch: int, steps: int | None) -> None:
         """Makes the next pass the one of an epoch, of so many steps, as after earlier epochs."""
-        size = self._dataset.cardinality
-        if steps and size == INFINITE_CARDINALITY:
+        if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
             self._skip = epoch * steps
-        elif steps and size > 0:
-            passes, self._skip = divmod(epoch * steps, size)
-            self._dataset.skip_passes(passes)
         else:
             self._dataset.skip_passes(epoch)
 

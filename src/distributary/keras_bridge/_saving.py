@@ -150,7 +150,7 @@ def complete_file(path: Path, worker: int) -> Iterator[Path]:
 
 
 def backup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A backup of a model of a strategy also has the state of NumPy's random numbers."""
+    """A backup is written by the first worker, and also has the state of the random numbers."""
 
     def _save_model(self: Any) -> None:
         model = self.model
@@ -158,26 +158,19 @@ def backup(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None or file_utils.is_remote_path(self.backup_dir):
             original(self)
             return
+        if strategy.extended.worker_number > 0:
+            return
+        os.makedirs(self.backup_dir, exist_ok=True)
+        if self.double_checkpoint and os.path.exists(self._weights_path):
+            file_utils.copy(self._weights_path, self._prev_weights_path)
+            file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
         progress = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
-
-        def write(path: Path) -> None:
+        with complete_file(Path(self._weights_path), 0) as path:
             inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
             with h5py.File(path, "r+") as file:
-                file.attrs[_PROGRESS] = json.dumps({**progress, "random": _random_state()})
-
-        def keep_previous() -> None:
-            os.makedirs(self.backup_dir, exist_ok=True)
-            if self.double_checkpoint and os.path.exists(self._weights_path):
-                file_utils.copy(self._weights_path, self._prev_weights_path)
-                file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
-
-        if strategy.extended.worker_number == 0:
-            keep_previous()
-        _once(strategy, Path(self._weights_path), write)
-        if strategy.extended.worker_number == 0:
-            # For Keras without a strategy.
-            with complete_file(Path(self._training_metadata_path), 0) as path:
-                path.write_text(json.dumps(progress))
+                file.attrs[_PROGRESS] = json.dumps({**progress, **_random_state(model)})
+        with complete_file(Path(self._training_metadata_path), 0) as path:
+            path.write_text(json.dumps(progress))  # for Keras without a strategy
 
     return _save_model
 
@@ -226,14 +219,22 @@ def _read_backup(callback: Any) -> int:
         with file_utils.File(callback._training_metadata_path, "r") as file:
             return int(json.loads(file.read())["epoch"])
     progress = json.loads(progress)
-    key, position, has_gauss, gauss = progress["random"]
-    np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, gauss))
+    key, *others = progress["numpy"]
+    np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
+    for generator, state in zip(_seed_states(callback.model), progress["seeds"], strict=True):
+        generator.assign(np.array(state, generator.dtype))
     return int(progress["epoch"])
 
 
-def _random_state() -> list[Any]:
+def _random_state(model: Any) -> dict[str, Any]:
+    """What decides the order of the examples, and dropout, whose seeds Keras does not save."""
     _, key, *others = np.random.get_state(legacy=True)
-    return [np.asarray(key).tolist(), *others]
+    seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
+    return {"numpy": [np.asarray(key).tolist(), *others], "seeds": seeds}
+
+
+def _seed_states(model: Any) -> list[Any]:
+    return [variable for variable in model.variables if variable.name == "seed_generator_state"]
 
 
 def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
