@@ -2,6 +2,7 @@
 
 from distributary.collectives._algorithms import all_gather
 from distributary.collectives._cross_device_ops import (
+    CollectiveAllReduce,
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
@@ -16,6 +17,7 @@ from distributary.collectives._reduce_op import (
 )
 
 __all__ = [
+    "CollectiveAllReduce",
     "CrossDeviceOps",
     "HierarchicalCopyAllReduce",
     "NcclAllReduce",

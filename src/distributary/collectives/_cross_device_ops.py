@@ -354,6 +354,22 @@ class NcclAllReduce(_Summing):
 
 
 @final
+class CollectiveAllReduce(_Summing):
+    """One XLA all-reduce of one vector per dtype, which gloo carries out between processes.
+
+    The default of `MultiWorkerMirroredStrategy` on CPUs.
+
+    Source: `CollectiveAllReduce` of `tf.distribute`.
+    """
+
+    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        return _with_options(algorithms.all_reduce_of_vectors, num_replicas, options)
+
+    def describe(self, platform: str, num_workers: int = 1) -> str:
+        return "XLA all-reduce over gloo, one vector per dtype"
+
+
+@final
 class HierarchicalCopyAllReduce(_Summing):
     """All-reduce inside groups of neighbouring replicas, then across the groups.
 

@@ -82,7 +82,8 @@ class DistributedDataset(DistributedInput):
     ) -> None:
         self._source = source
         self._placer = placer
-        self._share = share
+        #: Number of replicas here and elsewhere.
+        self.share = share
         self._depth = max(depth, source.prefetch_depth) if depth else 0
         self._statistics = statistics
         self._num_passes = 0
@@ -99,7 +100,7 @@ class DistributedDataset(DistributedInput):
         Parts of a batch can have fewer rows than others, so dim 0 is None unless every batch has
         the same number, which divides by the number of replicas.
         """
-        share = self._share
+        share = self.share
 
         def distributed(spec: TensorSpec) -> Any:
             parts: list[TensorSpec] = [spec] * share.replicas_per_worker
@@ -133,18 +134,29 @@ class DistributedDataset(DistributedInput):
         self._num_passes += 1
         return DistributedIterator(self, self._num_passes - 1, self._distribute)
 
-    def global_batches(self) -> "DistributedIterator":
-        """A pass that yields this worker's rows of every global batch as one nest of arrays."""
+    def skip_passes(self, count: int) -> None:
+        """Goes on as if so many passes had been made."""
+        self._num_passes += count
+
+    def global_batches(self, skip: int = 0) -> "DistributedIterator":
+        """A pass that yields global batches as nests of arrays; several workers' `WorkerBatch`.
+
+        It begins after `skip` batches.
+        """
         self._num_passes += 1
-        return DistributedIterator(self, self._num_passes - 1, _undivided)
+        place = _undivided if self.share.num_workers == 1 else _as_it_is
+        batches = DistributedIterator(self, self._num_passes - 1, place)
+        if skip:
+            batches.set_state({**batches.get_state(), "position": skip})
+        return batches
 
     # What the iterator needs
 
     def _distribute(self, given: Any) -> Any:
         """The values of a step: `given` is a worker's batch, or a list of elements."""
-        num_replicas = self._share.replicas_per_worker
+        num_replicas = self.share.replicas_per_worker
         if isinstance(given, WorkerBatch):
-            if self._share.num_replicas == 1:
+            if self.share.num_replicas == 1:
                 return self._alone(given.rows)
             if given.sizes[0] == given.sizes[-1] and self._placer is not None:
                 size = given.sizes[0]
@@ -156,7 +168,7 @@ class DistributedDataset(DistributedInput):
 
                 return jax.tree.map(placed, given.rows)
             given = split_rows(given.rows, given.sizes)
-        if self._share.num_replicas == 1:
+        if self.share.num_replicas == 1:
             return self._alone(given[0])
         flat = [jax.tree.flatten(part) for part in given]
         tree = flat[0][1]
@@ -187,6 +199,10 @@ def _undivided(given: Any) -> Any:
     if isinstance(given, WorkerBatch):
         return given.rows
     return jax.tree.map(lambda *parts: np.concatenate(parts), *given)
+
+
+def _as_it_is(given: Any) -> Any:
+    return given
 
 
 @final

@@ -1,9 +1,31 @@
-"""A list of callbacks that costs nothing at steps no callback looks at."""
+"""Callbacks cost nothing at steps none of them looks at, and only the first worker reports."""
 
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 from keras.src.utils import is_default
+
+from distributary.context import get_strategy, has_strategy
+
+# What they write or send belongs to the job, not to a worker.
+_OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
+
+
+def is_silent() -> bool:
+    """Whether this process leaves printing and writing to the first worker of its strategy."""
+    return has_strategy() and get_strategy().extended.worker_number > 0
+
+
+def print_msg(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Progress is printed by the first worker."""
+
+    def print_msg(*args: Any, **kwargs: Any) -> None:
+        if not is_silent():
+            original(*args, **kwargs)
+
+    return print_msg
 
 
 def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
@@ -18,9 +40,23 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
         Keras starts a thread's task for every batch to convert logs nobody asked for.
         """
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
             self._answers: dict[Any, bool] = {}
-            super().__init__(*args, **kwargs)
+            if is_silent():
+                kwargs["add_progbar"] = False
+                given = (
+                    [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else callbacks
+                )
+                callbacks = [c for c in given or () if not isinstance(c, _OF_CHIEF)]
+            super().__init__(callbacks, *args, **kwargs)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            super().on_epoch_end(epoch, logs)
+            # A callback may have decided it by what only its worker knows, such as the time.
+            extended = get_strategy().extended
+            if extended.num_workers > 1:
+                stops = extended.of_all_workers(np.array(bool(self._model.stop_training)))
+                self._model.stop_training = bool(stops.any())
 
         def _asks(self, *names: str) -> bool:
             key = (*names, len(self.callbacks))

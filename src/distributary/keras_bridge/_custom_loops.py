@@ -86,7 +86,7 @@ def _stand_in(variable: Any) -> KerasVariable:
                 " strategy that uses it."
             )
         strategy = owner
-    place(variable, sharding_of(strategy))
+    place(variable, strategy)
     variable._distributary_stand_in = known = KerasVariable(variable, strategy)
     return known
 
@@ -119,7 +119,7 @@ class TracedVariables(keras.StatelessScope):
         if self.original_scope is not None or not created:
             return
         for variable in created:
-            if variable._layout is None:
+            if variable._layout is None and self._strategy.extended.num_workers == 1:
                 variable._layout = sharding_of(self._strategy)
         with jax.ensure_compile_time_eval():
             initialize_all_variables()

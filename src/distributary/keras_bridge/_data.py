@@ -1,7 +1,10 @@
 """Data of `fit`, `evaluate` and `predict`: distributed datasets, and arrays in memory."""
 
-import itertools
+import contextlib
+import dataclasses
+import zlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, final
 
 import jax
@@ -13,10 +16,19 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 
 from distributary.context import get_strategy
-from distributary.datasets import INFINITE_CARDINALITY, Dataset, WorkerShare, is_hugging_face
+from distributary.datasets import (
+    INFINITE_CARDINALITY,
+    Dataset,
+    WorkerBatch,
+    WorkerShare,
+    is_hugging_face,
+)
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset
 from distributary.options import InputOptions
+
+#: Where the data of the `fit` that runs comes from.
+train_data: ContextVar[Any] = ContextVar("train_data", default=None)
 
 
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,17 +36,18 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Dataset) or is_hugging_face(x):
-            strategy = get_strategy()
-            alone = WorkerShare()
+            extended = get_strategy().extended
+            # Several workers read their rows; one splits the batches in the step.
+            share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
             x = DistributedDataset(
-                Batches(x, alone, "fit, evaluate or predict: x is"),
+                Batches(x, share, "fit, evaluate or predict: x is", extended.from_chief),
                 None,
-                alone,
+                share,
                 InputOptions().experimental_per_replica_buffer_size,
-                strategy.extended.input_statistics,
+                extended.input_statistics,
             )
         if not isinstance(x, DistributedDataset):
-            return original(x, *args, **kwargs)
+            return _noted(original(x, *args, **kwargs))
         for name, value in zip(("y", "sample_weight"), args, strict=False):
             kwargs[name] = value
         for name in ("y", "sample_weight"):
@@ -48,9 +61,16 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
                 " steps to evaluate and predict, or a count to repeat."
             )
-        return DatasetAdapter(x, kwargs.get("class_weight"))
+        return _noted(DatasetAdapter(x, kwargs.get("class_weight")))
 
     return get_data_adapter
+
+
+def _noted(adapter: Any) -> Any:
+    # That of the training data is the first one of a fit.
+    if train_data.get() is None:
+        train_data.set(adapter)
+    return adapter
 
 
 def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +90,14 @@ class DatasetAdapter(DataAdapter):
     def __init__(self, dataset: DistributedDataset, class_weight: Any) -> None:
         self._dataset = dataset
         self._class_weight = class_weight
+        self._skip = 0
+
+    def start_at(self, epoch: int, steps: int | None) -> None:
+        """Makes the next pass the one of an epoch, of so many steps, as after earlier epochs."""
+        if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
+            self._skip = epoch * steps
+        else:
+            self._dataset.skip_passes(epoch)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
         """Global batches as NumPy arrays."""
@@ -77,10 +105,16 @@ class DatasetAdapter(DataAdapter):
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Global batches, on the host unless the dataset has them elsewhere."""
-        batches = self._dataset.global_batches()
+        return DatasetBatches(self._batches, self._dataset.share)
+
+    def _batches(self) -> Iterator[Any]:
+        batches = self._dataset.global_batches(self._skip)
+        self._skip = 0
         return batches if self._class_weight is None else map(self._weighted, batches)
 
     def _weighted(self, batch: Any) -> Any:
+        if isinstance(batch, WorkerBatch):
+            return dataclasses.replace(batch, rows=self._weighted(batch.rows))
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise InvalidValueError(
                 "class_weight needs a dataset that yields (x, y); of (x, y, sample_weight) give the"
@@ -111,16 +145,113 @@ class DatasetAdapter(DataAdapter):
         return None
 
 
-def batches_of(adapter: Any) -> Iterator[Any]:
-    """The batches of an epoch, on the host."""
+def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
+    """The batches of an epoch, on the host; the worker's own rows of those that all can split.
+
+    Args:
+        adapter: Keras' data adapter.
+        extended: Of the strategy.
+    """
     if type(adapter) is ArrayDataAdapter and adapter._shuffle != "batch":
         sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
         leaves, tree = jax.tree.flatten(sliceables)
         if leaves and all(type(leaf) is array_slicing.NumpySliceable for leaf in leaves):
             arrays = [leaf.array for leaf in leaves]
-            return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle))
+            return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle), extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
+    if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
+        return _same_everywhere(iterator, extended)
     return iterator
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """A nest of the rows of this worker's replicas, of a batch that all replicas split evenly."""
+
+    rows: Any
+
+
+@final
+class DatasetBatches:
+    """Batches of a dataset, or what a worker has read of them.
+
+    Args:
+        begin: Begins a pass, when the first batch is needed: Keras makes iterators that it does not
+            use.
+        share: Number of replicas here and elsewhere.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]], share: WorkerShare) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+        self._num_own = share.replicas_per_worker
+
+    def __iter__(self) -> "DatasetBatches":
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._next()
+        return batch.rows if isinstance(batch, WorkerBatch) else batch
+
+    def next_own(self) -> Any:
+        """The next batch; `OwnRows` of one that the replicas of several workers split evenly."""
+        batch = self._next()
+        if not isinstance(batch, WorkerBatch):
+            return batch
+        # Of an uneven batch all workers have all rows.
+        return OwnRows(batch.rows) if len(batch.sizes) == self._num_own else batch.rows
+
+    def _next(self) -> Any:
+        if self._batches is None:
+            self._batches = self._begin()
+        return next(self._batches)
+
+
+def next_own(batches: Any) -> Any:
+    """The next batch for a step, as `OwnRows` if the iterator knows what belongs to this worker."""
+    return batches.next_own() if hasattr(batches, "next_own") else next(batches)
+
+
+def own_rows(batch: Any, share: WorkerShare, axis: int) -> OwnRows:
+    """This worker's rows, along dim `axis`, of a global batch."""
+
+    def own(array: Any) -> Any:
+        return array[(slice(None),) * axis + (share.rows(array.shape[axis]),)]
+
+    return OwnRows(jax.tree.map(own, batch))
+
+
+def _same_everywhere(batches: Iterator[Any], extended: Any) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        if number == 0:
+            check_same(batch, extended)
+        yield batch
+
+
+def check_same(batch: Any, extended: Any) -> None:
+    """Compares the first batch of a pass on all workers.
+
+    Raises:
+        InvalidValueError: on all of them, if it is not the same.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    seen = zlib.crc32(str(tree).encode())
+    for leaf in leaves:
+        array = np.ascontiguousarray(leaf)
+        seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)
+        seen = zlib.crc32(array.tobytes(), seen)
+    of_workers = extended.of_all_workers(np.array(seen, np.uint32))
+    others = np.flatnonzero(of_workers != of_workers[0])
+    if len(others):
+        raise InvalidValueError(
+            f"The first batch of the data differs between the workers: {others.tolist()} have"
+            " others than worker 0. Every worker is given all of the data, in the same order, and"
+            " takes its own rows: seed what shuffles (keras.utils.set_random_seed), load the same"
+            " files. To give each worker its own part of the data, shuffle and shard with a"
+            " distributary.data.Dataset."
+        )
 
 
 @final
@@ -131,11 +262,17 @@ class ArrayBatches:
         arrays: Arrays `[row, ...]` with the same number of rows.
         tree: Structure of a batch.
         batch_size: Rows per batch; the last one has what is left.
-        shuffle: Whether the rows come in random order, drawn from NumPy's global generator.
+        shuffle: Whether the rows come in random order, drawn from NumPy's global generator, the
+            chief's with several workers.
+        extended: Of the strategy.
     """
 
-    def __init__(self, arrays: list[Any], tree: Any, batch_size: int, shuffle: bool) -> None:
+    def __init__(
+        self, arrays: list[Any], tree: Any, batch_size: int, shuffle: bool, extended: Any
+    ) -> None:
         self._arrays = arrays
+        self._extended = extended
+        self._share = extended.worker_share()
         self._tree = tree
         self._batch_size = batch_size
         self._num_rows = len(arrays[0])
@@ -147,30 +284,65 @@ class ArrayBatches:
         return self
 
     def __next__(self) -> Any:
+        return self._next(self._size(), None)
+
+    def next_own(self) -> Any:
+        """The next batch; `OwnRows` of one that the replicas of several workers split evenly."""
+        return self._next(self._size(), None, own=True)
+
+    def _size(self) -> int:
         if self._start >= self._num_rows:
             raise StopIteration
-        return jax.tree.unflatten(self._tree, self._rows(self._batch_size))
+        return min(self._batch_size, self._num_rows - self._start)
 
     def take(self, count: int) -> tuple[Any, int]:
         """Up to `count` full batches as one nest `[batch, row, ...]`, and how many they are."""
-        size = self._batch_size
-        count = min(count, (self._num_rows - self._start) // size)
-        if count < 1:
-            return None, 0
-        rows = self._rows(count * size)
-        stacked = [part.reshape(count, size, *part.shape[1:]) for part in rows]
-        return jax.tree.unflatten(self._tree, stacked), count
+        count = min(count, (self._num_rows - self._start) // self._batch_size)
+        return (self._next(self._batch_size, count, own=True), count) if count else (None, 0)
 
-    def _rows(self, count: int) -> list[Any]:
-        if self._shuffle and self._order is None:
-            # Not before it is needed: Keras makes iterators that it does not use.
-            self._order = np.random.permutation(self._num_rows)
-        part = slice(self._start, self._start + count)
-        self._start += count
-        if self._order is None:
-            return [array[part] for array in self._arrays]
-        order = self._order[part]
-        return [array.take(order, axis=0) for array in self._arrays]
+    def _next(self, size: int, count: int | None, own: bool = False) -> Any:
+        """The next batch, of `size` rows; the next `count` batches, stacked, if it is not None."""
+        if self._start == 0:
+            self._begin()
+        rows = slice(self._start, self._start + size * (count or 1))
+        self._start = rows.stop
+        batches = (count, size) if count else (size,)
+        order = None if self._order is None else self._order[rows].reshape(batches)
+        own = own and self._share.num_workers > 1 and size % self._share.num_replicas == 0
+        kept = self._share.rows(size) if own else slice(None)
+        at = (slice(None), kept) if count else kept
+
+        def part(array: Any) -> Any:
+            if order is None:
+                return array[rows].reshape(*batches, *array.shape[1:])[at]
+            return array.take(order[at], axis=0)
+
+        batch = jax.tree.unflatten(self._tree, [part(array) for array in self._arrays])
+        return OwnRows(batch) if own else batch
+
+    def _begin(self) -> None:
+        # Not before it is needed, as in `DatasetBatches`.
+        if self._shuffle:
+            self._order = _permutation(self._num_rows, self._extended)
+        if self._share.num_workers > 1:
+            first = (
+                slice(self._batch_size) if self._order is None else self._order[: self._batch_size]
+            )
+            check_same([self._num_rows, *(a[first] for a in self._arrays)], self._extended)
+
+
+def _permutation(num_rows: int, extended: Any) -> Any:
+    """The next permutation of NumPy's global generator, the chief's with several workers."""
+    if extended.num_workers == 1:
+        return np.random.permutation(num_rows)
+    _, key, position, *_ = np.random.get_state(legacy=True)
+    key, position = extended.from_chief([np.asarray(key), np.asarray(position)])
+    generator = np.random.RandomState()
+    generator.set_state(("MT19937", key, int(position), 0, 0.0))
+    order = generator.permutation(num_rows)
+    if extended.worker_number == 0:
+        np.random.set_state(generator.get_state())
+    return order
 
 
 def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
@@ -182,7 +354,10 @@ def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
         if taken == count:
             return
         count -= taken
-    batches = list(itertools.islice(iterator, count))
+    batches: list[Any] = []
+    with contextlib.suppress(StopIteration):
+        while len(batches) < count:
+            batches.append(next_own(iterator))
     for run in _runs_of_equal_shape(batches):
         yield jax.tree.map(_stack, *run), len(run)
 

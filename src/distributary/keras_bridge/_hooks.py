@@ -19,12 +19,14 @@ import keras
 
 from distributary.errors import UnsupportedError
 from distributary.keras_bridge import (
+    _callbacks,
     _data,
     _layers,
     _losses,
     _metrics,
     _models,
     _optimizers,
+    _saving,
     _variables,
 )
 
@@ -35,6 +37,9 @@ SUPPORTED = ((3, 15), (3, 16))
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Where variables lie.
     ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", _variables.initialize_layout),
+    ("keras.src.backend.jax.core", "JaxVariable._initialize", _variables.initialize),
+    ("keras.src.backend.jax.distribution_lib", "distribute_tensor", _variables.distribute_tensor),
+    ("keras.src.backend.common.variables", "Variable.value", _variables.value),
     # Models know their strategy and train under it.
     ("keras.src.backend.jax.trainer", "JAXTrainer.__init__", _models.init),
     ("keras.src.trainers.trainer", "Trainer.compile", _models.compile_),
@@ -58,6 +63,21 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "EpochIterator._interrupted_warning",
         _data.interrupted_warning,
     ),
+    # Files.
+    ("keras.src.saving.saving_lib", "save_model", _saving.save),
+    ("keras.src.saving.saving_lib", "save_weights_only", _saving.save),
+    ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5", _saving.save),
+    ("keras.src.saving.saving_lib", "get_attr_skipset", _saving.outside_of_strategies),
+    ("keras.src.saving.saving_api", "load_weights", _saving.load_weights),
+    ("keras.src.saving.saving_api", "load_model", _saving.load_model),
+    ("keras.src.callbacks.backup_and_restore", "BackupAndRestore._save_model", _saving.backup),
+    ("keras.src.callbacks.backup_and_restore", "BackupAndRestore._load_model", _saving.restore),
+    (
+        "keras.src.callbacks.backup_and_restore",
+        "BackupAndRestore.on_train_end",
+        _saving.training_ended,
+    ),
+    ("keras.src.utils.io_utils", "print_msg", _callbacks.print_msg),
     # Numbers of a replica that belong to the whole batch.
     ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
     ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),

@@ -17,9 +17,9 @@ from distributary.context import (
 )
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
-from distributary.keras_bridge._data import batches_of
+from distributary.keras_bridge._data import batches_of, train_data
 from distributary.keras_bridge._trainer import Kind, StepFunction
-from distributary.keras_bridge._variables import place, sharding_of
+from distributary.keras_bridge._variables import place
 from distributary.tracing import user_stacklevel
 
 
@@ -90,12 +90,14 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         check_same_strategy(strategy, f"{self.name}.{what}")
         with strategy.scope():
+            token = train_data.set(None)
             try:
                 return original(self, *args, **kwargs)
             except BaseException:
                 _restore(self)
                 raise
             finally:
+                train_data.reset(token)
                 for function in _step_functions(self):
                     function.latest = None  # keeps no old weights alive
 
@@ -165,15 +167,15 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, **parts, purge_model_variables=purge_model_variables)
-        sharding = sharding_of(strategy)
         variables = [*self.variables, *self.metrics_variables]
         if getattr(self, "optimizer", None) is not None:
             variables += self.optimizer.variables
         for variable in variables:
-            place(variable, sharding)
-        state = original(self, **parts, purge_model_variables=False)
+            place(variable, strategy)
         kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"
-        getattr(self, f"{kind}_function").latest = None, state
+        function = getattr(self, f"{kind}_function")
+        state = tuple([[v._value for v in part] for part in function.variables()])
+        function.latest = None, state
         if purge_model_variables:
             self._purge_model_variables(**parts)
         return state
@@ -198,7 +200,7 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _get_iterator(self: Any) -> Any:
         if has_strategy():
-            return batches_of(self.data_adapter)
+            return batches_of(self.data_adapter, get_strategy().extended)
         return original(self)
 
     return _get_iterator

@@ -21,14 +21,21 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import ReduceOp
 from distributary.errors import DistributaryWarning, InvalidTypeError
-from distributary.keras_bridge._data import take
+from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
     agreed_state,
     sole_replica,
     sums,
     trainer_replica,
 )
-from distributary.topology import REPLICA_AXIS, dispatcher_for, latest_program
+from distributary.topology import (
+    REPLICA_AXIS,
+    dispatcher_for,
+    latest_program,
+    local_copy,
+    put_own,
+    put_replicated,
+)
 from distributary.tracing import user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
@@ -88,6 +95,7 @@ class StepFunction:
         self._replicated = layout.replicated
         devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
         self._dispatcher = dispatcher_for(devices)
+        self._share = extended.worker_share()
         self._steps = max(1, int(trainer.steps_per_execution))
         # Then every step runs on the whole batch, operation by operation, as with one replica:
         # nobody can step through the code of one replica while the others wait.
@@ -107,7 +115,7 @@ class StepFunction:
         """
         state = tuple([part if isinstance(part, Values) else Values(part) for part in state])
         if self._steps == 1:
-            return self._dispatch(state, next(iterator))
+            return self._dispatch(state, next_own(iterator))
         outputs: list[Any] = []
         for stacked, count in take(iterator, self._steps):
             if count > 1 and self._fuses(state, stacked):
@@ -141,14 +149,28 @@ class StepFunction:
         """One step on a batch, or `count` steps on as many stacked ones."""
         if self._num_replicas == 1:
             return self._run(("one", count), state, data)
+        axis = 0 if count == 1 else 1
+        if isinstance(data, OwnRows):
+            self._uneven_in_a_row = 0
+            return self._run(("split", count), state, data.rows)
         if self._eager:
-            return self._run(("one", count), state, jax.device_put(data, self._replicated))
-        size = _common_size(data, axis=0 if count == 1 else 1)
+            return self._run_eagerly(state, data)
+        size = _common_size(data, axis)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
+            if self._share.num_workers > 1:
+                data = own_rows(data, self._share, axis).rows
             return self._run(("split", count), state, data)
         self._note_uneven(size)
         return self._run(("whole", count), state, data)
+
+    def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
+        if self._share.num_workers == 1:
+            return self._run(("one", 1), state, jax.device_put(data, self._replicated))
+        # Operations of one worker's own need arrays of its own. All compute the same.
+        out, new = self._run(("one", 1), jax.tree.map(local_copy, state), data)
+        self.latest = out, put_replicated(new, self._replicated)
+        return self.latest
 
     def _fuses(self, state: Any, stacked: Any) -> bool:
         """Whether several steps become one program.
@@ -162,6 +184,8 @@ class StepFunction:
             self._fusible = True
             if jax.default_backend() == "cpu":
                 batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+                if isinstance(batch, OwnRows):
+                    batch = batch.rows
                 jaxpr = jax.make_jaxpr(self._step)(state, batch)
                 self._fusible = not _has_convolution(jaxpr.jaxpr)
         return self._fusible
@@ -194,6 +218,9 @@ class StepFunction:
             self.latest = result
         latest_program.count += 1
         latest_program.output = _token(result)
+        if self._share.num_workers > 1:
+            out, new_state = result
+            return jax.tree.map(local_copy, out), new_state
         return result
 
     def _sharding(self, way: str, count: int) -> Any:
@@ -218,7 +245,7 @@ class StepFunction:
                 step,
                 mesh=self._mesh,
                 in_specs=(P(), batch),
-                out_specs=(batch if predict else P(), P()),
+                out_specs=(batch if predict and self._share.num_workers == 1 else P(), P()),
                 check_vma=False,
             )
         if not (predict and count > 1):
@@ -275,6 +302,8 @@ class StepFunction:
                     f" {self._strategy!r} every replica predicts a part of the batch, and the"
                     " parts are joined along dim 0: return arrays with one entry per example."
                 )
+            elif self._share.num_workers > 1:
+                out = context.all_gather(out, axis=0)
         return out, tuple(new.values())
 
 
@@ -327,7 +356,10 @@ class _Program:
         if self._eager:
             return data
         leaves, tree = jax.tree.flatten(data)
-        if self._sharding is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
+        if self._sharding is not None and not self._sharding.is_fully_addressable:
+            leaves = [put_own(leaf, self._sharding) for leaf in leaves]
+            data = jax.tree.unflatten(tree, leaves)
+        elif self._sharding is not None and any(isinstance(leaf, jax.Array) for leaf in leaves):
             leaves = [
                 jax.device_put(leaf, self._sharding) if isinstance(leaf, jax.Array) else leaf
                 for leaf in leaves

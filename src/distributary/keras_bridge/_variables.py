@@ -9,21 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
 from distributary.errors import UnsupportedError
-from distributary.topology import make_mesh
+from distributary.topology import local_copy, make_mesh, put_replicated
 
 
 def sharding_of(strategy: Any) -> Any:
-    """Where the variables of a strategy lie; None leaves it to JAX.
-
-    Raises:
-        UnsupportedError: if the strategy spans several workers.
-    """
-    if strategy.extended.num_workers > 1:
-        raise UnsupportedError(
-            f"Keras variables and models do not work under {strategy!r} yet. Write the training"
-            " loop with distributary.Variable and strategy.run, or train on one machine with"
-            " MirroredStrategy."
-        )
+    """Where the variables of a strategy lie; None leaves it to JAX."""
     sharding = strategy.extended.variable_layout().replicated
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
@@ -37,21 +27,65 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_layout(self: Any) -> None:
         original(self)
         if self._layout is None and has_strategy():
-            self._distributary_strategy = get_strategy()
-            self._layout = sharding_of(get_strategy())
+            strategy = get_strategy()
+            self._distributary_strategy = strategy
+            # With several workers the value is computed by each, see `initialize`.
+            if strategy.extended.num_workers == 1:
+                self._layout = sharding_of(strategy)
 
     return _initialize_layout
 
 
-def place(variable: Any, sharding: Any) -> None:
+def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Variables created in a scope start with the chief's value on all workers."""
+
+    def _initialize(self: Any, value: Any) -> None:
+        if has_strategy() and get_strategy().extended.num_workers > 1:
+            layout = get_strategy().extended.variable_layout()
+            self._layout = sharding_of(get_strategy())
+            value = put_replicated(layout.initial(value), self._layout)
+        original(self, value)
+
+    return _initialize
+
+
+def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Values that are assigned are taken to be equal on all workers."""
+
+    def distribute_tensor(tensor: Any, layout: Any) -> Any:
+        if (
+            isinstance(layout, NamedSharding)
+            and not layout.is_fully_addressable
+            and not isinstance(tensor, jax.core.Tracer)
+        ):
+            return put_replicated(tensor, layout)
+        return original(tensor, layout)
+
+    return distribute_tensor
+
+
+def value(original: property) -> property:
+    """Outside of a step, a variable of several workers has the value of this one's copy."""
+    assert original.fget is not None
+    read = original.fget
+
+    def value(self: Any) -> Any:
+        return local_copy(read(self))
+
+    return property(value, doc=original.__doc__)
+
+
+def place(variable: Any, strategy: Any) -> None:
     """Moves a variable created elsewhere to the devices of a strategy."""
+    sharding = sharding_of(strategy)
     if sharding is None:
         return
     variable._layout = sharding
     value = variable._value
     if value is not None and value.sharding.device_set != sharding.device_set:
         with jax.ensure_compile_time_eval():  # a function may be being traced
-            variable._value = jax.device_put(value, sharding)
+            initial = strategy.extended.variable_layout().initial(value)
+            variable._value = put_replicated(initial, sharding)
 
 
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from distributary.errors import (
 )
 from distributary.inputs import DistributedInput, InputContext, InputStatistics, ValueContext
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
-from distributary.strategies._broadcast import broadcast
+from distributary.strategies._broadcast import all_workers, broadcast
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
@@ -197,6 +197,12 @@ class StrategyExtended:
         if self.num_workers == 1:
             return values
         return broadcast(values, self._layout.stacked)
+
+    def of_all_workers(self, value: np.ndarray) -> np.ndarray:
+        """`[worker, ...]`: the arrays of all workers; all call it with the same shape and dtype."""
+        if self.num_workers == 1:
+            return value[None]
+        return all_workers(value, self._layout.stacked)
 
     # Variables
 

@@ -12,6 +12,7 @@ from distributary.cluster_resolver import (
     TFConfigClusterResolver,
     multi_worker,
 )
+from distributary.collectives import CollectiveAllReduce
 from distributary.errors import BackendStartedError, ClusterError, InvalidTypeError
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
@@ -84,8 +85,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         _connect(place, (options and options.timeout_seconds) or _MEET_SECONDS)
         devices = _devices_of_all(place)
-        extended = StrategyExtended(self, devices, options=options, workers=place)
-        super().__init__(extended)
+        over_gloo = place.num_workers > 1 and devices[0].platform == "cpu"
+        ops = CollectiveAllReduce() if over_gloo else None
+        super().__init__(StrategyExtended(self, devices, ops, options, workers=place))
         _log.info("Using %r as %s", self, place.name)
 
     @property

@@ -15,10 +15,11 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
 from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.topology._jax_private import backends_started, inside_jax_trace
+from distributary.topology._jax_private import backends_started, hear, inside_jax_trace, tell
 from distributary.topology._placement import (
     local_copy,
     local_devices,
+    put_own,
     put_replicated,
     put_stacked,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "backends_started",
     "canonical_name",
     "dispatcher_for",
+    "hear",
     "inside_jax_trace",
     "latest_program",
     "local_copy",
@@ -39,10 +41,12 @@ __all__ = [
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",
+    "put_own",
     "put_replicated",
     "put_stacked",
     "replica_devices",
     "resolve_device",
     "set_logical_cpu_devices",
     "short_name",
+    "tell",
 ]

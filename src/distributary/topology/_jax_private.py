@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core, xla_bridge
+from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import pxla
 
-__all__ = ["backends_started", "inside_jax_trace", "put_rows"]
+__all__ = ["backends_started", "hear", "inside_jax_trace", "put_rows", "tell"]
 
 
 def inside_jax_trace() -> bool:
@@ -33,8 +33,29 @@ def backends_started() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Rows `[device of this process, ...]`, each on its device, as an array sharded over dim 0.
+def tell(key: str, text: str) -> None:
+    """Leaves a text with the coordination service of the job, where every worker finds it.
+
+    JAX uses the service itself and has no public name for it, as of jax 0.10.2.
+    """
+    client: Any = distributed.global_state.client
+    client.key_value_set(key, text)
+
+
+def hear(key: str, seconds: float) -> str | None:
+    """The text that a worker left; waits for it, and returns None if it does not come in time."""
+    client: Any = distributed.global_state.client
+    try:
+        text: str = client.blocking_key_value_get(key, int(seconds * 1000))
+        return text
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def put_rows(array: np.ndarray, sharding: Any, axis: int = 0) -> jax.Array:
+    """The rows of this process' devices, as many for each, as an array sharded over dim `axis`.
 
     The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
     jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
@@ -43,10 +64,13 @@ def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
     if dtype != array.dtype:
         array = array.astype(dtype)
     devices = list(sharding.mesh.devices.flat)
-    aval = core.ShapedArray((len(devices), *array.shape[1:]), dtype)
+    num_devices = len(devices)
     if not sharding.is_fully_addressable:
         this_process = jax.process_index()
         devices = [device for device in devices if device.process_index == this_process]
-    rows = [array[i : i + 1] for i in range(len(devices))]
-    put: jax.Array = pxla.batched_device_put(aval, sharding, rows, devices)
+    before, size = array.shape[:axis], array.shape[axis] // len(devices)
+    aval = core.ShapedArray((*before, num_devices * size, *array.shape[axis + 1 :]), dtype)
+    all_before = (slice(None),) * axis
+    parts = [array[(*all_before, slice(i * size, (i + 1) * size))] for i in range(len(devices))]
+    put: jax.Array = pxla.batched_device_put(aval, sharding, parts, devices)
     return put

@@ -7,7 +7,7 @@ import numpy as np
 
 from distributary.topology._jax_private import put_rows
 
-__all__ = ["local_copy", "local_devices", "put_replicated", "put_stacked"]
+__all__ = ["local_copy", "local_devices", "put_own", "put_replicated", "put_stacked"]
 
 
 def local_devices(sharding: Any) -> list[jax.Device]:
@@ -35,6 +35,21 @@ def put_replicated(value: Any, sharding: Any) -> Any:
         return jax.make_array_from_single_device_arrays(host.shape, sharding, copies)
 
     return jax.tree.map(put, value)
+
+
+def put_own(value: Any, sharding: Any) -> jax.Array:
+    """What this process has of a value whose devices belong to several processes.
+
+    Args:
+        value: Its rows, along the partitioned dim, of this process' devices, as many of each; all
+            of it if no dim is partitioned.
+        sharding: Sharding with at most one partitioned dim.
+    """
+    axes = [axis for axis, name in enumerate(sharding.spec) if name is not None]
+    if not axes:
+        placed: jax.Array = put_replicated(value, sharding)
+        return placed
+    return put_rows(np.asarray(local_copy(value)), sharding, axes[0])
 
 
 def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:

@@ -1,0 +1,248 @@
+"""Saving and loading models of a strategy: one writer, complete files, the same values everywhere.
+
+With several workers all of them call `save`, with one path or a path each. The first one writes its
+file; the others wait for it and write only what has another path. Of what is loaded the values of
+the first worker count, so the files need not be there on the others.
+"""
+
+import errno
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+from keras.src.saving import saving_api, saving_lib
+from keras.src.utils import file_utils
+
+from distributary.context import default_mode, get_strategy, has_strategy, pop, push
+from distributary.errors import ClusterError
+from distributary.keras_bridge._data import DatasetAdapter, train_data
+from distributary.keras_bridge._models import strategy_of
+from distributary.topology import hear, tell
+
+_WAIT_SECONDS = 600.0
+# What a backup knows about training besides the weights, as an attribute of their file.
+_PROGRESS = "distributary_progress"
+
+
+def save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Files of models of a strategy appear complete, and are written by one worker."""
+
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(model)
+        local = isinstance(filepath, (str, os.PathLike)) and not file_utils.is_remote_path(filepath)
+        one_file = kwargs.get("zipped", True) and not kwargs.get("max_shard_size") and not any(args)
+        if strategy is None or not local or not one_file:
+            return original(model, filepath, *args, **kwargs)
+        _once(strategy, Path(filepath), lambda path: original(model, str(path), *args, **kwargs))
+        return None
+
+    return save
+
+
+def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights are read by the first worker, for all."""
+
+    def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None or strategy.extended.num_workers == 1:
+            return original(model, *args, **kwargs)
+        if strategy.extended.worker_number == 0:
+            original(model, *args, **kwargs)
+        take_over(model, strategy)
+        return None
+
+    return load_weights
+
+
+def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that is loaded has the first worker's weights on all workers."""
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        model = original(*args, **kwargs)
+        if has_strategy() and get_strategy().extended.num_workers > 1:
+            take_over(model, get_strategy())
+        return model
+
+    return load_model
+
+
+def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras makes an optimizer while it saves, which is none of the strategy's."""
+
+    def get_attr_skipset(*args: Any, **kwargs: Any) -> Any:
+        mode = default_mode()
+        push(mode)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            pop(mode)
+
+    return get_attr_skipset
+
+
+def take_over(model: Any, strategy: Any) -> None:
+    """Gives the variables of a model and its optimizer the first worker's values."""
+    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
+    values = strategy.extended.from_chief([np.asarray(v.value) for v in variables])
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _once(strategy: Any, path: Path, write: Callable[[Path], Any]) -> None:
+    extended = strategy.extended
+    if extended.num_workers == 1:
+        with complete_file(path, 0) as temporary:
+            write(temporary)
+        return
+    number = getattr(strategy, "_num_saved_files", 0)
+    strategy._num_saved_files = number + 1
+    key = f"distributary/saved/{number}"
+    if extended.worker_number == 0:
+        result: dict[str, Any] = {"path": str(path.absolute()), "error": None}
+        try:
+            with complete_file(path, 0) as temporary:
+                write(temporary)
+        except BaseException as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            tell(key, json.dumps(result))
+        return
+    told = hear(key, _WAIT_SECONDS)
+    if told is None:
+        raise ClusterError(
+            f"Saving {str(path)!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
+            " Call save on all workers, or on the first one alone."
+        )
+    result = json.loads(told)
+    if result["path"] != str(path.absolute()):
+        with complete_file(path, extended.worker_number) as temporary:
+            write(temporary)
+    elif result["error"] is not None:
+        raise OSError(f"Worker 0 could not save {str(path)!r}: {result['error']}")
+
+
+@contextmanager
+def complete_file(path: Path, worker: int) -> Iterator[Path]:
+    """A path to write to; the file takes its place at the end, or is removed after an error."""
+    # The name keeps its end, by which Keras knows the format.
+    temporary = path.with_name(f".worker{worker}.{path.name}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.add_note(f"Saving {str(path)!r}: the disk is full. What was there is kept.")
+        raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+# BackupAndRestore: weights and progress are one file, so that they belong together after a kill.
+
+
+def backup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A backup is written by the first worker, and also has the state of the random numbers."""
+
+    def _save_model(self: Any) -> None:
+        model = self.model
+        strategy = strategy_of(model)
+        if strategy is None or file_utils.is_remote_path(self.backup_dir):
+            original(self)
+            return
+        if strategy.extended.worker_number > 0:
+            return
+        os.makedirs(self.backup_dir, exist_ok=True)
+        if self.double_checkpoint and os.path.exists(self._weights_path):
+            file_utils.copy(self._weights_path, self._prev_weights_path)
+            file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
+        progress = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
+        with complete_file(Path(self._weights_path), 0) as path:
+            inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
+            with h5py.File(path, "r+") as file:
+                file.attrs[_PROGRESS] = json.dumps({**progress, **_random_state(model)})
+        with complete_file(Path(self._training_metadata_path), 0) as path:
+            path.write_text(json.dumps(progress))  # for Keras without a strategy
+
+    return _save_model
+
+
+def restore(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Training goes on where the first worker's backup was made, on all workers."""
+
+    def _load_model(self: Any) -> None:
+        model = self.model
+        strategy = strategy_of(model)
+        if strategy is None:
+            original(self)
+            return
+        if model.optimizer is not None and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        epoch = -1
+        if strategy.extended.worker_number == 0:
+            epoch = _read_backup(self)
+        (agreed,) = strategy.extended.from_chief([np.array(epoch)])
+        epoch = int(agreed)
+        if epoch < 0:
+            return
+        if strategy.extended.num_workers > 1:
+            take_over(model, strategy)
+        model._initial_epoch = epoch
+        adapter = train_data.get()
+        if isinstance(adapter, DatasetAdapter):
+            adapter.start_at(epoch, self.params.get("steps"))
+
+    return _load_model
+
+
+def _read_backup(callback: Any) -> int:
+    """Loads weights and random state; returns the epoch that comes next, -1 without a backup."""
+    path = callback._weights_path
+    if not file_utils.exists(path):
+        return -1
+    inspect.unwrap(saving_api.load_weights)(callback.model, path)
+    progress = None
+    if not file_utils.is_remote_path(path):
+        with h5py.File(path, "r") as file:
+            progress = file.attrs.get(_PROGRESS)
+    if progress is None:  # Keras made it without a strategy
+        if not file_utils.exists(callback._training_metadata_path):
+            return 0
+        with file_utils.File(callback._training_metadata_path, "r") as file:
+            return int(json.loads(file.read())["epoch"])
+    progress = json.loads(progress)
+    key, *others = progress["numpy"]
+    np.random.set_state(("MT19937", np.array(key, np.uint32), *others))
+    for generator, state in zip(_seed_states(callback.model), progress["seeds"], strict=True):
+        generator.assign(np.array(state, generator.dtype))
+    return int(progress["epoch"])
+
+
+def _random_state(model: Any) -> dict[str, Any]:
+    """What decides the order of the examples, and dropout, whose seeds Keras does not save."""
+    _, key, *others = np.random.get_state(legacy=True)
+    seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
+    return {"numpy": [np.asarray(key).tolist(), *others], "seeds": seeds}
+
+
+def _seed_states(model: Any) -> list[Any]:
+    return [variable for variable in model.variables if variable.name == "seed_generator_state"]
+
+
+def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The backup is removed by the first worker."""
+
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.extended.worker_number == 0:
+            original(self, logs)
+
+    return on_train_end

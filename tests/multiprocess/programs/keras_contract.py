@@ -1,0 +1,162 @@
+"""What Keras does under every synchronous strategy, printed as JSON.
+
+The numbers are the same for any number of workers with as many devices in all.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import numpy as np
+
+import distributary as dist
+from distributary.data import Dataset
+
+strategy = dist.MultiWorkerMirroredStrategy()
+
+import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
+
+extended = strategy.extended
+worker = extended.worker_number
+folder = Path(sys.argv[1])
+result = {"num_replicas": strategy.num_replicas_in_sync, "worker": worker}
+
+random = np.random.RandomState(0)
+x = random.randn(52, 4).astype(np.float32)
+y = (x.sum(axis=1) > 0).astype(np.int32)
+
+
+def rounded(value):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64).round(6).tolist(), value)
+
+
+def make_model(dropout=0.0):
+    # Not the same on all workers: the chief's initial values count.
+    keras.utils.set_random_seed(1 + worker)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(
+        optimizer=keras.optimizers.Adam(0.05),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def summary(model, history=None):
+    return rounded(
+        {
+            "weights": model.get_weights(),
+            "optimizer": [v.numpy() for v in model.optimizer.variables],
+            "history": {} if history is None else history.history,
+        }
+    )
+
+
+class StopsOnOneWorker(keras.callbacks.Callback):
+    """Only the last worker wants to stop, after the second epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1 and worker == extended.num_workers - 1:
+            self.model.stop_training = True
+
+
+with strategy.scope():
+    model = make_model(dropout=0.2)
+result["initial"] = rounded(model.get_weights())
+result["read"] = rounded([keras.ops.sum(model.weights[0]), model.weights[0] * 2])
+
+# Shuffled arrays whose last batch is uneven; validation; files of callbacks and of the user.
+history = model.fit(
+    x,
+    y,
+    batch_size=12,
+    epochs=5,
+    validation_data=(x[:30], y[:30]),
+    class_weight={0: 1.0, 1: 2.0},
+    verbose=2,
+    callbacks=[
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.ModelCheckpoint(folder / "epoch{epoch}.keras", save_freq="epoch"),
+        StopsOnOneWorker(),
+    ],
+)
+result["fit"] = summary(model, history)
+result["evaluate"] = rounded(model.evaluate(x, y, batch_size=12, verbose=0))
+result["predict"] = rounded(model.predict(x, batch_size=12, verbose=0))
+result["train_on_batch"] = rounded(model.train_on_batch(x[:12], y[:12]))
+result["predict_on_batch"] = rounded(model.predict_on_batch(x[:12]))
+assert keras.ops.sum(model.weights[0]).is_fully_addressable
+
+model.save(folder / "shared.keras")
+own = folder / f"of_worker{worker}.weights.h5"
+model.save_weights(own)
+assert own.exists()
+model.load_weights(folder / "of_worker0.weights.h5")
+loaded = keras.models.load_model(folder / "shared.keras")
+result["loaded without a strategy"] = rounded(loaded.predict(x, batch_size=12, verbose=0))
+with strategy.scope():
+    loaded = keras.models.load_model(folder / "shared.keras")
+result["loaded"] = rounded(loaded.evaluate(x, y, batch_size=12, verbose=0))
+
+# A dataset shuffled without a seed; several steps in one program.
+with strategy.scope():
+    model = make_model()
+    model.steps_per_execution = 2
+dataset = Dataset.from_tensor_slices((x, y)).shuffle(52).batch(8)
+result["dataset"] = summary(model, model.fit(dataset, epochs=2, verbose=0))
+
+
+# Batches that every worker makes for itself, operation by operation.
+def batches():
+    for start in range(0, 48, 12):
+        yield x[start : start + 12], y[start : start + 12]
+
+
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+result["eager"] = rounded(model.fit(batches(), verbose=0).history)
+
+# A loop of one's own over a Keras model.
+with strategy.scope():
+    model = make_model()
+    optimizer = keras.optimizers.Adam(0.05)
+
+
+def step(inputs, labels):
+    with dist.GradientTape() as tape:
+        logits = model(inputs, training=True)
+        losses = keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+        loss = keras.ops.sum(losses) / 12
+    variables = model.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+
+losses = []
+for batch in strategy.experimental_distribute_dataset(Dataset.from_tensor_slices((x, y)).batch(12)):
+    losses.append(strategy.reduce("SUM", strategy.run(step, args=batch), axis=None))
+result["loop"] = rounded([losses, model.get_weights()])
+
+# Workers that are given different data end with a sentence, all of them.
+try:
+    model.compile(optimizer="sgd", loss="mse")
+    model.fit(x + worker, x[:, :2], verbose=0, shuffle=False)
+    result["different data"] = None
+except ValueError as error:
+    result["different data"] = str(error)
+
+result["hidden files"] = sorted(path.name for path in folder.glob(".*"))
+print(json.dumps(result))

@@ -1,0 +1,42 @@
+"""A `fit` that is killed in the middle by SIGKILL, once, and goes on from its backup.
+
+keras_recovery.py FOLDER [EPOCH WORKER]     the worker dies when the epoch begins
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import numpy as np
+
+import distributary as dist
+
+strategy = dist.MultiWorkerMirroredStrategy()
+
+import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
+
+folder, *plan = sys.argv[1:]
+worker = strategy.extended.worker_number
+keras.utils.set_random_seed(worker)
+x = np.random.RandomState(0).randn(48, 4).astype(np.float32)
+
+
+class Dies(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        restarts = int(os.environ["DISTRIBUTARY_RESTART"])
+        if [str(epoch), str(worker)] == plan and not restarts:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+with strategy.scope():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    )
+    model.compile("adam", "mse")
+# Only the first worker has a file: the others take what it reads.
+backup = keras.callbacks.BackupAndRestore(f"{folder}/of_worker{worker}")
+model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[backup, Dies()])
+np.savez(Path(folder) / f"weights{worker}.npz", *model.get_weights())
