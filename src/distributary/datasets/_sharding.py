@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
-import jax
 import numpy as np
 
 from distributary.datasets._elements import Batch, Prefetch
@@ -17,7 +16,7 @@ from distributary.datasets._options import AutoShardPolicy
 from distributary.datasets._order import Shard, WithOptions, options_of
 from distributary.datasets._several import Interleave
 from distributary.datasets._streams import Batched, Path, Stream
-from distributary.datasets._structure import Block, num_rows
+from distributary.datasets._structure import Block, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -88,6 +87,11 @@ class WorkerBatch:
 Check = Callable[[Any, int, bool], tuple[Any, int]]
 
 
+def policy_of(node: Node) -> AutoShardPolicy:
+    """The policy that the options of a dataset ask for."""
+    return options_of(node).experimental_distribute.auto_shard_policy or AutoShardPolicy.AUTO
+
+
 @final
 class WorkerBatches:
     """The global batches of a dataset as one of its workers sees them.
@@ -95,14 +99,17 @@ class WorkerBatches:
     Args:
         node: Dataset of global batches.
         share: Which worker.
+        policy: What it reads; None for what the options of the dataset say.
 
     Raises:
-        InvalidValueError: if the policy of the dataset cannot be followed.
+        InvalidValueError: if the policy cannot be followed.
     """
 
-    def __init__(self, node: Node, share: WorkerShare) -> None:
+    def __init__(
+        self, node: Node, share: WorkerShare, policy: AutoShardPolicy | None = None
+    ) -> None:
         self._share = share
-        policy = options_of(node).experimental_distribute.auto_shard_policy or AutoShardPolicy.AUTO
+        policy = policy or policy_of(node)
         if share.num_workers == 1:
             self._splits = True
             self.node = node
@@ -188,7 +195,7 @@ class WorkerStream:
             alone = WorkerShare(replicas_per_worker=share.replicas_per_worker)
             return WorkerBatch(batch, _sizes(alone, size))
         if share.num_workers > 1:
-            batch = _rows(batch, self._wanted(size))
+            batch = some_rows(batch, self._wanted(size))
         return self._batch(batch, size)
 
     def _is_whole(self, size: int) -> bool:
@@ -301,7 +308,7 @@ class _CutStream(Stream):
             batch = next(self._upstream)
             size = num_rows(batch)
             step = max(1, -(-size // self._share.num_workers))
-            self._pieces = [_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
+            self._pieces = [some_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
         return self._pieces.pop(0)
 
 
@@ -327,8 +334,4 @@ class _Cut(Node):
 def split_rows(rows: Any, sizes: Sequence[int]) -> list[Any]:
     """The parts of a worker's rows, one per replica."""
     ends = [0, *np.cumsum(sizes).tolist()]
-    return [_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]
-
-
-def _rows(batch: Any, part: slice) -> Any:
-    return jax.tree.map(lambda array: array[part], batch)
+    return [some_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]

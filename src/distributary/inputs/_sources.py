@@ -14,15 +14,14 @@ from distributary.datasets import (
     Node,
     Once,
     OneShot,
-    Options,
     Prefetch,
     WithOptions,
     WorkerBatches,
     WorkerShare,
     drawn_seeds,
     foreign,
-    from_batches,
-    options_of,
+    from_list,
+    policy_of,
     with_drawn_seeds,
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
@@ -55,16 +54,26 @@ class Batches:
         what: str = _WHAT,
         agree: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None,
     ) -> None:
-        self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
+        node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
         if share.num_workers > 1:
-            self.node = _of_all_workers(self.node, what)
-            seeds = drawn_seeds(self.node)
+            _check_policy(node, what)
+            seeds = drawn_seeds(node)
             if agree is not None and seeds:
                 # Shuffles without a seed must have the same order on every worker.
                 (agreed,) = agree([np.array(seeds, np.int64)])
-                self.node = with_drawn_seeds(self.node, agreed.tolist())
+                node = with_drawn_seeds(node, agreed.tolist())
         self._share = share
-        WorkerBatches(self.node, share)  # finds fault with its policy
+        self.node = node
+
+    @property
+    def node(self) -> Node:
+        """The dataset."""
+        return self._node
+
+    @node.setter
+    def node(self, node: Node) -> None:
+        self._node = node
+        self._of_worker = WorkerBatches(node, self._share, AutoShardPolicy.DATA)
 
     @property
     def once(self) -> OneShot | None:
@@ -73,7 +82,7 @@ class Batches:
 
     def cardinality(self) -> int:
         """Number of batches."""
-        return WorkerBatches(self.node, self._share).node.cardinality()
+        return self.node.cardinality()
 
     def spec(self) -> Any:
         """Nest of `TensorSpec` of the batches."""
@@ -82,7 +91,7 @@ class Batches:
     def stream(self, path: tuple[int, ...]) -> Any:
         """A pass over this worker's part of the batches."""
         # Workers compute an uneven batch together, for which each needs all of it.
-        return WorkerBatches(self.node, self._share).stream(path, checked, whole_if_uneven=True)
+        return self._of_worker.stream(path, checked, whole_if_uneven=True)
 
 
 @final
@@ -197,17 +206,14 @@ def as_node(dataset: Any, what: str) -> Node:
     return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
 
 
-def _of_all_workers(node: Node, what: str) -> Node:
-    """A dataset of which every worker takes its rows of every batch."""
-    policy = options_of(node).experimental_distribute.auto_shard_policy
-    if policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
+def _check_policy(node: Node, what: str) -> None:
+    """Every worker takes its rows of every batch; other policies do not work yet."""
+    policy = policy_of(node)
+    if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
         raise UnsupportedError(
             f"{what} a dataset with AutoShardPolicy.{policy.name}, which does not work across"
             " workers yet. Use AutoShardPolicy.DATA: every worker takes its rows of each batch."
         )
-    options = Options()
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
-    return WithOptions(node, options)
 
 
 def _without_prefetch(node: Node) -> tuple[Node, int]:
@@ -232,7 +238,7 @@ def _batches(dataset: Any, what: str) -> Node:
             " y)]; if each array is a batch, pass a list of them."
         )
     if isinstance(dataset, (np.ndarray, jax.Array, dict)):
-        return from_batches(_rows_of(dataset, what))
+        return from_list(_rows_of(dataset, what), batched=True)
     node = as_node(dataset, what)
     if node.is_batched() is False:
         raise InvalidValueError(

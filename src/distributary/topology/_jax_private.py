@@ -33,8 +33,8 @@ def backends_started() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
-    """Rows `[device of this process, ...]`, each on its device, as an array sharded over dim 0.
+def put_rows(array: np.ndarray, sharding: Any, devices: list[jax.Device]) -> jax.Array:
+    """Rows `[device, ...]`, each on its device of this process, as an array sharded over dim 0.
 
     The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
     jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
@@ -42,11 +42,7 @@ def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype:
         array = array.astype(dtype)
-    devices = list(sharding.mesh.devices.flat)
-    aval = core.ShapedArray((len(devices), *array.shape[1:]), dtype)
-    if not sharding.is_fully_addressable:
-        this_process = jax.process_index()
-        devices = [device for device in devices if device.process_index == this_process]
+    aval = core.ShapedArray((sharding.mesh.size, *array.shape[1:]), dtype)
     rows = [array[i : i + 1] for i in range(len(devices))]
     put: jax.Array = pxla.batched_device_put(aval, sharding, rows, devices)
     return put
