@@ -24,11 +24,11 @@ from distributary.datasets._options import (
 )
 from distributary.datasets._order import WithOptions
 from distributary.datasets._prefetch import Prefetched
+from distributary.datasets._runs import runs_of
 from distributary.datasets._sharding import (
     WorkerBatch,
     WorkerBatches,
     WorkerShare,
-    policy_of,
     split_rows,
 )
 from distributary.datasets._sources import Once, OneShot, from_list
@@ -66,8 +66,8 @@ __all__ = [
     "is_hugging_face",
     "next_as_optional",
     "next_or_out_of_range",
-    "policy_of",
     "restored",
+    "runs_of",
     "split_rows",
     "state_of",
     "with_drawn_seeds",

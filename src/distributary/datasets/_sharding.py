@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
+import jax
 import numpy as np
 
 from distributary.datasets._elements import Batch, Prefetch
 from distributary.datasets._nodes import Node, all_nodes, describe, rewrite
 from distributary.datasets._options import AutoShardPolicy
 from distributary.datasets._order import Shard, WithOptions, options_of
+from distributary.datasets._runs import runs_of
 from distributary.datasets._several import Interleave
 from distributary.datasets._streams import Batched, Path, Stream
-from distributary.datasets._structure import Block, num_rows, some_rows
+from distributary.datasets._structure import Block, TensorSpec, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -87,11 +89,6 @@ class WorkerBatch:
 Check = Callable[[Any, int, bool], tuple[Any, int]]
 
 
-def policy_of(node: Node) -> AutoShardPolicy:
-    """The policy that the options of a dataset ask for."""
-    return options_of(node).experimental_distribute.auto_shard_policy or AutoShardPolicy.AUTO
-
-
 @final
 class WorkerBatches:
     """The global batches of a dataset as one of its workers sees them.
@@ -99,34 +96,44 @@ class WorkerBatches:
     Args:
         node: Dataset of global batches.
         share: Which worker.
-        policy: What it reads; None for what the options of the dataset say.
+
+    Attributes:
+        policy: The policy that is followed: never AUTO; DATA on one worker, which all workers see
+            the same batches with, and only with which they do.
+        node: The dataset this worker reads.
 
     Raises:
-        InvalidValueError: if the policy cannot be followed.
+        InvalidValueError: if the policy of the dataset cannot be followed.
     """
 
-    def __init__(
-        self, node: Node, share: WorkerShare, policy: AutoShardPolicy | None = None
-    ) -> None:
+    def __init__(self, node: Node, share: WorkerShare) -> None:
         self._share = share
-        policy = policy or policy_of(node)
-        if share.num_workers == 1:
-            self._splits = True
-            self.node = node
-            return
-        by_file = policy is AutoShardPolicy.FILE
-        if policy is AutoShardPolicy.AUTO:
-            by_file = _num_files(node) >= share.num_workers
-            _log.info("Dataset %s is sharded by %s.", describe(node), "file" if by_file else "data")
-        # Whether every worker iterates over all global batches and keeps its rows.
-        self._splits = not by_file and policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        if by_file:
+        self.policy = _policy_of(node, share)
+        if self.policy is AutoShardPolicy.FILE:
             node = _sharded_by_file(node, share)
-        elif policy is AutoShardPolicy.HINT:
+        elif self.policy is AutoShardPolicy.HINT:
             node = rewrite(node, lambda own: _with_hint(own, share))
-        if not self._splits:
+        if self.policy is not AutoShardPolicy.DATA:
             node = _with_batches_of_worker(node, share)
         self.node = node
+
+    def runs(self) -> list[tuple[int | None, Any]] | None:
+        """Numbers of consecutive batches whose parts on this worker have the same shapes.
+
+        Per run a number, None for no end, and what every replica gets, a nest of `TensorSpec`. None
+        if only reading would tell. Not for DATA.
+        """
+        runs = runs_of(self.node)
+        alone = WorkerShare(replicas_per_worker=self._share.replicas_per_worker)
+
+        def parts(spec: Any) -> list[Any]:
+            size = jax.tree.leaves(spec)[0].shape[0]
+            return [
+                jax.tree.map(lambda leaf, n=n: TensorSpec((n, *leaf.shape[1:]), leaf.dtype), spec)
+                for n in _sizes(alone, size)
+            ]
+
+        return None if runs is None else [(count, parts(spec)) for count, spec in runs]
 
     def stream(self, path: Path, check: Check, whole_if_uneven: bool = False) -> "WorkerStream":
         """A pass over the batches, each of which goes through `check`.
@@ -136,7 +143,7 @@ class WorkerBatches:
         """
         node, share = self.node, self._share
         reused = not node.makes_arrays()
-        if not self._splits:
+        if self.policy is not AutoShardPolicy.DATA:
             return WorkerStream(node.stream(path), share, "cut", check, reused)
         if share.num_workers > 1:
             inner = node
@@ -220,6 +227,17 @@ class WorkerStream:
 @functools.lru_cache(maxsize=256)
 def _sizes(share: WorkerShare, size: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise(share.ends(size)))
+
+
+def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
+    asked = options_of(node).experimental_distribute.auto_shard_policy
+    if share.num_workers == 1:
+        return AutoShardPolicy.DATA
+    if asked is not None and asked is not AutoShardPolicy.AUTO:
+        return asked
+    by_file = _num_files(node) >= share.num_workers
+    _log.info("Dataset %s is sharded by %s.", describe(node), "file" if by_file else "data")
+    return AutoShardPolicy.FILE if by_file else AutoShardPolicy.DATA
 
 
 def _num_files(node: Node) -> int:

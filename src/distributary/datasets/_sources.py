@@ -44,6 +44,9 @@ class RowsNode(Node):
     def is_identity(self) -> bool:
         return self.cardinality() >= 0
 
+    def fixed_spec(self) -> Any | None:
+        return self.spec()
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -185,6 +188,9 @@ class RandomAccess(OneByOne, RowsNode):
 
     def rows(self, numbers: np.ndarray) -> Block:
         return super().rows(numbers) if self.getitems is None else self.getitems(numbers)
+
+    def fixed_spec(self) -> Any | None:
+        return None
 
     def is_batched(self) -> bool | None:
         return self.batched

@@ -130,4 +130,8 @@ def two_steps(batch):
 
 
 result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
+if extended.num_workers > 1:
+    import reading
+
+    result["reading"] = reading.results(strategy)
 print(json.dumps(result))
