@@ -149,7 +149,9 @@ class AgreedSteps:
                     f"Step {self._number - 1} of {self._place}: {name} has elements of structure"
                     f" {other}, another worker of structure {tree}; all must have the same."
                 )
-        nothing = (self._without_rows(parts[0]),) * self._num_parts
+        nothing: tuple[Leaves, ...] = ()
+        if "" in told:
+            nothing = (self._without_rows(parts[0]),) * self._num_parts
         leaves = [part for text in told for part in (parts_of(text)[1] if text else nothing)]
         own: list[list[Any]] = []
         if ready is not None:

@@ -106,7 +106,7 @@ def signature(tree: Any, parts: tuple[tuple[tuple[Any, Shape], ...], ...]) -> st
 
 def _dtype_name(dtype: Any) -> str:
     # As it is on the devices.
-    return jax.dtypes.canonicalize_dtype(dtype).name
+    return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 @functools.lru_cache(maxsize=1024)
