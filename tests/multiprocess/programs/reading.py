@@ -3,6 +3,7 @@
 import itertools
 import pathlib
 import tempfile
+import threading
 
 import jax
 import numpy as np
@@ -62,13 +63,19 @@ def results(strategy):
     assert distributed.cardinality == len(found["file"])
     assert distributed.element_spec.value_specs[0].shape == (None,)
     assert steps(distributed) == found["file"]
-    found["auto"] = steps(distribute(Dataset.from_npy(files).batch(12)))
+    options = dist.InputOptions(
+        experimental_fetch_to_device=False, experimental_per_replica_buffer_size=0
+    )
+    found["auto"] = steps(distribute(Dataset.from_npy(files).batch(12), options))
     mapped = Dataset.from_npy(files).shuffle(100).batch(12).map(lambda x: x)
     found["mapped"] = steps(distribute(_with_policy(mapped, AutoShardPolicy.FILE)))
     endless = distribute(Dataset.from_npy(files).repeat().batch(12, drop_remainder=True))
     assert endless.cardinality == dist.data.INFINITE_CARDINALITY
     assert endless.element_spec.value_specs[0].shape == (12 // strategy.num_replicas_in_sync,)
     found["endless"] = steps(endless, 5)
+    for thread in threading.enumerate():  # that of the loop that was left ends with it
+        if thread.name == "distributary-prefetch":
+            thread.join()
 
     # Two iterators in turns, and positions.
     not_known = Dataset.from_npy(files).map(lambda x: x).batch(12)
