@@ -47,6 +47,9 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
         assert got.pop("worker") == worker
         assert got.pop("writes") == (worker == 0)
         assert got.pop("local_devices") == devices
+        if worker:
+            first = f"worker 0 at {workers.addresses[0]} has closed its connection"
+            assert first in got.pop("left alone")
         _check_reading(got.pop("reading"), num_workers, devices, worker)
         mine = slice(worker * devices, (worker + 1) * devices)
         for name in ("local ids", "local values"):

@@ -1,5 +1,6 @@
 """What all workers of a job tell each other, on the host."""
 
+import atexit
 import hmac
 import secrets
 import socket
@@ -77,7 +78,8 @@ class Exchange:
             link.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._is_first = server is not None
         self._links = links
-        weakref.finalize(self, _close, links)
+        # Before JAX waits for the other workers at the end, who may be waiting here for this one.
+        atexit.register(weakref.finalize(self, _close, links))
 
     def __call__(self, message: bytes) -> list[bytes]:
         """The messages of all workers, in worker order; none may be empty.
@@ -91,9 +93,9 @@ class Exchange:
             except _GoneError as gone:
                 _close(self._links)  # so that the others hear of it, too
                 raise ClusterError(
-                    f"{gone.peer} was needed for the next step and has hung up. Look at its output."
-                    " If it ended without an error: all workers must take the same steps over the"
-                    " same datasets."
+                    f"{gone.peer} has closed its connection, and what it has to say was needed"
+                    " here. Look at its output. If it ended without an error: all workers must take"
+                    " the same steps over the same datasets."
                 ) from None
 
     def _collect(self, message: bytes) -> list[bytes]:
