@@ -94,9 +94,15 @@ def _expected_reading(num_workers, devices, worker):
     result = {"file": steps, "auto": steps}
     result["endless"] = _together([_chunks((5 * rows)[: 5 * size], size) for rows in own])
     result["global"] = []
-    for parts in itertools.zip_longest(*batches, fillvalue=[]):
-        even = len({len(part) for part in parts}) == 1 and len(parts[0]) % devices == 0
-        result["global"].append(parts[worker] if even else list(itertools.chain(*parts)))
+    for batches_of_step in itertools.zip_longest(*batches, fillvalue=[]):
+        parts = [
+            [len(part) for part in np.array_split(batch, devices)] for batch in batches_of_step
+        ]
+        rows = list(itertools.chain(*batches_of_step))
+        sizes = list(itertools.chain(*parts))
+        even = len(set(sizes)) == 1
+        mine = [batches_of_step[worker], parts[worker]]
+        result["global"].append(mine if even else [rows, sizes])
     result["off"] = _together([_chunks(list(range(6)), size)] * num_workers)
     shards = [list(range(w, 25, num_workers)) for w in range(num_workers)]
     result["hint"] = _together([_chunks(shard, size) for shard in shards])

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -16,12 +16,6 @@ from distributary.values import PerReplica
 
 # Number of consecutive steps, None for no end, with this signature.
 SignedRun = tuple[int | None, str]
-
-
-class RowPlacer(Protocol):
-    """Puts rows where the replicas are."""
-
-    def place_rows(self, value: PerReplica) -> PerReplica: ...
 
 
 @final
@@ -57,7 +51,6 @@ class AgreedSteps:
         number: Of the first step.
         runs: The signatures of all steps of this worker, None if only reading would tell.
         num_parts: Number of replicas of each worker.
-        placer: Puts rows where the replicas are.
         spec: The spec of a part; called if this worker has none.
         finish: From the parts of all replicas, on every worker, to what a step gets.
     """
@@ -69,7 +62,6 @@ class AgreedSteps:
         number: int,
         runs: list[SignedRun] | None,
         num_parts: int,
-        placer: RowPlacer,
         spec: Callable[[], Any],
         finish: Callable[[list[Any]], Any],
     ) -> None:
@@ -78,7 +70,6 @@ class AgreedSteps:
         self._first = self._number = number
         self._runs = runs
         self._num_parts = num_parts
-        self._placer = placer
         self._spec = spec
         self._finish = finish
         self._began = False
@@ -191,7 +182,8 @@ class AgreedSteps:
         rows = np.zeros((self._num_parts, *largest), dtypes.pop())
         for row, array in zip(rows, own, strict=False):
             row[tuple(map(slice, array.shape))] = np.asarray(array)
-        placed = self._placer.place_rows(PerReplica.from_stacked(rows, self._num_parts)).payload
+        stacked = PerReplica.from_stacked(rows, self._num_parts)
+        placed = self._agreement.place_rows(stacked).payload
         mesh = placed.sharding.mesh
         dispatcher = dispatcher_for(tuple(mesh.devices.flat))
         return dispatcher.run(_cutter(mesh), lambda parts: parts[0], placed, shapes)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from distributary.errors import ClusterError
+from distributary.values import PerReplica
 
 
 class Exchange(Protocol):
@@ -28,14 +29,16 @@ class Agreement:
 
     Args:
         exchange: Carries the messages.
+        place_rows: Puts stacked values where the replicas are.
 
     Attributes:
         names: Of the workers.
         number: Of this one.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, place_rows: Callable[[PerReplica], PerReplica]) -> None:
         self._exchange = exchange
+        self.place_rows = place_rows
         self.names = exchange.names
         self.number = exchange.number
         self._num_named = 0

@@ -144,12 +144,13 @@ class DistributedDataset(DistributedInput):
         return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)
 
     def global_batches(self) -> "DistributedIterator":
-        """A pass that yields this worker's rows of every global batch as one nest of arrays.
+        """A pass that yields global batches as nests of arrays; several workers' `WorkerBatch`.
 
-        Of a batch that does not divide evenly every worker gets all rows.
+        That has the parts of this worker's replicas if all parts are equal, else those of all.
         """
         self._num_passes += 1
-        return DistributedIterator(self, self._num_passes - 1, _undivided, _joined)
+        place = _undivided if self._share.num_workers == 1 else _worker_batch
+        return DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
 
     # What the iterator needs
 
@@ -222,16 +223,18 @@ def _per_replica(parts: list[Any]) -> Any:
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
 
 
-def _joined(parts: list[Any]) -> Any:
-    """All rows of an uneven step, from the parts of all replicas."""
-    return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *parts)
-
-
 def _undivided(given: Any) -> Any:
     """The rows of all replicas of a step: `given` is a worker's batch, or a list of elements."""
     if isinstance(given, WorkerBatch):
         return given.rows
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *given)
+    return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
+
+
+def _worker_batch(given: Any) -> WorkerBatch:
+    """The same, with the sizes of the parts."""
+    if isinstance(given, WorkerBatch):
+        return given
+    return WorkerBatch(_undivided(given), tuple(len(jax.tree.leaves(part)[0]) for part in given))
 
 
 @final
@@ -288,7 +291,6 @@ class DistributedIterator(DistributedInput):
     def _start(self, stream: Iterator[Any]) -> None:
         dataset, source, place = self._dataset, self._dataset._source, self._place
         if source.agreement is not None:
-            assert dataset._placer is not None
             runs = source.runs()
             self._agreed = AgreedSteps(
                 source.agreement,
@@ -296,7 +298,6 @@ class DistributedIterator(DistributedInput):
                 self._position,
                 runs and [(count, signature_of_specs(parts)) for count, parts in runs],
                 dataset._share.replicas_per_worker,
-                dataset._placer,
                 source.spec,
                 self._join,
             )

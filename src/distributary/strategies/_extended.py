@@ -460,7 +460,7 @@ class StrategyExtended:
 
         if self._workers is None or self.num_workers == 1:
             return None
-        return Agreement(Exchange(self._workers, self.from_chief))
+        return Agreement(Exchange(self._workers, self.from_chief), self.runner.place_rows)
 
     def worker_share(self) -> Any:
         """Which of the replicas of a dataset's batches are those of this process."""

@@ -92,9 +92,9 @@ def results(strategy):
         second.close()
         assert list(second) == []
 
-    # Batches of all workers in one array.
-    parts = [np.asarray(part) for part in distribute(from_files).global_batches()]
-    found["global"] = [part.tolist() for part in parts]
+    # The parts of several replicas in one array.
+    parts = distribute(from_files).global_batches()
+    found["global"] = [(part.rows.tolist(), list(part.sizes)) for part in parts]
 
     # Everything on every worker, and every worker's shard.
     once = _with_policy(
