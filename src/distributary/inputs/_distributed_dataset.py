@@ -87,7 +87,8 @@ class DistributedDataset(DistributedInput):
     ) -> None:
         self._source = source
         self._placer = placer
-        self._share = share
+        #: Number of replicas here and elsewhere.
+        self.share = share
         self._depth = max(depth, source.prefetch_depth) if depth else 0
         self._statistics = statistics
         self._num_passes = 0
@@ -105,7 +106,7 @@ class DistributedDataset(DistributedInput):
         the same number, which divides by the number of replicas, and no worker can run out of them
         before others do.
         """
-        share = self._share
+        share = self.share
         # A worker that has no data left gets parts without rows.
         may_end = self._source.agreement is not None and self.cardinality != INFINITE_CARDINALITY
 
@@ -149,16 +150,16 @@ class DistributedDataset(DistributedInput):
         That has the parts of this worker's replicas if all parts are equal, else those of all.
         """
         self._num_passes += 1
-        place = _undivided if self._share.num_workers == 1 else _worker_batch
+        place = _undivided if self.share.num_workers == 1 else _worker_batch
         return DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
 
     # What the iterator needs
 
     def _distribute(self, given: Any) -> Any:
         """The values of a step: `given` is a worker's batch, or a list of elements."""
-        num_replicas = self._share.replicas_per_worker
+        num_replicas = self.share.replicas_per_worker
         if isinstance(given, WorkerBatch):
-            if self._share.num_replicas == 1:
+            if self.share.num_replicas == 1:
                 return self._alone(given.rows)
             if given.sizes[0] == given.sizes[-1] and self._placer is not None:
                 size = given.sizes[0]
@@ -170,7 +171,7 @@ class DistributedDataset(DistributedInput):
 
                 return jax.tree.map(placed, given.rows)
             given = split_rows(given.rows, given.sizes)
-        if self._share.num_replicas == 1:
+        if self.share.num_replicas == 1:
             return self._alone(given[0])
         parts, tree = _flat(given)
         columns = zip(*parts, strict=True)
@@ -297,7 +298,7 @@ class DistributedIterator(DistributedInput):
                 self._pass_name(),
                 self._position,
                 runs and [(count, signature_of_specs(parts)) for count, parts in runs],
-                dataset._share.replicas_per_worker,
+                dataset.share.replicas_per_worker,
                 source.spec,
                 self._join,
             )
