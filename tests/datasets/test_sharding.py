@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distributary.data import SHARD_HINT, AutoShardPolicy, Dataset, Options
+from distributary.data import SHARD_HINT, AutoShardPolicy, Dataset, Options, TensorSpec
 from distributary.datasets import WorkerBatches, WorkerShare, split_rows
 from distributary.inputs import checked
 
@@ -110,6 +110,45 @@ def test_off_gives_every_worker_everything_in_parts_of_its_size(num_workers):
         for steps in workers:
             assert [x for step in steps for x in _rows(step)] == list(range(12))
             assert [len(_rows(step)) for step in steps] == [6 // num_workers] * 2 * num_workers
+
+
+@settings(max_examples=60, deadline=None)
+@given(**_SIZES, take=st.integers(0, 30))
+def test_shapes_that_are_known_are_those_of_the_batches(
+    num_rows, batch_size, num_workers, num_replicas, drop, take
+):
+    if num_workers == 1 or batch_size < num_workers:
+        return
+    rows = Dataset.from_tensor_slices({"x": np.zeros((num_rows, 2, 3)), "y": np.arange(num_rows)})
+    rows = rows.shuffle(7).repeat(2).take(take).shard(2, 1)
+    dataset = _with_policy(rows.batch(batch_size, drop).prefetch(1), AutoShardPolicy.OFF)
+    share = WorkerShare(num_workers, num_workers - 1, num_replicas)
+    batches = WorkerBatches(dataset.node, share)
+
+    known = [parts for count, parts in batches.runs() for _ in range(count)]
+
+    stream = batches.stream((0,), checked)
+    assert known == [
+        [jax.tree.map(lambda a: TensorSpec(a.shape, a.dtype), part) for part in parts]
+        for parts in (split_rows(batch.rows, batch.sizes) for batch in stream)
+    ]
+
+
+def test_shapes_are_not_known_of_what_functions_make():
+    rows = Dataset.range(8)
+    for dataset in (
+        rows.map(lambda x: x).batch(4),
+        rows.batch(4).map(lambda x: x),
+        rows.filter(lambda x: True).batch(4),
+        rows.padded_batch(4),
+        Dataset.from_source([np.zeros(3), np.zeros(4)]).batch(4),
+    ):
+        dataset = _with_policy(dataset, AutoShardPolicy.OFF)
+        assert WorkerBatches(dataset.node, WorkerShare(2, 0, 1)).runs() is None
+    endless = _with_policy(rows.repeat().batch(4), AutoShardPolicy.OFF)
+    assert WorkerBatches(endless.node, WorkerShare(2, 0, 1)).runs() == [
+        (None, [TensorSpec((2,), np.int64)])
+    ]
 
 
 def test_a_hint_is_replaced_by_the_workers_shard():

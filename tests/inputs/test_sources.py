@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 import distributary as dist
+from distributary.data import Dataset, TensorSpec
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, UnsupportedError
+from distributary.inputs import Elements
 
 
 def _batches(num_batches=2, num_rows=4):
@@ -193,6 +196,28 @@ def test_elements_of_one_step_must_have_one_structure(elements, strategy_of):
 
     with pytest.raises(ReplicaMismatchError, match="gave replica 1 an element of structure"):
         list(dataset)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_rows=st.integers(0, 30),
+    batch_size=st.integers(1, 9),
+    num_replicas=st.integers(1, 4),
+    drop=st.booleans(),
+)
+def test_shapes_of_steps_that_are_known_are_those_of_the_steps(
+    num_rows, batch_size, num_replicas, drop
+):
+    rows = Dataset.from_tensor_slices((np.zeros((num_rows, 2)), np.arange(num_rows)))
+    elements = Elements(lambda: [rows.batch(batch_size, drop)], num_replicas)
+
+    known = [parts for count, parts in elements.runs() for _ in range(count)]
+
+    assert known == [
+        [jax.tree.map(lambda a: TensorSpec(a.shape, a.dtype), part) for part in step]
+        for step in elements.stream((0,))
+    ]
+    assert elements.cardinality() == len(known)
 
 
 def test_a_distributed_dataset_is_not_distributed_again(strategy_of):

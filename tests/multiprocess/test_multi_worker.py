@@ -1,5 +1,6 @@
 """MultiWorkerMirroredStrategy: the numbers of one process with as many devices."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+
+# As in programs/reading.py.
+_FILE_SIZES = (5, 3, 8, 1, 6, 2, 4)
+_GLOBAL_BATCH = 12
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,10 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
         assert got.pop("worker") == worker
         assert got.pop("writes") == (worker == 0)
         assert got.pop("local_devices") == devices
+        if worker:
+            first = f"worker 0 at {workers.addresses[0]} has closed its connection"
+            assert first in got.pop("left alone")
+        _check_reading(got.pop("reading"), num_workers, devices, worker)
         mine = slice(worker * devices, (worker + 1) * devices)
         for name in ("local ids", "local values"):
             assert got.pop(name) == expected[name][mine]
@@ -55,6 +64,103 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
     # On every worker the same, bit for bit.
     for name in ("w", "table", "losses", "merge_call"):
         assert len({json.dumps(one.result[name]) for one in ended}) == 1
+
+
+def _check_reading(found, num_workers, devices, worker):
+    _check_errors(found.pop("errors"), worker)
+    # Shuffled, and cut from batches: other steps, but every row once.
+    steps = found.pop("mapped")
+    assert sorted(itertools.chain(*steps)) == list(range(sum(_FILE_SIZES)))
+    assert max(map(len, steps)) <= _GLOBAL_BATCH
+    assert found == _expected_reading(num_workers, devices, worker)
+
+
+def _chunks(rows, size):
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def _together(workers):
+    """The rows of every step, given the batches of every worker."""
+    return [list(itertools.chain(*step)) for step in itertools.zip_longest(*workers, fillvalue=[])]
+
+
+def _expected_reading(num_workers, devices, worker):
+    """The results on one worker, without those that are random."""
+    size = _GLOBAL_BATCH // num_workers
+    ends = np.cumsum([0, *_FILE_SIZES])
+    files = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+    own = [list(itertools.chain(*files[w::num_workers])) for w in range(num_workers)]
+    batches = [_chunks(rows, size) for rows in own]
+    steps = _together(batches)
+    result = {"file": steps, "auto": steps}
+    result["endless"] = _together([_chunks((5 * rows)[: 5 * size], size) for rows in own])
+    result["global"] = []
+    for batches_of_step in itertools.zip_longest(*batches, fillvalue=[]):
+        parts = [
+            [len(part) for part in np.array_split(batch, devices)] for batch in batches_of_step
+        ]
+        rows = list(itertools.chain(*batches_of_step))
+        sizes = list(itertools.chain(*parts))
+        even = len(set(sizes)) == 1
+        mine = [batches_of_step[worker], parts[worker]]
+        result["global"].append(mine if even else [rows, sizes])
+    result["off"] = _together([_chunks(list(range(6)), size)] * num_workers)
+    shards = [list(range(w, 25, num_workers)) for w in range(num_workers)]
+    result["hint"] = _together([_chunks(shard, size) for shard in shards])
+    result["function"] = _function(num_workers, devices)
+    mine = [[w + num_workers * i for i in range(12 // num_workers)] for w in range(num_workers)]
+    result["numbers"] = _chunks(mine[worker], devices)
+    result["generator"] = [
+        [10 * w + i for w in range(num_workers) for i in replicas for _ in range(2)]
+        for replicas in (range(devices), range(devices, 2 * devices))
+    ]
+    return result
+
+
+def _function(num_workers, devices):
+    """Per step the rows of x, the shape of y on every replica, and the sum of all."""
+    num_steps = -(-3 * (num_workers - 1) // devices)
+    result = []
+    for step in range(num_steps):
+        numbers = [
+            [i if i < 3 * w else None for i in range(step * devices, (step + 1) * devices)]
+            for w in range(num_workers)
+        ]
+        rows, shapes, total = [], [], 0
+        for w, own in enumerate(numbers):
+            # Replicas without data get what the first one with data has, without its rows.
+            filled = own if own[0] is not None else next(n for n in numbers if n[0] is not None)
+            for i in own:
+                if i is None:
+                    shapes.append([0, 1 + filled[0]])
+                    continue
+                count = 1 + i % 2
+                rows += [100 * w + i] * count
+                shapes.append([count, 1 + i])
+                total += count * (100 * w + i) + count * (1 + i) * i
+        result.append([rows, shapes, total])
+    return result
+
+
+def _check_errors(errors, worker):
+    """What every worker reports of faults, most of which are those of one worker."""
+    of_function, of_data, files, datasets, order, shapes = errors
+    if worker == 0:
+        assert of_function.startswith("own: integer division")
+    else:
+        assert of_function.startswith("ClusterError: worker 0 failed at distributed dataset")
+        assert "ZeroDivisionError" in of_function
+    if worker == 1:
+        assert of_data == "own: no row"
+    else:
+        assert of_data.startswith("ClusterError: worker 1 failed at step 2 of pass 1 of")
+        assert of_data.endswith("ArithmeticError: no row")
+    assert "files cannot be dealt to" in files
+    assert "worker 0: DATA range(0, 12, 1) > batch" in datasets
+    assert "worker 1: DATA range(0, 13, 1) > batch" in datasets
+    assert "must distribute and iterate over the same datasets, in the same order" in order
+    assert shapes.startswith("ReplicaMismatchError")
+    assert "dtype and number of dims" in shapes
 
 
 @pytest.mark.parametrize(("num_workers", "devices"), [(2, 1), (2, 2), (3, 1)])

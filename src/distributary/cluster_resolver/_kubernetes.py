@@ -7,7 +7,7 @@ from typing import Any, final
 
 from distributary.cluster_resolver._addresses import checked_port, join
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import ClusterResolver, task_url
+from distributary.cluster_resolver._resolver import TaskClusterResolver
 from distributary.errors import (
     ClusterError,
     InvalidTypeError,
@@ -38,7 +38,7 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(TaskClusterResolver):
     """The running pods that match label selectors, each with the same port.
 
     Tasks are the pods in the order of their names, where `worker-2` comes before `worker-10`. Which
@@ -105,19 +105,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 for job, selectors in self._selectors_of.items()
             }
         )
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default of this one, with the protocol in front.
-
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        return task_url(self, task_type, task_id, rpc_layer)
 
     def _pods(self, selector: str, job: str) -> list[_Pod]:
         where = "all namespaces" if self._namespace is None else f"namespace {self._namespace!r}"

@@ -16,7 +16,7 @@ from distributary.cluster_resolver._ranks import (
     place,
     task_of,
 )
-from distributary.cluster_resolver._resolver import ClusterResolver, task_url
+from distributary.cluster_resolver._resolver import TaskClusterResolver
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
 __all__ = ["OpenMPIClusterResolver"]
@@ -45,7 +45,7 @@ _LAUNCHERS = (
 
 
 @final
-class OpenMPIClusterResolver(ClusterResolver):
+class OpenMPIClusterResolver(TaskClusterResolver):
     """The processes that `mpirun` of Open MPI, MPICH or Intel MPI has started.
 
     Reads `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK` and `_LOCAL_SIZE`, or `PMI_RANK`,
@@ -102,19 +102,6 @@ class OpenMPIClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """The processes that `mpirun` has started."""
         return ClusterSpec(jobs_of(self._addresses, self._jobs))
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default of this one, with the protocol in front.
-
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        return task_url(self, task_type, task_id, rpc_layer)
 
     def _found_task_type(self) -> str:
         return task_of(self._rank, self._jobs)[0]

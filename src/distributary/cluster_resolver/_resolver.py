@@ -7,7 +7,7 @@ from distributary.cluster_resolver._roles import checked_task_id
 from distributary.errors import InvalidTypeError
 from distributary.topology import local_devices_of
 
-__all__ = ["ClusterResolver", "master_url", "task_url"]
+__all__ = ["ClusterResolver", "TaskClusterResolver", "master_url"]
 
 
 class ClusterResolver(abc.ABC):
@@ -125,19 +125,25 @@ def master_url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def task_url(
-    resolver: ClusterResolver,
-    task_type: str | None,
-    task_id: int | None,
-    rpc_layer: str | None,
-) -> str:
-    """What `master` returns for a resolver without a master of its own.
+class TaskClusterResolver(ClusterResolver):
+    """Base of resolvers whose `master` is a task, this one unless another is meant."""
 
-    Arguments that are None are those of the resolver; without a task it is `""`.
-    """
-    task_type = resolver.task_type if task_type is None else task_type
-    task_id = resolver.task_id if task_id is None else task_id
-    if task_type is None or task_id is None:
-        return ""
-    address = resolver.cluster_spec().task_address(task_type, task_id)
-    return master_url(address, rpc_layer or resolver.rpc_layer)
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, by default of this one, with the protocol in front.
+
+        Without a task it is `""`.
+
+        Raises:
+            InvalidValueError: if there is no such task.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return master_url(address, rpc_layer or self.rpc_layer)

@@ -19,7 +19,7 @@ from distributary.cluster_resolver._ranks import (
     place,
     task_of,
 )
-from distributary.cluster_resolver._resolver import ClusterResolver, task_url
+from distributary.cluster_resolver._resolver import TaskClusterResolver
 from distributary.errors import ClusterError, DistributaryWarning, InvalidTypeError
 from distributary.topology import backends_started, local_devices_of
 
@@ -34,7 +34,7 @@ _CURE = (
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(TaskClusterResolver):
     """The processes of a job step of Slurm, with a port of its own for each process of a node.
 
     Reads `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`
@@ -100,19 +100,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Type and number of this task."""
         return self.task_type, self.task_id
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, by default of this one, with the protocol in front.
-
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        return task_url(self, task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self,

@@ -22,10 +22,16 @@ from distributary.datasets._options import (
     DistributeOptions,
     Options,
 )
-from distributary.datasets._order import WithOptions, options_of
+from distributary.datasets._order import WithOptions
 from distributary.datasets._prefetch import Prefetched
-from distributary.datasets._sharding import WorkerBatch, WorkerBatches, WorkerShare, split_rows
-from distributary.datasets._sources import Once, OneShot, from_batches
+from distributary.datasets._runs import runs_of
+from distributary.datasets._sharding import (
+    WorkerBatch,
+    WorkerBatches,
+    WorkerShare,
+    split_rows,
+)
+from distributary.datasets._sources import Once, OneShot, from_list
 from distributary.datasets._structure import TensorSpec
 
 __all__ = [
@@ -55,13 +61,13 @@ __all__ = [
     "describe",
     "drawn_seeds",
     "foreign",
-    "from_batches",
+    "from_list",
     "go_to",
     "is_hugging_face",
     "next_as_optional",
     "next_or_out_of_range",
-    "options_of",
     "restored",
+    "runs_of",
     "split_rows",
     "state_of",
     "with_drawn_seeds",

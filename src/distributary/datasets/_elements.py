@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import AUTOTUNE, INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.datasets._prefetch import Prefetched
+from distributary.datasets._rows import OneByOne
+from distributary.datasets._sources import from_list
 from distributary.datasets._streams import (
     Batched,
     Filtered,
@@ -17,17 +17,16 @@ from distributary.datasets._streams import (
     MappedInThreads,
     Numbers,
     Path,
-    Picked,
     Rows,
     Stream,
     Unbatched,
     call,
 )
-from distributary.datasets._structure import Block, TensorSpec, map_specs, pad_and_stack, stack
+from distributary.datasets._structure import Block, TensorSpec, map_specs, pad_and_stack
 
 
 @final
-class _MappedRows:
+class _MappedRows(OneByOne):
     def __init__(self, source: Rows, fn: Callable[..., Any]) -> None:
         self._source = source
         self._fn = fn
@@ -37,9 +36,6 @@ class _MappedRows:
 
     def row(self, number: int) -> Any:
         return call(self._fn, self._source.row(number))
-
-    def rows(self, numbers: np.ndarray) -> Block:
-        return stack([self.row(number) for number in numbers.tolist()])
 
 
 def num_threads(num_parallel_calls: int | None) -> int | None:
@@ -181,7 +177,7 @@ class Unbatch(Node):
 
 
 @final
-class _CachedRows:
+class _CachedRows(OneByOne):
     def __init__(self, source: Rows, cache: dict[int, Any]) -> None:
         self._source = source
         self._cache = cache
@@ -196,13 +192,14 @@ class _CachedRows:
             element = self._cache[number] = self._source.row(number)
             return element
 
-    def rows(self, numbers: np.ndarray) -> Block:
-        return stack([self.row(number) for number in numbers.tolist()])
+
+# Where a cache has the elements of a complete pass; else it has rows by number.
+_ALL = "all"
 
 
 @final
 class _CachingStream(Stream):
-    def __init__(self, upstream: Stream, cache: dict[int, Any]) -> None:
+    def __init__(self, upstream: Stream, cache: dict[Any, Any]) -> None:
         self._upstream = upstream
         self._cache = cache
         self._elements: list[Any] = []
@@ -211,8 +208,7 @@ class _CachingStream(Stream):
         try:
             element = next(self._upstream)
         except StopIteration:
-            self._cache.update(enumerate(self._elements))
-            self._cache[-1] = len(self._elements)
+            self._cache[_ALL] = self._elements
             raise
         self._elements.append(element)
         return element
@@ -224,7 +220,7 @@ class Cache(Node):
     """Elements kept in memory: row by row, or from the first complete pass on."""
 
     input: Node
-    cache: dict[int, Any]
+    cache: dict[Any, Any]
 
     def cardinality(self) -> int:
         return self.input.cardinality()
@@ -240,9 +236,8 @@ class Cache(Node):
         return self.input.is_identity()
 
     def elements(self, path: Path) -> Stream:
-        if -1 in self.cache:
-            size = self.cache[-1]
-            return Picked(_CachedRows(_Nothing(size), self.cache), Numbers(size))
+        if _ALL in self.cache:
+            return from_list(self.cache[_ALL]).stream(path)
         # What is kept must not depend on which pass came first.
         return _CachingStream(self.input.stream((0,)), self.cache)
 
@@ -251,23 +246,6 @@ class Cache(Node):
 
     def label(self) -> str:
         return "cache"
-
-
-@final
-class _Nothing:
-    """Rows that are all in the cache."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def row(self, number: int) -> Any:
-        raise IndexError(number)
-
-    def rows(self, numbers: np.ndarray) -> Block:
-        raise IndexError(numbers)
 
 
 @final

@@ -1,12 +1,10 @@
 """Datasets from files: NumPy arrays, lines of text, TFRecord, Parquet and Arrow."""
 
-import bisect
 import bz2
 import functools
 import glob
 import gzip
 import io
-import itertools
 import lzma
 import os
 import pathlib
@@ -18,14 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import UNKNOWN_CARDINALITY
 from distributary.datasets._order_streams import Chained
-from distributary.datasets._streams import Numbers, Path, Rows, Stream
-from distributary.datasets._structure import Block, TensorSpec, join
+from distributary.datasets._rows import ChainedRows
+from distributary.datasets._sources import IteratedStream, RowsNode, slices
+from distributary.datasets._streams import Path, Stream
+from distributary.datasets._structure import Block, TensorSpec
 from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
 
 
@@ -80,25 +79,13 @@ def matching_files(patterns: Any) -> tuple[str, ...]:
 
 @final
 @dataclass(frozen=True, eq=False)
-class FileNames(Node):
+class FileNames(RowsNode):
     """Names of files."""
 
     files: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.files)
-
     def cardinality(self) -> int:
         return len(self.files)
-
-    def source(self) -> Rows | None:
-        return self
-
-    def order(self, path: Path) -> Stream:
-        return Numbers(len(self.files))
-
-    def is_identity(self) -> bool:
-        return True
 
     def row(self, number: int) -> Any:
         return self.files[number]
@@ -123,8 +110,9 @@ class FileNames(Node):
 class _NpyArray:
     """The array of a `.npy` file, of which rows are read as they are needed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, memory: "_Memory") -> None:
         self.name = name
+        self._memory = memory
         with open(name, "rb") as file:
             try:
                 version = np.lib.format.read_magic(file)
@@ -167,14 +155,22 @@ class _NpyArray:
         if descriptor is not None:
             os.close(descriptor)
 
+    def spec(self) -> TensorSpec:
+        """Of a row."""
+        return TensorSpec(self.shape[1:], self.dtype)
+
+    def row(self, number: int) -> Any:
+        """One row, in memory of its own."""
+        return self.part(number, 1)[0]
+
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Rows by number, in memory of their own."""
         return self._mapped().take(numbers, axis=0)
 
-    def part(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
+    def part(self, start: int, count: int) -> np.ndarray:
         """Consecutive rows, in memory of their own."""
         if self._is_readable:
-            return self._read(start, count, memory)
+            return self._read(start, count)
         return self._mapped()[start : start + count].copy()
 
     def _mapped(self) -> np.ndarray:
@@ -183,13 +179,13 @@ class _NpyArray:
         mapped: np.ndarray = self._map
         return mapped
 
-    def _read(self, start: int, count: int, memory: "_Memory") -> np.ndarray:
+    def _read(self, start: int, count: int) -> np.ndarray:
         # Reading is faster than copying out of a mapping, which faults in every page.
         if self._descriptor is None:
             with self._lock:
                 if self._descriptor is None:
                     self._descriptor = os.open(self.name, os.O_RDONLY)
-        rows = memory.get(count * self._row_bytes)
+        rows = self._memory.get(count * self._row_bytes)
         left = memoryview(rows.data)
         position = self._offset + start * self._row_bytes
         while left:
@@ -239,10 +235,10 @@ _MIN_KEPT_BYTES = 1 << 18
 _MAX_KEPT = 4
 
 
-def _open_numpy(name: str) -> Any:
-    """The arrays of a `.npy` or `.npz` file: one, or a dict."""
+def _open_numpy(name: str, memory: _Memory) -> Any:
+    """The rows of a `.npy` file, or of the arrays in a `.npz` file as dicts."""
     if not name.endswith(".npz"):
-        return _NpyArray(name)
+        return _NpyArray(name, memory)
     with np.load(name, allow_pickle=False) as archive:
         arrays = {key: archive[key] for key in archive.files}
     sizes = {array.shape[:1] for array in arrays.values()}
@@ -252,91 +248,32 @@ def _open_numpy(name: str) -> Any:
             f"from_npy: {name!r} holds arrays of shapes {shapes}; all must have the same number of"
             " rows (dim 0)."
         )
-    return arrays
+    return slices(arrays)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class NumpyFiles(Node):
+class NumpyFiles(RowsNode):
     """The rows of `.npy` files, or of the arrays in `.npz` files."""
 
     files: tuple[str, ...]
-    # By name the file, by a tuple of names the ends of its files.
+    # By name the file, by a tuple of names the rows of its files together.
     _opened: dict[Any, Any] = field(default_factory=dict)
     _memory: _Memory = field(default_factory=_Memory)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
-            self._opened[name] = _open_numpy(name)
+            self._opened[name] = _open_numpy(name, self._memory)
         return self._opened[name]
 
-    def _ends(self) -> list[int]:
-        """Numbers of rows up to the end of every file."""
+    def source(self) -> ChainedRows:
         if self.files not in self._opened:
-            sizes = (_len(self._open(name)) for name in self.files)
-            self._opened[self.files] = list(itertools.accumulate(sizes))
-        ends: list[int] = self._opened[self.files]
-        return ends
-
-    def __len__(self) -> int:
-        return self._ends()[-1]
+            self._opened[self.files] = ChainedRows([self._open(name) for name in self.files])
+        rows: ChainedRows = self._opened[self.files]
+        return rows
 
     def cardinality(self) -> int:
-        return len(self)
-
-    def source(self) -> Rows | None:
-        return self
-
-    def order(self, path: Path) -> Stream:
-        return Numbers(len(self))
-
-    def is_identity(self) -> bool:
-        return True
-
-    def row(self, number: int) -> Any:
-        return jax.tree.map(lambda array: array[0], self.rows(np.array([number])))
-
-    def rows(self, numbers: np.ndarray) -> Block:
-        ends = self._ends()
-        of = np.searchsorted(ends, numbers, side="right")
-        result: Any = None
-        for which in np.unique(of).tolist():
-            places = np.flatnonzero(of == which)
-            part = self._rows_of(which, numbers[places] - (ends[which - 1] if which else 0))
-            if result is None:
-                result = jax.tree.map(
-                    lambda a: np.empty((len(numbers), *a.shape[1:]), a.dtype), part
-                )
-
-            def store(array: Any, rows: Any, places: Any = places) -> None:
-                array[places] = rows
-
-            jax.tree.map(store, result, part)
-        return result
-
-    def part(self, start: int, count: int) -> Block:
-        """Consecutive rows."""
-        ends = self._ends()
-        pieces = []
-        which = bisect.bisect_right(ends, start)
-        while count:
-            taken = min(count, ends[which] - start)
-            if taken:
-                arrays = self._open(self.files[which])
-                own = start - (ends[which - 1] if which else 0)
-                if isinstance(arrays, dict):
-                    rows = slice(own, own + taken)
-                    pieces.append({key: array[rows].copy() for key, array in arrays.items()})
-                else:
-                    pieces.append(arrays.part(own, taken, self._memory))
-            start, count, which = start + taken, count - taken, which + 1
-        return join(pieces)
-
-    def _rows_of(self, which: int, numbers: np.ndarray) -> Block:
-        arrays = self._open(self.files[which])
-        if isinstance(arrays, dict):
-            return {key: array.take(numbers, axis=0) for key, array in arrays.items()}
-        return arrays.rows(numbers)
+        return len(self.source())
 
     def check(self) -> None:
         """Reads the headers.
@@ -346,14 +283,14 @@ class NumpyFiles(Node):
         """
         first = self.spec()
         for name in self.files:
-            own = _spec(self._open(name))
+            own = self._open(name).spec()
             if own != first:
                 raise InvalidValueError(
                     f"from_npy: rows of {name!r} are {own}, those of {self.files[0]!r} {first}."
                 )
 
     def spec(self) -> Any:
-        return _spec(self._open(self.files[0]))
+        return self._open(self.files[0]).spec()
 
     def is_batched(self) -> bool | None:
         return False
@@ -362,26 +299,7 @@ class NumpyFiles(Node):
         return f"npy({len(self)} rows, {len(self.files)} files)"
 
 
-def _len(arrays: Any) -> int:
-    return len(next(iter(arrays.values()))) if isinstance(arrays, dict) else len(arrays)
-
-
-def _spec(arrays: Any) -> Any:
-    if isinstance(arrays, dict):
-        return {key: TensorSpec(a.shape[1:], a.dtype) for key, a in arrays.items()}
-    return TensorSpec(arrays.shape[1:], arrays.dtype)
-
-
 # Records
-
-
-@final
-class _Records(Stream):
-    def __init__(self, records: Iterator[Any]) -> None:
-        self._records = records
-
-    def __next__(self) -> Any:
-        return next(self._records)
 
 
 @final
@@ -408,7 +326,7 @@ class RecordFiles(Node):
         def nth(number: int) -> Stream | None:
             if number == len(self.files):
                 return None
-            return _Records(self.read(self.files[number]))
+            return IteratedStream(self.read(self.files[number]), lambda record, _: record)
 
         return Chained(nth, False)
 

@@ -1,6 +1,6 @@
 """Iterators over datasets, and where they are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
 
 from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
@@ -67,7 +67,7 @@ class DatasetIterator:
         self._node, self._number, self._position = restored(self._node, state)
         self._dataset.restore(self._node, self._number + 1)
         self._stream = self._node.stream((self._number,))
-        go_to(self._stream, self._position)
+        go_to(self._position, self._stream.advance)
 
 
 @final
@@ -142,13 +142,13 @@ def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
     return node, int(state["iteration"]), int(state["position"])
 
 
-def go_to(stream: Any, position: int) -> None:
-    """Skips the elements before a position.
+def go_to(position: int, advance: Callable[[int], int]) -> None:
+    """Skips the elements before a position, by `advance`, which says how many there were.
 
     Raises:
         InvalidValueError: if there are fewer.
     """
-    skipped = stream.advance(position)
+    skipped = advance(position)
     if skipped < position:
         raise InvalidValueError(
             f"set_state: the position is {position}, but the dataset ends after {skipped} elements."

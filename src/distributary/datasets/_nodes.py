@@ -61,6 +61,10 @@ class Node(abc.ABC):
             " elements."
         )
 
+    def fixed_spec(self) -> Any | None:
+        """Nest of `TensorSpec` that every element has; None if elements may differ."""
+        return None
+
     def is_batched(self) -> bool | None:
         """Whether dim 0 of the arrays counts examples; None if only the user knows."""
         inputs = self.inputs()

@@ -32,6 +32,9 @@ class _Reordering(Node):
     def spec(self) -> Any:
         return self.input.spec()
 
+    def fixed_spec(self) -> Any | None:
+        return self.input.fixed_spec()
+
 
 @final
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 _END: Any = object()
+_NOTHING_YET: Any = object()
 # How often somebody who waits for an element looks whether there is still a reason to wait.
 _LOOK_SECONDS = 0.002
 
@@ -128,11 +129,11 @@ class Prefetched:
             try:
                 element = self._shared.made.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
-                element = _Failure  # nothing yet
+                element = _NOTHING_YET
             now = time.perf_counter()
             waiting(now - last)
             last = now
-            if element is not _Failure:
+            if element is not _NOTHING_YET:
                 return element
 
     def _start(self) -> None:
@@ -144,22 +145,9 @@ class Prefetched:
         _running[self._thread] = self._shared
         self._thread.start()
 
-    def close(self) -> list[Any]:
-        """Ends the thread, after the element it is making.
-
-        Returns:
-            The elements that were made and not taken.
-        """
+    def close(self) -> None:
+        """Ends the thread, after the element it is making."""
         self._over = True
-        if self._thread is None or self._close is None:
-            return []
-        self._close()
-        self._thread.join()
-        left: list[Any] = []
-        while True:
-            try:
-                element = self._shared.made.get_nowait()
-            except queue.Empty:
-                return left
-            if element is not _END and type(element) is not _Failure:
-                left.append(element)
+        if self._thread is not None and self._close is not None:
+            self._close()
+            self._thread.join()

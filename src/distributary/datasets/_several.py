@@ -1,68 +1,51 @@
 """Operations on several datasets: one after the other, side by side, in turns."""
 
+import abc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from distributary.datasets._elements import PrefetchedStream
 from distributary.datasets._nodes import Node, Random, with_drawn
 from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.datasets._order_streams import Chained
+from distributary.datasets._rows import ChainedRows
 from distributary.datasets._streams import Interleaved, Numbers, Path, Rows, Stream, Zipped
 from distributary.datasets._structure import Block, TensorSpec, flatten, unflatten
 from distributary.errors import InvalidValueError
 
 
-@final
-class _ChainedRows:
-    def __init__(self, sources: Sequence[Rows]) -> None:
-        self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources])
+class _OfParts(Node):
+    """Base of operations on datasets whose rows can be numbered together."""
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    parts: tuple[Node, ...]
 
-    def _find(self, number: int) -> tuple[int, int]:
-        which = int(np.searchsorted(self._ends, number, side="right"))
-        start = int(self._ends[which - 1]) if which else 0
-        return which, start
+    def source(self) -> Rows | None:
+        sources = [part.source() for part in self.parts if part.is_identity()]
+        found = [source for source in sources if source is not None]
+        return self.together(found) if len(found) == len(self.parts) else None
 
-    def row(self, number: int) -> Any:
-        which, start = self._find(number)
-        return self._sources[which].row(number - start)
+    @abc.abstractmethod
+    def together(self, sources: Sequence[Rows]) -> Rows:
+        """The rows of all parts, by one number."""
 
-    def rows(self, numbers: np.ndarray) -> Block:
-        of = np.searchsorted(self._ends, numbers, side="right")
-        pieces = []
-        for which in np.unique(of):
-            start = self._ends[which - 1] if which else 0
-            places = np.flatnonzero(of == which)
-            pieces.append((places, self._sources[which].rows(numbers[places] - start)))
-        if len(pieces) == 1:
-            return pieces[0][1]
+    def order(self, path: Path) -> Stream:
+        return Numbers(self.cardinality())
 
-        def placed(*parts: Any) -> np.ndarray:
-            shapes = {part.shape[1:] for part in parts}
-            if len(shapes) > 1:
-                raise InvalidValueError(
-                    f"batch: elements have shapes {sorted(shapes)}; the arrays of a batch must"
-                    " agree. Use padded_batch to fill them up."
-                )
-            result = np.empty((len(numbers), *parts[0].shape[1:]), np.result_type(*parts))
-            for (places, _), part in zip(pieces, parts, strict=True):
-                result[places] = part
-            return result
+    def is_identity(self) -> bool:
+        return self.source() is not None
 
-        return jax.tree.map(placed, *(piece for _, piece in pieces))
+    def is_batched(self) -> bool | None:
+        answers = {part.is_batched() for part in self.parts}
+        return answers.pop() if len(answers) == 1 else None
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Concatenate(Node):
+class Concatenate(_OfParts):
     """The elements of one dataset after those of another."""
 
     parts: tuple[Node, ...]
@@ -74,17 +57,8 @@ class Concatenate(Node):
                 return unusual
         return sum(sizes)
 
-    def source(self) -> Rows | None:
-        sources = [part.source() for part in self.parts if part.is_identity()]
-        if len(sources) < len(self.parts):
-            return None
-        return _ChainedRows([source for source in sources if source is not None])
-
-    def order(self, path: Path) -> Stream:
-        return Numbers(self.cardinality())
-
-    def is_identity(self) -> bool:
-        return self.source() is not None
+    def together(self, sources: Sequence[Rows]) -> Rows:
+        return ChainedRows(sources)
 
     def elements(self, path: Path) -> Stream:
         def nth(number: int) -> Stream | None:
@@ -97,10 +71,6 @@ class Concatenate(Node):
         for other in others:
             first = _common_spec(first, other)
         return first
-
-    def is_batched(self) -> bool | None:
-        answers = {part.is_batched() for part in self.parts}
-        return answers.pop() if len(answers) == 1 else None
 
     def label(self) -> str:
         return "concatenate"
@@ -140,7 +110,7 @@ class _ZippedRows:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Zip(Node):
+class Zip(_OfParts):
     """Elements of several datasets side by side."""
 
     parts: tuple[Node, ...]
@@ -153,27 +123,14 @@ class Zip(Node):
             return UNKNOWN_CARDINALITY
         return min(finite) if finite else INFINITE_CARDINALITY
 
-    def source(self) -> Rows | None:
-        sources = [part.source() for part in self.parts if part.is_identity()]
-        if len(sources) < len(self.parts):
-            return None
-        return _ZippedRows([source for source in sources if source is not None], self.tree)
-
-    def order(self, path: Path) -> Stream:
-        return Numbers(self.cardinality())
-
-    def is_identity(self) -> bool:
-        return self.source() is not None
+    def together(self, sources: Sequence[Rows]) -> Rows:
+        return _ZippedRows(sources, self.tree)
 
     def elements(self, path: Path) -> Stream:
         return Zipped([part.stream(path) for part in self.parts], self.tree)
 
     def spec(self) -> Any:
         return unflatten(self.tree, [part.spec() for part in self.parts])
-
-    def is_batched(self) -> bool | None:
-        answers = {part.is_batched() for part in self.parts}
-        return answers.pop() if len(answers) == 1 else None
 
     def label(self) -> str:
         return "zip"
@@ -202,17 +159,13 @@ class Interleave(Random):
     def _streams(self, path: Path) -> Iterator[Stream]:
         depth = max(self.block_length, 2)
         for number, element in enumerate(self.input.stream(path)):
-            stream = with_drawn(self.made(element), self.seed_of(())[:1], number).stream(path)
+            stream = with_drawn(self.make(element), self.seed_of(()), number).stream(path)
             yield stream if self.threads is None else PrefetchedStream(stream, depth)
-
-    def made(self, element: Any) -> Node:
-        """The dataset of one element."""
-        return self.make(element)
 
     def first(self) -> Node | None:
         """The dataset of the first element."""
         for element in itertools.islice(self.input.stream((0,)), 1):
-            return self.made(element)
+            return self.make(element)
         return None
 
     def is_batched(self) -> bool | None:

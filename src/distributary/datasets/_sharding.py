@@ -15,9 +15,10 @@ from distributary.datasets._elements import Batch, Prefetch
 from distributary.datasets._nodes import Node, all_nodes, describe, rewrite
 from distributary.datasets._options import AutoShardPolicy
 from distributary.datasets._order import Shard, WithOptions, options_of
+from distributary.datasets._runs import runs_of
 from distributary.datasets._several import Interleave
 from distributary.datasets._streams import Batched, Path, Stream
-from distributary.datasets._structure import Block, num_rows
+from distributary.datasets._structure import Block, TensorSpec, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -96,30 +97,43 @@ class WorkerBatches:
         node: Dataset of global batches.
         share: Which worker.
 
+    Attributes:
+        policy: The policy that is followed: never AUTO; DATA on one worker, which all workers see
+            the same batches with, and only with which they do.
+        node: The dataset this worker reads.
+
     Raises:
         InvalidValueError: if the policy of the dataset cannot be followed.
     """
 
     def __init__(self, node: Node, share: WorkerShare) -> None:
         self._share = share
-        policy = options_of(node).experimental_distribute.auto_shard_policy or AutoShardPolicy.AUTO
-        if share.num_workers == 1:
-            self._splits = True
-            self.node = node
-            return
-        by_file = policy is AutoShardPolicy.FILE
-        if policy is AutoShardPolicy.AUTO:
-            by_file = _num_files(node) >= share.num_workers
-            _log.info("Dataset %s is sharded by %s.", describe(node), "file" if by_file else "data")
-        # Whether every worker iterates over all global batches and keeps its rows.
-        self._splits = not by_file and policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        if by_file:
+        self.policy = _policy_of(node, share)
+        if self.policy is AutoShardPolicy.FILE:
             node = _sharded_by_file(node, share)
-        elif policy is AutoShardPolicy.HINT:
+        elif self.policy is AutoShardPolicy.HINT:
             node = rewrite(node, lambda own: _with_hint(own, share))
-        if not self._splits:
+        if self.policy is not AutoShardPolicy.DATA:
             node = _with_batches_of_worker(node, share)
         self.node = node
+
+    def runs(self) -> list[tuple[int | None, Any]] | None:
+        """Numbers of consecutive batches whose parts on this worker have the same shapes.
+
+        Per run a number, None for no end, and what every replica gets, a nest of `TensorSpec`. None
+        if only reading would tell. Not for DATA.
+        """
+        runs = runs_of(self.node)
+        alone = WorkerShare(replicas_per_worker=self._share.replicas_per_worker)
+
+        def parts(spec: Any) -> list[Any]:
+            size = jax.tree.leaves(spec)[0].shape[0]
+            return [
+                jax.tree.map(lambda leaf, n=n: TensorSpec((n, *leaf.shape[1:]), leaf.dtype), spec)
+                for n in _sizes(alone, size)
+            ]
+
+        return None if runs is None else [(count, parts(spec)) for count, spec in runs]
 
     def stream(self, path: Path, check: Check, whole_if_uneven: bool = False) -> "WorkerStream":
         """A pass over the batches, each of which goes through `check`.
@@ -129,7 +143,7 @@ class WorkerBatches:
         """
         node, share = self.node, self._share
         reused = not node.makes_arrays()
-        if not self._splits:
+        if self.policy is not AutoShardPolicy.DATA:
             return WorkerStream(node.stream(path), share, "cut", check, reused)
         if share.num_workers > 1:
             inner = node
@@ -188,7 +202,7 @@ class WorkerStream:
             alone = WorkerShare(replicas_per_worker=share.replicas_per_worker)
             return WorkerBatch(batch, _sizes(alone, size))
         if share.num_workers > 1:
-            batch = _rows(batch, self._wanted(size))
+            batch = some_rows(batch, self._wanted(size))
         return self._batch(batch, size)
 
     def _is_whole(self, size: int) -> bool:
@@ -213,6 +227,17 @@ class WorkerStream:
 @functools.lru_cache(maxsize=256)
 def _sizes(share: WorkerShare, size: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise(share.ends(size)))
+
+
+def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
+    asked = options_of(node).experimental_distribute.auto_shard_policy
+    if share.num_workers == 1:
+        return AutoShardPolicy.DATA
+    if asked is not None and asked is not AutoShardPolicy.AUTO:
+        return asked
+    by_file = _num_files(node) >= share.num_workers
+    _log.info("Dataset %s is sharded by %s.", describe(node), "file" if by_file else "data")
+    return AutoShardPolicy.FILE if by_file else AutoShardPolicy.DATA
 
 
 def _num_files(node: Node) -> int:
@@ -301,7 +326,7 @@ class _CutStream(Stream):
             batch = next(self._upstream)
             size = num_rows(batch)
             step = max(1, -(-size // self._share.num_workers))
-            self._pieces = [_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
+            self._pieces = [some_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
         return self._pieces.pop(0)
 
 
@@ -327,8 +352,4 @@ class _Cut(Node):
 def split_rows(rows: Any, sizes: Sequence[int]) -> list[Any]:
     """The parts of a worker's rows, one per replica."""
     ends = [0, *np.cumsum(sizes).tolist()]
-    return [_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]
-
-
-def _rows(batch: Any, part: slice) -> Any:
-    return jax.tree.map(lambda array: array[part], batch)
+    return [some_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]

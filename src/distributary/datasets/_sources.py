@@ -13,6 +13,7 @@ import numpy as np
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
 from distributary.datasets._prefetch import Prefetched
+from distributary.datasets._rows import OneByOne
 from distributary.datasets._streams import Numbers, Path, Rows, Stream
 from distributary.datasets._structure import (
     Block,
@@ -20,7 +21,6 @@ from distributary.datasets._structure import (
     as_array,
     conform,
     flatten,
-    map_specs,
     spec_of,
     stack,
     unflatten,
@@ -28,7 +28,7 @@ from distributary.datasets._structure import (
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 
-class _RowsNode(Node):
+class RowsNode(Node):
     """Base of nodes whose elements have numbers."""
 
     def __len__(self) -> int:
@@ -38,15 +38,19 @@ class _RowsNode(Node):
         return self  # type: ignore[return-value]
 
     def order(self, path: Path) -> Stream:
-        return Numbers(self.cardinality())
+        size = self.cardinality()
+        return Numbers(None if size < 0 else size)
 
     def is_identity(self) -> bool:
-        return True
+        return self.cardinality() >= 0
+
+    def fixed_spec(self) -> Any | None:
+        return self.spec()
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Slices(_RowsNode):
+class Slices(RowsNode):
     """The rows of arrays.
 
     Attributes:
@@ -105,7 +109,7 @@ def slices(tensors: Any) -> Node:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Range(Node):
+class Range(RowsNode):
     """Numbers at equal distances; without end if `stop` is None."""
 
     start: int
@@ -117,18 +121,6 @@ class Range(Node):
         if self.stop is None:
             return INFINITE_CARDINALITY
         return len(range(self.start, self.stop, self.step))
-
-    def source(self) -> Rows | None:
-        return self
-
-    def __len__(self) -> int:
-        return self.cardinality()
-
-    def order(self, path: Path) -> Stream:
-        return Numbers(None if self.stop is None else self.cardinality())
-
-    def is_identity(self) -> bool:
-        return self.stop is not None
 
     def row(self, number: int) -> Any:
         return self.dtype.type(self.start + number * self.step)
@@ -148,7 +140,7 @@ class Range(Node):
 
 @final
 @dataclass(frozen=True, eq=False)
-class Single(_RowsNode):
+class Single(RowsNode):
     """One element."""
 
     element: Any
@@ -171,7 +163,7 @@ class Single(_RowsNode):
 
 @final
 @dataclass(frozen=True, eq=False)
-class RandomAccess(_RowsNode):
+class RandomAccess(OneByOne, RowsNode):
     """The items of an object with `__len__` and `__getitem__`.
 
     Attributes:
@@ -191,20 +183,14 @@ class RandomAccess(_RowsNode):
         # grain's repeat without an end.
         return INFINITE_CARDINALITY if size == sys.maxsize else size
 
-    def order(self, path: Path) -> Stream:
-        size = self.cardinality()
-        return Numbers(None if size < 0 else size)
-
-    def is_identity(self) -> bool:
-        return self.cardinality() >= 0
-
     def row(self, number: int) -> Any:
         return self.convert(self.items[int(number)])
 
     def rows(self, numbers: np.ndarray) -> Block:
-        if self.getitems is not None:
-            return self.getitems(numbers)
-        return stack([self.row(number) for number in numbers.tolist()])
+        return super().rows(numbers) if self.getitems is None else self.getitems(numbers)
+
+    def fixed_spec(self) -> Any | None:
+        return None
 
     def is_batched(self) -> bool | None:
         return self.batched
@@ -213,13 +199,13 @@ class RandomAccess(_RowsNode):
         return f"{type(self.items).__name__}({self.cardinality()})"
 
 
-def from_batches(batches: Sequence[Any]) -> Node:
-    """A dataset whose elements are these batches."""
-    return RandomAccess(batches, lambda batch: batch, True)
+def from_list(elements: Sequence[Any], batched: bool | None = None) -> Node:
+    """A dataset whose elements are those of a list."""
+    return RandomAccess(elements, lambda element: element, batched)
 
 
 @final
-class _Iterated(Stream):
+class IteratedStream(Stream):
     def __init__(self, iterator: Iterator[Any], convert: Callable[[Any, int], Any]) -> None:
         self._iterator = iterator
         self._convert = convert
@@ -256,7 +242,7 @@ class Iterated(Node):
         return self.count
 
     def elements(self, path: Path) -> Stream:
-        return _Iterated(self.start(), self.convert)
+        return IteratedStream(self.start(), self.convert)
 
     def spec(self) -> Any:
         return super().spec() if self.signature is None else self.signature
@@ -349,7 +335,7 @@ class Once(Node):
 
     def elements(self, path: Path) -> Stream:
         self.items.started = True
-        return _Iterated(self.items, lambda item, _: item)
+        return IteratedStream(self.items, lambda item, _: item)
 
     def spec(self) -> Any:
         try:
@@ -357,7 +343,7 @@ class Once(Node):
         except StopIteration:
             return super().spec()
         self.items.give_back([first])
-        return map_specs(lambda spec: spec, spec_of(first))
+        return spec_of(first)
 
     def label(self) -> str:
         return type(self.items.iterator).__name__

@@ -13,7 +13,15 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from distributary.datasets._structure import Block, flatten, join, num_rows, stack, unflatten
+from distributary.datasets._structure import (
+    Block,
+    flatten,
+    join,
+    num_rows,
+    some_rows,
+    stack,
+    unflatten,
+)
 
 # Which of the repetitions of its dataset a stream belongs to: the number of the pass, then that of
 # every `repeat` on the way. Shuffles derive their order from it.
@@ -250,12 +258,12 @@ class Batched(Stream):
             own = numbers[bounds(size)]
             if len(own):
                 return upstream.rows(own), size
-            return _empty(upstream.rows(numbers[:1])), size
+            return some_rows(upstream.rows(numbers[:1]), slice(0)), size
         elements = upstream.several(self._size)
         self._check(len(elements))
         wanted = elements[bounds(len(elements))]
         make = self._stack or stack
-        return (make(wanted) if wanted else _empty(make(elements[:1]))), len(elements)
+        return (make(wanted) if wanted else some_rows(make(elements[:1]), slice(0))), len(elements)
 
     def _check(self, size: int) -> None:
         if not size or (self._drop_remainder and size < self._size):
@@ -265,11 +273,6 @@ class Batched(Stream):
         skipped = self._upstream.advance(count * self._size)
         whole, rest = divmod(skipped, self._size)
         return whole + (rest > 0 and not self._drop_remainder)
-
-
-def _empty(block: Block) -> Block:
-    leaves, tree = flatten(block)
-    return unflatten(tree, [leaf[:0] for leaf in leaves])
 
 
 @final
@@ -337,16 +340,11 @@ class Zipped(Stream):
         if any(block is None for block in blocks):
             return None
         size = min(num_rows(block) for block in blocks)
-        blocks = [_first_rows(block, size) for block in blocks]
+        blocks = [some_rows(block, slice(size)) for block in blocks]
         return unflatten(self._tree, blocks)
 
     def advance(self, count: int) -> int:
         return min(upstream.advance(count) for upstream in self._upstreams)
-
-
-def _first_rows(block: Block, count: int) -> Block:
-    leaves, tree = flatten(block)
-    return unflatten(tree, [leaf[:count] for leaf in leaves])
 
 
 @final

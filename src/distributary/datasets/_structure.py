@@ -215,6 +215,11 @@ def join(blocks: Sequence[Block]) -> Block:
     return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
 
 
+def some_rows(block: Block, part: slice) -> Block:
+    """Consecutive rows of a block."""
+    return jax.tree.map(lambda array: array[part], block)
+
+
 def num_rows(block: Block) -> int:
     """Number of elements of a block; all its arrays have as many.
 

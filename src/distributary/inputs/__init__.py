@@ -7,6 +7,7 @@ from distributary.inputs._contexts import DistributedInput, InputContext, ValueC
 from distributary.inputs._statistics import InputStatistics, StepStatistics
 
 if TYPE_CHECKING:
+    from distributary.inputs._agreement import Agreement
     from distributary.inputs._distributed_dataset import (
         DistributedDataset,
         DistributedIterator,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from distributary.inputs._sources import Batches, Elements, checked
 
 __all__ = [
+    "Agreement",
     "Batches",
     "DistributedDataset",
     "DistributedInput",
@@ -30,6 +32,7 @@ __all__ = [
 
 # Many programs never distribute a dataset, and reading these modules takes a while.
 _LATER = {
+    "Agreement": "_agreement",
     "Batches": "_sources",
     "DistributedDataset": "_distributed_dataset",
     "DistributedIterator": "_distributed_dataset",

@@ -1,8 +1,9 @@
 """Global batches in, one part per replica out."""
 
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from distributary.datasets import (
+    INFINITE_CARDINALITY,
     Optional,
     Prefetched,
     TensorSpec,
@@ -23,9 +25,12 @@ from distributary.datasets import (
     state_of,
 )
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
+from distributary.inputs._agreed_steps import AgreedSteps, Ready
+from distributary.inputs._agreement import signature, signature_of_specs
 from distributary.inputs._contexts import DistributedInput
 from distributary.inputs._sources import Batches, Elements
 from distributary.inputs._statistics import InputStatistics, Loop
+from distributary.topology import local_copy
 from distributary.tracing import current_scope, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
@@ -98,17 +103,22 @@ class DistributedDataset(DistributedInput):
         """Nest of `PerReplicaSpec`; of `TensorSpec` with one replica.
 
         Parts of a batch can have fewer rows than others, so dim 0 is None unless every batch has
-        the same number, which divides by the number of replicas.
+        the same number, which divides by the number of replicas, and no worker can run out of them
+        before others do.
         """
         share = self.share
+        # A worker that has no data left gets parts without rows.
+        may_end = self._source.agreement is not None and self.cardinality != INFINITE_CARDINALITY
 
         def distributed(spec: TensorSpec) -> Any:
-            parts: list[TensorSpec] = [spec] * share.replicas_per_worker
+            size = spec.shape[0] if spec.shape else None
             if self._source.is_global:
-                size = spec.shape[0]
                 even = size is not None and size % share.num_replicas == 0
-                own = (size // share.num_replicas if size and even else None, *spec.shape[1:])
-                parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
+                size = size // share.num_replicas if size and even else None
+            if may_end:
+                size = None
+            own = (size, *spec.shape[1:]) if spec.shape else ()
+            parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
             return parts[0] if share.num_replicas == 1 else PerReplicaSpec(tuple(parts))
 
         spec = self._source.spec()
@@ -132,7 +142,7 @@ class DistributedDataset(DistributedInput):
                 stacklevel=user_stacklevel(),
             )
         self._num_passes += 1
-        return DistributedIterator(self, self._num_passes - 1, self._distribute)
+        return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)
 
     def skip_passes(self, count: int) -> None:
         """Goes on as if so many passes had been made."""
@@ -141,11 +151,12 @@ class DistributedDataset(DistributedInput):
     def global_batches(self, skip: int = 0) -> "DistributedIterator":
         """A pass that yields global batches as nests of arrays; several workers' `WorkerBatch`.
 
-        It begins after `skip` batches.
+        That has the parts of this worker's replicas if all parts are equal, else those of all. The
+        pass begins after `skip` batches.
         """
         self._num_passes += 1
-        place = _undivided if self.share.num_workers == 1 else _as_it_is
-        batches = DistributedIterator(self, self._num_passes - 1, place)
+        place = _undivided if self.share.num_workers == 1 else _worker_batch
+        batches = DistributedIterator(self, self._num_passes - 1, place, _worker_batch)
         if skip:
             batches.set_state({**batches.get_state(), "position": skip})
         return batches
@@ -170,15 +181,8 @@ class DistributedDataset(DistributedInput):
             given = split_rows(given.rows, given.sizes)
         if self.share.num_replicas == 1:
             return self._alone(given[0])
-        flat = [jax.tree.flatten(part) for part in given]
-        tree = flat[0][1]
-        for i, (_, other) in enumerate(flat):
-            if not same_structure(other, tree):
-                raise ReplicaMismatchError(
-                    f"The dataset gave replica {i} an element of structure {other}, and replica 0"
-                    f" one of structure {tree}; all elements must have the same structure."
-                )
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        parts, tree = _flat(given)
+        columns = zip(*parts, strict=True)
         return jax.tree.unflatten(tree, [self._column(list(column)) for column in columns])
 
     def _column(self, parts: list[Any]) -> PerReplica:
@@ -194,15 +198,52 @@ class DistributedDataset(DistributedInput):
         return rows if self._placer is None else self._placer.place_alone(rows)
 
 
+def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
+    """The leaves of the replicas' parts, and their structure."""
+    flat = [jax.tree.flatten(part) for part in parts]
+    tree = flat[0][1]
+    for i, (_, other) in enumerate(flat):
+        if not same_structure(other, tree):
+            raise ReplicaMismatchError(
+                f"The dataset gave replica {i} an element of structure {other}, and replica 0"
+                f" one of structure {tree}; all elements must have the same structure."
+            )
+    return [leaves for leaves, _ in flat], tree
+
+
+def _ready(place: Callable[[Any], Any], given: Any) -> Ready:
+    """What this worker has for a step, placed as if all workers had the same."""
+    if isinstance(given, WorkerBatch):
+        leaves, tree = jax.tree.flatten(given.rows)
+        shapes = [
+            tuple((leaf.dtype, (size, *leaf.shape[1:])) for leaf in leaves) for size in given.sizes
+        ]
+        parts = functools.partial(split_rows, given.rows, given.sizes)
+    else:
+        flat, tree = _flat(given)
+        shapes = [tuple((leaf.dtype, leaf.shape) for leaf in leaves) for leaves in flat]
+        parts = functools.partial(iter, given)
+    values = place(given) if shapes.count(shapes[0]) == len(shapes) else None
+    return Ready(signature(tree, tuple(shapes)), tree, parts, values)
+
+
+def _per_replica(parts: list[Any]) -> Any:
+    """The values of an uneven step, from the parts of all replicas."""
+    return jax.tree.map(lambda *components: PerReplica(components), *parts)
+
+
 def _undivided(given: Any) -> Any:
     """The rows of all replicas of a step: `given` is a worker's batch, or a list of elements."""
     if isinstance(given, WorkerBatch):
         return given.rows
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *given)
+    return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
 
 
-def _as_it_is(given: Any) -> Any:
-    return given
+def _worker_batch(given: Any) -> WorkerBatch:
+    """The same, with the sizes of the parts."""
+    if isinstance(given, WorkerBatch):
+        return given
+    return WorkerBatch(_undivided(given), tuple(len(jax.tree.leaves(part)[0]) for part in given))
 
 
 @final
@@ -213,11 +254,17 @@ class DistributedIterator(DistributedInput):
     """
 
     def __init__(
-        self, dataset: DistributedDataset, number: int, place: Callable[[Any], Any]
+        self,
+        dataset: DistributedDataset,
+        number: int,
+        place: Callable[[Any], Any],
+        join: Callable[[list[Any]], Any],
     ) -> None:
         self._dataset = dataset
         self._number = number
         self._place = place
+        self._join = join
+        self._agreed: AgreedSteps | None = None
         self._position = 0
         self._loop = Loop(dataset._statistics)
         self._steps: Any = None
@@ -236,18 +283,35 @@ class DistributedIterator(DistributedInput):
             )
         if self._steps is None:
             self._start(self._dataset._source.stream((self._number,)))
-        if self._prefetched is not None:
-            values = self._prefetched.next_or_wait(self._loop.waiting)
-        else:
-            begin = time.perf_counter()
-            values = next(self._steps)
-            self._loop.waiting(time.perf_counter() - begin)
+        values = self._take() if self._agreed is None else self._agreed.next(self._take)
         self._position += 1
         self._loop.batch_is_there()
         return values
 
+    def _take(self) -> Any:
+        """What this worker has for the next step."""
+        if self._prefetched is not None:
+            return self._prefetched.next_or_wait(self._loop.waiting)
+        begin = time.perf_counter()
+        values = next(self._steps)
+        self._loop.waiting(time.perf_counter() - begin)
+        return values
+
     def _start(self, stream: Iterator[Any]) -> None:
-        self._steps = map(self._place, stream)
+        dataset, source, place = self._dataset, self._dataset._source, self._place
+        if source.agreement is not None:
+            runs = source.runs()
+            self._agreed = AgreedSteps(
+                source.agreement,
+                self._pass_name(),
+                self._position,
+                runs and [(count, signature_of_specs(parts)) for count, parts in runs],
+                dataset.share.replicas_per_worker,
+                source.spec,
+                self._join,
+            )
+            place = functools.partial(_ready, place)
+        self._steps = map(place, stream)
         # One more is in the making.
         depth = self._dataset._depth and self._dataset._depth + 1
         once = self._dataset._source.once
@@ -257,6 +321,9 @@ class DistributedIterator(DistributedInput):
                 once.read_ahead(depth)
         elif depth:
             self._prefetched = Prefetched(self._steps, depth)
+
+    def _pass_name(self) -> str:
+        return f"pass {self._number + 1} of {self._dataset._source.place}"
 
     def next(self) -> Any:
         """The same as `next(iterator)`."""
@@ -300,12 +367,19 @@ class DistributedIterator(DistributedInput):
         source.node = node
         self._dataset._num_passes = self._number + 1
         stream = source.stream((self._number,))
-        go_to(stream, self._position)
+        agreement = source.agreement
+        if agreement is None:
+            go_to(self._position, stream.advance)
+        else:
+            where = f"position {self._position} of {self._pass_name()}"
+            advance = lambda count: max(agreement.tell(where, lambda: stream.advance(count)))
+            go_to(self._position, advance)
         self.close()
         self._start(stream)
 
     def close(self) -> None:
         """Ends the thread that reads ahead; the iterator is then at its end."""
         self._steps = iter(())
+        self._agreed = None
         if self._prefetched is not None:
             self._prefetched.close()

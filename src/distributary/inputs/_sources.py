@@ -1,6 +1,6 @@
 """What may be distributed, as global batches or as elements of the replicas."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -14,18 +14,20 @@ from distributary.datasets import (
     Node,
     Once,
     OneShot,
-    Options,
     Prefetch,
+    TensorSpec,
     WithOptions,
     WorkerBatches,
     WorkerShare,
+    describe,
     drawn_seeds,
     foreign,
-    from_batches,
-    options_of,
+    from_list,
+    runs_of,
     with_drawn_seeds,
 )
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.inputs._agreement import Agreement
 
 _WHAT = "experimental_distribute_dataset: got"
 
@@ -39,11 +41,16 @@ class Batches:
             arrays whose dim 0 counts the batches.
         share: Number of replicas here and elsewhere.
         what: Beginning of errors about it: the function and where the dataset comes from.
-        agree: Gives all workers the chief's arrays.
+        agreement: Between the workers, if there are several.
+
+    Attributes:
+        agreement: The same if workers see different batches, else None.
+        prefetch_depth: How many batches the dataset wants to have ready.
 
     Raises:
         InvalidTypeError: if the dataset cannot be iterated over.
-        InvalidValueError: if it is not batched.
+        InvalidValueError: if it is not batched, or its policy cannot be followed.
+        ClusterError: if that is so on another worker, or the workers' datasets do not fit together.
     """
 
     is_global = True
@@ -53,18 +60,46 @@ class Batches:
         dataset: Any,
         share: WorkerShare,
         what: str = _WHAT,
-        agree: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
-        self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
-        if share.num_workers > 1:
-            self.node = _of_all_workers(self.node, what)
-            seeds = drawn_seeds(self.node)
-            if agree is not None and seeds:
-                # Shuffles without a seed must have the same order on every worker.
-                (agreed,) = agree([np.array(seeds, np.int64)])
-                self.node = with_drawn_seeds(self.node, agreed.tolist())
         self._share = share
-        WorkerBatches(self.node, share)  # finds fault with its policy
+        self.agreement: Agreement | None = None
+
+        def prepare() -> Any:
+            self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
+            own = self._of_worker
+            # What a worker reads may be known there by other names, unless all read the same.
+            name = f" {describe(self.node)}" if own.policy is AutoShardPolicy.DATA else ""
+            return own.policy.name + name, own.node.cardinality(), drawn_seeds(self.node)
+
+        if agreement is None:
+            prepare()
+            return
+        self.place = agreement.name()
+        told = agreement.tell(self.place, prepare)
+        ways, cardinalities, seeds = zip(*told, strict=True)
+        if len({(way, len(own)) for way, _, own in told}) > 1:
+            seen = ", ".join(f"{n}: {way}" for n, way in zip(agreement.names, ways, strict=True))
+            raise ClusterError(
+                f"{what} datasets that differ between the workers, or are read in different ways:"
+                f" {seen}. Distribute the same dataset on every worker, or set its"
+                " auto_shard_policy."
+            )
+        self._longest = _longest(cardinalities)
+        # Shuffles without a seed must have the same order on every worker.
+        self.node = with_drawn_seeds(self.node, seeds[0])
+        if self._of_worker.policy is not AutoShardPolicy.DATA:
+            self.agreement = agreement
+
+    @property
+    def node(self) -> Node:
+        """The dataset."""
+        return self._node
+
+    @node.setter
+    def node(self, node: Node) -> None:
+        self._node = node
+        self._of_worker = WorkerBatches(node, self._share)
 
     @property
     def once(self) -> OneShot | None:
@@ -72,8 +107,8 @@ class Batches:
         return self.node.items if isinstance(self.node, Once) else None
 
     def cardinality(self) -> int:
-        """Number of batches."""
-        return WorkerBatches(self.node, self._share).node.cardinality()
+        """Number of steps: the batches of the worker that has most."""
+        return self._of_worker.node.cardinality() if self.agreement is None else self._longest
 
     def spec(self) -> Any:
         """Nest of `TensorSpec` of the batches."""
@@ -82,7 +117,11 @@ class Batches:
     def stream(self, path: tuple[int, ...]) -> Any:
         """A pass over this worker's part of the batches."""
         # Workers compute an uneven batch together, for which each needs all of it.
-        return WorkerBatches(self.node, self._share).stream(path, checked, whole_if_uneven=True)
+        return self._of_worker.stream(path, checked, whole_if_uneven=True)
+
+    def runs(self) -> list[tuple[int | None, Any]] | None:
+        """See `WorkerBatches.runs`."""
+        return self._of_worker.runs()
 
 
 @final
@@ -90,22 +129,36 @@ class Elements:
     """Elements that belong to one replica each.
 
     Args:
-        datasets: One dataset of which each step takes as many consecutive elements as there are
+        make: Returns one dataset of which each step takes as many consecutive elements as there are
             replicas, or one per replica.
         num_replicas: Number of replicas of this worker.
+        agreement: Between the workers, if there are several.
 
     Raises:
         InvalidTypeError: if a dataset cannot be iterated over.
+        ClusterError: if `make` failed on another worker.
     """
 
     is_global = False
 
-    def __init__(self, datasets: list[Any], num_replicas: int) -> None:
-        what = "distribute_datasets_from_function: dataset_fn returned"
-        found = [_without_prefetch(as_node(dataset, what)) for dataset in datasets]
-        self._nodes = [node for node, _ in found]
-        self.prefetch_depth = max(depth for _, depth in found)
+    def __init__(
+        self, make: Callable[[], list[Any]], num_replicas: int, agreement: Agreement | None = None
+    ) -> None:
         self._num_replicas = num_replicas
+        self.agreement = agreement
+
+        def prepare() -> int:
+            what = "distribute_datasets_from_function: dataset_fn returned"
+            found = [_without_prefetch(as_node(dataset, what)) for dataset in make()]
+            self._nodes = [node for node, _ in found]
+            self.prefetch_depth = max(depth for _, depth in found)
+            return self._own_cardinality()
+
+        if agreement is None:
+            prepare()
+        else:
+            self.place = agreement.name()
+            self._longest = _longest(agreement.tell(self.place, prepare))
 
     @property
     def once(self) -> OneShot | None:
@@ -128,12 +181,39 @@ class Elements:
         self._nodes = [node]
 
     def cardinality(self) -> int:
-        """Number of steps."""
+        """Number of steps: those of the worker that has most."""
+        return self._own_cardinality() if self.agreement is None else self._longest
+
+    def _own_cardinality(self) -> int:
         sizes = [node.cardinality() for node in self._nodes]
-        for unusual in (UNKNOWN_CARDINALITY, INFINITE_CARDINALITY):
-            if unusual in sizes:
-                return unusual
-        return max(sizes) if len(sizes) > 1 else -(-sizes[0] // self._num_replicas)
+        size = _longest(sizes)
+        return size if len(sizes) > 1 or size < 0 else -(-size // self._num_replicas)
+
+    def runs(self) -> list[tuple[int | None, Any]] | None:
+        """See `WorkerBatches.runs`."""
+        runs, num = runs_of(self._nodes[0]), self._num_replicas
+        if runs is None:
+            return None
+        grouped: list[tuple[int | None, Any]] = []
+        step: list[Any] = []  # the replicas' parts so far
+        for count, spec in runs:
+            if count is None:
+                return [(None, [spec] * num)]
+            taken = min(count, -len(step) % num)
+            step += [spec] * taken
+            if len(step) == num:
+                grouped.append((1, step))
+                step = []
+            whole, rest = divmod(count - taken, num)
+            if whole:
+                grouped.append((whole, [spec] * num))
+            step += [spec] * rest
+        if step:
+            if any(not leaf.shape for leaf in jax.tree.leaves(step[0])):
+                return None  # and the step fails
+            empty = jax.tree.map(lambda leaf: TensorSpec((0, *leaf.shape[1:]), leaf.dtype), step[0])
+            grouped.append((1, step + [empty] * (num - len(step))))
+        return grouped
 
     def spec(self) -> Any:
         """Nest of `TensorSpec` of the elements."""
@@ -143,6 +223,14 @@ class Elements:
         """A pass over the steps: lists with an element per replica."""
         streams = [node.stream(path) for node in self._nodes]
         return _ElementSteps(streams, self._num_replicas)
+
+
+def _longest(cardinalities: Sequence[int]) -> int:
+    """The cardinality of steps that go on until the last of several datasets ends."""
+    for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
+        if unusual in cardinalities:
+            return unusual
+    return max(cardinalities)
 
 
 _END: Any = object()
@@ -197,19 +285,6 @@ def as_node(dataset: Any, what: str) -> Node:
     return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
 
 
-def _of_all_workers(node: Node, what: str) -> Node:
-    """A dataset of which every worker takes its rows of every batch."""
-    policy = options_of(node).experimental_distribute.auto_shard_policy
-    if policy not in (None, AutoShardPolicy.AUTO, AutoShardPolicy.DATA):
-        raise UnsupportedError(
-            f"{what} a dataset with AutoShardPolicy.{policy.name}, which does not work across"
-            " workers yet. Use AutoShardPolicy.DATA: every worker takes its rows of each batch."
-        )
-    options = Options()
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
-    return WithOptions(node, options)
-
-
 def _without_prefetch(node: Node) -> tuple[Node, int]:
     """The dataset without `prefetch` at its end, which the distributed dataset does itself."""
     depth = 0
@@ -232,7 +307,7 @@ def _batches(dataset: Any, what: str) -> Node:
             " y)]; if each array is a batch, pass a list of them."
         )
     if isinstance(dataset, (np.ndarray, jax.Array, dict)):
-        return from_batches(_rows_of(dataset, what))
+        return from_list(_rows_of(dataset, what), batched=True)
     node = as_node(dataset, what)
     if node.is_batched() is False:
         raise InvalidValueError(

@@ -40,7 +40,7 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
             # Several workers read their rows; one splits the batches in the step.
             share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
             x = DistributedDataset(
-                Batches(x, share, "fit, evaluate or predict: x is", extended.from_chief),
+                Batches(x, share, "fit, evaluate or predict: x is", extended.agreement),
                 None,
                 share,
                 InputOptions().experimental_per_replica_buffer_size,

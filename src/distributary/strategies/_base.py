@@ -162,7 +162,12 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Returns:
             A `DistributedDataset`. A batch that does not divide by the number of replicas gives
-            parts whose sizes differ by one, or are 0; nothing is dropped or repeated.
+            parts whose sizes differ by one, or are 0; nothing is dropped or repeated. Of several
+            workers each reads what `auto_shard_policy` says, until all have nothing left.
+
+        Raises:
+            ClusterError: if the datasets of several workers do not fit together, or one cannot be
+                distributed; then that worker's error says why.
 
         Source: `tf.distribute.Strategy.experimental_distribute_dataset`.
         """
@@ -177,11 +182,15 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
         Args:
             dataset_fn: From an `InputContext` to an iterable of per-replica batches. Each step
-                takes `num_replicas_in_sync` consecutive elements.
+                takes as many consecutive elements as this worker has replicas. Every worker calls
+                it once, and steps go on until all have nothing left.
             options: Input options; `PER_REPLICA` calls `dataset_fn` once per replica.
 
         Returns:
             A `DistributedDataset`.
+
+        Raises:
+            ClusterError: if `dataset_fn` failed on another worker.
 
         Source: `tf.distribute.Strategy.distribute_datasets_from_function`.
         """

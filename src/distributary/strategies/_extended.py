@@ -1,5 +1,6 @@
 """The methods of a strategy that libraries use, and the parts it is assembled from."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -86,6 +87,7 @@ class StrategyExtended:
         self._strategy = strategy
         self._devices = None if devices is None else tuple(devices)
         self.num_replicas = 1 if devices is None else len(devices)
+        self._workers = workers
         #: Number of processes, and which of them this one is.
         self.num_workers = 1 if workers is None else workers.num_workers
         self.worker_number = 0 if workers is None else workers.worker_number or 0
@@ -427,7 +429,7 @@ class StrategyExtended:
                 "experimental_distribute_dataset: the dataset is distributed already. Iterate over"
                 " it, or distribute the dataset it was made from."
             )
-        batches = Batches(dataset, self.worker_share(), agree=self.from_chief)
+        batches = Batches(dataset, self.worker_share(), agreement=self.agreement)
         return self._distributed_dataset(batches, options)
 
     def distribute_datasets_from_function(
@@ -440,21 +442,31 @@ class StrategyExtended:
         per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
         if self.is_default:
             return dataset_fn(InputContext())
-        if self.num_workers > 1:
-            if per_replica:
-                raise UnsupportedError(
-                    "distribute_datasets_from_function: InputReplicationMode.PER_REPLICA is for one"
-                    " worker. Use PER_WORKER: each step takes one element per replica."
-                )
+        if self.num_workers > 1 and per_replica:
             raise UnsupportedError(
-                "distribute_datasets_from_function does not work across workers yet. Use"
-                " experimental_distribute_dataset, which gives every worker its rows of the global"
-                " batches."
+                "distribute_datasets_from_function: InputReplicationMode.PER_REPLICA is for one"
+                " worker. Use PER_WORKER: each step takes one element per replica."
             )
         num_replicas = self.num_replicas
-        count = num_replicas if per_replica else 1
-        datasets = [dataset_fn(InputContext(count, i, num_replicas)) for i in range(count)]
-        return self._distributed_dataset(Elements(datasets, num_replicas), options)
+        contexts = [InputContext(self.num_workers, self.worker_number, num_replicas)]
+        if per_replica:
+            contexts = [InputContext(num_replicas, i, num_replicas) for i in range(num_replicas)]
+        elements = Elements(
+            lambda: [dataset_fn(context) for context in contexts],
+            self._replicas_per_worker,
+            self.agreement,
+        )
+        return self._distributed_dataset(elements, options)
+
+    @functools.cached_property
+    def agreement(self) -> Any:
+        """Between the workers, which all ask for it at the same point; None without others."""
+        from distributary.inputs import Agreement
+        from distributary.strategies._exchange import Exchange
+
+        if self._workers is None or self.num_workers == 1:
+            return None
+        return Agreement(Exchange(self._workers, self.from_chief), self.runner.place_rows)
 
     def worker_share(self) -> Any:
         """Which of the replicas of a dataset's batches are those of this process."""
@@ -465,7 +477,8 @@ class StrategyExtended:
     def _distributed_dataset(self, source: Any, options: InputOptions) -> Any:
         from distributary.inputs import DistributedDataset
 
-        fetch = options.experimental_fetch_to_device is not False
+        # Other processes reach the parts on devices only.
+        fetch = options.experimental_fetch_to_device is not False or self.num_workers > 1
         return DistributedDataset(
             source,
             self.runner if fetch else None,

@@ -1,10 +1,10 @@
 """Synchronous training on the devices of several machines."""
 
+import itertools
 import logging
 from typing import final
 
 import jax
-import numpy as np
 
 from distributary.cluster_resolver import (
     ClusterResolver,
@@ -145,4 +145,4 @@ def _devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
             f"The workers have different numbers of {platform.upper()} devices: {seen}. Give every"
             " worker the same number, with CUDA_VISIBLE_DEVICES or JAX_NUM_CPU_DEVICES."
         )
-    return tuple(np.concatenate([np.array(of_worker, object) for of_worker in devices]).tolist())
+    return tuple(itertools.chain.from_iterable(devices))

@@ -1,5 +1,6 @@
 """Arrays on all devices of a mesh, also of one that spans processes."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,8 +13,13 @@ __all__ = ["local_copy", "local_devices", "put_own", "put_replicated", "put_stac
 
 def local_devices(sharding: Any) -> list[jax.Device]:
     """The devices of a mesh that belong to this process, in the order of the mesh."""
+    return _local_devices_of(sharding.mesh)
+
+
+@functools.lru_cache(maxsize=32)
+def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
     this_process = jax.process_index()
-    return [d for d in sharding.mesh.devices.flat if d.process_index == this_process]
+    return [d for d in mesh.devices.flat if d.process_index == this_process]
 
 
 def put_replicated(value: Any, sharding: Any) -> Any:
@@ -49,7 +55,7 @@ def put_own(value: Any, sharding: Any) -> jax.Array:
     if not axes:
         placed: jax.Array = put_replicated(value, sharding)
         return placed
-    return put_rows(np.asarray(local_copy(value)), sharding, axes[0])
+    return put_rows(np.asarray(local_copy(value)), sharding, local_devices(sharding), axes[0])
 
 
 def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
@@ -61,8 +67,9 @@ def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
         first: Number of the first replica of this process.
     """
     if isinstance(rows, np.ndarray):
-        own = len(local_devices(sharding))
-        return put_rows(rows if len(rows) == own else rows[first : first + own], sharding)
+        devices = local_devices(sharding)
+        own = rows if len(rows) == len(devices) else rows[first : first + len(devices)]
+        return put_rows(own, sharding, devices)
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(rows, sharding)
         return placed

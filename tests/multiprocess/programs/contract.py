@@ -130,4 +130,15 @@ def two_steps(batch):
 
 
 result["function"] = [plain(two_steps(own)), w.numpy().tolist()]
+if extended.num_workers > 1:
+    import reading
+
+    result["reading"] = reading.results(strategy)
+    # The first worker ends here, and the others want one step more.
+    left = strategy.distribute_datasets_from_function(lambda context: [np.zeros(2)])
+    if extended.worker_number > 0:
+        try:
+            next(iter(left))
+        except dist.errors.ClusterError as error:
+            result["left alone"] = str(error)
 print(json.dumps(result))

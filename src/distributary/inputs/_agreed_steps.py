@@ -1,0 +1,209 @@
+"""Steps of workers that read different data, one of which may have less of it."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.errors import InvalidValueError, ReplicaMismatchError
+from distributary.inputs._agreement import Agreement, Leaves, parts_of
+from distributary.topology import dispatcher_for
+from distributary.values import PerReplica
+
+# Number of consecutive steps, None for no end, with this signature.
+SignedRun = tuple[int | None, str]
+
+
+@final
+@dataclass(frozen=True)
+class Ready:
+    """What a worker has for a step.
+
+    Attributes:
+        signature: Of the parts.
+        tree: Structure of a part.
+        parts: Makes nests of arrays, one per replica of this worker.
+        values: What the step gets if all replicas of all workers get parts of the same shapes; None
+            if not even those of this worker do.
+    """
+
+    signature: str
+    tree: Any
+    parts: Callable[[], Iterable[Any]]
+    values: Any
+
+
+@final
+class AgreedSteps:
+    """The steps of one pass: as many as the worker with most data has.
+
+    Before a step, in the thread that takes it, every worker hears the shapes of all parts; unless
+    they follow from what the workers know of their datasets, for which they meet once. Workers
+    that have no data left get parts without rows.
+
+    Args:
+        agreement: Between the workers.
+        place: Name of the pass.
+        number: Of the first step.
+        runs: The signatures of all steps of this worker, None if only reading would tell.
+        num_parts: Number of replicas of each worker.
+        spec: The spec of a part; called if this worker has none.
+        finish: From the parts of all replicas, on every worker, to what a step gets.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        place: str,
+        number: int,
+        runs: list[SignedRun] | None,
+        num_parts: int,
+        spec: Callable[[], Any],
+        finish: Callable[[list[Any]], Any],
+    ) -> None:
+        self._agreement = agreement
+        self._place = place
+        self._first = self._number = number
+        self._runs = runs
+        self._num_parts = num_parts
+        self._spec = spec
+        self._finish = finish
+        self._began = False
+        self._known: list[Iterator[str]] | None = None
+        self._tree: Any = None
+        self._over = False
+
+    def next(self, take: Callable[[], Ready]) -> Any:
+        """The values of the next step; `take` gives what this worker has for it.
+
+        Raises:
+            StopIteration: when no worker has anything left.
+            ClusterError: if another worker failed, or takes other steps.
+            ReplicaMismatchError: if the parts do not fit together.
+        """
+        if self._over:
+            raise StopIteration
+        if not self._began:
+            self._begin()
+        ready: Ready | None = None
+
+        def say() -> str:
+            nonlocal ready
+            try:
+                ready = take()
+            except StopIteration:
+                return ""
+            self._tree = ready.tree
+            return ready.signature
+
+        if self._known is None:
+            told = self._agreement.tell_text(f"step {self._number} of {self._place}", say)
+        else:
+            told = [next(signatures, "") for signatures in self._known]
+            self._check_known(say(), told[self._agreement.number])
+        self._number += 1
+        first = max(told)
+        if not first:
+            self._over = True
+            raise StopIteration
+        if ready is not None and ready.values is not None and told.count(first) == len(told):
+            return ready.values
+        return self._uneven(told, ready)
+
+    def _begin(self) -> None:
+        self._began = True
+        runs = self._agreement.tell(f"the start of {self._place}", lambda: self._runs)
+        if None not in runs:
+            self._known = [_signatures(own, self._first) for own in runs]
+
+    def _check_known(self, own: str, announced: str) -> None:
+        if own != announced:
+            raise InvalidValueError(
+                f"Step {self._number} of {self._place} has the shapes {own or 'of no data'},"
+                f" announced was {announced}. Did its files or arrays change?"
+            )
+
+    def _uneven(self, told: list[str], ready: Ready | None) -> Any:
+        if self._number == self._first + 1 and "" in told:
+            # Workers without any data must know what a part would look like.
+            self._agreement.tell(f"the structure of {self._place}", self._find_tree)
+        signatures = [parts_of(text) for text in told if text]
+        tree, parts = signatures[0]
+        for name, text in zip(self._agreement.names, told, strict=True):
+            other = parts_of(text)[0] if text else tree
+            if other != tree:
+                raise ReplicaMismatchError(
+                    f"Step {self._number - 1} of {self._place}: {name} has elements of structure"
+                    f" {other}, another worker of structure {tree}; all must have the same."
+                )
+        nothing: tuple[Leaves, ...] = ()
+        if "" in told:
+            nothing = (self._without_rows(parts[0]),) * self._num_parts
+        leaves = [part for text in told for part in (parts_of(text)[1] if text else nothing)]
+        own: list[list[Any]] = []
+        if ready is not None:
+            own = [jax.tree.leaves(part) for part in ready.parts()]
+        elif self._tree is None:
+            self._find_tree()
+        columns = [
+            self._gathered([part[i] for part in leaves], [arrays[i] for arrays in own])
+            for i in range(len(leaves[0]))
+        ]
+        return self._finish(
+            [jax.tree.unflatten(self._tree, part) for part in zip(*columns, strict=True)]
+        )
+
+    def _find_tree(self) -> None:
+        self._tree = jax.tree.structure(self._spec())
+
+    def _without_rows(self, leaves: Leaves) -> Leaves:
+        if any(not shape for _, shape in leaves):
+            raise InvalidValueError(
+                f"Step {self._number - 1} of {self._place}: a worker has no data left, and the"
+                " elements are scalars, of which there is no empty version. Batch them, or give"
+                " every worker as many."
+            )
+        return tuple((dtype, (0, *shape[1:])) for dtype, shape in leaves)
+
+    def _gathered(self, specs: Sequence[tuple[str, tuple[int, ...]]], own: list[Any]) -> Any:
+        """One leaf of the parts of all replicas, on every worker."""
+        dtypes, shapes = {dtype for dtype, _ in specs}, tuple(shape for _, shape in specs)
+        if len(dtypes) > 1 or len({len(shape) for shape in shapes}) > 1:
+            raise ReplicaMismatchError(
+                f"Step {self._number - 1} of {self._place}: the replicas get arrays"
+                f" {[f'{dtype}{list(shape)}' for dtype, shape in specs]}; dtype and number of dims"
+                " must agree."
+            )
+        largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        rows = np.zeros((self._num_parts, *largest), dtypes.pop())
+        for row, array in zip(rows, own, strict=False):
+            row[tuple(map(slice, array.shape))] = np.asarray(array)
+        stacked = PerReplica.from_stacked(rows, self._num_parts)
+        placed = self._agreement.place_rows(stacked).payload
+        mesh = placed.sharding.mesh
+        dispatcher = dispatcher_for(tuple(mesh.devices.flat))
+        return dispatcher.run(_cutter(mesh), lambda parts: parts[0], placed, shapes)
+
+
+def _signatures(runs: Sequence[SignedRun], skipped: int) -> Iterator[str]:
+    """The signatures of steps, from number `skipped` on."""
+    for count, text in runs:
+        if count is None:
+            yield from itertools.repeat(text)
+        else:
+            yield from itertools.repeat(text, max(0, count - skipped))
+            skipped = max(0, skipped - count)
+
+
+@functools.lru_cache(maxsize=8)
+def _cutter(mesh: Any) -> Callable[..., list[jax.Array]]:
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(_cut, static_argnums=1, out_shardings=replicated)
+
+
+def _cut(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    return [rows[(i, *map(slice, shape))] for i, shape in enumerate(shapes)]

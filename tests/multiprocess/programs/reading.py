@@ -1,0 +1,184 @@
+"""Datasets of which every worker reads something else; the results are what each step got."""
+
+import itertools
+import pathlib
+import tempfile
+import threading
+
+import jax
+import numpy as np
+
+import distributary as dist
+from distributary.data import SHARD_HINT, AutoShardPolicy, Dataset, Options, TensorSpec
+
+FILE_SIZES = (5, 3, 8, 1, 6, 2, 4)
+
+
+def _with_policy(dataset, policy):
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+class _Counting:
+    """Counts the messages of the workers."""
+
+    def __init__(self, exchange):
+        self.exchange, self.names, self.number = exchange, exchange.names, exchange.number
+        self.count = 0
+
+    def __call__(self, message):
+        self.count += 1
+        return self.exchange(message)
+
+
+def results(strategy):
+    """What the steps got, by the name of the case."""
+    extended = strategy.extended
+    worker, num_workers = extended.worker_number, extended.num_workers
+    found = {}
+    agreement = extended.agreement
+    counting = agreement._exchange = _Counting(agreement._exchange)
+    folder = pathlib.Path(tempfile.mkdtemp())
+    ends = np.cumsum([0, *FILE_SIZES])
+    files = []
+    for a, b in itertools.pairwise(ends):
+        files.append(str(folder / f"{a:02}.npy"))
+        np.save(files[-1], np.arange(a, b, dtype=np.float32))
+
+    def rows(batch):
+        return np.asarray(strategy.gather(batch, axis=0)).tolist()
+
+    def steps(distributed, limit=None):
+        return [rows(batch) for batch in itertools.islice(distributed, limit)]
+
+    distribute = strategy.experimental_distribute_dataset
+
+    # Files. What is known beforehand is agreed on once.
+    from_files = _with_policy(Dataset.from_npy(files).batch(12), AutoShardPolicy.FILE)
+    distributed = distribute(from_files)
+    before = counting.count
+    found["file"] = steps(distributed)
+    assert counting.count == before + 1, counting.count - before
+    assert distributed.cardinality == len(found["file"])
+    assert distributed.element_spec.value_specs[0].shape == (None,)
+    assert steps(distributed) == found["file"]
+    options = dist.InputOptions(
+        experimental_fetch_to_device=False, experimental_per_replica_buffer_size=0
+    )
+    found["auto"] = steps(distribute(Dataset.from_npy(files).batch(12), options))
+    mapped = Dataset.from_npy(files).shuffle(100).batch(12).map(lambda x: x)
+    found["mapped"] = steps(distribute(_with_policy(mapped, AutoShardPolicy.FILE)))
+    endless = distribute(Dataset.from_npy(files).repeat().batch(12, drop_remainder=True))
+    assert endless.cardinality == dist.data.INFINITE_CARDINALITY
+    assert endless.element_spec.value_specs[0].shape == (12 // strategy.num_replicas_in_sync,)
+    found["endless"] = steps(endless, 5)
+    for thread in threading.enumerate():  # that of the loop that was left ends with it
+        if thread.name == "distributary-prefetch":
+            thread.join()
+
+    # Two iterators in turns, and positions.
+    not_known = Dataset.from_npy(files).map(lambda x: x).batch(12)
+    for name, dataset in (("known", from_files), ("not known", not_known)):
+        distributed = distribute(dataset)
+        first, second = iter(distributed), iter(distributed)
+        turns = [rows(next(iterator)) for iterator in (first, second, first)]
+        assert turns == [found["file"][i] for i in (0, 0, 1)], name
+        state = first.get_state()
+        again = iter(distribute(dataset))
+        again.set_state(state)
+        assert steps(again) == steps(first) == found["file"][2:], name
+        assert again.get_next_as_optional().has_value() is False
+        second.close()
+        assert list(second) == []
+
+    # The parts of several replicas in one array.
+    parts = distribute(from_files).global_batches()
+    found["global"] = [(part.rows.tolist(), list(part.sizes)) for part in parts]
+
+    # Everything on every worker, and every worker's shard.
+    once = _with_policy(
+        Dataset.from_generator(lambda: iter(range(6))).batch(12), AutoShardPolicy.OFF
+    )
+    found["off"] = steps(distribute(once))
+    hinted = Dataset.range(25).shard(SHARD_HINT, SHARD_HINT).batch(12)
+    found["hint"] = steps(distribute(_with_policy(hinted, AutoShardPolicy.HINT)))
+
+    # A function per worker: the first one has no data, the others have more and more.
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        number = context.input_pipeline_id
+        spec = {"x": TensorSpec((None,), np.float32), "y": (TensorSpec((None, None), np.int32),)}
+
+        def elements():
+            for i in range(3 * number):
+                size = 1 + i % 2
+                x = np.full(size, 100 * number + i, np.float32)
+                yield {"x": x, "y": (np.full((size, 1 + i), i, np.int32),)}
+
+        return Dataset.from_generator(elements, output_signature=spec)
+
+    distributed = strategy.distribute_datasets_from_function(make)
+    (context,) = contexts
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (num_workers, worker)
+    assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
+    found["function"] = []
+    for batch in distributed:
+        shapes = strategy.run(lambda b: np.array(b["y"][0].shape), (batch,))
+        shapes = np.asarray(strategy.gather(shapes, 0)).reshape(-1, 2).tolist()
+        total = strategy.run(lambda b: b["x"].sum() + b["y"][0].sum(), (batch,))
+        found["function"].append(
+            [rows(batch["x"]), shapes, float(strategy.reduce("SUM", total, axis=None))]
+        )
+    # Scalars, known and equal.
+    numbers = strategy.distribute_datasets_from_function(
+        lambda c: Dataset.range(12).shard(c.num_input_pipelines, c.input_pipeline_id)
+    )
+    before = counting.count
+    own = [strategy.experimental_local_results(value) for value in numbers]
+    assert counting.count == before + 1
+    found["numbers"] = jax.tree.map(int, own)
+    generated = strategy.distribute_datasets_from_function(
+        lambda c: ((np.full(2, 10.0 * c.input_pipeline_id + i),) for i in range(2 * len(own)))
+    )
+    iterator = iter(generated)  # a generator: what one loop leaves is there for the next
+    found["generator"] = [rows(next(iterator)[0]), rows(next(iter(generated))[0])]
+
+    # Errors reach all workers, who can go on.
+    def error(act):
+        try:
+            act()
+        except dist.errors.DistributaryError as problem:
+            return f"{type(problem).__name__}: {problem}"
+        except ArithmeticError as problem:
+            return f"own: {problem}"
+
+    def failing_function(context):
+        return [np.zeros(2) + 1 // context.input_pipeline_id]
+
+    def fails_at(context):
+        for i in range(4 * extended.num_replicas):
+            if i == 2 * len(extended.worker_devices) and context.input_pipeline_id == 1:
+                raise ArithmeticError("no row")
+            yield np.zeros(2)
+
+    two = Dataset.from_npy(files[:1]).batch(12)
+    other = [distribute(from_files), distribute(from_files)]
+    found["errors"] = [
+        error(lambda: strategy.distribute_datasets_from_function(failing_function)),
+        error(lambda: steps(strategy.distribute_datasets_from_function(fails_at))),
+        error(lambda: distribute(_with_policy(two, AutoShardPolicy.FILE))),
+        error(lambda: distribute(Dataset.range(12 + worker).batch(12))),
+        error(lambda: next(iter(other[worker > 0]))),
+        error(
+            lambda: steps(
+                strategy.distribute_datasets_from_function(
+                    lambda c: iter([np.zeros((2, 1 + worker), (np.int32, np.float32)[worker > 0])])
+                )
+            )
+        ),
+    ]
+    assert steps(distribute(from_files)) == found["file"]
+    return found
