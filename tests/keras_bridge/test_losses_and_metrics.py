@@ -388,3 +388,35 @@ def test_evaluate_and_predict_take_batches_of_any_size(batch_size, train, strate
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
     assert predicted.shape == (_ROWS, 3)
     np.testing.assert_allclose(predicted, alone.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+@keras.saving.register_keras_serializable()
+class StepsAndMeans(keras.metrics.Metric):
+    """State that is not a sum over examples: the number of steps, and the sum of their means."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.steps = self.add_variable((), "zeros", aggregation="only_first_replica")
+        self.means = self.add_variable((), "zeros", aggregation="mean")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.steps.assign_add(1.0)
+        self.means.assign_add(keras.ops.mean(y_pred))
+
+    def result(self):
+        return {"steps": self.steps.value, "mean": self.means.value / self.steps.value}
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_state_of_a_metric_is_combined_as_its_variable_says(num_replicas, train, strategy_of):
+    def build():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[StepsAndMeans()])
+        return model
+
+    x = np.random.default_rng(0).normal(size=(26, 2)).astype(np.float32)
+    ours = train(build, x, x[:, :1], strategy=strategy_of(num_replicas), batch_size=12, epochs=2)
+    alone = train(build, x, x[:, :1], batch_size=12, epochs=2)
+
+    assert ours.history["steps"] == [3.0, 3.0]
+    np.testing.assert_allclose(ours.history["mean"], alone.history["mean"], rtol=1e-5)

@@ -17,7 +17,7 @@ def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
         if replica_context() is None or not in_trainer():
             return original(self)
         variables = self.metrics_variables
-        values = sums().of([variable.value for variable in variables])
+        values = sums().of([variable.value for variable in variables], variables)
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
             results = original(self)
         sums().note_of_all(jax.tree.leaves(results))
@@ -32,7 +32,7 @@ def stateless_result(original: Callable[..., Any]) -> Callable[..., Any]:
     def stateless_result(self: Any, metric_variables: Any) -> Any:
         if replica_context() is None or not in_trainer():
             return original(self, metric_variables)
-        results = original(self, sums().of(list(metric_variables)))
+        results = original(self, sums().of(list(metric_variables), self.variables))
         sums().note_of_all(jax.tree.leaves(results))
         return results
 

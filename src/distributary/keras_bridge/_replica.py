@@ -106,9 +106,14 @@ def sums() -> "Sums":
     return _state.sums
 
 
+def is_summed(variable: Any) -> bool:
+    """Whether the value of a metric's variable is the sum of those of the replicas."""
+    return variable.aggregation not in ("mean", "only_first_replica")
+
+
 @final
 class Sums:
-    """Sums over all replicas in one step; each value is summed once, however often it is asked for.
+    """The state of metrics over all replicas in one step; each value is combined once.
 
     Args:
         context: The replica whose step is traced.
@@ -119,13 +124,22 @@ class Sums:
         self._known: dict[int, tuple[Any, Any]] = {}  # by id, with the value itself
         self._of_all: dict[int, Any] = {}
 
-    def of(self, values: list[Any]) -> list[Any]:
-        """The sum of each value."""
-        new = [value for value in values if id(value) not in self._known]
-        if new:
-            for value, summed in zip(new, total(self._context, new), strict=True):
-                self._known[id(value)] = value, summed
+    def of(self, values: list[Any], variables: list[Any]) -> list[Any]:
+        """Values of metrics' variables, combined as the variables say."""
+        new: dict[str, list[Any]] = {"sum": [], "mean": [], "only_first_replica": []}
+        for value, variable in zip(values, variables, strict=True):
+            if id(value) not in self._known:
+                new["sum" if is_summed(variable) else variable.aggregation].append(value)
+        for aggregation, of_kind in new.items():
+            for value, combined in zip(of_kind, self._combined(aggregation, of_kind), strict=True):
+                self._known[id(value)] = value, combined
         return [self._known[id(value)][1] for value in values]
+
+    def _combined(self, aggregation: str, values: list[Any]) -> list[Any]:
+        if aggregation == "only_first_replica":
+            return [of_first_replica(self._context, value) for value in values]
+        op = ReduceOp.SUM if aggregation == "sum" else ReduceOp.MEAN
+        return self._context.all_reduce(op, values) if values else []
 
     def note_of_all(self, values: list[Any]) -> None:
         """Remembers results that were computed from sums, and so belong to all replicas."""
@@ -167,10 +181,15 @@ def agreed_state(
         for i, mean in zip(floats, means, strict=True):
             result[i] = mean
     for i in set(changed) - set(floats):
-        result[i] = across_replicas(
-            after[i],
-            VariableAggregation.ONLY_FIRST_REPLICA,
-            context.num_replicas_in_sync,
-            lambda: context.replica_id_in_sync_group,
-        )
+        result[i] = of_first_replica(context, after[i])
     return result
+
+
+def of_first_replica(context: ReplicaContext, value: Any) -> Any:
+    """The value of replica 0, on all replicas."""
+    return across_replicas(
+        value,
+        VariableAggregation.ONLY_FIRST_REPLICA,
+        context.num_replicas_in_sync,
+        lambda: context.replica_id_in_sync_group,
+    )

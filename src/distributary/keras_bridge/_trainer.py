@@ -24,6 +24,7 @@ from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
     agreed_state,
+    is_summed,
     sole_replica,
     sums,
     trainer_replica,
@@ -279,9 +280,13 @@ class StepFunction:
         parts = dict(zip(_PARTS[self._kind], state, strict=True))
         with trainer_replica(self._strategy) as context:
             if "metrics" in parts:
-                # Replica 0 goes on with the state, the others start from nothing.
+                # Of sums, replica 0 goes on with the state and the others start from nothing.
                 first = context.replica_id_in_sync_group == 0
-                own = [jnp.where(first, v, jnp.zeros_like(v)) for v in parts["metrics"]]
+                metrics = self._trainer.metrics_variables
+                own = [
+                    jnp.where(first, v, jnp.zeros_like(v)) if is_summed(variable) else v
+                    for v, variable in zip(parts["metrics"], metrics, strict=True)
+                ]
                 parts["metrics"] = Values(own)
             out, new_state = self._call_trainer(tuple(parts.values()), data)
             new = dict(zip(_PARTS[self._kind], new_state, strict=True))
@@ -294,7 +299,7 @@ class StepFunction:
                 )
             )
             if "metrics" in new:
-                new["metrics"] = Values(sums().of(list(new["metrics"])))
+                new["metrics"] = Values(sums().of(list(new["metrics"]), metrics))
                 out = _logs_of_all(context, out)
             elif any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                 raise InvalidTypeError(
