@@ -34,12 +34,16 @@ class _Counting:
 
 def results(strategy):
     """What the steps got, by the name of the case."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _results(strategy, pathlib.Path(folder))
+
+
+def _results(strategy, folder):
     extended = strategy.extended
     worker, num_workers = extended.worker_number, extended.num_workers
     found = {}
     agreement = extended.agreement
     counting = agreement._exchange = _Counting(agreement._exchange)
-    folder = pathlib.Path(tempfile.mkdtemp())
     ends = np.cumsum([0, *FILE_SIZES])
     files = []
     for a, b in itertools.pairwise(ends):
