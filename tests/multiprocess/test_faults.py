@@ -1,0 +1,146 @@
+"""A worker that is lost takes the others with it, at once and with its name."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from distributary.errors import WorkerLostError
+
+_LOST = WorkerLostError.exit_code
+_SECONDS = 60.0
+
+
+class _Faults:
+    """A job of workers that wait for faults."""
+
+    def __init__(self, job, folder, num_workers, num_steps):
+        self._folder = folder
+        self.job = job(num_workers)
+        self.addresses = self.job.addresses
+        for worker in range(num_workers):
+            self.job.start("faults", worker, folder, num_steps)
+        self._pids = [int(self.wait_for("started", worker)) for worker in range(num_workers)]
+
+    def tell(self, what, worker):
+        (self._folder / f"{what}.{worker}").touch()
+
+    def wait_for(self, what, worker):
+        path = self._folder / f"{what}.{worker}"
+        end = time.monotonic() + _SECONDS
+        while not path.exists():
+            assert time.monotonic() < end, f"worker {worker} has not {what}"
+            time.sleep(0.01)
+        return path.read_text()
+
+    def send(self, number, worker):
+        os.kill(self._pids[worker], number)
+
+
+@pytest.fixture
+def faults(job, tmp_path):
+    """A function that starts workers and returns when all of them compute."""
+    return lambda num_workers, num_steps=10**9: _Faults(job, tmp_path, num_workers, num_steps)
+
+
+def _sentence(ended):
+    """What a worker has said about the loss; it says it once."""
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("distributary: ")]
+    return line
+
+
+def test_a_killed_worker_ends_the_others(faults):
+    # Not all survivors get an error from gloo: worker 0 is no neighbour of worker 2 in the ring,
+    # worker 1 runs ahead, and worker 3 is busy with something else.
+    workers = faults(4)
+    workers.tell("idle", 3)
+    workers.wait_for("idling", 3)
+    workers.tell("run ahead", 1)
+    workers.wait_for("running ahead", 1)
+
+    workers.send(signal.SIGKILL, 2)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [_LOST, _LOST, -signal.SIGKILL, _LOST]
+    for survivor in (0, 1, 3):
+        sentence = _sentence(ended[survivor])
+        assert f"worker 2 at {workers.addresses[2]} was lost: its process has ended" in sentence
+        assert f"worker {survivor} ends" in sentence
+
+
+def test_a_killed_chief_ends_the_others(faults):
+    workers = faults(3)
+    workers.tell("idle", 1)
+    workers.wait_for("idling", 1)
+
+    workers.send(signal.SIGKILL, 0)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [-signal.SIGKILL, _LOST, _LOST]
+    for survivor in (1, 2):
+        assert f"worker 0 at {workers.addresses[0]} was lost" in _sentence(ended[survivor])
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_worker_ends_the_others(frozen, faults):
+    workers = faults(2)
+    other = 1 - frozen
+
+    workers.send(signal.SIGSTOP, frozen)
+    (survivor,) = workers.job.wait([other])
+
+    assert survivor.code == _LOST
+    assert (
+        f"worker {frozen} at {workers.addresses[frozen]} was lost: it has said nothing for 3 s"
+        in (_sentence(survivor))
+    )
+    # Awake again, it learns what the others think of it.
+    workers.send(signal.SIGCONT, frozen)
+    (woken,) = workers.job.wait([frozen])
+    assert woken.code == _LOST
+    assert f"worker {frozen} at {workers.addresses[frozen]} was lost" in _sentence(woken)
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_a_worker_that_raises_is_named_with_its_error(raising, faults):
+    workers = faults(2)
+    other = 1 - raising
+    workers.tell("run ahead", other)
+    workers.wait_for("running ahead", other)
+
+    workers.tell("raise", raising)
+
+    ended = workers.job.wait()
+    assert ended[raising].code == 1
+    assert "OverflowError: the answer is 42\nor more" in ended[raising].output
+    assert "distributary: " not in ended[raising].output
+    assert ended[other].code == _LOST
+    text = (
+        f"worker {raising} at {workers.addresses[raising]} has ended with OverflowError: the"
+        " answer is 42."
+    )
+    assert text in _sentence(ended[other])
+    assert text in ended[other].result["error"]  # of a WorkerLostError
+
+
+def test_a_worker_that_leaves_too_early_is_named(faults):
+    workers = faults(2)
+
+    workers.tell("leave", 1)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [_LOST, _LOST]
+    for one in ended:
+        assert f"worker 1 at {workers.addresses[1]} has ended after" in _sentence(one)
+
+
+def test_a_worker_that_has_finished_waits_for_the_others(faults):
+    workers = faults(2, num_steps=10)
+
+    workers.tell("end", 0)
+    time.sleep(4)  # longer than the heartbeat timeout: what is shown is that nothing happens
+    assert not workers.job.has_ended(0)
+    workers.tell("end", 1)
+
+    assert [one.code for one in workers.job.wait()] == [0, 0]
