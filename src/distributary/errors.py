@@ -98,11 +98,13 @@ class WorkerLostError(DistributaryError, RuntimeError):
     Attributes:
         exit_code: Exit code of a worker that ends because another one was lost, `EX_TEMPFAIL` of
             `<sysexits.h>`. `distributary launch` looks for the worker that ended first.
+        line_prefix: Beginning of the line on stderr with which such a worker says which one.
 
     Source: `tf.errors.UnavailableError`, which a collective raises in this situation.
     """
 
     exit_code: Final = 75
+    line_prefix: Final = "distributary: "
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

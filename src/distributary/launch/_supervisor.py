@@ -220,14 +220,14 @@ class Supervisor:
             running.output.ended.wait(_LAST_LINES_SECONDS)
             now = time.monotonic()
             text = f"{worker.task} {worker.ending} after {now - worker.started_at:.1f} s"
-            code = worker.ending.exit_code
-            is_follower = code == WorkerLostError.exit_code
-            if is_follower:
-                text += ", because another worker was lost"
-            failed = Failed(self._generation, code, text, running.output.last_lines())
-            if not is_follower:
-                self._fail(failed)
+            code, lines = worker.ending.exit_code, running.output.last_lines()
+            if code != WorkerLostError.exit_code:
+                self._fail(Failed(self._generation, code, text, lines))
             elif self._follower is None:
+                prefix = WorkerLostError.line_prefix
+                reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+                text = ": ".join([text, *reasons])
+                failed = Failed(self._generation, code, text, lines)
                 self._follower = now + _LOST_WORKER_SECONDS, failed
         elif not self._has_finished and all(
             r.worker.ending is not None and not r.worker.ending.returncode

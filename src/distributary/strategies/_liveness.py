@@ -24,7 +24,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -39,7 +40,8 @@ BEAT_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 # From an error of a collective to the news of the lost worker that has caused it.
 _NEWS_SECONDS = 1.0
-_FLUSH_SECONDS = 0.2
+_WRITE_SECONDS = 0.2
+_INTERRUPTED_EXIT_CODE = 130  # as shells report it
 _MAX_LINE_BYTES = 4096
 _MAX_REASON_CHARACTERS = 500
 _OF_A_COLLECTIVE = re.compile(r"gloo|nccl|collective|connection", re.IGNORECASE)
@@ -81,7 +83,7 @@ class Liveness:
         self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / BEAT_SECONDS))
         self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._connections = [_Connection(number, s) for number, s in connections.items()]
-        self._lock = threading.Lock()  # of what follows, and of sending
+        self._lock = threading.Lock()  # of sending
         self._has_finished = False  # this worker
         self._is_decided = threading.Event()  # all have finished, or one is lost
         self._idle_beats = 0
@@ -136,6 +138,8 @@ class Liveness:
         try:
             for line in lines:
                 self._understand(connection, *json.loads(line))
+            if len(connection.received) > _MAX_LINE_BYTES:
+                raise ValueError
         except (TypeError, ValueError):
             self._lose(f"{self._name(connection)} was lost: it has sent {data[:100]!r}")
 
@@ -180,14 +184,16 @@ class Liveness:
             )
 
     def _lose(self, reason: str) -> None:
-        with self._lock:
-            if self._is_decided.is_set():
-                return
-            sentence = self._sentence(reason)
-            job_programs.error = WorkerLostError(sentence)
+        if self._is_decided.is_set():
+            return
         self._say_to_all("lost", reason)
-        with contextlib.suppress(OSError):
-            os.write(2, f"distributary: {sentence}\n".encode())
+        # Before the rest, because what follows can end the process from the main thread.
+        _try(os.write, 2, f"{WorkerLostError.line_prefix}{reason}\n".encode())
+        job_programs.error = WorkerLostError(
+            f"{reason}. {self._place.name} cannot go on alone. `distributary launch"
+            " --max-restarts 3` starts all workers again when one is lost; let the program"
+            " continue from its last checkpoint."
+        )
         self._is_decided.set()
 
     def _end_if_all_have_finished(self) -> None:
@@ -206,19 +212,27 @@ class Liveness:
         if error is not None:
             if isinstance(self.explain(error), WorkerLostError):
                 _end(WorkerLostError.exit_code)
-            text = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON_CHARACTERS]
-            place = self._place
-            assert place.worker_number is not None
-            self._is_decided.set()  # what the others answer is no news
-            self._say_to_all("lost", f"{place.workers[place.worker_number]} has ended with {text}")
-            # JAX would wait for the others, and for its programs, which wait for the others, too.
-            _end(130 if isinstance(error, KeyboardInterrupt) else 1)
+            self._leave(error)
         self._has_finished = True
         self._say_to_all("finished", job_programs.count)
         self._end_if_all_have_finished()
-        self._is_decided.wait()
+        try:
+            self._is_decided.wait()
+        except KeyboardInterrupt as interrupt:
+            self._leave(interrupt)
         if job_programs.error is not None:
             _end(WorkerLostError.exit_code)
+
+    def _leave(self, error: BaseException) -> NoReturn:
+        """Ends this process because of an error of its own."""
+        place = self._place
+        assert place.worker_number is not None
+        lines = traceback.format_exception_only(error)[-1].splitlines()
+        text = lines[0][:_MAX_REASON_CHARACTERS]
+        self._is_decided.set()  # what the others answer is no news
+        self._say_to_all("lost", f"{place.workers[place.worker_number]} has ended with {text}")
+        # JAX would wait for the others, and for its programs, which wait for the others, too.
+        _end(_INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
 
     def _say_to_all(self, kind: str, content: Any) -> None:
         for connection in self._connections:
@@ -235,21 +249,18 @@ class Liveness:
     def _name(self, connection: _Connection) -> str:
         return str(self._place.workers[connection.number])
 
-    def _sentence(self, reason: str) -> str:
-        return (
-            f"{reason}. The job cannot go on without it, so {self._place.name} ends. `distributary"
-            " launch --max-restarts 3` starts all workers again when one is lost; let the program"
-            " continue from its last checkpoint."
-        )
-
 
 def _end(code: int) -> NoReturn:
     """Ends the process without waiting for JAX, whose programs may never end."""
-    # A reader of the output that has stopped reading must not keep the process.
-    flush = threading.Thread(target=_flush, daemon=True)
-    flush.start()
-    flush.join(_FLUSH_SECONDS)
+    _try(_flush)
     os._exit(code)
+
+
+def _try(write: Callable[..., object], *args: object) -> None:
+    """Writes, unless whoever reads it has stopped reading."""
+    thread = threading.Thread(target=write, args=args, daemon=True)
+    thread.start()
+    thread.join(_WRITE_SECONDS)
 
 
 def _flush() -> None:

@@ -3,11 +3,14 @@
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 __all__ = ["relay_to"]
 
 _PART_BYTES = 1 << 16
+_CONNECT_SECONDS = 5.0
+_RETRY_SECONDS = 0.02
 
 
 def relay_to(address: tuple[str, int]) -> str:
@@ -31,14 +34,26 @@ def _accept(server: socket.socket, address: tuple[str, int]) -> None:
     while True:
         client, _ = server.accept()
         try:
-            service = socket.create_connection(address)
-        except OSError:  # not there yet: the client tries again
-            client.close()
+            service = _connect(address)
+        except OSError:
+            client.close()  # which tries again
             continue
         for connection in (client, service):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _start(_to_service, client, service)
         _start(_to_client, service, client)
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    # The service is started at this moment. Left to itself, the client would pause for a second.
+    end = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_RETRY_SECONDS)
 
 
 def _to_service(client: socket.socket, service: socket.socket) -> None:
