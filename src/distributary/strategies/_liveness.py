@@ -33,9 +33,9 @@ from distributary.cluster_resolver import MultiWorker
 from distributary.errors import WorkerLostError
 from distributary.topology import job_programs
 
-__all__ = ["BEAT_SECONDS", "Liveness"]
+__all__ = ["Liveness"]
 
-BEAT_SECONDS = 1.0
+_BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process; what it can still do is to clean up.
 _GRACE_SECONDS = 1.0
 # From an error of a collective to the news of the lost worker that has caused it.
@@ -80,7 +80,7 @@ class Liveness:
         heartbeat_timeout_seconds: float,
     ) -> None:
         self._place = place
-        self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / BEAT_SECONDS))
+        self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / _BEAT_SECONDS))
         self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._connections = [_Connection(number, s) for number, s in connections.items()]
         self._lock = threading.Lock()  # of sending
@@ -118,7 +118,7 @@ class Liveness:
                     self._hear(key.data)
                 if time.monotonic() >= beat_at:
                     self._beat()
-                    beat_at = time.monotonic() + BEAT_SECONDS
+                    beat_at = time.monotonic() + _BEAT_SECONDS
         if job_programs.error is not None:
             time.sleep(_GRACE_SECONDS)
             _end(WorkerLostError.exit_code)
