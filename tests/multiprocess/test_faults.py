@@ -37,6 +37,7 @@ class _Faults:
         path = self._folder / f"{what}.{worker}"
         end = time.monotonic() + _SECONDS
         while not path.exists():
+            assert not self.job.has_ended(worker)
             assert time.monotonic() < end, f"worker {worker} has not {what}"
             time.sleep(0.01)
         return path.read_text()

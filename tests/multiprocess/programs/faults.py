@@ -28,8 +28,9 @@ def step():
 
 def put(what, text=""):
     path = folder / f"{what}.{worker}"
-    path.with_suffix(".new").write_text(str(text))
-    path.with_suffix(".new").rename(path)
+    new = folder / f"{path.name}.new"
+    new.write_text(str(text))
+    new.rename(path)
 
 
 def is_told(what):
