@@ -15,10 +15,13 @@ same situation, so `except ValueError` and friends keep working:
     ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
+    ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
 """
+
+from typing import Final
 
 __all__ = [
     "BackendStartedError",
@@ -35,6 +38,7 @@ __all__ = [
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
     "UnsupportedError",
+    "WorkerLostError",
 ]
 
 
@@ -84,6 +88,23 @@ class OutOfRangeError(DistributaryError, StopIteration):
 
 class LaunchError(DistributaryError, RuntimeError):
     """The launcher cannot start the job or join it."""
+
+
+class WorkerLostError(DistributaryError, RuntimeError):
+    """Another worker of the job has ended or is frozen, so this one cannot go on.
+
+    The process has a second to clean up; then it is ended.
+
+    Attributes:
+        exit_code: Exit code of a worker that ends because another one was lost, `EX_TEMPFAIL` of
+            `<sysexits.h>`. `distributary launch` looks for the worker that ended first.
+        line_prefix: Beginning of the line on stderr with which such a worker says which one.
+
+    Source: `tf.errors.UnavailableError`, which a collective raises in this situation.
+    """
+
+    exit_code: Final = 75
+    line_prefix: Final = "distributary: "
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

@@ -1,7 +1,8 @@
 """Frozen option objects. Each one checks itself, so a wrong value fails where it is written."""
 
 import enum
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, fields, replace
 from typing import final
 
 from distributary.errors import InvalidTypeError, InvalidValueError
@@ -13,6 +14,9 @@ __all__ = [
     "InputReplicationMode",
     "RunOptions",
 ]
+
+
+_MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
 
 class CommunicationImplementation(enum.Enum):
@@ -41,16 +45,20 @@ class CommunicationOptions:
         timeout_seconds: Seconds after which a collective between processes fails; None waits.
             Collectives inside one process do not use it.
         implementation: A `CommunicationImplementation` or its name in any case.
+        heartbeat_timeout_seconds: Seconds of silence after which a worker that still has its
+            connections counts as lost, 3 or more: it is frozen, or its machine or network is gone.
+            A worker that is busy in C code without letting Python's threads run is silent, too.
 
     Raises:
         InvalidValueError: for negative sizes or timeouts and unknown implementations.
 
-    Source: `tf.distribute.experimental.CommunicationOptions`.
+    Source: `tf.distribute.experimental.CommunicationOptions`; the heartbeat is ours.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    heartbeat_timeout_seconds: float = 20.0
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
@@ -67,6 +75,12 @@ class CommunicationOptions:
                 f"CommunicationOptions: timeout_seconds is {self.timeout_seconds}, expected None or"
                 " a number of seconds >= 0."
             )
+        if not _MIN_HEARTBEAT_TIMEOUT_SECONDS <= self.heartbeat_timeout_seconds < math.inf:
+            raise InvalidValueError(
+                "CommunicationOptions: heartbeat_timeout_seconds is"
+                f" {self.heartbeat_timeout_seconds}, expected a number of seconds >="
+                f" {_MIN_HEARTBEAT_TIMEOUT_SECONDS}; workers send one heartbeat per second."
+            )
         object.__setattr__(self, "implementation", _implementation(self.implementation))
 
     def merge(self, other: "CommunicationOptions | None") -> "CommunicationOptions":
@@ -75,9 +89,9 @@ class CommunicationOptions:
             return self
         default = CommunicationOptions()
         changed = {
-            field: getattr(other, field)
-            for field in ("bytes_per_pack", "timeout_seconds", "implementation")
-            if getattr(other, field) != getattr(default, field)
+            field.name: getattr(other, field.name)
+            for field in fields(other)
+            if getattr(other, field.name) != getattr(default, field.name)
         }
         return replace(self, **changed)
 

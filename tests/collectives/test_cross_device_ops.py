@@ -171,6 +171,8 @@ def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
         ({"bytes_per_pack": -1}, "bytes_per_pack is -1"),
         ({"bytes_per_pack": "4"}, "bytes_per_pack is '4'"),
         ({"timeout_seconds": -2.0}, "timeout_seconds is -2.0"),
+        ({"heartbeat_timeout_seconds": 2}, "heartbeat_timeout_seconds is 2"),
+        ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds is nan"),
         ({"implementation": "carrier pigeon"}, "carrier pigeon"),
         ({"implementation": 3}, "implementation is 3"),
     ],

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,10 +71,15 @@ class Job:
             text=True,
         )
 
-    def wait(self) -> list[Ended]:
-        """Waits for all workers, in the order in which they were started."""
+    def has_ended(self, key: Any) -> bool:
+        """Whether a worker has ended."""
+        return self._processes[key].poll() is not None
+
+    def wait(self, keys: Iterable[Any] | None = None) -> list[Ended]:
+        """Waits for some or all workers, in the order in which they were started."""
         ended = []
-        for process in self._processes.values():
+        for key in self._processes if keys is None else keys:
+            process = self._processes[key]
             output, _ = process.communicate(timeout=_SECONDS)
             lines = [line for line in output.splitlines() if line.startswith("{")]
             result = json.loads(lines[-1]) if lines else None

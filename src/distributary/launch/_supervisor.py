@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from distributary.errors import LaunchError
+from distributary.errors import LaunchError, WorkerLostError
 from distributary.launch._environment import Task, free_addresses, worker_environ
 from distributary.launch._job import (
     Command,
@@ -33,6 +33,8 @@ __all__ = ["Supervisor"]
 # For the last lines of a worker to arrive that has ended. Processes that it has left behind may
 # hold its stderr open.
 _LAST_LINES_SECONDS = 0.3
+# For the worker that was lost to end, after one that has ended because of it.
+_LOST_WORKER_SECONDS = 1.0
 
 
 @final
@@ -77,6 +79,8 @@ class Supervisor:
         self._stop: Stop | None = None  # set while workers end for a restart
         self._exit: Exit | None = None  # set while workers end for good
         self._has_finished = False  # and has said so
+        # What is to be reported, and when, if no other worker turns out to have failed first.
+        self._follower: tuple[float, Failed] | None = None
         self._started_at = time.monotonic()
 
     def run(self) -> int:
@@ -97,8 +101,7 @@ class Supervisor:
                         self._running = []
                         self._link.send(report)
                         continue
-                for key, _ in self._selector.select():
-                    key.data()
+                self._wait()
         finally:
             for running in self._running:
                 running.worker.close()
@@ -121,6 +124,15 @@ class Supervisor:
             if state:
                 parts.append(f"{r.worker.task}: {state}")
         return " · ".join(parts)
+
+    def _wait(self) -> None:
+        timeout = None
+        if self._follower is not None:
+            timeout = max(0.0, self._follower[0] - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        if self._follower is not None and time.monotonic() >= self._follower[0]:
+            self._fail(self._follower[1])
 
     def _watch(self, source: Signals | Link | Worker | StatusReader, act: Callable) -> None:
         self._selector.register(source, selectors.EVENT_READ, act)
@@ -161,6 +173,7 @@ class Supervisor:
         options = self._options
         self._generation = command.generation
         self._has_finished = False
+        self._follower = None
         ids = range(command.first, command.first + options.num_workers)
         tasks = [Task("worker", task_id) for task_id in ids]
         if options.evaluator and options.is_first_host:
@@ -205,15 +218,17 @@ class Supervisor:
             return
         if worker.ending.returncode:
             running.output.ended.wait(_LAST_LINES_SECONDS)
-            seconds = time.monotonic() - worker.started_at
-            self._link.send(
-                Failed(
-                    self._generation,
-                    worker.ending.exit_code,
-                    f"{worker.task} {worker.ending} after {seconds:.1f} s",
-                    running.output.last_lines(),
-                )
-            )
+            now = time.monotonic()
+            text = f"{worker.task} {worker.ending} after {now - worker.started_at:.1f} s"
+            code, lines = worker.ending.exit_code, running.output.last_lines()
+            if code != WorkerLostError.exit_code:
+                self._fail(Failed(self._generation, code, text, lines))
+            elif self._follower is None:
+                prefix = WorkerLostError.line_prefix
+                reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+                text = ": ".join([text, *reasons])
+                failed = Failed(self._generation, code, text, lines)
+                self._follower = now + _LOST_WORKER_SECONDS, failed
         elif not self._has_finished and all(
             r.worker.ending is not None and not r.worker.ending.returncode
             for r in self._running
@@ -221,6 +236,10 @@ class Supervisor:
         ):
             self._has_finished = True
             self._link.send(Finished(self._generation))
+
+    def _fail(self, failed: Failed) -> None:
+        self._follower = None
+        self._link.send(failed)
 
     def _on_status(self, running: _Running) -> None:
         if not running.status.receive():

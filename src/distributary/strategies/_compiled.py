@@ -15,6 +15,7 @@ from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
     inside_jax_trace,
+    job_programs,
     latest_program,
     put_replicated,
 )
@@ -47,6 +48,7 @@ class Compiled:
         "_call",
         "_captures",
         "_dispatcher",
+        "_is_of_job",
         "_read_only",
         "_rebuild",
         "_replicated",
@@ -69,6 +71,7 @@ class Compiled:
         self._replicated = replicated
         # None among them stands for arguments without a sharding, which go anywhere.
         self._shardings = None if replicated is None else (stacked, replicated, None)
+        self._is_of_job = replicated is not None and not replicated.is_fully_addressable
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
@@ -138,6 +141,8 @@ class Compiled:
                 raise VariableGoneError from None
             if shared:
                 written = [v._copy() if v._shared else v._value for v in variables]
+            if self._is_of_job:
+                job_programs.begin()
             new, outs, _ = self._dispatcher.run(
                 self._call, self._token_of, self._captures, written, read_only, args
             )

@@ -22,7 +22,13 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.options import CommunicationOptions
-from distributary.topology import REPLICA_AXIS, Dispatcher, inside_jax_trace, local_copy
+from distributary.topology import (
+    REPLICA_AXIS,
+    Dispatcher,
+    inside_jax_trace,
+    job_programs,
+    local_copy,
+)
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -176,6 +182,8 @@ class CrossReplica:
         jitted = self._jitted.get(key)
         if jitted is None:
             jitted = self._jitted[key] = jax.jit(program)
+        if self._mesh.is_multi_process:
+            job_programs.begin()
         result = self._dispatcher.run(
             jitted, lambda result: next(iter(jax.tree.leaves(result)), None), trees
         )

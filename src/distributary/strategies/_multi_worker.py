@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from typing import final
 
 import jax
@@ -17,14 +18,16 @@ from distributary.errors import BackendStartedError, ClusterError, InvalidTypeEr
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._liveness import Liveness
+from distributary.strategies._relay import relay_to
 from distributary.strategies._rendezvous import bind_address, meet
 from distributary.topology import backends_started, prepare_local_devices, replica_devices
 
 _log = logging.getLogger(__name__)
 
 _MEET_SECONDS = 120.0
-# JAX's defaults, 100 s until a lost worker is noticed and 300 s at the end, are for TPU pods.
-_HEARTBEAT_SECONDS = 20
+# `Liveness` notices a lost worker and lets all workers end together, well before JAX would.
+_LATER_THAN_LIVENESS_SECONDS = 60
 _SHUTDOWN_SECONDS = 20
 _INITIALIZATION_SECONDS = 60
 
@@ -39,11 +42,17 @@ class MultiWorkerMirroredStrategy(Strategy):
     Every worker has to do the same things with the strategy in the same order; what only one of
     them does (printing, saving what it has read) must not involve `run`, `reduce` or `gather`.
 
+    When a worker is lost, the others end within two seconds, with a line on stderr that names it
+    and the exit code `WorkerLostError.exit_code`: their next step raises `WorkerLostError`, and a
+    process that does something else, or waits in a collective, is ended. The workers leave the
+    program together: one that has finished waits for the others.
+
     Args:
         cluster_resolver: Says where the workers are and which one this is; None reads `TF_CONFIG`.
             Without a cluster this is a `MirroredStrategy` of this machine.
         communication_options: How gradients are combined; its `timeout_seconds` is also how long
-            the start waits for the other workers, two minutes if it is None.
+            the start waits for the other workers, two minutes if it is None, and its
+            `heartbeat_timeout_seconds` when a silent worker counts as lost.
 
     Raises:
         ClusterError: if a worker does not come in time, its port is taken, or the workers do not
@@ -83,7 +92,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"MultiWorkerMirroredStrategy: this process is {place.name}, which does not train"
                 f" with the workers. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
             )
-        _connect(place, (options and options.timeout_seconds) or _MEET_SECONDS)
+        _connect(place, options or CommunicationOptions())
         devices = _devices_of_all(place)
         over_gloo = place.num_workers > 1 and devices[0].platform == "cpu"
         ops = CollectiveAllReduce() if over_gloo else None
@@ -96,7 +105,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._cluster_resolver
 
 
-def _connect(place: MultiWorker, meet_seconds: float) -> None:
+def _connect(place: MultiWorker, options: CommunicationOptions) -> None:
     """Connects the processes of a job, once."""
     if jax.distributed.is_initialized():
         if backends_started() and jax.process_count() != place.num_workers:
@@ -115,17 +124,20 @@ def _connect(place: MultiWorker, meet_seconds: float) -> None:
     if place.num_workers == 1:
         return
     _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
-    meet(place, meet_seconds)
+    connections = meet(place, options.timeout_seconds or _MEET_SECONDS)
+    Liveness(place, connections, options.heartbeat_timeout_seconds).start()
+    is_first = place.worker_number == 0
     coordinator = place.workers[0]
     jax.distributed.initialize(
-        coordinator.address,
+        coordinator.address if is_first else relay_to((coordinator.host, coordinator.port)),
         num_processes=place.num_workers,
         process_id=place.worker_number,
         cluster_detection_method="deactivate",
         initialization_timeout=_INITIALIZATION_SECONDS,
-        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        heartbeat_timeout_seconds=math.ceil(options.heartbeat_timeout_seconds)
+        + _LATER_THAN_LIVENESS_SECONDS,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        coordinator_bind_address=bind_address(coordinator) if place.worker_number == 0 else None,
+        coordinator_bind_address=bind_address(coordinator) if is_first else None,
     )
 
 

@@ -1,8 +1,8 @@
 """The workers of a job find each other before JAX starts.
 
 JAX's own start-up ends the process without a sentence when a worker is missing, a port is taken or
-the workers do not fit together. Here they meet first, over one short connection each to the first
-worker, at the address that JAX's coordination service uses afterwards.
+the workers do not fit together. Here they meet first, over one connection each to the first worker,
+at the address that JAX's coordination service uses afterwards. `Liveness` keeps the connections.
 """
 
 import contextlib
@@ -38,12 +38,16 @@ def bind_address(peer: Peer) -> str:
     return f"{host}:{address[1]}"
 
 
-def meet(place: MultiWorker, deadline_seconds: float) -> None:
+def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, socket.socket]:
     """Returns once all workers of a cluster have called it and fit together.
 
     Args:
         place: The cluster and which of its workers this process is.
         deadline_seconds: How long to wait for the others.
+
+    Returns:
+        Open connections by the number of the worker at the other end: of the first worker to all
+        others, of the others to the first.
 
     Raises:
         ClusterError: on every worker that is there, if one is missing, its port is taken, two are
@@ -54,13 +58,10 @@ def meet(place: MultiWorker, deadline_seconds: float) -> None:
     deadline = time.monotonic() + deadline_seconds
     if place.worker_number == 0:
         with _listening(place.workers[0]) as server:
-            _Reception(server, place, facts, deadline, deadline_seconds).run()
-        return
+            return _Reception(server, place, facts, deadline, deadline_seconds).run()
     # Held while the workers meet: a second process with the same task fails here.
     with _own_port(place.workers[place.worker_number]):
-        answer = _asked(place, facts, deadline, deadline_seconds)
-    if answer is not None:
-        raise ClusterError(answer)
+        return {0: _asked(place, facts, deadline, deadline_seconds)}
 
 
 def _facts(place: MultiWorker) -> dict[str, Any]:
@@ -97,15 +98,20 @@ class _Reception:
         self._connections: dict[socket.socket, bytes] = {}
         self._arrived: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
 
-    def run(self) -> None:
+    def run(self) -> dict[int, socket.socket]:
+        """Returns the connections to all others."""
+        problem: str | None = "it was interrupted"
         try:
             problem = self._wait() or self._difference()
             self._answer(problem)
         finally:
+            arrived = {number: connection for number, (connection, _) in self._arrived.items()}
             for connection in self._connections:
-                connection.close()
+                if problem is not None or connection not in arrived.values():
+                    connection.close()
         if problem is not None:
             raise ClusterError(problem)
+        return arrived
 
     def _wait(self) -> str | None:
         """Hears the others; returns what went wrong."""
@@ -196,8 +202,6 @@ class _Reception:
             connection.settimeout(_ANSWER_SECONDS)
             with contextlib.suppress(OSError):
                 connection.sendall(line)
-                # They hang up first, so that the port is free for JAX at once.
-                connection.recv(1)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -216,14 +220,14 @@ def _minor(version: str | None) -> list[str]:
 
 def _asked(
     place: MultiWorker, facts: dict[str, Any], deadline: float, deadline_seconds: float
-) -> str | None:
-    """Tells the first worker that this one is there; returns what went wrong."""
+) -> socket.socket:
+    """Tells the first worker that this one is there; returns the connection to it."""
     first = place.workers[0]
     connection, reason = None, "no answer"
     while connection is None:
         left = deadline - time.monotonic()
         if left <= 0:
-            return (
+            raise ClusterError(
                 f"{place.name} could not reach {first} within {deadline_seconds:g} s: {reason}."
                 " Is it running, and is the address the one it has in its own TF_CONFIG?"
             )
@@ -232,23 +236,28 @@ def _asked(
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(min(_RETRY_SECONDS, max(0.0, left)))
-    with connection:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(connection)
         try:
             connection.sendall(json.dumps(facts).encode() + b"\n")
             connection.settimeout(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
             answer = b""
             while not answer.endswith(b"\n"):
-                part = connection.recv(4096)
+                # One byte at a time: what follows the line is for `Liveness`.
+                part = connection.recv(1)
                 if not part:
                     raise ConnectionError("it hung up")
                 answer += part
             verdict: str | None = json.loads(answer)["error"]
-            return verdict
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            return (
+            raise ClusterError(
                 f"{first} did not say whether the workers of the cluster are complete: {problem}."
                 " Look at its output."
-            )
+            ) from problem
+        if verdict is not None:
+            raise ClusterError(verdict)
+        stack.pop_all()
+        return connection
 
 
 @contextlib.contextmanager

@@ -14,7 +14,12 @@ from distributary.topology._device_strings import (
     short_name,
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
-from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
+from distributary.topology._dispatch import (
+    Dispatcher,
+    dispatcher_for,
+    job_programs,
+    latest_program,
+)
 from distributary.topology._jax_private import backends_started, hear, inside_jax_trace, tell
 from distributary.topology._placement import (
     local_copy,
@@ -33,6 +38,7 @@ __all__ = [
     "dispatcher_for",
     "hear",
     "inside_jax_trace",
+    "job_programs",
     "latest_program",
     "local_copy",
     "local_devices",

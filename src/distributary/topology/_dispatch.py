@@ -11,7 +11,14 @@ import jax
 from distributary.errors import InvalidValueError
 from distributary.topology._cpu import cpu_threads_suffice
 
-__all__ = ["Dispatcher", "LatestProgram", "dispatcher_for", "latest_program"]
+__all__ = [
+    "Dispatcher",
+    "JobPrograms",
+    "LatestProgram",
+    "dispatcher_for",
+    "job_programs",
+    "latest_program",
+]
 
 _T = TypeVar("_T")
 
@@ -105,7 +112,21 @@ class Dispatcher:
 
         Raises:
             JaxRuntimeError: if an earlier token was donated or deleted.
+            WorkerLostError: if the program has failed because another worker was lost.
         """
+        try:
+            return self._run(call, token_of, *args)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if job_programs.explain is None:
+                raise
+            explained = job_programs.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _run(
+        self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Any
+    ) -> _T:
         lock = self._lock
         if lock is None:
             return call(*args)
@@ -191,3 +212,31 @@ class LatestProgram:
 
 
 latest_program = LatestProgram()
+
+
+@final
+class JobPrograms:
+    """The programs that all workers of a job run together.
+
+    Attributes:
+        count: Number that this process has dispatched; the same on every worker that has got as
+            far.
+        error: Why no further one can be run.
+        explain: From an error of a program to the one that is raised, while a job is watched.
+    """
+
+    __slots__ = ("count", "error", "explain")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.error: Exception | None = None
+        self.explain: Callable[[Exception], Exception] | None = None
+
+    def begin(self) -> None:
+        """To be called before one is dispatched; raises `error`."""
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+
+
+job_programs = JobPrograms()

@@ -1,0 +1,78 @@
+"""Trains for some epochs, from the last one that was saved.
+
+Arguments: folder for what is saved, number of epochs, and faults of this program as JSON, one per
+start of the job: [worker, epoch, step, "kill" or "freeze"].
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import distributary as dist
+from distributary.data import Dataset
+
+folder, num_epochs, faults = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+restart = int(os.environ["DISTRIBUTARY_RESTART"])
+strategy = dist.MultiWorkerMirroredStrategy(
+    communication_options=dist.experimental.CommunicationOptions(heartbeat_timeout_seconds=3)
+)
+worker = strategy.extended.worker_number
+saved = folder / "saved.npz"
+state = dict(np.load(saved)) if saved.exists() else {"epoch": 0}
+rng = np.random.default_rng(0)
+x = rng.normal(size=(96, 8)).astype(np.float32)
+y = np.tanh(x @ rng.normal(size=(8, 1))).astype(np.float32)
+with strategy.scope():
+    first = {"hidden": rng.normal(size=(8, 16)), "out": rng.normal(size=(16, 1))}
+    first = {name: value.astype(np.float32) for name, value in first.items()}
+    weights = {name: dist.Variable(state.get(name, value)) for name, value in first.items()}
+    momenta = {
+        name: dist.Variable(state.get(f"{name} momentum", np.zeros_like(value)))
+        for name, value in first.items()
+    }
+
+
+def step(x, y):
+    def loss():
+        predicted = jnp.tanh(x @ weights["hidden"]) @ weights["out"]
+        return ((predicted - y) ** 2).sum() / 16
+
+    value, gradients = dist.value_and_grad(loss, list(weights.values()))()
+    context = dist.get_replica_context()
+    value, gradients = context.all_reduce("SUM", (value, gradients))
+    for name, gradient in zip(weights, gradients, strict=True):
+        momenta[name].assign(0.9 * momenta[name].value() + gradient)
+        weights[name].assign_sub(0.01 * momenta[name].value())
+    return value
+
+
+def save(epoch):
+    arrays = {name: variable.numpy() for name, variable in weights.items()}
+    arrays |= {f"{name} momentum": variable.numpy() for name, variable in momenta.items()}
+    with open(folder / "saving.npz", "wb") as file:
+        np.savez(file, epoch=epoch, **arrays)
+    os.replace(folder / "saving.npz", saved)
+
+
+def cause_fault(epoch, number):
+    if restart < len(faults) and faults[restart][:3] == [worker, epoch, number]:
+        kind = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[faults[restart][3]]
+        os.kill(os.getpid(), kind)
+
+
+with open(folder / f"steps.{worker}", "a", buffering=1) as steps:
+    for epoch in range(int(state["epoch"]), num_epochs):
+        data = Dataset.from_tensor_slices((x, y)).shuffle(96, seed=epoch).batch(16)
+        for number, batch in enumerate(strategy.experimental_distribute_dataset(data)):
+            cause_fault(epoch, number)
+            value = strategy.run(step, batch)
+            value = float(strategy.experimental_local_results(value)[0])
+            steps.write(f"{time.time()} {os.getpid()} {epoch} {number} {value}\n")
+        if strategy.extended.should_checkpoint:
+            save(epoch + 1)

@@ -1,0 +1,187 @@
+"""A worker that is lost takes the others with it, at once and with its name."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distributary.errors import WorkerLostError
+
+_LOST = WorkerLostError.exit_code
+_SECONDS = 120.0
+_TRAINING = Path(__file__).parent / "programs" / "training.py"
+
+
+class _Faults:
+    """A job of workers that wait for faults."""
+
+    def __init__(self, job, folder, num_workers, num_steps):
+        self._folder = folder
+        self.job = job(num_workers)
+        self.addresses = self.job.addresses
+        for worker in range(num_workers):
+            self.job.start("faults", worker, folder, num_steps)
+        self._pids = [int(self.wait_for("started", worker)) for worker in range(num_workers)]
+
+    def tell(self, what, worker):
+        (self._folder / f"{what}.{worker}").touch()
+
+    def wait_for(self, what, worker):
+        path = self._folder / f"{what}.{worker}"
+        end = time.monotonic() + _SECONDS
+        while not path.exists():
+            assert not self.job.has_ended(worker)
+            assert time.monotonic() < end, f"worker {worker} has not {what}"
+            time.sleep(0.01)
+        return path.read_text()
+
+    def send(self, number, worker):
+        os.kill(self._pids[worker], number)
+
+
+@pytest.fixture
+def faults(job, tmp_path):
+    """A function that starts workers and returns when all of them compute."""
+    return lambda num_workers, num_steps=10**9: _Faults(job, tmp_path, num_workers, num_steps)
+
+
+def _sentence(ended):
+    """What a worker has said about the loss; it says it once."""
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("distributary: ")]
+    return line
+
+
+def test_a_killed_worker_ends_the_others(faults):
+    # Not all survivors get an error from gloo: worker 0 is no neighbour of worker 2 in the ring,
+    # worker 1 runs ahead, and worker 3 is busy with something else.
+    workers = faults(4)
+    workers.tell("run ahead", 1)
+    workers.wait_for("running ahead", 1)
+    workers.tell("idle", 3)
+    workers.wait_for("idling", 3)
+
+    workers.send(signal.SIGKILL, 2)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [_LOST, _LOST, -signal.SIGKILL, _LOST]
+    for survivor in (0, 1, 3):
+        assert f"worker 2 at {workers.addresses[2]} was lost: its process has ended" in (
+            _sentence(ended[survivor])
+        )
+
+
+def test_a_killed_chief_ends_the_others(faults):
+    workers = faults(3)
+    workers.tell("idle", 1)
+    workers.wait_for("idling", 1)
+
+    workers.send(signal.SIGKILL, 0)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [-signal.SIGKILL, _LOST, _LOST]
+    for survivor in (1, 2):
+        assert f"worker 0 at {workers.addresses[0]} was lost" in _sentence(ended[survivor])
+
+
+def test_a_frozen_chief_ends_the_others(faults):
+    workers = faults(2)
+
+    workers.send(signal.SIGSTOP, 0)
+    (survivor,) = workers.job.wait([1])
+
+    assert survivor.code == _LOST
+    reason = f"worker 0 at {workers.addresses[0]} was lost: it has said nothing for 3 s"
+    assert reason in _sentence(survivor)
+    # Awake again, it learns what the others think of it.
+    workers.send(signal.SIGCONT, 0)
+    (woken,) = workers.job.wait([0])
+    assert woken.code == _LOST
+    assert reason in _sentence(woken)
+
+
+@pytest.mark.parametrize("raising", [0, 1])
+def test_a_worker_that_raises_is_named_with_its_error(raising, faults):
+    workers = faults(2)
+    other = 1 - raising
+    workers.tell("run ahead", other)
+    workers.wait_for("running ahead", other)
+
+    workers.tell("raise", raising)
+
+    ended = workers.job.wait()
+    assert ended[raising].code == 1
+    assert "OverflowError: the answer is 42\nor more" in ended[raising].output
+    assert "distributary: " not in ended[raising].output
+    assert ended[other].code == _LOST
+    text = (
+        f"worker {raising} at {workers.addresses[raising]} has ended with OverflowError: the"
+        " answer is 42"
+    )
+    assert _sentence(ended[other]) == f"distributary: {text}"
+    assert f"{text}. worker {other} cannot go on alone." in ended[other].result["error"]
+
+
+def test_a_worker_that_leaves_too_early_is_named(faults):
+    workers = faults(2)
+
+    workers.tell("leave", 1)
+
+    ended = workers.job.wait()
+    assert [one.code for one in ended] == [_LOST, _LOST]
+    for one in ended:
+        assert f"worker 1 at {workers.addresses[1]} has ended after" in _sentence(one)
+
+
+def test_a_worker_that_has_finished_waits_for_the_others(faults):
+    workers = faults(2, num_steps=10)
+
+    workers.tell("end", 0)
+    time.sleep(4)  # longer than the heartbeat timeout: what is shown is that nothing happens
+    assert not workers.job.has_ended(0)
+    workers.tell("end", 1)
+
+    assert [one.code for one in workers.job.wait()] == [0, 0]
+
+
+def _train(folder, faults):
+    """What a job has saved at its end, and what the launcher has written."""
+    folder.mkdir()
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environ["JAX_NUM_CPU_DEVICES"] = "1"
+    program = [str(_TRAINING), str(folder), "4", json.dumps(faults)]
+    restarts = ["--max-restarts", str(len(faults))]
+    command = [sys.executable, "-m", "distributary", "launch", "--workers", "2", *restarts]
+    ended = subprocess.run(
+        [*command, *program], env=environ, capture_output=True, text=True, timeout=_SECONDS
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(np.load(folder / "saved.npz")), ended.stderr
+
+
+def test_a_job_that_was_restarted_ends_on_the_weights_of_an_undisturbed_one(tmp_path):
+    faults = [(0, 1, 3, "kill"), (1, 1, 0, "kill"), (1, 3, 2, "freeze")]
+
+    weights, _ = _train(tmp_path / "undisturbed", [])
+    restarted, said = _train(tmp_path / "restarted", faults)
+
+    assert weights.keys() == restarted.keys()
+    assert weights["epoch"] == 4
+    for name, value in weights.items():
+        np.testing.assert_array_equal(value, restarted[name], err_msg=name)
+    # The launcher names the worker that was lost, not those that have ended because of it.
+    reasons = re.findall(r"\[launcher\] (.*) after [\d.]+ s(.*); ending all workers", said)
+    assert reasons[:2] == [
+        ("worker 0 was ended by SIGKILL (9)", ""),
+        ("worker 1 was ended by SIGKILL (9)", ""),
+    ]
+    ((survivor, reason),) = reasons[2:]
+    assert survivor == "worker 0 ended with exit code 75"
+    assert re.match(r": worker 1 at 127.0.0.1:\d+ was lost: it has said nothing for 3 s", reason)
