@@ -15,6 +15,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
+    ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -22,6 +23,7 @@ Warnings are `DistributaryWarning`, a `UserWarning`.
 
 __all__ = [
     "BackendStartedError",
+    "CheckpointError",
     "ClusterError",
     "ContextError",
     "DeviceError",
@@ -84,6 +86,10 @@ class OutOfRangeError(DistributaryError, StopIteration):
 
 class LaunchError(DistributaryError, RuntimeError):
     """The launcher cannot start the job or join it."""
+
+
+class CheckpointError(DistributaryError, OSError):
+    """A checkpoint cannot be written, found or read."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

@@ -15,7 +15,11 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
 from distributary.topology._dispatch import Dispatcher, dispatcher_for, latest_program
-from distributary.topology._jax_private import backends_started, inside_jax_trace
+from distributary.topology._jax_private import (
+    backends_started,
+    coordination_client,
+    inside_jax_trace,
+)
 from distributary.topology._placement import (
     local_copy,
     local_devices,
@@ -29,6 +33,7 @@ __all__ = [
     "Dispatcher",
     "backends_started",
     "canonical_name",
+    "coordination_client",
     "dispatcher_for",
     "inside_jax_trace",
     "latest_program",

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core, xla_bridge
+from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import pxla
 
-__all__ = ["backends_started", "inside_jax_trace", "put_rows"]
+__all__ = ["backends_started", "coordination_client", "inside_jax_trace", "put_rows"]
 
 
 def inside_jax_trace() -> bool:
@@ -31,6 +31,16 @@ def backends_started() -> bool:
     jax 0.10.2, the version in which this place of the private name was checked.
     """
     return bool(xla_bridge.backends_are_initialized())
+
+
+def coordination_client() -> Any:
+    """The client of the service that connects the processes of a job; None in a process alone.
+
+    Of it are used `key_value_set`, `blocking_key_value_get` and `key_value_delete`, with which
+    processes exchange texts with a time limit and without their devices. JAX shows only collectives
+    of devices: https://github.com/jax-ml/jax/issues/16788; checked with jax 0.10.2.
+    """
+    return distributed.global_state.client
 
 
 def put_rows(array: np.ndarray, sharding: Any) -> jax.Array:
