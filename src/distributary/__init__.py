@@ -33,7 +33,7 @@ from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerR
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import cluster_resolver, data
+    from distributary import checkpoint, cluster_resolver, data
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
     from distributary.strategies import MultiWorkerMirroredStrategy
 
@@ -67,6 +67,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "checkpoint",
     "cluster_resolver",
     "config",
     "data",
@@ -82,7 +83,7 @@ __all__ = [
     "value_and_grad",
 ]
 
-_MODULES = ("cluster_resolver", "data")
+_MODULES = ("checkpoint", "cluster_resolver", "data")
 _LATER = ("DistributedDataset", "DistributedIterator", "PerReplicaSpec")
 
 

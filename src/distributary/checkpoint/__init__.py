@@ -2,5 +2,11 @@
 
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._manager import CheckpointManager
+from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
 
-__all__ = ["Checkpoint", "CheckpointManager"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
+]

@@ -169,9 +169,9 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return _Array(name, value)
     if isinstance(value, (np.random.Generator, random.Random)):
-        return _Generator(value)
+        return _Generator(name, value)
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
-        return _Stateful(value)
+        return _Stateful(name, value)
     return None
 
 
@@ -303,11 +303,20 @@ class _Number:
 class _State:
     """An object that is saved as a text of JSON, which may differ between workers."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, name: str, value: Any) -> None:
+        self._name = name
         self._value = value
 
     def entry(self) -> Entry:
-        return {"kind": "state", "state": json.dumps(self.state())}
+        state = self.state()
+        try:
+            text = json.dumps(state, default=lambda array: array.tolist())
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidTypeError(
+                f"Checkpoint: the state of {self._name!r} is {state!r}, which JSON cannot hold:"
+                " expected dicts, lists, numbers and strings."
+            ) from error
+        return {"kind": "state", "state": text}
 
     def state(self) -> Any:
         raise NotImplementedError

@@ -143,9 +143,7 @@ class CheckpointManager:
         paths = self.checkpoints
         return paths[-1] if paths else None
 
-    def save(
-        self, checkpoint_number: int | None = None, check_interval: bool = True
-    ) -> str | None:
+    def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
         """Saves the state as it is now.
 
         If the previous checkpoint is still being written, waits for that first.

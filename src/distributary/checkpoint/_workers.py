@@ -56,9 +56,9 @@ class Round:
         self._tell("meet", text)
         values = []
         for worker in range(self.num_workers):
-            value, error = json.loads(self._hear("meet", worker))
-            if error is not None:
-                raise CheckpointError(f"{self._what} failed on worker {worker}: {error}")
+            value, problem = json.loads(self._hear("meet", worker))
+            if problem is not None:
+                raise CheckpointError(f"{self._what} failed on worker {worker}: {problem}")
             values.append(value)
         # Whoever is here has finished all earlier rounds.
         if self.is_chief:
@@ -78,9 +78,9 @@ class Round:
             CheckpointError: the same on the others, or if the chief does not end in time.
         """
         if not self.is_chief:
-            text, error = json.loads(self._hear("end", 0))
-            if error is not None:
-                raise CheckpointError(error)
+            text, problem = json.loads(self._hear("end", 0))
+            if problem is not None:
+                raise CheckpointError(problem)
             return str(text)
         try:
             text = act()

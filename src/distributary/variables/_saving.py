@@ -1,7 +1,6 @@
 """The state of variables as it is saved, and how it comes back."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +35,7 @@ def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[jax.A
         rows = [arrays[i] for i in far]
         # No other program may be under way on the devices when this one meets its collectives.
         jax.block_until_ready(rows)
-        replicated = jax.sharding.NamedSharding(
-            rows[0].sharding.mesh, jax.sharding.PartitionSpec()
-        )
+        replicated = jax.sharding.NamedSharding(rows[0].sharding.mesh, jax.sharding.PartitionSpec())
         gathered = jax.jit(lambda values: values, out_shardings=replicated)(rows)
         for i, array in zip(far, gathered, strict=True):
             arrays[i] = array
