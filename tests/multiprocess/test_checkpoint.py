@@ -96,7 +96,7 @@ def test_workers_with_more_devices_restore_it_and_notice_that_one_is_lost(job, s
     np.testing.assert_allclose(got[0], expected[0], rtol=0)
     np.testing.assert_allclose(got[1:], expected[1:], rtol=1e-6)
     assert "worker 1 did not take part within 2 s" in chief.result["lost"]
-    assert "There is no earlier one." in chief.result["lost"]
+    assert "There is no other one." in chief.result["lost"]
 
 
 def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_same_weights(

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,13 @@ import numpy as np
 from distributary.checkpoint._files import (
     Saved,
     load_orbax,
-    numbered,
     read,
     read_arrays,
+    siblings,
     write,
 )
 from distributary.checkpoint._leaves import Entry, Leaf, Rebuild, VariableLeaf, find_leaves
-from distributary.checkpoint._workers import Round
+from distributary.checkpoint._workers import Round, agree, this_worker
 from distributary.errors import CheckpointError, ContextError, InvalidValueError
 from distributary.topology import latest_program
 from distributary.tracing import current_scope
@@ -157,14 +157,13 @@ class Checkpoint:
             return
         path = Path(save_path).absolute()
         _check_outside("restore")
-        meeting = Round(f"Restoring {path}", _SECONDS)
         plans: list[_Plan] = []
 
         def own() -> Any:
-            plans.append(self._plan(path, partial, meeting))
+            plans.append(self._plan(path, partial))
             return [path.name, plans[0].saved.saved_at]
 
-        found = meeting.meet(own)
+        found = agree(f"Restoring {path}", _SECONDS, own)
         for worker, of_worker in enumerate(found):
             if of_worker != found[0]:
                 raise InvalidValueError(
@@ -180,12 +179,14 @@ class Checkpoint:
     def snapshot(self, meeting: Round) -> Snapshot:
         """The state, copied to the host; steps may go on afterwards.
 
-        All workers have to call it. Waits for the steps that have been started.
+        All workers have to call it. Waits for the steps that have been started. If it fails, the
+        round is over.
         """
         try:
             return self._snapshot(meeting.is_chief)
         except BaseException as error:
             meeting.fail(error)
+            meeting.close()
             raise
 
     def _snapshot(self, with_arrays: bool) -> Snapshot:
@@ -209,14 +210,11 @@ class Checkpoint:
             copies = copied(arrays) if with_arrays else {}
         return Snapshot(entries, dict(self._counters), copies)
 
-    def _plan(self, path: Path, partial: bool, meeting: Round) -> "_Plan":
+    def _plan(self, path: Path, partial: bool) -> "_Plan":
         """Reads everything that will be needed, and compares it."""
         saved = read(path)
         leaves, rebuild = find_leaves(self._objects)
-        entries = {
-            name: _of_worker(entry, meeting.worker, meeting.num_workers)
-            for name, entry in saved.entries.items()
-        }
+        entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
         missing = [name for name in leaves if name not in entries]
         unexpected = [name for name in entries if name not in leaves]
         problems = [
@@ -233,8 +231,19 @@ class Checkpoint:
         return _Plan(present, rebuild, entries, read_arrays(path, names, saved), saved)
 
 
-def commit(snapshot: Snapshot, path: Path, meeting: Round) -> str:
-    """Writes a snapshot; called on all workers, of which the chief writes.
+def commit(
+    snapshot: Snapshot,
+    path: Path,
+    meeting: Round,
+    afterwards: Callable[[], None] = lambda: None,
+) -> str:
+    """Writes a snapshot, and closes the round; called on all workers, of which the chief writes.
+
+    Args:
+        snapshot: What is saved.
+        path: Where.
+        meeting: Round in which the workers come together.
+        afterwards: What the chief does before the others go on.
 
     Returns:
         The path.
@@ -265,18 +274,20 @@ def commit(snapshot: Snapshot, path: Path, meeting: Round) -> str:
                 for name, entry in snapshot.entries.items()
             }
             write(path, entries, snapshot.counters, snapshot.arrays)
+            afterwards()
             return str(path)
 
         return meeting.conclude(act)
     except Exception as error:
-        raise not_written(path, error) from error
+        raise _not_written(path, error) from error
+    finally:
+        meeting.close()
 
 
-def not_written(path: Path, error: BaseException) -> CheckpointError:
+def _not_written(path: Path, error: BaseException) -> CheckpointError:
     """What is raised on every worker when a checkpoint could not be written."""
-    prefix = path.name.rpartition("-")[0]
-    kept = [str(p) for p, _ in numbered(path.parent, prefix)] if prefix else []
-    what_is_left = f"The latest complete one is {kept[-1]}" if kept else "There is no earlier one"
+    kept = siblings(path)
+    what_is_left = f"The latest complete one is {kept[-1][0]}" if kept else "There is no other one"
     return CheckpointError(f"The checkpoint {path} was not written: {error}. {what_is_left}.")
 
 

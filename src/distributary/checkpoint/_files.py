@@ -76,15 +76,15 @@ def write(
         Exception: of any kind if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, re.escape(path.name))
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    _remove_leftovers(path)
+    temporary = _temporary(path)
     temporary.mkdir()
     try:
         # Orbax refuses arrays without elements and an empty tree.
         stored = {name: array for name, array in arrays.items() if array.size}
         if stored:
             _write_arrays(temporary / _ARRAYS, stored)
-        saved_at = max([time.time_ns(), *(s.saved_at + 1 for _, s in _siblings(path))])
+        saved_at = max([time.time_ns(), *(s.saved_at + 1 for _, s in siblings(path))])
         index = {
             "format": _FORMAT,
             "saved_at": saved_at,
@@ -103,7 +103,7 @@ def write(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync(path.parent)
-    remove_leftovers(path.parent, re.escape(path.name))
+    _remove_leftovers(path)
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -187,25 +187,42 @@ def numbered(directory: Path, name: str) -> list[tuple[Path, Saved]]:
     return sorted(found, key=lambda item: item[1].saved_at)
 
 
+def siblings(path: Path) -> list[tuple[Path, Saved]]:
+    """The complete checkpoints of the same name with any number, in the order of saving."""
+    name, number = _name_and_number(path)
+    return [] if number is None else numbered(path.parent, name)
+
+
 def remove(path: Path) -> None:
-    """Removes a checkpoint; it is gone at once, whatever happens meanwhile."""
+    """Removes a checkpoint; it is gone at once, whatever happens meanwhile.
+
+    Raises:
+        OSError: if that is not allowed.
+    """
     with contextlib.suppress(FileNotFoundError):
-        _located(path).rename(path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}"))
-    remove_leftovers(path.parent, re.escape(path.name))
+        _located(path).rename(_temporary(path))
+    _remove_leftovers(path)
 
 
-def remove_leftovers(directory: Path, names: str) -> None:
-    """Removes what writers that were killed have left of checkpoints; `names` is an expression."""
+def _remove_leftovers(path: Path) -> None:
+    """Removes what writers that were killed have left of a checkpoint and those like it."""
+    name, number = _name_and_number(path)
+    names = re.escape(path.name) if number is None else rf"{re.escape(name)}-\d+"
     pattern = re.compile(rf"({names})\.(tmp-[0-9a-f]{{8}}|old)")
-    for entry in os.listdir(directory):
+    for entry in os.listdir(path.parent):
         match = pattern.fullmatch(entry)
-        if match and (match[2] != "old" or (directory / match[1] / _INDEX).exists()):
-            shutil.rmtree(directory / entry, ignore_errors=True)
+        if match and (match[2] != "old" or (path.parent / match[1] / _INDEX).exists()):
+            shutil.rmtree(path.parent / entry, ignore_errors=True)
 
 
-def _siblings(path: Path) -> list[tuple[Path, Saved]]:
-    name, dash, number = path.name.rpartition("-")
-    return numbered(path.parent, name) if dash and number.isdigit() else []
+def _name_and_number(path: Path) -> tuple[str, int | None]:
+    """`"ckpt"` and 7 of `ckpt-7`."""
+    match = re.fullmatch(r"(.+)-(\d+)", path.name)
+    return (path.name, None) if match is None else (match[1], int(match[2]))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def _located(path: Path) -> Path:

@@ -12,14 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint, Snapshot, commit
-from distributary.checkpoint._files import (
-    Saved,
-    load_orbax,
-    numbered,
-    remove,
-    remove_leftovers,
-)
-from distributary.checkpoint._workers import Round
+from distributary.checkpoint._files import Saved, load_orbax, numbered, remove
+from distributary.checkpoint._workers import Round, agree
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -49,7 +43,7 @@ class CheckpointManager:
         checkpoint_interval: `save` does nothing until the counter has risen by this much.
         init_fn: Called by `restore_or_initialize` when there is no checkpoint.
         asynchronous: False makes `save` return when everything is on disk.
-        timeout_seconds: How long workers wait for each other.
+        timeout_seconds: How long workers wait for each other, and for the chief to write.
 
     Raises:
         InvalidTypeError: for a checkpoint of another type.
@@ -216,9 +210,9 @@ class CheckpointManager:
         Source: `tf.train.CheckpointManager.restore_or_initialize`.
         """
         path = self.latest_checkpoint
-        meeting = Round(f"Restoring from {self._directory}", self._timeout_seconds)
         # Workers may see a new folder at different times.
-        path = meeting.meet(lambda: path)[0]
+        what = f"Restoring from {self._directory}"
+        path = agree(what, self._timeout_seconds, lambda: path)[0]
         if path is not None:
             self._checkpoint.restore(path)
             self._latest_step = self._step()
@@ -248,11 +242,7 @@ class CheckpointManager:
                 _writers.discard(threading.current_thread())
 
     def _write(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
-        if meeting.is_chief and self._directory.exists():
-            remove_leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
-        commit(snapshot, path, meeting)
-        if meeting.is_chief:
-            self._remove_old()
+        commit(snapshot, path, meeting, self._remove_old)
 
     def _remove_old(self) -> None:
         if self._max_to_keep is None:
@@ -264,8 +254,11 @@ class CheckpointManager:
                 kept_at is None or saved.saved_at - kept_at >= hours * _NS_PER_HOUR
             ):
                 kept_at = saved.saved_at
-            else:
+                continue
+            try:
                 remove(path)
+            except OSError as error:  # the new one is there all the same
+                _log.warning("The old checkpoint %s cannot be removed: %s", path, error)
 
 
 _writers: set[threading.Thread] = set()

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._manager import CheckpointManager
-from distributary.checkpoint._workers import Round
+from distributary.checkpoint._workers import agree
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.topology import coordination_client
 
@@ -183,6 +183,7 @@ class PreemptionCheckpointHandler:
         else:
             if not self._is_notice_for_all():
                 return
+            self._notice()
             self._save(*args, **kwargs)
             if self._config.grace_period:
                 self._is_in_grace_period = True
@@ -201,13 +202,12 @@ class PreemptionCheckpointHandler:
         return bool(multihost_utils.reached_preemption_sync_point(self.total_run_calls))
 
     def _is_time_over(self) -> bool:
-        if self._noticed_at is None:
-            self._noticed_at = time.monotonic()
+        assert self._noticed_at is not None
         grace = self._config.grace_period or 0.0
         left = self._noticed_at + grace - time.monotonic()
         is_over = left <= _STEPS_LEFT_FOR_SAVING * self._seconds_per_call
         # Clocks and steps differ: the first whose time is over ends all.
-        return any(Round("The end of the grace period", _AGREE_SECONDS).meet(lambda: is_over))
+        return any(agree("The end of the grace period", _AGREE_SECONDS, lambda: is_over))
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         if self._config.save_fn is not None:
