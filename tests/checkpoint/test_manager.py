@@ -3,13 +3,14 @@
 import json
 import os
 import signal
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.checkpoint import Checkpoint, CheckpointManager
+from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 
 
 def _names(manager):
@@ -46,6 +47,8 @@ def test_the_latest_is_the_one_saved_last(tmp_path):
     manager.save(checkpoint_number=8)
 
     assert _names(manager) == ["c-9", "c-8"]
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/c-8"
+    assert latest_checkpoint(tmp_path / "c-8") is None
     checkpoint.step = 0
     manager.restore_or_initialize()
     assert checkpoint.step == 80
@@ -134,6 +137,16 @@ def test_wrong_arguments_are_refused(kwargs, error, message, tmp_path):
         CheckpointManager(
             **dict(checkpoint=Checkpoint(a=1), directory=tmp_path, max_to_keep=1) | kwargs
         )
+
+
+def test_a_missing_orbax_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    message = r"needs orbax-checkpoint: pip install 'distributary\[checkpoint\]'"
+
+    with pytest.raises(dist.errors.MissingPackageError, match=message):
+        Checkpoint(a=1).save(tmp_path / "ckpt")
+    with pytest.raises(dist.errors.MissingPackageError, match=message):
+        CheckpointManager(Checkpoint(a=1), tmp_path, max_to_keep=1)
 
 
 _KILLED = """

@@ -1,6 +1,6 @@
 """Saving and restoring the state of a training, on any number of replicas and workers."""
 
-from distributary.checkpoint._checkpoint import Checkpoint
+from distributary.checkpoint._checkpoint import Checkpoint, latest_checkpoint
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
 
@@ -9,4 +9,5 @@ __all__ = [
     "CheckpointManager",
     "PreemptionCheckpointHandler",
     "TerminationConfig",
+    "latest_checkpoint",
 ]

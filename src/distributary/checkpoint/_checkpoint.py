@@ -16,6 +16,7 @@ import numpy as np
 from distributary.checkpoint._files import (
     Saved,
     load_orbax,
+    numbered,
     read,
     read_arrays,
     siblings,
@@ -229,6 +230,18 @@ class Checkpoint:
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
         names = [name for name in present if entries[name]["kind"] == "array"]
         return _Plan(present, rebuild, entries, read_arrays(path, names, saved), saved)
+
+
+def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+    """Path of the checkpoint of a directory that was saved last, None if there is none.
+
+    For processes that are not part of the training, such as an evaluator; others ask their
+    `CheckpointManager`.
+
+    Source: `tf.train.latest_checkpoint`.
+    """
+    found = numbered(Path(checkpoint_dir).absolute())
+    return str(found[-1][0]) if found else None
 
 
 def commit(

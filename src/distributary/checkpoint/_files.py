@@ -172,13 +172,16 @@ def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, n
     return arrays
 
 
-def numbered(directory: Path, name: str) -> list[tuple[Path, Saved]]:
-    """The complete checkpoints `name-1`, `name-2`, ... of a directory, in the order of saving."""
-    pattern = re.compile(rf"{re.escape(name)}-(\d+)")
+def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved]]:
+    """The complete checkpoints `name-1`, `name-2`, ... of a directory, in the order of saving.
+
+    Without a name those of all names.
+    """
+    pattern = re.compile(rf"{'.+' if name is None else re.escape(name)}-\d+")
     found = []
     try:
         names = {entry.removesuffix(".old") for entry in os.listdir(directory)}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     for entry in names:
         if pattern.fullmatch(entry):

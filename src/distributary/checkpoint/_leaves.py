@@ -244,7 +244,8 @@ class _Array:
             "shape": list(self.value.shape),
             "dtype": str(self.value.dtype),
         }
-        if np.asarray(self.array()).dtype.kind in "OUSM":
+        dtype = self.value.dtype
+        if isinstance(dtype, np.dtype) and (dtype.kind in "OUSMm" or dtype.names):
             raise InvalidTypeError(
                 f"Checkpoint: the array {self.name!r} has dtype {self.value.dtype}; expected"
                 " numbers."

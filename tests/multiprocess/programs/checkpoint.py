@@ -1,4 +1,7 @@
-"""Saves and restores in a job; the first argument says what else happens. Prints JSON."""
+"""Saves and restores in a job; the first argument says what else happens.
+
+"save", "restore", or the seconds of grace after the signal that it sends itself. Prints JSON.
+"""
 
 import json
 import os
@@ -97,18 +100,27 @@ elif what == "restore":
     manager = CheckpointManager(checkpoint, directory, max_to_keep=2)
     checkpoint.restore(manager.latest_checkpoint, partial=True)
     result["restored"] = values(checkpoint)
-    only_w = Checkpoint(w=checkpoint.w)
-    manager = CheckpointManager(only_w, f"{directory}/lost", max_to_keep=1, timeout_seconds=2)
+    other = CheckpointManager(
+        Checkpoint(step=1), f"{directory}/other", max_to_keep=1, timeout_seconds=2
+    )
+    if worker == 0:  # the other one takes another way
+        other.save()
+        result["alone"] = message(other.wait_until_finished)
+    strategy.reduce("SUM", strategy.run(lambda: jnp.ones(())), axis=None).block_until_ready()
+    print(json.dumps(result), flush=True)
+    manager = CheckpointManager(Checkpoint(step=1), directory, max_to_keep=2)
     if worker == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    manager.save()
-    result["lost"] = message(manager.wait_until_finished)
-    print(json.dumps(result), flush=True)
+    manager.save(2)
+    message(manager.wait_until_finished)
     os._exit(7)  # without waiting for the other one
 else:
     checkpoint = Checkpoint(**objects())
     handler = dist.experimental.PreemptionCheckpointHandler(
-        strategy.cluster_resolver, checkpoint, directory
+        strategy.cluster_resolver,
+        checkpoint,
+        directory,
+        dist.experimental.TerminationConfig(grace_period=float(what)),
     )
     start = handler.total_run_calls
     if os.environ["DISTRIBUTARY_RESTART"] == "0":
@@ -120,6 +132,6 @@ else:
         handler.run(train, checkpoint, 1)
     undisturbed = Checkpoint(**objects())
     train(undisturbed, start + 5)
-    result["start"] = start
+    result["start"], result["num_saved"] = start, checkpoint.save_counter
     result["values"] = [values(checkpoint), values(undisturbed)]
     print(json.dumps(result))
