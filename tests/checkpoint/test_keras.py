@@ -85,3 +85,18 @@ def test_a_model_moves_to_another_number_of_replicas(strategy_of, tmp_path):
     assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
     with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
         Checkpoint(model=other).restore(path)
+
+
+def test_a_model_that_is_not_built_is_refused_until_it_is(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2)])
+    checkpoint = Checkpoint(model=model)
+
+    with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
+        checkpoint.save(tmp_path / "ckpt")
+    model.build((None, 3))
+    kernel = np.asarray(model.weights[0].value)
+    path = checkpoint.save(tmp_path / "ckpt")
+
+    model.weights[0].assign(0 * kernel)
+    checkpoint.restore(path)
+    np.testing.assert_array_equal(np.asarray(model.weights[0].value), kernel)

@@ -1,5 +1,6 @@
 """State under names, saved and restored."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -88,7 +89,9 @@ class Checkpoint:
         object.__setattr__(self, "_counters", {"save_counter": 0})
         for name, value in objects.items():
             setattr(self, name, value)
-        find_leaves(self._objects)
+        # What is not built yet may be when it is saved.
+        with contextlib.suppress(InvalidValueError):
+            find_leaves(self._objects)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or hasattr(type(self), name) or name == "save_counter":

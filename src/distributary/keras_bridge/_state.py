@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from keras.src.utils.naming import to_snake_case
 
+from distributary.errors import InvalidValueError
 from distributary.keras_bridge._models import strategy_of
 
 
@@ -16,6 +17,9 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
     Keras numbers the names of objects through the whole process, `dense_7`. Here they are numbered
     within the object they belong to.
+
+    Raises:
+        InvalidValueError: for a model that is not built.
     """
     if isinstance(value, keras.optimizers.Optimizer):
         return _of_optimizer(value)
@@ -31,6 +35,12 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
         layer.jax_state_sync()  # during fit the values are elsewhere
+        if not layer.built and not layer.variables:
+            raise InvalidValueError(
+                f"Checkpoint: the Keras model {layer.name!r} has no variables yet, so there is"
+                " nothing to save or restore. Begin it with keras.Input(...), or call"
+                " model.build(input_shape) first."
+            )
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     own += [generator.state for generator in layer._seed_generators]
     parts = [(variable.name, variable) for variable in own]
