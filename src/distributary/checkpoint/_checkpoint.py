@@ -137,7 +137,7 @@ class Checkpoint:
         """
         path = Path(path).absolute()
         meeting = Round(f"Checkpoint {path}", _SECONDS)
-        return commit(self.snapshot(meeting), path, meeting)
+        return commit(self._snapshot(meeting), path, meeting)
 
     def restore(self, save_path: str | os.PathLike[str] | None, partial: bool = False) -> None:
         """Takes over the state of a checkpoint.
@@ -165,35 +165,42 @@ class Checkpoint:
 
         def own() -> Any:
             plans.append(self._plan(path, partial))
+            # Iterators may still refuse what belongs to another dataset.
+            plans[0].set_states()
             return [path.name, plans[0].saved.saved_at]
 
-        found = agree(f"Restoring {path}", _SECONDS, own)
-        for worker, of_worker in enumerate(found):
-            if of_worker != found[0]:
-                raise InvalidValueError(
-                    f"Restoring {path}: worker {worker} would restore {of_worker}, and worker 0"
-                    f" {found[0]} (name and time of saving). All workers must restore the same"
-                    " checkpoint, from a folder that all of them see."
-                )
+        try:
+            found = agree(f"Restoring {path}", _SECONDS, own)
+            for worker, of_worker in enumerate(found):
+                if of_worker != found[0]:
+                    raise InvalidValueError(
+                        f"Restoring {path}: worker {worker} would restore {of_worker}, and worker 0"
+                        f" {found[0]} (name and time of saving). All workers must restore the same"
+                        " checkpoint, from a folder that all of them see."
+                    )
+        except BaseException:
+            for plan in plans:
+                plan.reset_states()
+            raise
         self._objects.update(plans[0].carry_out())
         self._counters.update(plans[0].saved.counters)
 
     # The rest is for the manager.
 
-    def snapshot(self, meeting: Round) -> Snapshot:
+    def _snapshot(self, meeting: Round) -> Snapshot:
         """The state, copied to the host; steps may go on afterwards.
 
         All workers have to call it. Waits for the steps that have been started. If it fails, the
         round is over.
         """
         try:
-            return self._snapshot(meeting.is_chief)
+            return self._copy_state(meeting.is_chief)
         except BaseException as error:
             meeting.fail(error)
             meeting.close()
             raise
 
-    def _snapshot(self, with_arrays: bool) -> Snapshot:
+    def _copy_state(self, with_arrays: bool) -> Snapshot:
         _check_outside("save")
         load_orbax()
         leaves, _ = find_leaves(self._objects)
@@ -304,19 +311,24 @@ def _not_written(path: Path, error: BaseException) -> CheckpointError:
     """What is raised on every worker when a checkpoint could not be written."""
     kept = siblings(path)
     what_is_left = f"The latest complete one is {kept[-1][0]}" if kept else "There is no other one"
-    return CheckpointError(f"The checkpoint {path} was not written: {error}. {what_is_left}.")
+    reason = str(error).rstrip(".")
+    return CheckpointError(f"The checkpoint {path} was not written: {reason}. {what_is_left}.")
 
 
 def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays in host memory of their own, copied by several threads."""
-    for array in arrays.values():
+    # NumPy's view would be kept by the variable's array, which a step could then not donate.
+    sources = {
+        name: array.addressable_data(0)
+        if isinstance(array, jax.Array) and array.is_fully_replicated
+        else array
+        for name, array in arrays.items()
+    }
+    for array in sources.values():
         if isinstance(array, jax.Array):
             array.copy_to_host_async()
     copies, pieces = {}, []
-    for name, array in arrays.items():
-        if isinstance(array, jax.Array) and array.is_fully_replicated:
-            # NumPy's view would be kept by `array` itself, which a step could then not donate.
-            array = array.addressable_data(0)
+    for name, array in sources.items():
         source = np.ascontiguousarray(array).reshape(array.shape)
         if isinstance(array, jax.Array) and not _shares_memory(array):
             copies[name] = source
@@ -388,32 +400,49 @@ def _refusal(
 
 
 @final
-@dataclass(frozen=True)
 class _Plan:
-    """Everything that a restore needs, read and compared."""
+    """Everything that a restore needs, read and compared.
 
-    leaves: Mapping[str, Leaf]
-    rebuild: Rebuild
-    entries: Mapping[str, Entry]
-    arrays: Mapping[str, Any]
-    saved: Saved
+    Args:
+        leaves: What is restored, by name.
+        rebuild: From the restored leaves to the objects.
+        entries: What is saved, by name.
+        arrays: The arrays of `leaves` that have one.
+        saved: The checkpoint.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Leaf],
+        rebuild: Rebuild,
+        entries: Mapping[str, Entry],
+        arrays: Mapping[str, Any],
+        saved: Saved,
+    ) -> None:
+        self.saved = saved
+        self._rebuild = rebuild
+        self._entries = entries
+        self._arrays = arrays
+        self._states = {n: leaf for n, leaf in leaves.items() if entries[n]["kind"] == "state"}
+        self._others = {n: leaf for n, leaf in leaves.items() if n not in self._states}
+        self._before: list[tuple[Leaf, Entry]] = []
+
+    def set_states(self) -> None:
+        """Puts back iterators and generators of random numbers."""
+        for name, leaf in self._states.items():
+            self._before.append((leaf, leaf.entry()))
+            leaf.restore(self._entries[name], None)
+
+    def reset_states(self) -> None:
+        """Undoes `set_states`, also in the middle of it."""
+        for leaf, entry in reversed(self._before):
+            leaf.restore(entry, None)
 
     def carry_out(self) -> dict[str, Any]:
-        """Puts the state back; returns the objects, of which those that cannot change are new."""
-        before: list[tuple[Leaf, Entry]] = []
-        try:
-            # Only states may be refused now, by what they belong to: they come first.
-            for name, leaf in self.leaves.items():
-                if self.entries[name]["kind"] == "state":
-                    before.append((leaf, leaf.entry()))
-                    leaf.restore(self.entries[name], None)
-        except BaseException:
-            for leaf, entry in reversed(before):
-                leaf.restore(entry, None)
-            raise
-        restored = {}
+        """Puts back the rest; returns the objects, of which those that cannot change are new."""
         with latest_program.lock:
-            for name, leaf in self.leaves.items():
-                if self.entries[name]["kind"] != "state":
-                    restored[name] = leaf.restore(self.entries[name], self.arrays.get(name))
-        return dict(self.rebuild(restored))
+            restored = {
+                name: leaf.restore(self._entries[name], self._arrays.get(name))
+                for name, leaf in self._others.items()
+            }
+        return dict(self._rebuild(restored))

@@ -168,7 +168,7 @@ class CheckpointManager:
         number = counters["save_counter"] if checkpoint_number is None else int(checkpoint_number)
         path = self._directory / f"{self._name}-{number}"
         meeting = Round(f"Checkpoint {path}", self._timeout_seconds)
-        snapshot = self._checkpoint.snapshot(meeting)
+        snapshot = self._checkpoint._snapshot(meeting)
         self._latest_step = step
         if not self._asynchronous:
             self._write(snapshot, path, meeting)
