@@ -55,11 +55,12 @@ def test_the_latest_is_the_one_saved_last(tmp_path):
 
 
 def test_one_is_kept_every_n_hours(tmp_path):
-    manager = CheckpointManager(Checkpoint(a=1), tmp_path, 1, keep_checkpoint_every_n_hours=2)
+    manager = CheckpointManager(
+        Checkpoint(a=1), tmp_path, 1, keep_checkpoint_every_n_hours=2, asynchronous=False
+    )
 
     for hour in range(6):
         path = manager.save()
-        manager.wait_until_finished()
         index = tmp_path / os.path.basename(path) / "checkpoint.json"
         content = json.loads(index.read_text(encoding="utf-8"))
         content["saved_at"] = (100 + hour) * 3600 * 10**9  # as if so much time had passed

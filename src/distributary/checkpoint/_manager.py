@@ -171,8 +171,7 @@ class CheckpointManager:
         snapshot = self._checkpoint._snapshot(meeting)
         self._latest_step = step
         if not self._asynchronous:
-            self._write(snapshot, path, meeting)
-            return str(path)
+            return commit(snapshot, path, meeting, self._remove_old)
         writer = threading.Thread(
             target=self._write_in_background,
             args=(snapshot, path, meeting),
@@ -233,16 +232,13 @@ class CheckpointManager:
 
     def _write_in_background(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
         try:
-            self._write(snapshot, path, meeting)
+            commit(snapshot, path, meeting, self._remove_old)
         except BaseException as error:
             _log.error("%s", error)
             self._error = error
         finally:
             with _writers_lock:
                 _writers.discard(threading.current_thread())
-
-    def _write(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
-        commit(snapshot, path, meeting, self._remove_old)
 
     def _remove_old(self) -> None:
         if self._max_to_keep is None:
@@ -274,6 +270,6 @@ def _wait_for_all() -> None:
 
 # A script may end right after `save`. Orbax writes with the threads of concurrent.futures, which
 # take no more work once the interpreter ends; functions registered here run before that, in the
-# opposite order of registration. There is no public way: https://github.com/python/cpython/issues/86813,
-# checked with Python 3.11.
+# opposite order of registration. There is no public way, checked with Python 3.11:
+# https://github.com/python/cpython/issues/86128.
 threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]

@@ -37,8 +37,9 @@ def coordination_client() -> Any:
     """The client of the service that connects the processes of a job; None in a process alone.
 
     Of it are used `key_value_set`, `blocking_key_value_get` and `key_value_delete`, with which
-    processes exchange texts with a time limit and without their devices. JAX shows only collectives
-    of devices: https://github.com/jax-ml/jax/issues/16788; checked with jax 0.10.2.
+    processes exchange texts with a time limit and without their devices. What JAX has a public name
+    for, `jax.experimental.multihost_utils`, are collectives of devices without a limit; checked
+    with jax 0.10.2.
     """
     return distributed.global_state.client
 
