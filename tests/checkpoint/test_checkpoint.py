@@ -99,7 +99,7 @@ def _leaves(value):
     return jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, dist.Variable))
 
 
-@pytest.mark.parametrize(("here", "there"), [(1, 3), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("here", "there"), [(2, 2), (3, 2)])
 def test_values_of_replicas_keep_what_they_add_up_to(here, there, strategy_of, tmp_path):
     aggregations = [Aggregation.SUM, Aggregation.MEAN, Aggregation.ONLY_FIRST_REPLICA]
 
