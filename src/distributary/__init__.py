@@ -33,7 +33,7 @@ from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerR
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import cluster_resolver, data
+    from distributary import checkpoint, cluster_resolver, data
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
     from distributary.strategies import MultiWorkerMirroredStrategy
 
@@ -67,6 +67,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "checkpoint",
     "cluster_resolver",
     "config",
     "data",
@@ -82,6 +83,7 @@ __all__ = [
     "value_and_grad",
 ]
 
+_MODULES = ("checkpoint", "cluster_resolver", "data")
 # Reading these takes a tenth of the time that importing jax takes.
 _LATER = {
     "DistributedDataset": "distributary.inputs",
@@ -92,7 +94,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("cluster_resolver", "data"):
+    if name in _MODULES:
         return importlib.import_module(f"distributary.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)

@@ -16,6 +16,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
+    ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -25,6 +26,7 @@ from typing import Final
 
 __all__ = [
     "BackendStartedError",
+    "CheckpointError",
     "ClusterError",
     "ContextError",
     "DeviceError",
@@ -105,6 +107,10 @@ class WorkerLostError(DistributaryError, RuntimeError):
 
     exit_code: Final = 75
     line_prefix: Final = "distributary: "
+
+
+class CheckpointError(DistributaryError, OSError):
+    """A checkpoint cannot be written, found or read."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

@@ -6,6 +6,7 @@ from distributary.inputs import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
 
 if TYPE_CHECKING:
+    from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
     from distributary.datasets import Optional
     from distributary.strategies import MultiWorkerMirroredStrategy
 
@@ -14,6 +15,8 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "Optional",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
 ]
 
@@ -28,4 +31,8 @@ def __getattr__(name: str) -> Any:
         from distributary.strategies import MultiWorkerMirroredStrategy
 
         return MultiWorkerMirroredStrategy
+    if name in ("PreemptionCheckpointHandler", "TerminationConfig"):
+        from distributary import checkpoint
+
+        return getattr(checkpoint, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

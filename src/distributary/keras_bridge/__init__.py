@@ -6,13 +6,18 @@ and installs the hooks, see `_hooks`, once Keras is there.
 
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributary.context import register_scope_listener
 from distributary.errors import DistributaryWarning
 from distributary.tracing import register_around_traces
-from distributary.variables import ForeignVariable, register_foreign_variables
+from distributary.variables import (
+    ForeignVariable,
+    register_foreign_objects,
+    register_foreign_variables,
+)
 
 __all__ = ["connect"]
 
@@ -50,6 +55,15 @@ def _resolve(value: Any) -> ForeignVariable | None:
     return resolve(value)
 
 
+def _parts_of(value: Any) -> Mapping[str, Any] | None:
+    """What holds the state of a Keras object, for checkpoints."""
+    if "keras" not in sys.modules or not uses_jax():
+        return None
+    from distributary.keras_bridge._state import parts_of
+
+    return parts_of(value)
+
+
 class _ScopeListener:
     """Watches for Keras being imported when a scope is already open."""
 
@@ -70,4 +84,5 @@ class _ScopeListener:
 
 register_scope_listener(_ScopeListener())
 register_around_traces(_around_trace)
+register_foreign_objects(_parts_of)
 register_foreign_variables(_resolve)

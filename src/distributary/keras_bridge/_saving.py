@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py  # type: ignore[import-untyped]
+import jax
 import numpy as np
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils
@@ -23,7 +24,7 @@ from distributary.context import default_mode, get_strategy, has_strategy, pop, 
 from distributary.errors import ClusterError
 from distributary.keras_bridge._data import DatasetAdapter, train_data
 from distributary.keras_bridge._models import strategy_of
-from distributary.topology import hear, tell
+from distributary.topology import coordination_client
 
 _WAIT_SECONDS = 600.0
 # What a backup knows about training besides the weights, as an attribute of their file.
@@ -112,14 +113,15 @@ def _once(strategy: Any, path: Path, write: Callable[[Path], Any]) -> None:
             result["error"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            tell(key, json.dumps(result))
+            coordination_client().key_value_set(key, json.dumps(result))
         return
-    told = hear(key, _WAIT_SECONDS)
-    if told is None:
+    try:
+        told = coordination_client().blocking_key_value_get(key, int(_WAIT_SECONDS * 1000))
+    except jax.errors.JaxRuntimeError as error:
         raise ClusterError(
             f"Saving {str(path)!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
-            " Call save on all workers, or on the first one alone."
-        )
+            f" Call save on all workers, or on the first one alone. ({error})"
+        ) from error
     result = json.loads(told)
     if result["path"] != str(path.absolute()):
         with complete_file(path, extended.worker_number) as temporary:

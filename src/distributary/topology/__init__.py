@@ -20,7 +20,11 @@ from distributary.topology._dispatch import (
     job_programs,
     latest_program,
 )
-from distributary.topology._jax_private import backends_started, hear, inside_jax_trace, tell
+from distributary.topology._jax_private import (
+    backends_started,
+    coordination_client,
+    inside_jax_trace,
+)
 from distributary.topology._placement import (
     local_copy,
     local_devices,
@@ -35,8 +39,8 @@ __all__ = [
     "Dispatcher",
     "backends_started",
     "canonical_name",
+    "coordination_client",
     "dispatcher_for",
-    "hear",
     "inside_jax_trace",
     "job_programs",
     "latest_program",
@@ -54,5 +58,4 @@ __all__ = [
     "resolve_device",
     "set_logical_cpu_devices",
     "short_name",
-    "tell",
 ]

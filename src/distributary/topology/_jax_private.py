@@ -8,7 +8,7 @@ import numpy as np
 from jax._src import core, distributed, xla_bridge
 from jax._src.interpreters import pxla
 
-__all__ = ["backends_started", "hear", "inside_jax_trace", "put_rows", "tell"]
+__all__ = ["backends_started", "coordination_client", "inside_jax_trace", "put_rows"]
 
 
 def inside_jax_trace() -> bool:
@@ -33,25 +33,15 @@ def backends_started() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-def tell(key: str, text: str) -> None:
-    """Leaves a text with the coordination service of the job, where every worker finds it.
+def coordination_client() -> Any:
+    """The client of the service that connects the processes of a job; None in a process alone.
 
-    JAX uses the service itself and has no public name for it, as of jax 0.10.2.
+    Of it are used `key_value_set`, `blocking_key_value_get` and `key_value_delete`, with which
+    processes exchange texts with a time limit and without their devices. What JAX has a public name
+    for, `jax.experimental.multihost_utils`, are collectives of devices without a limit; checked
+    with jax 0.10.2.
     """
-    client: Any = distributed.global_state.client
-    client.key_value_set(key, text)
-
-
-def hear(key: str, seconds: float) -> str | None:
-    """The text that a worker left; waits for it, and returns None if it does not come in time."""
-    client: Any = distributed.global_state.client
-    try:
-        text: str = client.blocking_key_value_get(key, int(seconds * 1000))
-        return text
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
-        raise
+    return distributed.global_state.client
 
 
 def put_rows(

@@ -10,9 +10,12 @@ from distributary.variables._enums import VariableAggregation, VariableSynchroni
 from distributary.variables._foreign import (
     ForeignVariable,
     as_variable,
+    foreign_parts,
+    register_foreign_objects,
     register_foreign_variables,
 )
 from distributary.variables._layout import VariableLayout
+from distributary.variables._saving import is_per_replica, put_back, stored_arrays
 from distributary.variables._variable import Variable
 
 __all__ = [
@@ -26,5 +29,10 @@ __all__ = [
     "VariableSynchronization",
     "across_replicas",
     "as_variable",
+    "foreign_parts",
+    "is_per_replica",
+    "put_back",
+    "register_foreign_objects",
     "register_foreign_variables",
+    "stored_arrays",
 ]

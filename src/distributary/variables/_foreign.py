@@ -1,6 +1,6 @@
 """Variables of other libraries, as programs and tapes see them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributary.tracing import Handle
@@ -44,6 +44,7 @@ class ForeignVariable:
 
 
 _resolvers: list[Callable[[Any], ForeignVariable | None]] = []
+_openers: list[Callable[[Any], Mapping[str, Any] | None]] = []
 
 
 def register_foreign_variables(resolve: Callable[[Any], ForeignVariable | None]) -> None:
@@ -59,4 +60,22 @@ def as_variable(value: Any) -> Variable | ForeignVariable | None:
         found = resolve(value)
         if found is not None:
             return found
+    return None
+
+
+def register_foreign_objects(parts_of: Callable[[Any], Mapping[str, Any] | None]) -> None:
+    """Adds a library: `parts_of(object)` gives an object's state by name, None for what is not its.
+
+    The parts are variables or further objects. Their names must be the same in every process that
+    builds the same object.
+    """
+    _openers.append(parts_of)
+
+
+def foreign_parts(value: Any) -> Mapping[str, Any] | None:
+    """The parts of an object of another library that hold its state, by name; None for others."""
+    for parts_of in _openers:
+        parts = parts_of(value)
+        if parts is not None:
+            return parts
     return None

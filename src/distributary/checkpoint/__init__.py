@@ -1,0 +1,13 @@
+"""Saving and restoring the state of a training, on any number of replicas and workers."""
+
+from distributary.checkpoint._checkpoint import Checkpoint, latest_checkpoint
+from distributary.checkpoint._manager import CheckpointManager
+from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
+    "latest_checkpoint",
+]

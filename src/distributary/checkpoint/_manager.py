@@ -1,0 +1,275 @@
+"""A series of checkpoints in one directory, written while training goes on."""
+
+import concurrent.futures.thread  # noqa: F401  (see `_wait_for_all`)
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from distributary.checkpoint._checkpoint import Checkpoint, Snapshot, commit
+from distributary.checkpoint._files import Saved, load_orbax, numbered, remove
+from distributary.checkpoint._workers import Round, agree
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_log = logging.getLogger(__name__)
+
+_NS_PER_HOUR = 3600 * 10**9
+
+
+@final
+class CheckpointManager:
+    """Saves a checkpoint from time to time, keeps the newest ones and finds the latest.
+
+    `save` returns as soon as the state has been copied to host memory; a thread writes it to disk.
+    A checkpoint is there completely or not at all, whenever the process is killed. What goes wrong
+    in the thread is raised by the next call that saves, waits or asks for the checkpoints.
+
+    With several workers all of them create the manager and call its methods, in the same order.
+
+    Args:
+        checkpoint: What is saved.
+        directory: Where; created if needed. With several workers one that all of them see.
+        max_to_keep: Number of newest checkpoints that are kept; None keeps all.
+        keep_checkpoint_every_n_hours: Of those beyond, one is kept for good every so many hours;
+            None for none.
+        checkpoint_name: Beginning of the names, `ckpt-1`.
+        step_counter: Integer variable, or function, that says how far the training is; needed for
+            `checkpoint_interval`.
+        checkpoint_interval: `save` does nothing until the counter has risen by this much.
+        init_fn: Called by `restore_or_initialize` when there is no checkpoint.
+        asynchronous: False makes `save` return when everything is on disk.
+        timeout_seconds: How long workers wait for each other, and for the chief to write.
+
+    Raises:
+        InvalidTypeError: for a checkpoint of another type.
+        InvalidValueError: for numbers out of range, a name that is no name of a file, and an
+            interval without a counter.
+        MissingPackageError: without orbax-checkpoint.
+
+    Source: `tf.train.CheckpointManager`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], Any] | None = None,
+        *,
+        asynchronous: bool = True,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidTypeError(
+                f"CheckpointManager: checkpoint is {checkpoint!r}, expected a"
+                " distributary.checkpoint.Checkpoint."
+            )
+        for name, number in (
+            ("max_to_keep", max_to_keep),
+            ("keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours),
+            ("checkpoint_interval", checkpoint_interval),
+            ("timeout_seconds", timeout_seconds),
+        ):
+            if number is not None and not number > 0:
+                raise InvalidValueError(
+                    f"CheckpointManager: {name} is {number!r}, expected a number > 0"
+                    + (" or None." if name != "timeout_seconds" else ".")
+                )
+        if checkpoint_interval is not None and step_counter is None:
+            raise InvalidValueError(
+                f"CheckpointManager: checkpoint_interval is {checkpoint_interval}, but there is no"
+                " step_counter that says how far the training is. Pass an integer variable, such"
+                " as optimizer.iterations."
+            )
+        if not re.fullmatch(r"[^/\0]+", checkpoint_name):
+            raise InvalidValueError(
+                f"CheckpointManager: checkpoint_name is {checkpoint_name!r}, expected the beginning"
+                ' of names of files, such as "ckpt".'
+            )
+        load_orbax()
+        self._checkpoint = checkpoint
+        self._directory = Path(directory).absolute()
+        self._max_to_keep = max_to_keep
+        self._keep_every_n_hours = keep_checkpoint_every_n_hours
+        self._name = checkpoint_name
+        self._step_counter = step_counter
+        self._checkpoint_interval = checkpoint_interval
+        self._init_fn = init_fn
+        self._asynchronous = asynchronous
+        self._timeout_seconds = timeout_seconds
+        self._latest_step: int | None = None
+        self._writer: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """Where it is saved."""
+        return str(self._directory)
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        """By how much the counter rises between two checkpoints."""
+        return self._checkpoint_interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the newest `max_to_keep` checkpoints, oldest first; waits for the writer."""
+        self.wait_until_finished()
+        return [str(path) for path, _ in self._newest()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the checkpoint saved last, None if there is none; waits for the writer."""
+        paths = self.checkpoints
+        return paths[-1] if paths else None
+
+    def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
+        """Saves the state as it is now.
+
+        If the previous checkpoint is still being written, waits for that first.
+
+        Args:
+            checkpoint_number: Number in its name; default one more than the last. A checkpoint of
+                the same number is replaced.
+            check_interval: Whether to do nothing before `checkpoint_interval` is over.
+
+        Returns:
+            The path, which is there when `wait_until_finished` has returned; None if the interval
+            is not over.
+
+        Raises:
+            CheckpointError: if the previous checkpoint could not be written.
+            InvalidTypeError: if an object cannot be saved.
+
+        Source: `tf.train.CheckpointManager.save`.
+        """
+        step = self._step()
+        if self._checkpoint_interval is not None and step is not None:
+            last = self._latest_step
+            if check_interval and last is not None and step - last < self._checkpoint_interval:
+                return None
+        self.wait_until_finished()
+        counters = self._checkpoint._counters
+        counters["save_counter"] += 1
+        number = counters["save_counter"] if checkpoint_number is None else int(checkpoint_number)
+        path = self._directory / f"{self._name}-{number}"
+        meeting = Round(f"Checkpoint {path}", self._timeout_seconds)
+        snapshot = self._checkpoint._snapshot(meeting)
+        self._latest_step = step
+        if not self._asynchronous:
+            return commit(snapshot, path, meeting, self._remove_old)
+        writer = threading.Thread(
+            target=self._write_in_background,
+            args=(snapshot, path, meeting),
+            name="distributary-checkpoint",
+        )
+        with _writers_lock:
+            _writers.add(writer)
+        self._writer = writer
+        writer.start()
+        return str(path)
+
+    def wait_until_finished(self) -> None:
+        """Waits until what was saved is on disk, on all workers.
+
+        Raises:
+            CheckpointError: if it could not be written.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the latest checkpoint; without one calls `init_fn`.
+
+        Returns:
+            The path of the checkpoint, None without one.
+
+        Raises:
+            InvalidValueError: if it does not fit, see `Checkpoint.restore`.
+            CheckpointError: if it cannot be read.
+
+        Source: `tf.train.CheckpointManager.restore_or_initialize`.
+        """
+        path = self.latest_checkpoint
+        # Workers may see a new folder at different times.
+        what = f"Restoring from {self._directory}"
+        path = agree(what, self._timeout_seconds, lambda: path)[0]
+        if path is not None:
+            self._checkpoint.restore(path)
+            self._latest_step = self._step()
+        elif self._init_fn is not None:
+            self._init_fn()
+        return path
+
+    def _step(self) -> int | None:
+        counter = self._step_counter
+        if counter is None:
+            return None
+        is_function = callable(counter) and not hasattr(counter, "dtype")
+        return int(counter() if is_function else np.asarray(counter))
+
+    def _newest(self) -> list[tuple[Path, Saved]]:
+        found = numbered(self._directory, self._name)
+        return found if self._max_to_keep is None else found[-self._max_to_keep :]
+
+    def _write_in_background(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
+        try:
+            commit(snapshot, path, meeting, self._remove_old)
+        except BaseException as error:
+            _log.error("%s", error)
+            self._error = error
+        finally:
+            with _writers_lock:
+                _writers.discard(threading.current_thread())
+
+    def _remove_old(self) -> None:
+        if self._max_to_keep is None:
+            return
+        kept_at: int | None = None
+        for path, saved in numbered(self._directory, self._name)[: -self._max_to_keep]:
+            hours = self._keep_every_n_hours
+            if hours is not None and (
+                kept_at is None or saved.saved_at - kept_at >= hours * _NS_PER_HOUR
+            ):
+                kept_at = saved.saved_at
+                continue
+            try:
+                remove(path)
+            except OSError as error:  # the new one is there all the same
+                _log.warning("The old checkpoint %s cannot be removed: %s", path, error)
+
+
+_writers: set[threading.Thread] = set()
+_writers_lock = threading.Lock()
+
+
+def _wait_for_all() -> None:
+    with _writers_lock:
+        writers = list(_writers)
+    for writer in writers:
+        writer.join()
+
+
+# A script may end right after `save`. Orbax writes with the threads of concurrent.futures, which
+# take no more work once the interpreter ends; functions registered here run before that, in the
+# opposite order of registration. There is no public way, checked with Python 3.11:
+# https://github.com/python/cpython/issues/86128.
+threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]

@@ -1,0 +1,89 @@
+"""The state of Keras objects under names that every process gives them alike."""
+
+import re
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+from keras.src.utils.naming import to_snake_case
+
+from distributary.errors import InvalidValueError
+from distributary.keras_bridge._models import strategy_of
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """The variables and parts of a Keras object by name; None for everything else.
+
+    Keras numbers the names of objects through the whole process, `dense_7`. Here they are numbered
+    within the object they belong to.
+
+    Raises:
+        InvalidValueError: for a model that is not built.
+    """
+    if isinstance(value, keras.optimizers.Optimizer):
+        return _of_optimizer(value)
+    if isinstance(value, keras.Layer):
+        return _of_layer(value)
+    if isinstance(value, keras.metrics.Metric):
+        return _numbered((variable.name, variable) for variable in value.variables)
+    if isinstance(value, keras.random.SeedGenerator):
+        return {"state": value.state}
+    return None
+
+
+def _of_layer(layer: Any) -> dict[str, Any]:
+    if isinstance(layer, keras.Model):
+        layer.jax_state_sync()  # during fit the values are elsewhere
+        if not layer.built and not layer.variables:
+            raise InvalidValueError(
+                f"Checkpoint: the Keras model {layer.name!r} has no variables yet, so there is"
+                " nothing to save or restore. Begin it with keras.Input(...), or call"
+                " model.build(input_shape) first."
+            )
+    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    own += [generator.state for generator in layer._seed_generators]
+    parts = [(variable.name, variable) for variable in own]
+    parts += [(_name(part), part) for part in layer._layers]
+    optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
+    if optimizer is not None and layer.built:
+        if not optimizer.built:
+            strategy = strategy_of(layer)
+            with nullcontext() if strategy is None else strategy.scope():
+                optimizer.build(layer.trainable_variables)
+        parts.append(("optimizer", optimizer))
+    return _numbered(parts)
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Its variables; those that belong to one of the model as `momentum.3`, the model's fourth."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    prefixes = {
+        f"{reference.path.replace('/', '_')}_": number
+        for number, reference in enumerate(inner._trainable_variables)
+    }
+    parts = []
+    for variable in optimizer.variables:
+        found = max(filter(variable.name.startswith, prefixes), key=len, default=None)
+        if found is None:
+            parts.append((variable.name, variable))
+        else:
+            parts.append((f"{variable.name.removeprefix(found)}.{prefixes[found]}", variable))
+    return _numbered(parts)
+
+
+def _name(layer: Any) -> str:
+    kind = to_snake_case(type(layer).__name__)
+    return kind if re.fullmatch(rf"{re.escape(kind)}(_\d+)?", layer.name) else layer.name
+
+
+def _numbered(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The parts by name; the second `dense` is `dense_1`."""
+    result: dict[str, Any] = {}
+    for name, part in parts:
+        unique, number = name, 0
+        while unique in result:
+            number += 1
+            unique = f"{name}_{number}"
+        result[unique] = part
+    return result

@@ -1,0 +1,102 @@
+"""Keras objects in checkpoints."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from distributary.checkpoint import Checkpoint
+
+X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+
+
+def _model(strategy, optimizer=lambda: keras.optimizers.SGD(momentum=0.9)):
+    with strategy.scope():
+        tower = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)])
+        layers = [keras.layers.Dense(4), tower, keras.layers.Dense(1, name="head")]
+        model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+        model.compile(optimizer(), "mse")
+        return model, keras.metrics.MeanSquaredError()
+
+
+def _fit(model, x, y, **kwargs):
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, **kwargs)
+
+
+def test_a_model_goes_on_bit_for_bit_from_a_checkpoint_in_the_middle_of_an_epoch(
+    strategy_of, tmp_path
+):
+    model, metric = _model(strategy_of(2))
+    metric.update_state(Y, 0 * Y)
+    checkpoint = Checkpoint(model=model, metric=metric)
+
+    def save(batch, logs):
+        if batch == 1:
+            checkpoint.write(tmp_path / "ckpt")
+
+    _fit(model, X, Y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=save)])
+    # Keras numbers these layers on; their names in a checkpoint are the same.
+    other, other_metric = _model(strategy_of(2))
+
+    Checkpoint(model=other, metric=other_metric).restore(tmp_path / "ckpt")
+
+    assert int(other.optimizer.iterations.value) == 2
+    assert float(other_metric.result()) == float(metric.result()) > 0
+    _fit(other, X[16:], Y[16:])
+    variables = [(model.variables, other.variables)]
+    variables += [(model.optimizer.variables, other.optimizer.variables)]
+    for expected, got in variables:
+        for a, b in zip(expected, got, strict=True):
+            np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value), err_msg=a.path)
+    index = json.loads((tmp_path / "ckpt" / "checkpoint.json").read_text(encoding="utf-8"))
+    names = set(index["entries"])
+    assert {
+        "model/dense/kernel",
+        "model/sequential/batch_normalization/moving_mean",
+        "model/sequential/dropout/seed_generator_state",
+        "model/head/kernel",
+        "model/dense_1/bias",
+        "model/optimizer/iteration",
+        "model/optimizer/momentum.7",
+        "metric/total",
+    } <= names
+
+
+def test_a_model_moves_to_another_number_of_replicas(strategy_of, tmp_path):
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+
+    model, _ = _model(strategy_of(2), optimizer)
+    model.optimizer.build(model.trainable_variables)
+    for number, variable in enumerate(model.optimizer.variables):
+        variable.assign(variable + number)
+    # The optimizer is saved under its own name, although the model has it as well.
+    path = Checkpoint(model=model, optimizer=model.optimizer).save(tmp_path / "ckpt")
+    other, _ = _model(strategy_of(4), optimizer)
+
+    Checkpoint(model=other, optimizer=other.optimizer).restore(path)
+
+    for a, b in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(np.asarray(a.value), np.asarray(b.value))
+        assert len(b.value.sharding.device_set) == 4
+    pairs = zip(model.optimizer.variables, other.optimizer.variables, strict=True)
+    assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    with pytest.raises(ValueError, match="Only in the checkpoint: optimizer/iteration"):
+        Checkpoint(model=other).restore(path)
+
+
+def test_a_model_that_is_not_built_is_refused_until_it_is(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2)])
+    checkpoint = Checkpoint(model=model)
+
+    with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
+        checkpoint.save(tmp_path / "ckpt")
+    model.build((None, 3))
+    kernel = np.asarray(model.weights[0].value)
+    path = checkpoint.save(tmp_path / "ckpt")
+
+    model.weights[0].assign(0 * kernel)
+    checkpoint.restore(path)
+    np.testing.assert_array_equal(np.asarray(model.weights[0].value), kernel)

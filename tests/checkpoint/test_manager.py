@@ -1,0 +1,243 @@
+"""CheckpointManager: which checkpoints there are, whatever happens while one is written."""
+
+import json
+import os
+import signal
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+
+
+def _names(manager):
+    return [os.path.basename(path) for path in manager.checkpoints]
+
+
+def test_the_newest_are_kept_and_the_latest_is_found(tmp_path):
+    checkpoint = Checkpoint(step=0)
+    manager = CheckpointManager(checkpoint, tmp_path / "dir", max_to_keep=2)
+    assert manager.latest_checkpoint is None
+
+    for checkpoint.step in (10, 20, 30):
+        path = manager.save()
+
+    assert path == manager.latest_checkpoint == f"{manager.directory}/ckpt-3"
+    assert _names(manager) == sorted(os.listdir(manager.directory)) == ["ckpt-2", "ckpt-3"]
+    # Another process goes on counting.
+    other = CheckpointManager(Checkpoint(step=0), tmp_path / "dir", max_to_keep=None)
+    assert other.restore_or_initialize() == path
+    assert other.checkpoint.step == 30
+    other.save()
+    assert _names(other) == ["ckpt-2", "ckpt-3", "ckpt-4"]
+
+
+def test_the_latest_is_the_one_saved_last(tmp_path):
+    checkpoint = Checkpoint(step=0)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=2, checkpoint_name="c")
+    for number in (7, 8, 9):
+        checkpoint.step = number
+        manager.save(checkpoint_number=number)
+
+    checkpoint.restore(f"{tmp_path}/c-8")
+    checkpoint.step = 80
+    manager.save(checkpoint_number=8)
+
+    assert _names(manager) == ["c-9", "c-8"]
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/c-8"
+    assert latest_checkpoint(tmp_path / "c-8") is None
+    checkpoint.step = 0
+    manager.restore_or_initialize()
+    assert checkpoint.step == 80
+
+
+def test_one_is_kept_every_n_hours(tmp_path):
+    manager = CheckpointManager(
+        Checkpoint(a=1), tmp_path, 1, keep_checkpoint_every_n_hours=2, asynchronous=False
+    )
+
+    for hour in range(6):
+        path = manager.save()
+        index = tmp_path / os.path.basename(path) / "checkpoint.json"
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["saved_at"] = (100 + hour) * 3600 * 10**9  # as if so much time had passed
+        index.write_text(json.dumps(content), encoding="utf-8")
+
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-3", "ckpt-5", "ckpt-6"]
+    assert _names(manager) == ["ckpt-6"]
+
+
+def test_saving_waits_for_the_interval(tmp_path):
+    step = dist.Variable(jnp.int32(3))
+    manager = CheckpointManager(
+        Checkpoint(step=step), tmp_path, 5, step_counter=step, checkpoint_interval=4
+    )
+    initialized = []
+    manager_of_new = CheckpointManager(
+        Checkpoint(step=step), tmp_path / "new", 5, init_fn=lambda: initialized.append(1)
+    )
+
+    assert manager.checkpoint_interval == 4
+    assert manager.save() is not None  # the first always
+    step.assign(6)
+    assert manager.save() is None
+    assert manager.save(check_interval=False) is not None
+    step.assign(9)
+    assert manager.save() is None
+    step.assign(10)
+    assert manager.save() is not None
+    step.assign(2)
+    manager.restore_or_initialize()
+    assert int(step.numpy()) == 10
+    assert manager.save() is None  # counted from the restored step
+    assert manager_of_new.restore_or_initialize() is None
+    assert initialized == [1]
+
+
+def test_what_is_saved_is_the_state_at_the_time_of_saving(strategy_of, tmp_path):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        ws = [dist.Variable(jnp.zeros((512, 512))) for _ in range(8)]
+    checkpoint = Checkpoint(ws=ws, step=0, batches=[np.zeros(100)])
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
+
+    def add():  # donates the buffers of the step before
+        for w in ws:
+            w.assign_add(jnp.ones_like(w.value()))
+
+    for step in range(1, 13):
+        strategy.run(add)
+        checkpoint.step = step
+        checkpoint.batches[0][:] = step
+        if step % 4 == 0:
+            manager.save(step)
+
+    for path, step in zip(manager.checkpoints, (4, 8, 12), strict=True):
+        checkpoint.restore(path)
+        assert checkpoint.step == step
+        for array in (*ws, checkpoint.batches[0]):
+            np.testing.assert_array_equal(np.asarray(array), step)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (dict(max_to_keep=0), ValueError, "max_to_keep is 0, expected a number > 0 or None"),
+        (dict(keep_checkpoint_every_n_hours=-1), ValueError, "every_n_hours is -1"),
+        (dict(timeout_seconds=0), ValueError, "timeout_seconds is 0, expected a number > 0."),
+        (dict(checkpoint_interval=5), ValueError, "checkpoint_interval is 5, but there is no step"),
+        (dict(checkpoint_name="a/b"), ValueError, "checkpoint_name is 'a/b', expected the begin"),
+        (dict(checkpoint=3), TypeError, "checkpoint is 3, expected a distributary.checkpoint"),
+    ],
+)
+def test_wrong_arguments_are_refused(kwargs, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        CheckpointManager(
+            **dict(checkpoint=Checkpoint(a=1), directory=tmp_path, max_to_keep=1) | kwargs
+        )
+
+
+def test_a_missing_orbax_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    message = r"needs orbax-checkpoint: pip install 'distributary\[checkpoint\]'"
+
+    with pytest.raises(dist.errors.MissingPackageError, match=message):
+        Checkpoint(a=1).save(tmp_path / "ckpt")
+    with pytest.raises(dist.errors.MissingPackageError, match=message):
+        CheckpointManager(Checkpoint(a=1), tmp_path, max_to_keep=1)
+
+
+_KILLED = """
+import os, signal, sys
+import numpy as np
+from distributary.checkpoint import Checkpoint, CheckpointManager
+
+directory, replaces, event, part = sys.argv[1:]
+checkpoint = Checkpoint(a=np.arange(1000.0), step=1)
+manager = CheckpointManager(checkpoint, directory, max_to_keep=1)
+manager.save()
+manager.wait_until_finished()
+# Ends the process right before the operating system would be asked to do this.
+def kill(name, args):
+    if name == event and part in f"{args[0]} to {args[1]}":
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.step = 2
+sys.addaudithook(kill)
+manager.save(1 if replaces == "True" else None)
+manager.wait_until_finished()
+"""
+
+
+@pytest.mark.parametrize(
+    ("replaces", "event", "part", "expected"),
+    [
+        (False, "open", "checkpoint.json to w", 1),
+        (False, "os.rename", "/ckpt-2", 1),
+        (True, "os.rename", ".tmp-", 1),  # the old one has been renamed
+        (False, "os.rename", "/ckpt-1 to", 2),  # the old one was to be removed
+    ],
+)
+def test_a_kill_at_any_time_leaves_a_complete_checkpoint(
+    replaces, event, part, expected, run_script, tmp_path
+):
+    ended = run_script(_KILLED, tmp_path / "dir", replaces, event, part)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    checkpoint = Checkpoint(a=np.zeros(1000), step=0)
+    manager = CheckpointManager(checkpoint, tmp_path / "dir", max_to_keep=1)
+
+    manager.restore_or_initialize()
+
+    assert checkpoint.step == expected
+    np.testing.assert_array_equal(checkpoint.a, np.arange(1000.0))
+    name = os.path.basename(manager.save())
+    manager.wait_until_finished()
+    assert os.listdir(tmp_path / "dir") == [name]
+
+
+_DISK_FULL = """
+import json, os, resource, sys
+import numpy as np
+from distributary.checkpoint import Checkpoint, CheckpointManager
+
+directory = sys.argv[1]
+checkpoint = Checkpoint(a=np.random.default_rng(0).random(100_000))
+manager = CheckpointManager(checkpoint, directory, max_to_keep=1)
+manager.save()
+manager.wait_until_finished()
+messages = []
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+for again in (manager.save, manager.wait_until_finished):
+    manager.save()
+    try:
+        again()
+    except OSError as error:
+        messages.append(str(error))
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+print(json.dumps([messages, os.listdir(directory)]))
+checkpoint.a += 1
+manager.save()  # and the script ends
+"""
+
+
+def test_a_full_disk_is_reported_and_leaves_the_checkpoint_before(run_script, tmp_path):
+    directory = tmp_path / "dir"
+
+    ended = run_script(_DISK_FULL, directory)
+
+    assert ended.returncode == 0, ended.stderr
+    messages, left = json.loads(ended.stdout)
+    assert len(messages) == 2
+    for number, message in enumerate(messages, start=2):
+        assert f"{directory}/ckpt-{number} was not written: " in message
+        assert f"The latest complete one is {directory}/ckpt-1." in message
+        assert "File too large" in message
+    assert left == ["ckpt-1"]
+    # What was saved last is complete although nobody waited for it.
+    checkpoint = Checkpoint(a=np.zeros(100_000))
+    manager = CheckpointManager(checkpoint, directory, max_to_keep=1)
+    assert manager.restore_or_initialize() == f"{directory}/ckpt-4"
+    np.testing.assert_array_equal(checkpoint.a, 1 + np.random.default_rng(0).random(100_000))

@@ -1,0 +1,137 @@
+"""Saves and restores in a job; the first argument says what else happens.
+
+"save", "restore", or the seconds of grace after the signal that it sends itself. Prints JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
+import distributary as dist
+from distributary.checkpoint import Checkpoint, CheckpointManager
+from distributary.data import Dataset
+
+what, directory = sys.argv[1:]
+strategy = dist.MultiWorkerMirroredStrategy()
+worker = strategy.extended.worker_number
+X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+
+
+def on_read(value, aggregation):
+    return dist.Variable(
+        value,
+        synchronization=dist.VariableSynchronization.ON_READ,
+        aggregation=dist.VariableAggregation[aggregation],
+    )
+
+
+def objects():
+    with strategy.scope():
+        w = dist.Variable(jnp.zeros(3))
+        seen, mean = on_read(0.0, "SUM"), on_read(0.0, "MEAN")
+    data = Dataset.from_tensor_slices(X).shuffle(40, seed=1).batch(4).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    return dict(w=w, seen=seen, mean=mean, batches=batches, epoch=0)
+
+
+def train(checkpoint, num_steps):
+    w, seen, mean = checkpoint.w, checkpoint.seen, checkpoint.mean
+
+    def step(x):
+        gradient = dist.grad(lambda: ((x @ w - 1.0) ** 2).sum(), w)()
+        w.assign_sub(0.01 * dist.get_replica_context().all_reduce("SUM", gradient))
+        seen.assign_add(x.sum())
+        mean.assign(x.mean())
+
+    for _ in range(num_steps):
+        strategy.run(step, args=(next(checkpoint.batches),))
+
+
+def values(checkpoint):
+    numbers = [getattr(checkpoint, n).numpy().tolist() for n in ("w", "seen", "mean")]
+    return [*numbers, checkpoint.epoch, checkpoint.batches.get_state()["position"]]
+
+
+def message(function, *args):
+    try:
+        function(*args)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+result = {}
+if what == "save":
+    # Every worker is at a place of its own in these.
+    own, rng = iter(Dataset.range(9)), np.random.default_rng(worker)
+    checkpoint = Checkpoint(**objects(), own=own, rng=rng)
+    manager = CheckpointManager(checkpoint, directory, max_to_keep=2)
+    for _ in range(1 + worker):
+        next(own)
+    train(checkpoint, 3)
+    checkpoint.epoch = 7
+    manager.save()
+    result["saved"] = values(checkpoint)
+    draws = [float(rng.random()), int(next(own))]
+    rows = [[float(v.numpy()) for v in checkpoint.seen.values]]
+    train(checkpoint, 2)
+    checkpoint.epoch = 8
+    checkpoint.restore(manager.latest_checkpoint)
+    result["restored"] = values(checkpoint)
+    rows.append([float(v.numpy()) for v in checkpoint.seen.values])
+    result["own"] = [draws, [float(rng.random()), int(next(own))], rows]
+    different = Checkpoint(**{f"only_{worker}": 1})
+    result["different"] = message(different.write, f"{directory}/different")
+    result["unfit"] = message(Checkpoint(w=worker).restore, manager.latest_checkpoint)
+    print(json.dumps(result), flush=True)
+
+    def kill(event, args):
+        if event == "os.rename":  # right before the checkpoint would get its name
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    manager.save()
+    manager.wait_until_finished()
+elif what == "restore":
+    checkpoint = Checkpoint(**objects())
+    manager = CheckpointManager(checkpoint, directory, max_to_keep=2)
+    checkpoint.restore(manager.latest_checkpoint, partial=True)
+    result["restored"] = values(checkpoint)
+    other = CheckpointManager(
+        Checkpoint(step=1), f"{directory}/other", max_to_keep=1, timeout_seconds=2
+    )
+    if worker == 0:  # the other one takes another way
+        other.save()
+        result["alone"] = message(other.wait_until_finished)
+    strategy.reduce("SUM", strategy.run(lambda: jnp.ones(())), axis=None).block_until_ready()
+    print(json.dumps(result), flush=True)
+    manager = CheckpointManager(Checkpoint(step=1), directory, max_to_keep=2)
+    if worker == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    manager.save(2)
+    message(manager.wait_until_finished)
+    os._exit(7)  # without waiting for the other one
+else:
+    checkpoint = Checkpoint(**objects())
+    handler = dist.experimental.PreemptionCheckpointHandler(
+        strategy.cluster_resolver,
+        checkpoint,
+        directory,
+        dist.experimental.TerminationConfig(grace_period=float(what)),
+    )
+    start = handler.total_run_calls
+    if os.environ["DISTRIBUTARY_RESTART"] == "0":
+        while True:
+            if worker == 1 and handler.total_run_calls == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            handler.run(train, checkpoint, 1)
+    for _ in range(5):
+        handler.run(train, checkpoint, 1)
+    undisturbed = Checkpoint(**objects())
+    train(undisturbed, start + 5)
+    result["start"], result["num_saved"] = start, checkpoint.save_counter
+    result["values"] = [values(checkpoint), values(undisturbed)]
+    print(json.dumps(result))

@@ -1,0 +1,132 @@
+"""Checkpoints of several workers, on another number of workers, and when a worker is killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.checkpoint import Checkpoint, latest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def saving(tmp_path_factory):
+    """What two workers print that save in a folder, with which the chief's last save ends."""
+    directory = tmp_path_factory.mktemp("saved")
+    cache = []
+
+    def result(make_job):
+        if not cache:
+            cache.append(_run(make_job, "save", directory))
+            assert all(one.result for one in cache[0]), "\n\n".join(o.output for o in cache[0])
+        return directory, cache[0]
+
+    return result
+
+
+def _run(make_job, what, directory, devices=1):
+    workers = make_job(2)
+    for worker in range(2):
+        workers.start("checkpoint", worker, what, directory, devices=devices)
+    return workers.wait()
+
+
+def test_two_workers_save_together(job, saving):
+    directory, ended = saving(job)
+
+    chief, other = (one.result for one in ended)
+    assert chief["saved"] == other["saved"] == chief["restored"] == other["restored"]
+    assert chief["saved"][3:] == [7, 3]
+    assert chief["own"] != other["own"]
+    for one in (chief, other):
+        before, after, (rows, rows_after) = one["own"]
+        assert before == after
+        assert rows == rows_after
+        assert "worker 1 saves other names" in one["different"]
+        assert "does not fit; nothing was restored" in one["unfit"]
+    # Then the chief was killed while it wrote the next one.
+    assert ended[0].code == -signal.SIGKILL
+    assert ended[1].code != 0
+    assert any(name.startswith("ckpt-2.tmp-") for name in os.listdir(directory))
+    assert latest_checkpoint(directory) == str(directory / "ckpt-1")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_one_process_restores_it(num_replicas, job, saving, strategy_of):
+    directory, (chief, _) = saving(job)
+    with strategy_of(num_replicas).scope():
+        w = dist.Variable(jnp.zeros(3))
+        seen, mean = (
+            dist.Variable(
+                0.0,
+                synchronization=dist.VariableSynchronization.ON_READ,
+                aggregation=dist.VariableAggregation[name],
+            )
+            for name in ("SUM", "MEAN")
+        )
+    checkpoint = Checkpoint(w=w, seen=seen, mean=mean, epoch=0)
+
+    checkpoint.restore(directory / "ckpt-1", partial=True)
+
+    expected = chief.result["saved"]
+    np.testing.assert_array_equal(w.numpy(), np.float32(expected[0]))
+    assert float(seen.numpy()) == expected[1]
+    assert float(mean.numpy()) == pytest.approx(expected[2], rel=1e-6)
+    assert checkpoint.epoch == 7
+    with pytest.raises(ValueError, match="rng was saved by 2 workers, each at a place of its own"):
+        Checkpoint(rng=np.random.default_rng(0)).restore(directory / "ckpt-1", partial=True)
+
+
+def test_workers_with_more_devices_restore_it_and_notice_when_they_are_not_together(job, saving):
+    directory, (saver, _) = saving(job)
+
+    chief, other = _run(job, "restore", directory, devices=2)
+
+    assert all(one.result for one in (chief, other)), chief.output + other.output
+    expected, got = saver.result["saved"], chief.result["restored"]
+    np.testing.assert_array_equal(got[0], expected[0])
+    np.testing.assert_allclose(got[1:], expected[1:], rtol=1e-6)
+    assert got == other.result["restored"]
+    assert "worker 1 did not take part within 2 s" in chief.result["alone"]
+    assert "There is no other one." in chief.result["alone"]
+    # Then the second worker was killed while they saved.
+    assert other.code == -signal.SIGKILL
+    assert chief.code != 0
+    assert latest_checkpoint(directory) == str(directory / "ckpt-1")
+
+
+def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_same_weights(
+    tmp_path,
+):
+    program = Path(__file__).parent / "programs" / "checkpoint.py"
+    launch = [sys.executable, "-m", "distributary", "launch", "--workers", "2"]
+    options = ["--max-restarts", "1", "--no-tuning"]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    ended = subprocess.run(
+        [*launch, *options, str(program), "0.3", str(tmp_path)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert "ended with exit code 42" in ended.stderr
+    lines = re.findall(r"^\[worker \d\] (\{.*\})$", ended.stdout, flags=re.MULTILINE)
+    results = [json.loads(line) for line in lines]
+    assert len(results) == 2
+    for result in results:
+        assert result["start"] == results[0]["start"] >= 3
+        assert result["num_saved"] == 2  # at the signal and at the end of the grace period
+        restarted, undisturbed = result["values"]
+        assert restarted == undisturbed
+        assert restarted[-1] == result["start"] + 5
