@@ -285,7 +285,7 @@ def _measure_all_reduce(request: dict[str, Json]) -> list[dict[str, Json]]:
 
     sizes = [str(num_bytes) for num_bytes in ALL_REDUCE_BYTES]
     with contextlib.ExitStack() as stack:
-        jobs = {name: "jax" for name in ("psum", "reduce", "reduce_to", "run", "control")}
+        jobs = dict.fromkeys(("psum", "reduce", "reduce_to", "run", "control"), "jax")
         running = {"jax": _jobs.start_jax(["all_reduce", *sizes], NUM_WORKERS)}
         stack.callback(running["jax"].close)
         if request["torch"]:
