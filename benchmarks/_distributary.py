@@ -12,15 +12,19 @@ from _workloads import Workload
 
 import distributary as dist
 
-__all__ = ["build", "on_every_replica"]
+__all__ = ["build", "mirrored", "on_every_replica"]
 
 Step: TypeAlias = Callable[..., jax.Array]
 PerReplicaValue: TypeAlias = Any  # dist.PerReplica
 
 
-def build(workload: Workload, num_replicas: int, name: str = "distributary") -> InProcessPeer:
-    """Creates a `MirroredStrategy`, its variables and inputs; compiles at the first step."""
-    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+def mirrored(num_replicas: int) -> dist.Strategy:
+    """A `MirroredStrategy` of the first logical CPU devices."""
+    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary") -> InProcessPeer:
+    """Creates variables and inputs; compiles at the first step."""
     with strategy.scope():
         variables = {
             name: dist.Variable(value, name=name) for name, value in workload.parameters().items()
@@ -33,7 +37,7 @@ def build(workload: Workload, num_replicas: int, name: str = "distributary") -> 
             step = _sgd_step(workload, variables)
     batches = [
         tuple(on_every_replica(strategy, array) for array in batch)
-        for batch in workload.batches(num_replicas)
+        for batch in workload.batches(strategy.num_replicas_in_sync)
     ]
 
     def take_step(number: int) -> PerReplicaValue:
@@ -47,11 +51,12 @@ def build(workload: Workload, num_replicas: int, name: str = "distributary") -> 
 
 def on_every_replica(strategy: dist.Strategy, array: np.ndarray[Any, Any]) -> PerReplicaValue:
     """`array[i]` on the device of replica i, for an array `[replica, ...]`."""
-    devices = jax.devices()[: len(array)]
-    placed = [jax.device_put(*pair) for pair in zip(array, devices, strict=True)]
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: placed[context.replica_id_in_sync_group]
-    )
+
+    def placed(context: Any) -> jax.Array:
+        replica_id = context.replica_id_in_sync_group
+        return jax.device_put(array[replica_id], jax.devices()[replica_id])
+
+    return strategy.experimental_distribute_values_from_function(placed)
 
 
 def _adam_step(workload: Workload, variables: dict[str, dist.Variable]) -> Step:

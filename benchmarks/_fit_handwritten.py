@@ -1,6 +1,6 @@
 """The yardsticks of `fit`: training loops as one writes them in JAX without a library.
 
-Shuffled indices, NumPy picks the batch, `device_put` splits it, and the compiled step of
+Shuffled indices, NumPy picks the batch, `Replicas.place` splits it, and the compiled step of
 `_handwritten.compile_step` trains. The sum of the losses stays on the devices until the epoch ends.
 The step is one of two:
 
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _handwritten import AXIS, Step, compile_step, mesh_of, placement
+from _handwritten import AXIS, LocalReplicas, Replicas, Step, compile_step
 from _losses import LOSSES
 from _served import serve
 from _workloads import CHECK_STEPS, FIT_WORKLOADS, WORKLOADS, Workload
@@ -36,23 +36,25 @@ class HandwrittenFit:
     """A `Peer` whose blocks are epochs.
 
     Args:
+        name: What the report calls it.
         model: `"jax"` or `"keras"`.
         workload: What is trained, with Adam.
-        num_replicas: How many devices share a batch.
+        replicas: The devices that share a batch.
         max_steps: Longest epoch.
     """
 
-    def __init__(self, model: str, workload: Workload, num_replicas: int, max_steps: int) -> None:
-        self.name = "handwritten"
+    def __init__(
+        self, name: str, model: str, workload: Workload, replicas: Replicas, max_steps: int
+    ) -> None:
+        self.name = name
+        self._replicas = replicas
+        self._own = replicas.own_rows(workload.global_batch_size)
         self._batch_size = workload.global_batch_size
         self._x, self._y = workload.examples(max_steps)
-        mesh = mesh_of(num_replicas)
-        self._split = placement(mesh, PartitionSpec(AXIS))
-        self._everywhere = placement(mesh, PartitionSpec())
-        state, step = _MODELS[model](workload, num_replicas)
+        state, step = _MODELS[model](workload, replicas)
         state["sum_of_losses"] = jnp.float32(0.0)
-        self._state = jax.device_put(state, self._everywhere)
-        self._step = compile_step(step, mesh)
+        self._state = replicas.place(state, PartitionSpec())
+        self._step = compile_step(step, replicas.mesh)
 
     def losses(self, num_steps: int) -> list[float]:
         """The mean losses of `num_steps` short epochs, unshuffled."""
@@ -70,15 +72,15 @@ class HandwrittenFit:
 
     def _epoch(self, indices: np.ndarray[Any, Any]) -> float:
         num_steps = len(indices) // self._batch_size
-        self._state["sum_of_losses"] = jax.device_put(np.float32(0.0), self._everywhere)
+        self._state["sum_of_losses"] = self._replicas.place(np.float32(0.0), PartitionSpec())
         for start in range(0, len(indices), self._batch_size):
-            chosen = indices[start : start + self._batch_size]
-            batch = jax.device_put((self._x[chosen], self._y[chosen]), self._split)
+            chosen = indices[start : start + self._batch_size][self._own]
+            batch = self._replicas.place((self._x[chosen], self._y[chosen]), PartitionSpec(AXIS))
             self._state, _ = self._step(self._state, *batch)
         return float(self._state["sum_of_losses"]) / num_steps
 
 
-def _jax_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
+def _jax_step(workload: Workload, replicas: Replicas) -> tuple[State, Step]:
     sum_of_losses = LOSSES[workload.model]
     parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
 
@@ -86,8 +88,7 @@ def _jax_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
         loss, gradients = jax.value_and_grad(
             lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
         )(state["parameters"])
-        if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
+        loss, gradients = replicas.all_reduce((loss, gradients))
         count = state["count"] + 1
         time_ = count.astype(jnp.float32)
         rate = workload.learning_rate * jnp.sqrt(1 - _BETA_2**time_) / (1 - _BETA_1**time_)
@@ -118,7 +119,7 @@ def _jax_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
     return state, step
 
 
-def _keras_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
+def _keras_step(workload: Workload, replicas: Replicas) -> tuple[State, Step]:
     from _keras import build_model
 
     model = build_model("keras", workload, 1)
@@ -131,8 +132,9 @@ def _keras_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
             return model.loss(y, predictions)
 
         loss, gradients = jax.value_and_grad(loss_of)(state["parameters"])
-        if num_replicas > 1:
-            loss, gradients = jax.lax.pmean((loss, gradients), AXIS)
+        loss, gradients = jax.tree.map(
+            lambda total: total / replicas.num, replicas.all_reduce((loss, gradients))
+        )
         parameters, optimizer = model.optimizer.stateless_apply(
             state["optimizer"], gradients, state["parameters"]
         )
@@ -150,7 +152,7 @@ def _keras_step(workload: Workload, num_replicas: int) -> tuple[State, Step]:
     return state, step
 
 
-_MODELS: Mapping[str, Callable[[Workload, int], tuple[State, Step]]] = {
+_MODELS: Mapping[str, Callable[[Workload, Replicas], tuple[State, Step]]] = {
     "jax": _jax_step,
     "keras": _keras_step,
 }
@@ -165,6 +167,10 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     serve(
         lambda: HandwrittenFit(
-            chosen.model, WORKLOADS[chosen.workload], chosen.num_replicas, chosen.max_steps
+            "handwritten",
+            chosen.model,
+            WORKLOADS[chosen.workload],
+            LocalReplicas(chosen.num_replicas),
+            chosen.max_steps,
         )
     )

@@ -1,11 +1,12 @@
 """The yardstick: each step as one writes it in JAX without a library for distribution.
 
 Several replicas: `jit` of `shard_map` over a mesh of the devices, one `psum` of the gradients
-and the loss, state buffers donated. One replica: plain `jit` with donated state.
+and the loss, state buffers donated; between processes they are one vector. One replica: plain
+`jit` with donated state.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -22,38 +23,112 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-__all__ = ["AXIS", "Step", "build", "compile_step", "mesh_of", "placement"]
+__all__ = [
+    "AXIS",
+    "LocalReplicas",
+    "Replicas",
+    "Step",
+    "WorkerReplicas",
+    "build",
+    "compile_step",
+    "mesh_of",
+    "placement",
+]
 
-State: TypeAlias = Any  # a pytree of arrays
+Tree: TypeAlias = Any  # a pytree of arrays
+State: TypeAlias = Tree
 Step: TypeAlias = Callable[..., tuple[State, jax.Array]]
 
 AXIS = "replica"
 
 
-def build(workload: Workload, num_replicas: int, name: str = "handwritten") -> InProcessPeer:
-    """Places state and data on the first `num_replicas` devices and compiles at the first step."""
-    mesh = mesh_of(num_replicas)
+@final
+class LocalReplicas:
+    """The first devices of this process.
+
+    Attributes:
+        mesh: Of the devices; None for a single one.
+        num: How many there are.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.mesh = mesh_of(num_replicas)
+        self.num = num_replicas
+
+    def own_rows(self, global_batch_size: int) -> slice:
+        """Which rows of a global batch this process needs."""
+        return slice(global_batch_size)
+
+    def place(self, arrays: Tree, spec: PartitionSpec) -> Tree:
+        """Own rows split over the replicas, or whole arrays copied to them."""
+        return jax.device_put(arrays, placement(self.mesh, spec))
+
+    def all_reduce(self, tree: Tree) -> Tree:
+        """The sum over the replicas, inside a step."""
+        return tree if self.mesh is None else jax.lax.psum(tree, AXIS)
+
+
+@final
+class WorkerReplicas:
+    """The devices of several processes, of which JAX is connected; see `LocalReplicas`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.num = mesh.size
+
+    def own_rows(self, global_batch_size: int) -> slice:
+        """Which rows of a global batch this process needs."""
+        num_rows = global_batch_size // jax.process_count()
+        return slice(jax.process_index() * num_rows, (jax.process_index() + 1) * num_rows)
+
+    def place(self, arrays: Tree, spec: PartitionSpec) -> Tree:
+        """Own rows split over the replicas of the process, or whole arrays copied to all."""
+        sharding = placement(self.mesh, spec)
+        return jax.tree.map(
+            lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)),
+            arrays,
+        )
+
+    def all_reduce(self, tree: Tree) -> Tree:
+        """The sum over the replicas: one all-reduce of one vector, as gloo pays for every array."""
+        leaves, structure = jax.tree.flatten(tree)
+        # XLA:CPU fuses a concatenation with what computes its parts, and is 100 times slower.
+        vector = jnp.zeros(sum(leaf.size for leaf in leaves), jnp.float32)
+        starts = np.cumsum([0, *(leaf.size for leaf in leaves)])
+        for leaf, start in zip(leaves, starts, strict=False):
+            vector = jax.lax.dynamic_update_slice(vector, leaf.reshape(-1), (start,))
+        vector = jax.lax.psum(vector, AXIS)
+        parts = [
+            vector[start : start + leaf.size].reshape(leaf.shape)
+            for leaf, start in zip(leaves, starts, strict=False)
+        ]
+        return jax.tree.unflatten(structure, parts)
+
+
+Replicas: TypeAlias = LocalReplicas | WorkerReplicas
+
+
+def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> InProcessPeer:
+    """Places state and data on the replicas' devices and compiles at the first step."""
     parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
     if workload.sparse:
-        replica_step, state = _sparse_step(workload, num_replicas), parameters
+        replica_step, state = _sparse_step(workload, replicas), parameters
     elif workload.optimizer == "adam":
         replica_step, state = (
-            _adam_step(workload, num_replicas),
+            _adam_step(workload, replicas),
             (parameters, optax.adam(workload.learning_rate).init(parameters)),
         )
     else:
-        replica_step, state = _sgd_step(workload, num_replicas), parameters
-    step = compile_step(replica_step, mesh)
-    state = jax.device_put(state, placement(mesh, PartitionSpec()))
+        replica_step, state = _sgd_step(workload, replicas), parameters
+    step = compile_step(replica_step, replicas.mesh)
+    state = replicas.place(state, PartitionSpec())
+    own = replicas.own_rows(workload.global_batch_size)
     batches = [
-        tuple(
-            jax.device_put(
-                array.reshape(workload.global_batch_size, *array.shape[2:]),
-                placement(mesh, PartitionSpec(AXIS)),
-            )
-            for array in batch
+        replicas.place(
+            tuple(array.reshape(-1, *array.shape[2:])[own] for array in batch),
+            PartitionSpec(AXIS),
         )
-        for batch in workload.batches(num_replicas)
+        for batch in workload.batches(replicas.num)
     ]
 
     def take_step(number: int) -> jax.Array:
@@ -103,7 +178,7 @@ def placement(mesh: Mesh | None, spec: PartitionSpec) -> Sharding:
     return NamedSharding(mesh, spec)
 
 
-def _adam_step(workload: Workload, num_replicas: int) -> Step:
+def _adam_step(workload: Workload, replicas: Replicas) -> Step:
     optimizer = optax.adam(workload.learning_rate)
     sum_of_losses = LOSSES[workload.model]
 
@@ -112,29 +187,27 @@ def _adam_step(workload: Workload, num_replicas: int) -> Step:
         loss, gradients = jax.value_and_grad(
             lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
         )(parameters)
-        if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
+        loss, gradients = replicas.all_reduce((loss, gradients))
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return (optax.apply_updates(parameters, updates), optimizer_state), loss
 
     return step
 
 
-def _sgd_step(workload: Workload, num_replicas: int) -> Step:
+def _sgd_step(workload: Workload, replicas: Replicas) -> Step:
     sum_of_losses = LOSSES[workload.model]
 
     def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
         loss, gradients = jax.value_and_grad(
             lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
         )(state)
-        if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
+        loss, gradients = replicas.all_reduce((loss, gradients))
         return jax.tree.map(lambda p, g: p - workload.learning_rate * g, state, gradients), loss
 
     return step
 
 
-def _sparse_step(workload: Workload, num_replicas: int) -> Step:
+def _sparse_step(workload: Workload, replicas: Replicas) -> Step:
     """SGD that differentiates with respect to the gathered rows and exchanges only those."""
 
     def step(state: State, ids: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
@@ -143,8 +216,8 @@ def _sparse_step(workload: Workload, num_replicas: int) -> Step:
             lambda p, rows: wide_loss_of_rows(rows, p, y) / workload.global_batch_size,
             argnums=(0, 1),
         )(dense, state["table"][ids])
-        if num_replicas > 1:
-            loss, gradients = jax.lax.psum((loss, gradients), AXIS)
+        loss, gradients = replicas.all_reduce((loss, gradients))
+        if replicas.mesh is not None:
             row_gradients, ids = jax.lax.all_gather((row_gradients, ids), AXIS, tiled=True)
         rate = workload.learning_rate
         updated = jax.tree.map(lambda p, g: p - rate * g, dense, gradients)

@@ -1,6 +1,7 @@
-"""The same training with Keras' `fit`, under one of four ways to use devices.
+"""The same training with Keras' `fit`, under one of several ways to use devices.
 
     distributary   dist.MirroredStrategy
+    multi_worker   dist.MultiWorkerMirroredStrategy, of which this is a worker
     keras          none: Keras as it is
     data_parallel  keras.distribution.DataParallel
     tensorflow     tf.distribute.MirroredStrategy; needs KERAS_BACKEND=tensorflow
@@ -108,6 +109,14 @@ def _distributary_scope(num_replicas: int) -> AbstractContextManager[Any]:
     return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)]).scope()
 
 
+def _multi_worker_scope(num_replicas: int) -> AbstractContextManager[Any]:
+    import distributary as dist
+
+    strategy = dist.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == num_replicas
+    return strategy.scope()
+
+
 def _no_scope(num_replicas: int) -> AbstractContextManager[Any]:
     assert num_replicas == 1, "Keras by itself uses one device"
     return nullcontext()
@@ -128,6 +137,7 @@ def _tensorflow_scope(num_replicas: int) -> AbstractContextManager[Any]:
 
 WAYS: Mapping[str, Callable[[int], AbstractContextManager[Any]]] = {
     "distributary": _distributary_scope,
+    "multi_worker": _multi_worker_scope,
     "keras": _no_scope,
     "data_parallel": _data_parallel_scope,
     "tensorflow": _tensorflow_scope,

@@ -1,6 +1,7 @@
-"""The TensorFlow peer: `tf.distribute.MirroredStrategy` in a process of its own.
+"""The TensorFlow peer: a strategy of `tf.distribute` in processes of its own.
 
-`start` runs this file with a Python that has TensorFlow. Only that process imports it.
+`start` runs this file with a Python that has TensorFlow, under `MirroredStrategy`; with
+`--multi-worker` it is a worker of `MultiWorkerMirroredStrategy`. Only these processes import it.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from _served import ServedPeer, serve
+from _served import ServedPeer, serve, start_peer
 from _timing import InProcessPeer
 from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Workload
 
@@ -40,7 +41,7 @@ def find_tensorflow(python: str) -> str | None:
 
 def start(python: str, workload: Workload, num_replicas: int) -> ServedPeer:
     """A peer whose steps are taken by `python`, which has TensorFlow."""
-    return ServedPeer(
+    return start_peer(
         "tensorflow",
         [python, str(Path(__file__).resolve()), workload.name, str(num_replicas)],
         environment(),
@@ -69,9 +70,8 @@ def _tensorflow() -> Any:
     return importlib.import_module("tensorflow")
 
 
-def _build(workload: Workload, num_replicas: int) -> InProcessPeer:
+def _build(workload: Workload, strategy: Any) -> InProcessPeer:
     tf = _tensorflow()
-    strategy = create_strategy(num_replicas)
     with strategy.scope():
         variables = {
             name: tf.Variable(value, name=name.replace("/", "_"))
@@ -107,7 +107,9 @@ def _build(workload: Workload, num_replicas: int) -> InProcessPeer:
             lambda context: tf.constant(array[context.replica_id_in_sync_group])
         )
 
-    batches = [tuple(map(distribute, batch)) for batch in workload.batches(num_replicas)]
+    batches = [
+        tuple(map(distribute, batch)) for batch in workload.batches(strategy.num_replicas_in_sync)
+    ]
     return InProcessPeer(
         "tensorflow",
         step=lambda number: step(*batches[number % len(batches)]),
@@ -224,6 +226,15 @@ def _wide_loss(p: Parameters, ids: Tensor, y: Tensor) -> Tensor:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workload", choices=list(WORKLOADS))
-    parser.add_argument("num_replicas", type=int)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("num_replicas", type=int, nargs="?")
+    way.add_argument("--multi-worker", action="store_true")
     chosen = parser.parse_args()
-    serve(lambda: _build(WORKLOADS[chosen.workload], chosen.num_replicas))
+    serve(
+        lambda: _build(
+            WORKLOADS[chosen.workload],
+            _tensorflow().distribute.MultiWorkerMirroredStrategy()
+            if chosen.multi_worker
+            else create_strategy(chosen.num_replicas),
+        )
+    )

@@ -36,6 +36,7 @@ import _served
 import _tensorflow
 import _timing
 import _workloads
+from _epochs import Epochs, FitPeer
 
 Json: TypeAlias = Any
 
@@ -68,14 +69,6 @@ _CHECK_EPOCHS = 2
 _CHILD_TIMEOUT_SECONDS = 3600.0
 _FOLDER = Path(__file__).resolve().parent
 _MEBIBYTE = 2**20
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """Steps of the epoch that is reported, and of a shorter one for the marginal cost."""
-
-    long: int
-    short: int
 
 
 EPOCHS: Mapping[str, Epochs] = {
@@ -121,26 +114,6 @@ BARS = (
     Bar("cnn64", (2,), "distributary", "data_parallel", 1.0),
     *(Bar(name, (1,), "distributary", "keras", 1.0) for name in _workloads.FIT_WORKLOADS),
 )
-
-
-class _FitPeer:
-    """A served peer that takes an epoch of each length when it is its turn."""
-
-    def __init__(self, served: _served.ServedPeer, epochs: Epochs) -> None:
-        self.name = served.name
-        self.losses = served.losses
-        self.close = served.close
-        self.marginal_seconds: list[float] = []
-        self._served = served
-        self._epochs = epochs
-
-    def time_block(self, num_steps: int) -> float:
-        """Seconds per step of the long epoch; keeps those per additional step."""
-        short = self._epochs.short
-        seconds_short = self._served.time_block(short) * short
-        seconds = self._served.time_block(num_steps) * num_steps
-        self.marginal_seconds.append((seconds - seconds_short) / (num_steps - short))
-        return seconds / num_steps
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -257,7 +230,7 @@ def _measure_step(request: dict[str, Json]) -> dict[str, Json]:
     num_replicas = request["replicas"]
     epochs = Epochs(*request["epochs"])
     peers = [
-        _FitPeer(
+        FitPeer(
             _start(
                 name,
                 workload,
@@ -331,13 +304,13 @@ def _start(
     if way in ("handwritten", "control", "handwritten_keras"):
         model = "keras" if way == "handwritten_keras" else "jax"
         command = [sys.executable, str(_FOLDER / "_fit_handwritten.py"), model, *numbers]
-        return _served.ServedPeer(name, command, environ)
+        return _served.start_peer(name, command, environ)
     python = sys.executable
     if way == "tensorflow":
         python = tensorflow_python
         environ = {**_tensorflow.environment(), "KERAS_BACKEND": "tensorflow"}
     command = [python, str(_FOLDER / "_keras.py"), way, *numbers, str(steps_per_execution)]
-    return _served.ServedPeer(name, command, environ)
+    return _served.start_peer(name, command, environ)
 
 
 def _milliseconds(seconds: Sequence[float]) -> dict[str, Json]:

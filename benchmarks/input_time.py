@@ -124,7 +124,7 @@ def _measure_memory(request: dict[str, Any]) -> dict[str, Any]:
         command = [request["tensorflow"], __file__, "--serve-tf-data"]
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
         environ.pop("PYTHONPATH", None)
-        peers.append(_served.ServedPeer("tf.data", command, environ))
+        peers.append(_served.start_peer("tf.data", command, environ))
         steps["tf.data"] = request["steps"]  # many: it reads ahead while others have their turn
     seconds = _timing.interleave(peers, request["rounds"], steps)
     for peer in peers:

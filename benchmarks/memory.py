@@ -95,11 +95,11 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
     if request["peer"] == "distributary":
         import _distributary
 
-        peer = _distributary.build(workload, request["replicas"])
+        peer = _distributary.build(workload, _distributary.mirrored(request["replicas"]))
     else:
         import _handwritten
 
-        peer = _handwritten.build(workload, request["replicas"])
+        peer = _handwritten.build(workload, _handwritten.LocalReplicas(request["replicas"]))
     others = _programs()  # that placed the parameters; held, so that none is freed and replaced
     peer.losses(2)
     step_programs = [

@@ -159,10 +159,10 @@ def _build(
     if name == "distributary":
         import _distributary
 
-        return _distributary.build(workload, num_replicas)
+        return _distributary.build(workload, _distributary.mirrored(num_replicas))
     import _handwritten
 
-    return _handwritten.build(workload, num_replicas, name)
+    return _handwritten.build(workload, _handwritten.LocalReplicas(num_replicas), name)
 
 
 def _disagreements(row: dict[str, Json]) -> list[str]:
