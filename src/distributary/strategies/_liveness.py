@@ -19,13 +19,14 @@ import json
 import logging
 import os
 import re
+import select
 import selectors
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -85,6 +86,7 @@ class Liveness:
         self._connections = [_Connection(number, s) for number, s in connections.items()]
         self._lock = threading.Lock()  # of sending
         self._has_finished = False  # this worker
+        self._exit_code: int | None = None  # set when the job ends early
         self._is_decided = threading.Event()  # all have finished, or one is lost
         self._idle_beats = 0
         self._pid = os.getpid()
@@ -119,9 +121,15 @@ class Liveness:
                 if time.monotonic() >= beat_at:
                     self._beat()
                     beat_at = time.monotonic() + _BEAT_SECONDS
-        if job_programs.error is not None:
+        if self._exit_code is not None:
             time.sleep(_GRACE_SECONDS)
-            _end(WorkerLostError.exit_code)
+            # A reader of the output that has stopped reading must not keep the process. No thread
+            # can be started when the main thread is at its end; it flushes by itself then.
+            with contextlib.suppress(RuntimeError):
+                flush = threading.Thread(target=_flush, daemon=True)
+                flush.start()
+                flush.join(_WRITE_SECONDS)
+            os._exit(self._exit_code)
 
     def _hear(self, connection: _Connection) -> None:
         try:
@@ -188,7 +196,8 @@ class Liveness:
             return
         self._say_to_all("lost", reason)
         # Before the rest, because what follows can end the process from the main thread.
-        _try(os.write, 2, f"{WorkerLostError.line_prefix}{reason}\n".encode())
+        _say_on_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
+        self._exit_code = WorkerLostError.exit_code
         job_programs.error = WorkerLostError(
             f"{reason}. {self._place.name} cannot go on alone. `distributary launch"
             " --max-restarts 3` starts all workers again when one is lost; let the program"
@@ -210,9 +219,9 @@ class Liveness:
         # Set when an exception ends the program; in an interactive session, when one is shown.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if error is not None:
-            if isinstance(self.explain(error), WorkerLostError):
-                _end(WorkerLostError.exit_code)
-            self._leave(error)
+            if not isinstance(self.explain(error), WorkerLostError):
+                self._leave(error)
+            _end(WorkerLostError.exit_code)
         self._has_finished = True
         self._say_to_all("finished", job_programs.count)
         self._end_if_all_have_finished()
@@ -220,8 +229,8 @@ class Liveness:
             self._is_decided.wait()
         except KeyboardInterrupt as interrupt:
             self._leave(interrupt)
-        if job_programs.error is not None:
-            _end(WorkerLostError.exit_code)
+        if self._exit_code is not None:
+            _end(self._exit_code)
 
     def _leave(self, error: BaseException) -> NoReturn:
         """Ends this process because of an error of its own."""
@@ -229,10 +238,11 @@ class Liveness:
         assert place.worker_number is not None
         lines = traceback.format_exception_only(error)[-1].splitlines()
         text = lines[0][:_MAX_REASON_CHARACTERS]
+        self._exit_code = _INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1
         self._is_decided.set()  # what the others answer is no news
         self._say_to_all("lost", f"{place.workers[place.worker_number]} has ended with {text}")
         # JAX would wait for the others, and for its programs, which wait for the others, too.
-        _end(_INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1)
+        _end(self._exit_code)
 
     def _say_to_all(self, kind: str, content: Any) -> None:
         for connection in self._connections:
@@ -252,15 +262,15 @@ class Liveness:
 
 def _end(code: int) -> NoReturn:
     """Ends the process without waiting for JAX, whose programs may never end."""
-    _try(_flush)
+    _flush()
     os._exit(code)
 
 
-def _try(write: Callable[..., object], *args: object) -> None:
-    """Writes, unless whoever reads it has stopped reading."""
-    thread = threading.Thread(target=write, args=args, daemon=True)
-    thread.start()
-    thread.join(_WRITE_SECONDS)
+def _say_on_stderr(text: str) -> None:
+    """Writes a line, unless whoever reads it has stopped reading."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], _WRITE_SECONDS)[1]:
+            os.write(2, text.encode()[: select.PIPE_BUF])
 
 
 def _flush() -> None:
