@@ -32,6 +32,7 @@ from distributary.keras_bridge._replica import (
 from distributary.topology import (
     REPLICA_AXIS,
     dispatcher_for,
+    job_programs,
     latest_program,
     local_copy,
     put_own,
@@ -213,6 +214,8 @@ class StepFunction:
                 self._function(*key), self._replicated, self._sharding(*key), self._eager
             )
         data = program.prepare(state, data)
+        if self._share.num_workers > 1:
+            job_programs.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
         with _InterruptsDeferred():
             result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.topology import local_devices, put_stacked
+from distributary.topology import dispatcher_for, job_programs, local_devices, put_stacked
 
 
 def broadcast(values: list[np.ndarray], sharding: Any) -> list[np.ndarray]:
@@ -46,8 +46,12 @@ def _combined(own: bytes, at: int, num_bytes: int, sharding: Any) -> np.ndarray:
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
     rows = np.zeros((len(local_devices(sharding)), num_words), np.uint32)
     rows[0].view(np.uint8)[at : at + len(own)] = np.frombuffer(own, np.uint8)
-    total = _sum_of_rows(sharding)(put_stacked(rows, sharding))
-    return np.asarray(total.addressable_data(0)).view(np.uint8)
+    job_programs.begin()
+    total = dispatcher_for(tuple(sharding.mesh.devices.flat)).run(
+        lambda: np.asarray(_sum_of_rows(sharding)(put_stacked(rows, sharding)).addressable_data(0)),
+        lambda result: None,
+    )
+    return total.view(np.uint8)
 
 
 @functools.lru_cache(maxsize=8)

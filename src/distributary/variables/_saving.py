@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.topology import local_copy
+from distributary.topology import dispatcher_for, job_programs, local_copy
 from distributary.variables._aggregation import of_rows
 from distributary.variables._enums import VariableAggregation
 from distributary.variables._foreign import ForeignVariable
@@ -35,8 +35,11 @@ def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[jax.A
         rows = [arrays[i] for i in far]
         # No other program may be under way on the devices when this one meets its collectives.
         jax.block_until_ready(rows)
-        replicated = jax.sharding.NamedSharding(rows[0].sharding.mesh, jax.sharding.PartitionSpec())
-        gathered = jax.jit(lambda values: values, out_shardings=replicated)(rows)
+        mesh = rows[0].sharding.mesh
+        replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        gather = jax.jit(lambda values: values, out_shardings=replicated)
+        job_programs.begin()
+        gathered = dispatcher_for(tuple(mesh.devices.flat)).run(gather, lambda out: out[0], rows)
         for i, array in zip(far, gathered, strict=True):
             arrays[i] = array
     return [local_copy(array) for array in arrays]

@@ -117,6 +117,15 @@ with strategy.scope():
 dataset = Dataset.from_tensor_slices((x, y)).shuffle(52).batch(8)
 result["dataset"] = summary(model, model.fit(dataset, epochs=2, verbose=0))
 
+saved = summary(model)
+checkpoint = dist.checkpoint.Checkpoint(model=model)
+checkpoint.write(folder / "checkpoint")
+model.fit(dataset, epochs=1, verbose=0)
+assert summary(model) != saved
+checkpoint.restore(folder / "checkpoint")
+result["restored"] = summary(model)
+assert result["restored"] == saved
+
 
 # Batches that every worker makes for itself, operation by operation.
 def batches():
