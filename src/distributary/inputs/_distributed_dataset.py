@@ -30,7 +30,7 @@ from distributary.inputs._agreement import signature, signature_of_specs
 from distributary.inputs._contexts import DistributedInput
 from distributary.inputs._sources import Batches, Elements
 from distributary.inputs._statistics import InputStatistics, Loop
-from distributary.topology import local_copy
+from distributary.topology import local_copy, progress
 from distributary.tracing import current_scope, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
@@ -163,6 +163,16 @@ class DistributedDataset(DistributedInput):
 
     # What the iterator needs
 
+    def num_examples(self, values: Any) -> int:
+        """How many rows the replicas of this process have in the values of a step."""
+        leaf = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, PerReplica))[0]
+        if not isinstance(leaf, PerReplica):
+            return int(np.shape(leaf)[0])
+        if leaf.form != "stacked":
+            return sum(len(part) for part in leaf.values)
+        rows = jax.tree.leaves(leaf.payload)[0].shape[1:]
+        return self.share.replicas_per_worker * (rows[0] if rows else 1)
+
     def _distribute(self, given: Any) -> Any:
         """The values of a step: `given` is a worker's batch, or a list of elements."""
         num_replicas = self.share.replicas_per_worker
@@ -286,6 +296,8 @@ class DistributedIterator(DistributedInput):
         values = self._take() if self._agreed is None else self._agreed.next(self._take)
         self._position += 1
         self._loop.batch_is_there()
+        if progress.is_watched and self._join is _per_replica:
+            progress.add(1, self._dataset.num_examples(values))
         return values
 
     def _take(self) -> Any:

@@ -18,7 +18,9 @@ from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_
 from distributary.context import get_strategy
 from distributary.datasets import (
     INFINITE_CARDINALITY,
+    AutoShardPolicy,
     Dataset,
+    Options,
     WorkerBatch,
     WorkerShare,
     is_hugging_face,
@@ -27,8 +29,23 @@ from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset
 from distributary.options import InputOptions
 
-#: Where the data of the `fit` that runs comes from.
-train_data: ContextVar[Any] = ContextVar("train_data", default=None)
+
+@final
+@dataclasses.dataclass
+class Call:
+    """A call of `fit`, `evaluate` or one of their relatives.
+
+    Args:
+        method: Its name.
+        data: The adapter of its data; of training data where there is validation data, too.
+    """
+
+    method: str
+    data: Any = None
+
+
+#: The innermost call that runs.
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 
 
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +56,12 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
             extended = get_strategy().extended
             # Several workers read their rows; one splits the batches in the step.
             share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
+            call = current_call.get()
+            if isinstance(x, Dataset) and call is not None and call.method == "predict":
+                # Predictions come in the order of the dataset, not in that of the workers' files.
+                options = Options()
+                options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+                x = x.with_options(options)
             x = DistributedDataset(
                 Batches(x, share, "fit, evaluate or predict: x is", extended.agreement),
                 None,
@@ -67,9 +90,9 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(adapter: Any) -> Any:
-    # That of the training data is the first one of a fit.
-    if train_data.get() is None:
-        train_data.set(adapter)
+    call = current_call.get()
+    if call is not None and call.data is None:
+        call.data = adapter
     return adapter
 
 

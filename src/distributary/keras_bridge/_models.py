@@ -17,7 +17,7 @@ from distributary.context import (
 )
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
-from distributary.keras_bridge._data import batches_of, train_data
+from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import place
 from distributary.tracing import user_stacklevel
@@ -90,14 +90,14 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         check_same_strategy(strategy, f"{self.name}.{what}")
         with strategy.scope():
-            token = train_data.set(None)
+            token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)
             except BaseException:
                 _restore(self)
                 raise
             finally:
-                train_data.reset(token)
+                current_call.reset(token)
                 for function in _step_functions(self):
                     function.latest = None  # keeps no old weights alive
 

@@ -22,7 +22,7 @@ from keras.src.utils import file_utils
 
 from distributary.context import default_mode, get_strategy, has_strategy, pop, push
 from distributary.errors import ClusterError
-from distributary.keras_bridge._data import DatasetAdapter, train_data
+from distributary.keras_bridge._data import DatasetAdapter, current_call
 from distributary.keras_bridge._models import strategy_of
 from distributary.topology import coordination_client
 
@@ -198,9 +198,9 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy.extended.num_workers > 1:
             take_over(model, strategy)
         model._initial_epoch = epoch
-        adapter = train_data.get()
-        if isinstance(adapter, DatasetAdapter):
-            adapter.start_at(epoch, self.params.get("steps"))
+        call = current_call.get()
+        if call is not None and isinstance(call.data, DatasetAdapter):
+            call.data.start_at(epoch, self.params.get("steps"))
 
     return _load_model
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import ReduceOp
+from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
@@ -35,6 +36,7 @@ from distributary.topology import (
     job_programs,
     latest_program,
     local_copy,
+    progress,
     put_own,
     put_replicated,
 )
@@ -221,6 +223,8 @@ class StepFunction:
             result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
             self.latest = result
         latest_program.count += 1
+        if progress.is_watched:
+            progress.add(key[1], _num_examples(data, *key, self._share))
         latest_program.output = _token(result)
         if self._share.num_workers > 1:
             out, new_state = result
@@ -434,6 +438,16 @@ def _token(outputs: Any) -> Any:
     logs, _ = outputs
     leaves = jax.tree.leaves(logs)
     return leaves[0] if leaves else None
+
+
+def _num_examples(data: Any, way: str, count: int, share: WorkerShare) -> int:
+    """How many examples of the data of a program this process computes."""
+    leaves = jax.tree.leaves(data)
+    if not leaves or np.ndim(leaves[0]) < 1:
+        return 0
+    size = count * int(np.shape(leaves[0])[count > 1])
+    # Split data counts the rows of all workers, and what is not split is computed by each.
+    return size // share.num_workers if way == "split" else size
 
 
 def _common_size(batch: Any, axis: int = 0) -> int | None:

@@ -6,6 +6,6 @@ What `distributary launch` is made of. `import distributary` does not import thi
 from distributary.launch._environment import TOKEN_VARIABLE
 from distributary.launch._options import HostOptions, LaunchOptions
 from distributary.launch._run import run
-from distributary.launch._status import report
+from distributary.launch._status import report, report_progress
 
-__all__ = ["TOKEN_VARIABLE", "HostOptions", "LaunchOptions", "report", "run"]
+__all__ = ["TOKEN_VARIABLE", "HostOptions", "LaunchOptions", "report", "report_progress", "run"]

@@ -4,13 +4,18 @@ import contextlib
 import json
 import os
 import stat
+import threading
+import time
 from collections.abc import Mapping
 from typing import final
 
 from distributary.launch._environment import STATUS_VARIABLE
+from distributary.topology import progress
 
-__all__ = ["StatusReader", "report"]
+__all__ = ["StatusReader", "report", "report_progress"]
 
+_SECONDS_BETWEEN_REPORTS = 1.0
+_is_reported_by_program = False
 _MAX_MESSAGE_BYTES = 512  # POSIX's smallest PIPE_BUF: shorter writes are never torn
 
 
@@ -22,6 +27,9 @@ def report(
 ) -> None:
     """Tells the launcher how far this worker is; does nothing without one, and never waits.
 
+    Steps of `fit` and of loops over distributed datasets are reported without it, once a second; a
+    program that calls it reports for itself from then on.
+
     Shown in the launcher's status line. A program that cannot call this writes a line of JSON to
     the file descriptor in the environment variable `DISTRIBUTARY_STATUS_FD`, in one `write`:
     `{"step": 120, "examples_per_second": 5120.5}`. The descriptor is non-blocking: a line that does
@@ -32,7 +40,13 @@ def report(
         examples_per_second: Examples that this worker has computed per second, lately.
         environ: Environment to read, `os.environ` by default.
     """
-    value = (os.environ if environ is None else environ).get(STATUS_VARIABLE, "")
+    global _is_reported_by_program
+    _is_reported_by_program = True
+    _write(os.environ if environ is None else environ, step, examples_per_second)
+
+
+def _write(environ: Mapping[str, str], step: int | None, examples_per_second: float | None) -> None:
+    value = environ.get(STATUS_VARIABLE, "")
     if not value.isdecimal():
         return
     said = {"step": step, "examples_per_second": examples_per_second}
@@ -42,6 +56,27 @@ def report(
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(int(value)).st_mode):
             os.write(int(value), line.encode())
+
+
+def report_progress() -> None:
+    """Reports the steps of `fit` and of loops over distributed datasets, once a second.
+
+    From a thread, until the program calls `report` itself. Does nothing without the launcher.
+    """
+    if not progress.is_watched and os.environ.get(STATUS_VARIABLE):
+        progress.is_watched = True
+        threading.Thread(target=_report, name="distributary-progress", daemon=True).start()
+
+
+def _report() -> None:
+    num_examples_before, then = 0, time.monotonic()
+    while not _is_reported_by_program:
+        time.sleep(_SECONDS_BETWEEN_REPORTS)
+        num_examples, now = progress.num_examples, time.monotonic()
+        if progress.num_steps:
+            rate = (num_examples - num_examples_before) / (now - then)
+            _write(os.environ, progress.num_steps, rate)
+        num_examples_before, then = num_examples, now
 
 
 @final

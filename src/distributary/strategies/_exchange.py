@@ -16,6 +16,7 @@ import numpy as np
 from distributary.cluster_resolver import MultiWorker
 from distributary.errors import ClusterError
 from distributary.strategies._rendezvous import bind_address
+from distributary.topology import job_programs
 
 _CONNECT_SECONDS = 60.0
 _GREETING_SECONDS = 5.0
@@ -86,17 +87,20 @@ class Exchange:
 
         Raises:
             ClusterError: if a worker is gone.
+            WorkerLostError: if that was noticed.
         """
         with self._lock:
             try:
                 return self._collect(message) if self._is_first else self._ask(message)
             except _GoneError as gone:
                 _close(self._links)  # so that the others hear of it, too
-                raise ClusterError(
+                error = ClusterError(
                     f"{gone.peer} has closed its connection, and what it has to say was needed"
                     " here. Look at its output. If it ended without an error: all workers must take"
                     " the same steps over the same datasets."
-                ) from None
+                )
+                explain = job_programs.explain
+                raise (error if explain is None else explain(error)) from None
 
     def _collect(self, message: bytes) -> list[bytes]:
         messages = [message, *(link.receive() for link in self._links)]

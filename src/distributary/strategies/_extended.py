@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
@@ -84,6 +85,10 @@ class StrategyExtended:
         is_default: bool = False,
         workers: "MultiWorker | None" = None,
     ) -> None:
+        if os.environ.get("DISTRIBUTARY_STATUS_FD"):
+            from distributary.launch import report_progress
+
+            report_progress()
         self._strategy = strategy
         self._devices = None if devices is None else tuple(devices)
         self.num_replicas = 1 if devices is None else len(devices)

@@ -19,6 +19,7 @@ from distributary.topology._dispatch import (
     dispatcher_for,
     job_programs,
     latest_program,
+    progress,
 )
 from distributary.topology._jax_private import (
     backends_started,
@@ -51,6 +52,7 @@ __all__ = [
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",
+    "progress",
     "put_own",
     "put_replicated",
     "put_stacked",

@@ -18,6 +18,7 @@ __all__ = [
     "dispatcher_for",
     "job_programs",
     "latest_program",
+    "progress",
 ]
 
 _T = TypeVar("_T")
@@ -240,3 +241,29 @@ class JobPrograms:
 
 
 job_programs = JobPrograms()
+
+
+@final
+class Progress:
+    """How far this process is, for somebody who watches it.
+
+    Attributes:
+        is_watched: Whether somebody does; nothing is counted otherwise.
+        num_steps: Steps of `fit` and of loops over distributed datasets.
+        num_examples: Examples in them, of this process.
+    """
+
+    __slots__ = ("is_watched", "num_examples", "num_steps")
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self.num_steps = 0
+        self.num_examples = 0
+
+    def add(self, num_steps: int, num_examples: int) -> None:
+        """Counts steps."""
+        self.num_steps += num_steps
+        self.num_examples += num_examples
+
+
+progress = Progress()

@@ -117,6 +117,26 @@ with strategy.scope():
 dataset = Dataset.from_tensor_slices((x, y)).shuffle(52).batch(8)
 result["dataset"] = summary(model, model.fit(dataset, epochs=2, verbose=0))
 
+# Data that each worker reads for itself: every example counts once, predictions keep their order.
+files = folder / f"data{worker}"
+files.mkdir()
+for i, (start, end) in enumerate([(0, 20), (20, 33), (33, 52)]):
+    np.save(files / f"{i}.npy", x[start:end])
+of_files = Dataset.from_npy(sorted(map(str, files.glob("*.npy")))).batch(12)
+result["predict files"] = rounded(model.predict(of_files, verbose=0))
+assert result["predict files"] == rounded(model.predict(x, verbose=0))
+
+
+def dataset_fn(context):
+    own = Dataset.from_tensor_slices((x, y))
+    own = own.shard(context.num_input_pipelines, context.input_pipeline_id)
+    return own.batch(context.get_per_replica_batch_size(12))
+
+
+of_function = strategy.distribute_datasets_from_function(dataset_fn)
+result["evaluate function"] = rounded(model.evaluate(of_function, verbose=0))
+assert np.allclose(result["evaluate function"], model.evaluate(x, y, verbose=0), atol=1e-5)
+
 saved = summary(model)
 checkpoint = dist.checkpoint.Checkpoint(model=model)
 checkpoint.write(folder / "checkpoint")
