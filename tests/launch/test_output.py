@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -110,3 +112,31 @@ time.sleep(0.1)
 
     assert result.code == 0
     assert result.stderr.count("worker 0 writes something else than lines of JSON") == 1
+
+
+def test_steps_over_datasets_are_reported_by_themselves():
+    program = """
+import jax.numpy as jnp
+import numpy as np
+import distributary as dist
+
+strategy = dist.MirroredStrategy()
+dataset = dist.data.Dataset.from_tensor_slices(np.zeros((64, 2), np.float32)).batch(16)
+while True:
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(jnp.sum, args=(batch,))
+"""
+    read_fd, write_fd = os.pipe()
+    environ = {**os.environ, "DISTRIBUTARY_STATUS_FD": str(write_fd), "JAX_NUM_CPU_DEVICES": "2"}
+    environ |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environ, pass_fds=[write_fd])
+    try:
+        os.close(write_fd)
+        with open(read_fd) as status:
+            first, second = (json.loads(status.readline()) for _ in range(2))
+    finally:
+        process.kill()
+        process.wait()
+
+    assert second["step"] > first["step"] > 0
+    assert second["examples_per_second"] > 0

@@ -29,8 +29,10 @@ def all_reduce(arrays: list[Array]) -> list[Array]:
 def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
     """One all-reduce of one vector per dtype: gloo pays for every array of a collective."""
     of_dtype: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
-        of_dtype.setdefault(array.dtype, []).append(i)
+    # The largest first. XLA:CPU makes a padding of it, which is fused with what makes the array: if
+    # that is a short sum, as for a bias, it is computed for every element of the vector.
+    for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].size):
+        of_dtype.setdefault(arrays[i].dtype, []).append(i)
     vectors = [_as_vector([arrays[i] for i in indices]) for indices in of_dtype.values()]
     results: list[Array] = [None] * len(arrays)
     for indices, vector in zip(of_dtype.values(), all_reduce(vectors), strict=True):

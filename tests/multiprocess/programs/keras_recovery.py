@@ -1,6 +1,6 @@
-"""A `fit` that is killed in the middle by SIGKILL, once, and goes on from its backup.
+"""A `fit` whose workers are killed in the middle, and that goes on from its backup.
 
-keras_recovery.py FOLDER [EPOCH WORKER]     the worker dies when the epoch begins
+keras_recovery.py FOLDER [EPOCH:WORKER ...]    at the n-th start, who dies when which epoch begins
 """
 
 import os
@@ -26,8 +26,8 @@ x = np.random.RandomState(0).randn(48, 4).astype(np.float32)
 
 class Dies(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
-        restarts = int(os.environ["DISTRIBUTARY_RESTART"])
-        if [str(epoch), str(worker)] == plan and not restarts:
+        start = int(os.environ["DISTRIBUTARY_RESTART"])
+        if plan[start : start + 1] == [f"{epoch}:{worker}"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
