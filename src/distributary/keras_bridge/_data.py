@@ -268,12 +268,13 @@ def check_same(batch: Any, extended: Any) -> None:
     of_workers = extended.of_all_workers(np.array(seen, np.uint32))
     others = np.flatnonzero(of_workers != of_workers[0])
     if len(others):
+        names = ", ".join(f"worker {number}" for number in others)
         raise InvalidValueError(
-            f"The first batch of the data differs between the workers: {others.tolist()} have"
-            " others than worker 0. Every worker is given all of the data, in the same order, and"
-            " takes its own rows: seed what shuffles (keras.utils.set_random_seed), load the same"
-            " files. To give each worker its own part of the data, shuffle and shard with a"
-            " distributary.data.Dataset."
+            f"The first batch of the data is not the same on all workers: {names} got another one"
+            " than worker 0. Every worker is given all of the data, in the same order, and takes"
+            " its own rows. Load the same files, and seed what shuffles or draws"
+            " (keras.utils.set_random_seed). To give each worker its own part of the data, use"
+            " strategy.distribute_datasets_from_function."
         )
 
 
