@@ -112,18 +112,22 @@ def test_keras_reads_backups_and_ours_reads_those_of_keras(tmp_path):
     assert epochs == [1, 2, 2, 3]
 
 
-def test_what_was_saved_before_stays_when_saving_fails(tmp_path, monkeypatch):
+# Keras says that .h5 is a legacy format.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_what_was_saved_before_stays_when_saving_fails(name, tmp_path, monkeypatch):
     model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
-    path = tmp_path / "model.keras"
-    model.save(path)
+    path = tmp_path / name
+    save = model.save_weights if "weights" in name else model.save
+    save(path)
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", _full_disk)
 
     with pytest.raises(OSError, match="No space left") as caught:
-        model.save(path)
+        save(path)
 
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["model.keras"]
+    assert [p.name for p in tmp_path.iterdir()] == [name]
     assert caught.value.__notes__ == [
         f"Saving {str(path)!r}: the disk is full. What was there is kept."
     ]

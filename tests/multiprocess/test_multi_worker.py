@@ -194,7 +194,15 @@ def test_keras_computes_what_it_computes_in_one_process(num_workers, devices, jo
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
     files = {f"of_worker{worker}.weights.h5" for worker in range(num_workers)}
     files |= {f"data{worker}" for worker in range(num_workers)}
-    files |= {"alone", "checkpoint", "log.csv", "epoch1.keras", "epoch2.keras", "shared.keras"}
+    files |= {
+        "alone",
+        "checkpoint",
+        "folder",
+        "log.csv",
+        "epoch1.keras",
+        "epoch2.keras",
+        "shared.keras",
+    }
     assert {path.name for path in tmp_path.iterdir()} == files
 
 

@@ -33,14 +33,23 @@ _PROGRESS = "distributary_progress"
 
 def save(original: Callable[..., Any]) -> Callable[..., Any]:
     """Files of models of a strategy appear complete, and are written by one worker."""
+    signature = inspect.signature(original)
 
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
-        local = isinstance(filepath, (str, os.PathLike)) and not file_utils.is_remote_path(filepath)
-        one_file = kwargs.get("zipped", True) and not kwargs.get("max_shard_size") and not any(args)
-        if strategy is None or not local or not one_file:
+        if strategy is None or not isinstance(filepath, (str, os.PathLike)):
             return original(model, filepath, *args, **kwargs)
-        _once(strategy, Path(filepath), lambda path: original(model, str(path), *args, **kwargs))
+        given = signature.bind(model, filepath, *args, **kwargs).arguments
+        several_files = not given.get("zipped", True) or given.get("max_shard_size") is not None
+
+        def write() -> None:
+            if several_files or file_utils.is_remote_path(filepath):
+                original(model, filepath, *args, **kwargs)
+                return
+            with complete_file(Path(filepath), strategy.extended.worker_number) as temporary:
+                original(model, str(temporary), *args, **kwargs)
+
+        _once(strategy, os.fspath(filepath), write)
         return None
 
     return save
@@ -89,26 +98,26 @@ def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def take_over(model: Any, strategy: Any) -> None:
     """Gives the variables of a model and its optimizer the first worker's values."""
-    variables = [*model.variables, *getattr(model.optimizer, "variables", ())]
+    variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
     values = strategy.extended.from_chief([np.asarray(v.value) for v in variables])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
 
-def _once(strategy: Any, path: Path, write: Callable[[Path], Any]) -> None:
+def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
+    """Calls `write` on the first worker, and on those that have another path."""
     extended = strategy.extended
     if extended.num_workers == 1:
-        with complete_file(path, 0) as temporary:
-            write(temporary)
+        write()
         return
     number = getattr(strategy, "_num_saved_files", 0)
     strategy._num_saved_files = number + 1
     key = f"distributary/saved/{number}"
+    place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
     if extended.worker_number == 0:
-        result: dict[str, Any] = {"path": str(path.absolute()), "error": None}
+        result: dict[str, Any] = {"path": place, "error": None}
         try:
-            with complete_file(path, 0) as temporary:
-                write(temporary)
+            write()
         except BaseException as error:
             result["error"] = f"{type(error).__name__}: {error}"
             raise
@@ -119,15 +128,14 @@ def _once(strategy: Any, path: Path, write: Callable[[Path], Any]) -> None:
         told = coordination_client().blocking_key_value_get(key, int(_WAIT_SECONDS * 1000))
     except jax.errors.JaxRuntimeError as error:
         raise ClusterError(
-            f"Saving {str(path)!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
+            f"Saving {path!r}: worker 0 has not saved anything within {_WAIT_SECONDS:g} s."
             f" Call save on all workers, or on the first one alone. ({error})"
         ) from error
     result = json.loads(told)
-    if result["path"] != str(path.absolute()):
-        with complete_file(path, extended.worker_number) as temporary:
-            write(temporary)
+    if result["path"] != place:
+        write()
     elif result["error"] is not None:
-        raise OSError(f"Worker 0 could not save {str(path)!r}: {result['error']}")
+        raise OSError(f"Worker 0 could not save {path!r}: {result['error']}")
 
 
 @contextmanager

@@ -104,7 +104,12 @@ own = folder / f"of_worker{worker}.weights.h5"
 model.save_weights(own)
 assert own.exists()
 model.load_weights(folder / "of_worker0.weights.h5")
-loaded = keras.models.load_model(folder / "shared.keras")
+with strategy.scope():
+    uncompiled = keras.models.clone_model(model)
+uncompiled.load_weights(folder / "of_worker0.weights.h5")
+result["uncompiled"] = rounded(uncompiled.get_weights())
+model.save(folder / "folder", zipped=False)
+loaded = keras.models.load_model(folder / "folder")
 result["loaded without a strategy"] = rounded(loaded.predict(x, batch_size=12, verbose=0))
 with strategy.scope():
     loaded = keras.models.load_model(folder / "shared.keras")
