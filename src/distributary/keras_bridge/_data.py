@@ -237,13 +237,13 @@ def next_own(batches: Any) -> Any:
     return batches.next_own() if hasattr(batches, "next_own") else next(batches)
 
 
-def own_rows(batch: Any, share: WorkerShare, axis: int) -> OwnRows:
+def own_rows(batch: Any, share: WorkerShare, axis: int) -> Any:
     """This worker's rows, along dim `axis`, of a global batch."""
 
     def own(array: Any) -> Any:
         return array[(slice(None),) * axis + (share.rows(array.shape[axis]),)]
 
-    return OwnRows(jax.tree.map(own, batch))
+    return jax.tree.map(own, batch)
 
 
 def _same_everywhere(batches: Iterator[Any], extended: Any) -> Iterator[Any]:

@@ -163,7 +163,7 @@ class StepFunction:
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
             if self._share.num_workers > 1:
-                data = own_rows(data, self._share, axis).rows
+                data = own_rows(data, self._share, axis)
             return self._run(("split", count), state, data)
         self._note_uneven(size)
         return self._run(("whole", count), state, data)

@@ -1,5 +1,6 @@
 """Keras variables under a strategy."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ def sharding_of(strategy: Any) -> Any:
     sharding = strategy.extended.variable_layout().replicated
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
+    return _with_mesh(sharding)
+
+
+@functools.lru_cache(maxsize=32)
+def _with_mesh(sharding: Any) -> NamedSharding:
     # Keras asks shardings for their mesh.
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
