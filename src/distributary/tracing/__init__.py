@@ -20,6 +20,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
+from distributary.tracing._stages import Stages, cut
 
 __all__ = [
     "COLLECTIVES",
@@ -27,12 +28,14 @@ __all__ = [
     "FunctionProgram",
     "Handle",
     "ReplicaProgram",
+    "Stages",
     "TapeRecord",
     "TraceScope",
     "UnevenSizes",
     "activate",
     "check_not_frozen",
     "current_scope",
+    "cut",
     "in_role",
     "register_around_traces",
     "user_stacklevel",

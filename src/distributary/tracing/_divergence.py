@@ -38,9 +38,18 @@ def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: in
         ContextError: if a collective runs in a branch or loop that not all replicas take alike;
             such a program would wait forever.
     """
+    varying = varying_variables(jaxpr, varying_inputs, num_replicas)
+    return [not isinstance(v, jex_core.Literal) and v in varying for v in jaxpr.outvars]
+
+
+def varying_variables(
+    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
+) -> frozenset[Any]:
+    """The variables of `jaxpr`, not of nested ones, that `varying_outputs` would call varying."""
     analysis = _Analysis(num_replicas)
     inputs = [analysis.distinct if varying else analysis.same for varying in varying_inputs]
-    return [out != analysis.same for out in analysis.jaxpr(jaxpr, inputs)]
+    env = analysis.variables(jaxpr, inputs)
+    return frozenset(v for v, agreement in env.items() if agreement != analysis.same)
 
 
 @final
@@ -50,15 +59,18 @@ class _Analysis:
         self.distinct: Agreement = tuple(range(num_replicas))
 
     def jaxpr(self, jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
+        env = self.variables(jaxpr, inputs)
+        return [self._lookup(env, atom) for atom in jaxpr.outvars]
+
+    def variables(self, jaxpr: Any, inputs: Sequence[Agreement]) -> dict[Any, Agreement]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-
-        def lookup(atom: Any) -> Agreement:
-            return self.same if isinstance(atom, jex_core.Literal) else env[atom]
-
         for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [lookup(atom) for atom in eqn.invars])
+            outs = self._equation(eqn, [self._lookup(env, atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [lookup(atom) for atom in jaxpr.outvars]
+        return env
+
+    def _lookup(self, env: dict[Any, Agreement], atom: Any) -> Agreement:
+        return self.same if isinstance(atom, jex_core.Literal) else env[atom]
 
     def _equation(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         name = eqn.primitive.name

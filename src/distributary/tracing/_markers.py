@@ -169,13 +169,20 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return jaxpr, ()
 
 
-def jaxpr_of(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Equation]) -> Jaxpr:
-    """A jaxpr without constants from its parts."""
+def jaxpr_of(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Equation],
+    constvars: Sequence[Any] = (),
+) -> Jaxpr:
+    """A jaxpr from its parts."""
     debug_info = jex_core.DebugInfo(
         "distributary", "step", ("",) * len(invars), ("",) * len(outvars)
     )
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return jex_core.Jaxpr((), list(invars), list(outvars), list(eqns), effects, debug_info)
+    return jex_core.Jaxpr(
+        list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info
+    )
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:

@@ -1,0 +1,118 @@
+"""The program of one replica, cut where the replicas stop to differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from distributary.tracing import cut
+from distributary.tracing._markers import walk
+
+N = 4
+VARYING = {0}  # inputs of the programs below
+W = np.linspace(-1, 1, 3).astype(np.float32)
+M = np.full(3, 0.5, np.float32)
+X = np.arange(3, dtype=np.float32)
+STEP = np.float32(0)
+TABLE = np.arange(3, dtype=np.float32)
+
+
+def _primitives(closed):
+    return {eqn.primitive.name for eqn in walk(closed.jaxpr.eqns)}
+
+
+def _cut(function, *args):
+    closed = jax.make_jaxpr(function, axis_env=[("replica", N)])(*args)
+    return cut(closed.jaxpr, [i in VARYING for i in range(len(args))], N)
+
+
+def _evaluate(stages, num_outs, args):
+    """Both stages, the first on replicas that `jax.vmap` makes; arguments that vary are stacked."""
+    values = [args[i] for i in stages.replica_inputs]
+    axes = [0 if i in VARYING else None for i in stages.replica_inputs]
+    run = lambda *own: jax.core.eval_jaxpr(stages.replica.jaxpr, stages.replica.consts, *own)
+    outs = jax.vmap(run, in_axes=axes, axis_name="replica", axis_size=N)(*values)
+    taken = [out[0] for out in outs[len(stages.replica_outputs) :]]
+    results = [None] * num_outs
+    for i, out in zip(stages.replica_outputs, outs, strict=False):
+        results[i] = out
+    rest = jax.core.eval_jaxpr(
+        stages.update.jaxpr,
+        stages.update.consts,
+        *(args[i] for i in stages.update_inputs),
+        *taken,
+    )
+    for i, out in zip(stages.update_outputs, rest, strict=True):
+        results[i] = jnp.broadcast_to(out, (N, *out.shape))
+    return results
+
+
+def _momentum(gradient, w, m, rate):
+    m = 0.9 * m + jnp.sin(gradient)
+    return w - rate * m, m
+
+
+def _plain(x, w, m, step):
+    loss, gradient = jax.value_and_grad(lambda w: ((x * w) ** 2).sum())(w)
+    new = _momentum(lax.psum(gradient, "replica"), w, m, 1 / (1 + jnp.exp2(step)))
+    return [loss, *new, step + 1]
+
+
+def _jitted(x, w, m, step):
+    # A function of both stages, called twice, with a constant and an argument it passes on.
+    @jax.jit
+    def inner(x, w, m, step):
+        table = jnp.asarray(TABLE)
+        gradient = lax.psum(2 * x * x * w + table, "replica")
+        return (x * w).sum(), *_momentum(gradient, w, m, 1.0), step
+
+    loss, w, m, step = inner(x, w, m, step)
+    loss, w, m, step = inner(x + loss, w, m, step)
+    return [loss, w, m, step + 1]
+
+
+def _cond(x, w, m, step):
+    gradient = lax.psum(x * w, "replica")
+    finite = jnp.isfinite(gradient).all()
+    w, m = lax.cond(finite, lambda: _momentum(gradient, w, m, 1.0), lambda: (w, m))
+    return [x.sum(), w, m, step + 1]
+
+
+@pytest.mark.parametrize("function", [_plain, _jitted, _cond])
+def test_the_stages_compute_what_the_whole_program_computes(function):
+    stages = _cut(function, X, W, M, STEP)
+    x = np.stack([X + i for i in range(N)])
+    expected = jax.vmap(function, in_axes=(0, None, None, None), axis_name="replica", out_axes=0)(
+        x, W, M, STEP
+    )
+    results = _evaluate(stages, 4, [x, W, M, STEP])
+    for result, value in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, np.broadcast_to(value, result.shape), rtol=1e-6)
+
+
+def test_the_update_stage_has_what_all_replicas_share():
+    stages = _cut(_plain, X, W, M, STEP)
+    assert stages.replica_inputs == [0, 1]
+    assert stages.update_inputs == [1, 2, 3]
+    assert stages.replica_outputs == [0]
+    assert stages.update_outputs == [1, 2, 3]
+    assert stages.num_cut == 1
+    assert "psum" in _primitives(stages.replica)
+    assert {"sin", "exp2"} <= _primitives(stages.update)
+    assert not {"sin", "exp2"} & _primitives(stages.replica)
+
+
+def test_a_function_of_both_stages_is_written_out():
+    stages = _cut(_jitted, X, W, M, STEP)
+    # The first update is needed by the second step of the replicas.
+    assert stages.replica_inputs == [0, 1, 2]
+    assert "sin" in _primitives(stages.update)
+    assert stages.update_outputs == [1, 2, 3]
+
+
+def test_what_nobody_shares_leaves_no_update():
+    stages = _cut(lambda x, w: [x * w, w], X, W)
+    assert stages.update_outputs == [1]
+    assert not stages.update.eqns
+    assert stages.num_cut == 0
