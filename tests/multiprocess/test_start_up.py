@@ -29,6 +29,10 @@ def test_workers_that_fit_together_start(job):
         in (ended[0].result["strategy"])
     )
     assert ended[1].result["tasks"] == ["worker", 1]
+    # Connected by the start, since gloo would wait only 30 s for a worker that is late for a step.
+    for one in ended:
+        before, _, _ = one.output.partition("started")
+        assert "is connected to 3 peer ranks" in before, one.output
 
 
 @pytest.mark.parametrize("present", [0, 1])

@@ -6,6 +6,7 @@ import math
 from typing import final
 
 import jax
+import numpy as np
 
 from distributary.cluster_resolver import (
     ClusterResolver,
@@ -97,6 +98,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         over_gloo = place.num_workers > 1 and devices[0].platform == "cpu"
         ops = CollectiveAllReduce() if over_gloo else None
         super().__init__(StrategyExtended(self, devices, ops, options, workers=place))
+        # The first collective connects the workers, for which gloo waits 30 s. They are together
+        # now; by their first step one may have read data for longer than that.
+        self._extended.from_chief([np.zeros(1, np.int32)])
         _log.info("Using %r as %s", self, place.name)
 
     @property

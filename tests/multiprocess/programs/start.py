@@ -1,5 +1,6 @@
 """Creates the strategy, with a fault if the first argument names one, and adds up its replicas."""
 
+import ctypes
 import importlib.metadata
 import json
 import sys
@@ -21,6 +22,8 @@ try:
 except dist.errors.DistributaryError as error:
     print(json.dumps({"error": type(error).__name__, "message": str(error)}))
     sys.exit(3)
+ctypes.CDLL(None).fflush(None)  # what gloo has printed comes before
+print("started", flush=True)
 ones = strategy.run(lambda: 1.0 * dist.get_replica_context().replica_id_in_sync_group)
 print(
     json.dumps(
