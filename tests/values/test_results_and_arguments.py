@@ -195,7 +195,6 @@ def _reduce(strategy, value):
         ([1, object()], InvalidTypeError, "replica 1 is <object"),
         ([np.array(["a"]), np.array(["b"])], InvalidTypeError, "dtype <U1"),
     ],
-    ids=str,
 )
 def test_components_that_do_not_agree_are_refused(components, error, message, use, strategy_of):
     with pytest.raises(error, match=message):

@@ -213,7 +213,6 @@ def test_variable_as_initial_value_is_independent(create):
             "MEAN, but dtype is int32",
         ),
     ],
-    ids=str,
 )
 def test_impossible_variable_is_refused(kwargs, error, message, create):
     with pytest.raises(error, match=message):
