@@ -124,7 +124,11 @@ def test_ring_is_a_reduce_scatter_and_an_all_gather():
 def test_hierarchical_reduces_inside_groups_and_then_across():
     found = _compiled(_strategy(4, dist.HierarchicalCopyAllReduce()))
 
-    assert found == [("all-reduce", "{{0,1},{2,3}}"), ("all-reduce", "{{0,2},{1,3}}")]
+    assert found == [
+        ("reduce-scatter", "{{0,1},{2,3}}"),
+        ("all-reduce", "{{0,2},{1,3}}"),
+        ("all-gather", "{{0,1},{2,3}}"),
+    ]
     assert [groups for _, groups in _compiled(_strategy(3, dist.HierarchicalCopyAllReduce()))] == [
         "{{0,1,2}}"
     ]
@@ -176,6 +180,7 @@ def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
         ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds is nan"),
         ({"implementation": "carrier pigeon"}, "carrier pigeon"),
         ({"implementation": 3}, "implementation is 3"),
+        ({"implementation": "ring", "hierarchical": True}, "hierarchical=True with .*'RING'"),
     ],
 )
 def test_communication_options_check_themselves(options, message):

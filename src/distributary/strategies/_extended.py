@@ -102,7 +102,7 @@ class StrategyExtended:
         self.is_default = is_default
         self.input_statistics = InputStatistics()
         self._distributed = distributed
-        self.cross_device_ops = cross_device_ops or NcclAllReduce()
+        self.cross_device_ops = (cross_device_ops or NcclAllReduce()).for_devices(devices or ())
         self.options = options or CommunicationOptions()
         replicated: Any = None
         stacked: Any = None
@@ -190,7 +190,8 @@ class StrategyExtended:
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self.num_replicas == 1:
             return f"1 replica on {names}"
-        reduction = self.cross_device_ops.describe(devices[0].platform, self.num_workers)
+        platform = devices[0].platform
+        reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
         return f"{self.num_replicas} replicas on {names}; {reduction}"

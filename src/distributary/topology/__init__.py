@@ -13,7 +13,7 @@ from distributary.topology._device_strings import (
     resolve_device,
     short_name,
 )
-from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
+from distributary.topology._discovery import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 from distributary.topology._dispatch import (
     Dispatcher,
     dispatcher_for,
@@ -42,6 +42,7 @@ __all__ = [
     "canonical_name",
     "coordination_client",
     "dispatcher_for",
+    "host_groups",
     "inside_jax_trace",
     "job_programs",
     "latest_program",
