@@ -477,6 +477,12 @@ class ReductionToOneDevice(_Summing):
         return f"all-gather and addition in replica order on {platform}"
 
 
+def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
+    """The algorithm of a strategy that was given none, on devices of so many processes."""
+    over_gloo = platform == "cpu" and num_workers > 1
+    return CollectiveAllReduce() if over_gloo else NcclAllReduce()
+
+
 def reduce_nest(
     ops: CrossDeviceOps, op: ReduceOp, tree: Any, num_replicas: int, options: CommunicationOptions
 ) -> Any:

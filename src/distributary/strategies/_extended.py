@@ -13,8 +13,8 @@ import numpy as np
 
 from distributary.collectives import (
     CrossDeviceOps,
-    NcclAllReduce,
     as_reduce_op,
+    default_cross_device_ops,
     reduce_nest,
 )
 from distributary.context import (
@@ -64,7 +64,8 @@ class StrategyExtended:
     Args:
         strategy: The strategy.
         devices: One JAX device per replica, in replica-id order.
-        cross_device_ops: The reduction algorithm; None for one XLA all-reduce.
+        cross_device_ops: The reduction algorithm; None for one XLA all-reduce of all arrays, or of
+            one vector between the CPUs of several processes.
         options: Communication options.
         distributed: Whether variables and results are distributed values; False for strategies
             that stand for a single device.
@@ -102,7 +103,9 @@ class StrategyExtended:
         self.is_default = is_default
         self.input_statistics = InputStatistics()
         self._distributed = distributed
-        self.cross_device_ops = (cross_device_ops or NcclAllReduce()).for_devices(devices or ())
+        platform = devices[0].platform if devices else "cpu"
+        ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
+        self.cross_device_ops = ops.for_devices(devices or ())
         self.options = options or CommunicationOptions()
         replicated: Any = None
         stacked: Any = None
