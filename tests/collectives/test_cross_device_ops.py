@@ -1,5 +1,6 @@
 """The chosen algorithm is really the one that is compiled, and all give the same numbers."""
 
+import math
 import re
 
 import jax
@@ -108,6 +109,19 @@ def test_the_algorithm_decides_the_compiled_collectives(name, expected):
         assert set(found) == set(expected)
     else:
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("no packing", [17, 1, 8, 3]), ("by bytes", [17, 1, 8, 3])]
+)
+def test_what_is_last_travels_first(name, expected):
+    make_ops, options = ALGORITHMS[name]
+    strategy = _strategy(2, make_ops and make_ops())
+
+    text = strategy.extended.lower(_step(options), _inputs(strategy)).as_text()
+
+    shapes = re.findall(r"\}\) : \(tensor<((?:\d+x)*)f32>\) -> ", text)
+    assert [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes] == expected
 
 
 def test_ring_is_a_reduce_scatter_and_an_all_gather():

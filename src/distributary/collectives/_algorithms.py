@@ -158,13 +158,16 @@ def _zero_depending_on(array: Array) -> Array:
 
 
 def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:
-    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each."""
+    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each.
+
+    The last pack comes first: the last gradients are ready first, and packs wait for each other.
+    """
 
     def packs(arrays: Sequence[Array]) -> list[list[int]]:
         count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
         size = len(arrays) // max(count, 1)
         starts = [i * size for i in range(count)] + [len(arrays)]
-        return [list(range(a, b)) for a, b in itertools.pairwise(starts)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(starts)][::-1]
 
     return packs
 
