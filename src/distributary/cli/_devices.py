@@ -1,6 +1,7 @@
 """`distributary devices`: what strategies would use here."""
 
 import argparse
+import contextlib
 import json
 import platform
 from importlib import metadata
@@ -50,10 +51,7 @@ def _found() -> dict[str, Json]:
     mirrored = MirroredStrategy()  # starts JAX as a program that uses it would
     devices = mirrored.extended.mesh.devices.flat
     return {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("distributary", "jax", "jaxlib")},
-        },
+        "versions": _versions(),
         "devices": [
             _device(device) for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)
         ],
@@ -64,6 +62,14 @@ def _found() -> dict[str, Json]:
             "MultiWorkerMirroredStrategy": _multi_worker(devices[0].platform, len(devices)),
         },
     }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("distributary", "jax", "jaxlib"):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
+            found[package] = metadata.version(package)
+    return found
 
 
 def _device(device: jax.Device) -> dict[str, Json]:
