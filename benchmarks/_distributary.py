@@ -19,8 +19,8 @@ PerReplicaValue: TypeAlias = Any  # dist.PerReplica
 
 
 def mirrored(num_replicas: int) -> dist.Strategy:
-    """A `MirroredStrategy` of the first logical CPU devices."""
-    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    """A `MirroredStrategy` of the first GPUs, or logical CPU devices where there is none."""
+    return dist.MirroredStrategy(jax.devices()[:num_replicas])
 
 
 def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary") -> InProcessPeer:

@@ -5,7 +5,7 @@ Imported by processes that have this checkout's package on their path.
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import _processes
@@ -28,15 +28,27 @@ _ANSWER_SECONDS = 240.0
 _NO_DESCRIPTOR = -1
 
 
-def start_jax(arguments: Sequence[str], num_workers: int) -> ServedJob:
-    """Workers that run `_multi_worker.py` as `distributary launch` would start them."""
+def start_jax(
+    arguments: Sequence[str],
+    num_workers: int,
+    platform: str = "cpu",
+    variables: Sequence[Mapping[str, str]] | None = None,
+) -> ServedJob:
+    """Workers that run `_multi_worker.py` as `distributary launch` would start them.
+
+    Args:
+        arguments: Of the script.
+        num_workers: How many there are.
+        platform: `"cpu"` or `"gpu"`.
+        variables: More of the environment, per worker.
+    """
     command = (sys.executable, str(_FOLDER / "_multi_worker.py"), *arguments)
     options = LaunchOptions(command, num_workers, devices_per_worker=1)
     addresses = free_addresses("127.0.0.1", num_workers)
     environs = []
     for worker in range(num_workers):
         environ = worker_environ(
-            _processes.environment(1),
+            _processes.environment(1, platform),
             options,
             Task("worker", worker),
             addresses,
@@ -44,7 +56,7 @@ def start_jax(arguments: Sequence[str], num_workers: int) -> ServedJob:
             status_fd=_NO_DESCRIPTOR,
         )
         del environ[STATUS_VARIABLE]
-        environs.append(environ)
+        environs.append({**environ, **(variables[worker] if variables else {})})
     return ServedJob("jax", [command] * num_workers, environs, _ANSWER_SECONDS)
 
 

@@ -104,9 +104,11 @@ class KerasFit:
 
 
 def _distributary_scope(num_replicas: int) -> AbstractContextManager[Any]:
+    import jax
+
     import distributary as dist
 
-    return dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)]).scope()
+    return dist.MirroredStrategy(jax.devices()[:num_replicas]).scope()
 
 
 def _multi_worker_scope(num_replicas: int) -> AbstractContextManager[Any]:

@@ -29,18 +29,21 @@ class ChildFailedError(RuntimeError):
     """A measuring process ended with an error or did not end in time."""
 
 
-def environment(num_replicas: int | None = None) -> dict[str, str]:
+def environment(num_replicas: int | None = None, platform: str = "cpu") -> dict[str, str]:
     """This process's environment, with this checkout's package first on the path.
 
     Args:
         num_replicas: Also give JAX this many logical CPU devices, and a thread pool in which
-            their all-reduces cannot starve each other.
+            their all-reduces cannot starve each other; on a GPU, as much memory as it uses, so that
+            several processes fit.
+        platform: `"cpu"` or `"gpu"`.
     """
     environ = dict(os.environ)
     inherited = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *([inherited] if inherited else [])])
     if num_replicas is not None:
-        environ["JAX_PLATFORMS"] = "cpu"
+        environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[platform]
+        environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         environ["KERAS_BACKEND"] = "jax"
         environ["JAX_NUM_CPU_DEVICES"] = str(num_replicas)
         # Every replica of a dispatched step holds a thread while it waits in a collective: with
@@ -50,7 +53,11 @@ def environment(num_replicas: int | None = None) -> dict[str, str]:
 
 
 def run_child(
-    script: str | Path, request: Mapping[str, Json], num_replicas: int, timeout_seconds: float
+    script: str | Path,
+    request: Mapping[str, Json],
+    num_replicas: int,
+    timeout_seconds: float,
+    platform: str = "cpu",
 ) -> Json:
     """Runs `script --child REQUEST` in a fresh process and returns what it hands back.
 
@@ -60,7 +67,7 @@ def run_child(
     """
     child = subprocess.Popen(
         [sys.executable, str(script), "--child", json.dumps(request)],
-        env=environment(num_replicas),
+        env=environment(num_replicas, platform),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -2,10 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
 __all__ = [
+    "Batches",
     "InProcessPeer",
     "Peer",
     "RatioSummary",
@@ -83,6 +84,37 @@ class InProcessPeer:
         output = self._step(self._num_steps_taken)
         self._num_steps_taken += 1
         return output
+
+
+@final
+class Batches:
+    """A peer that takes batches from an iterator."""
+
+    def __init__(
+        self, name: str, batches: Iterator[Any], use: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.name = name
+        self._batches = batches
+        self._use = use
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Nothing to compare."""
+        return []
+
+    def time_block(self, num_steps: int) -> float:
+        """Takes `num_steps` batches and returns the seconds per batch."""
+        start = time.perf_counter()
+        use, batches, last = self._use, self._batches, None
+        for _ in range(num_steps):
+            last = next(batches) if use is None else use(next(batches))
+        if use is not None:
+            import jax
+
+            jax.block_until_ready(last)
+        return (time.perf_counter() - start) / num_steps
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 def choose_steps(peer: Peer, block_seconds: float) -> int:

@@ -26,6 +26,7 @@ import _processes
 import _report
 import _served
 import _timing
+from _timing import Batches
 
 ROWS, COLUMNS, BATCH = 60_000, 784, 128
 BARS = {
@@ -38,37 +39,6 @@ BARS = {
 }
 SECTIONS = ("memory", "devices", "overlap", "files")
 _CHILD_TIMEOUT_SECONDS = 900.0
-_WIDTH = 1024  # of the layers of the step in `overlap`
-
-
-class _Batches:
-    """A peer that takes batches from an iterator."""
-
-    def __init__(
-        self, name: str, batches: Iterator[Any], use: Callable[[Any], Any] | None = None
-    ) -> None:
-        self.name = name
-        self._batches = batches
-        self._use = use
-
-    def losses(self, num_steps: int) -> list[float]:
-        """Nothing to compare."""
-        return []
-
-    def time_block(self, num_steps: int) -> float:
-        """Takes `num_steps` batches and returns the seconds per batch."""
-        start = time.perf_counter()
-        use, batches, last = self._use, self._batches, None
-        for _ in range(num_steps):
-            last = next(batches) if use is None else use(next(batches))
-        if use is not None:
-            import jax
-
-            jax.block_until_ready(last)
-        return (time.perf_counter() - start) / num_steps
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 def _rows() -> Any:
@@ -99,24 +69,24 @@ def _grain(rows: Any) -> Iterator[Any]:
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
-def _tf_data() -> _Batches:
+def _tf_data() -> Batches:
     import tensorflow as tf
 
     rows = _rows()
     dataset = tf.data.Dataset.from_tensor_slices(rows).shuffle(ROWS).repeat().batch(BATCH)
     dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    return _Batches("tf.data", dataset.as_numpy_iterator())
+    return Batches("tf.data", dataset.as_numpy_iterator())
 
 
 def _measure_memory(request: dict[str, Any]) -> dict[str, Any]:
     rows = _rows()
     peers: list[Any] = [
-        _Batches("numpy", _by_hand(rows)),
-        _Batches("ours", iter(_ours(rows))),
+        Batches("numpy", _by_hand(rows)),
+        Batches("ours", iter(_ours(rows))),
     ]
     steps = {"numpy": request["steps"], "ours": request["steps"]}
     try:
-        peers.append(_Batches("grain", _grain(rows)))
+        peers.append(Batches("grain", _grain(rows)))
         steps["grain"] = 4
     except ImportError:
         print("grain is not installed", file=sys.stderr)
@@ -151,9 +121,9 @@ def _measure_devices(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(jax.devices()[:num_replicas], "replica")
     sharding = NamedSharding(mesh, PartitionSpec("replica"))
     peers = [
-        _Batches("by hand", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
-        _Batches("ours", ours, _same),
-        _Batches("control", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
+        Batches("by hand", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
+        Batches("ours", ours, _same),
+        Batches("control", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
     ]
     seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 500))
     return {
@@ -176,55 +146,18 @@ def _same(batch: Any) -> Any:
 
 
 def _measure_overlap(request: dict[str, Any]) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import distributary as dist
+    import _distributary
+    import _overlap
 
     num_replicas = request["replicas"]
-    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        w = dist.Variable(jnp.eye(_WIDTH), name="w")
-
-    def step(x: Any) -> Any:
-        for _ in range(4):
-            x = jnp.tanh(x @ w)
-        w.assign(w.value() * 0.999)
-        return dist.get_replica_context().all_reduce("SUM", jnp.sum(x))
-
-    batch = np.ones((BATCH * num_replicas, _WIDTH), np.float32)
-    (placed,) = strategy.experimental_distribute_dataset([batch])
-
-    def train(x: Any) -> Any:
-        loss = strategy.run(step, (x,))
-        return jax.block_until_ready(loss)  # as a loop does that prints its loss
-
-    train(placed)
-    alone = _Batches("alone", iter(lambda: placed, None), train)
-    step_seconds = min(alone.time_block(20) for _ in range(5))
-    load_seconds = 0.8 * step_seconds
-
-    def load() -> Iterator[Any]:
-        while True:
-            time.sleep(load_seconds)  # a disk or a network, which leaves the cores alone
-            yield batch
-
-    dataset = dist.data.Dataset.from_generator(load)
-    ahead = iter(strategy.experimental_distribute_dataset(dataset))
-    without = dist.InputOptions(experimental_per_replica_buffer_size=0)
-    behind = iter(strategy.experimental_distribute_dataset(dataset, without))
-    peers = [
-        alone,
-        _Batches("with loader", ahead, train),
-        _Batches("without reading ahead", behind, train),
-    ]
-    seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 30))
+    strategy = _distributary.mirrored(num_replicas)
+    size = _overlap.Size(batch=BATCH * num_replicas, width=1024, layers=4)
+    found = _overlap.measure(strategy, size, request["rounds"])
+    seconds = found["seconds"]
     return {
         "section": "overlap",
         "replicas": num_replicas,
-        "step_seconds": step_seconds,
-        "seconds": seconds,
+        **found,
         "ratios": {
             f"{name} / alone": _timing.summarize_ratio(seconds[name], seconds["alone"])
             for name in ("with loader", "without reading ahead")

@@ -45,20 +45,28 @@ class CommunicationOptions:
         timeout_seconds: Seconds after which a collective between processes fails; None waits.
             Collectives inside one process do not use it.
         implementation: A `CommunicationImplementation` or its name in any case.
+        hierarchical: Whether arrays are reduced inside hosts (or TPU slices) first: reduce-scatter
+            inside, all-reduce across, all-gather inside. The sums are the same up to rounding, and
+            less travels between the hosts. Without effect unless there are several hosts with
+            several devices each. By default it is one all-reduce, in which the transport chooses
+            the route.
         heartbeat_timeout_seconds: Seconds of silence after which a worker that still has its
             connections counts as lost, 3 or more: it is frozen, or its machine or network is gone.
             A worker that is busy in C code without letting Python's threads run is silent, too.
 
     Raises:
-        InvalidValueError: for negative sizes or timeouts and unknown implementations.
+        InvalidValueError: for negative sizes or timeouts, unknown implementations, and
+            `hierarchical` together with RING.
 
-    Source: `tf.distribute.experimental.CommunicationOptions`; the heartbeat is ours.
+    Source: `tf.distribute.experimental.CommunicationOptions`; `hierarchical` and the heartbeat are
+    ours.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     heartbeat_timeout_seconds: float = 20.0
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):
@@ -82,6 +90,11 @@ class CommunicationOptions:
                 f" {_MIN_HEARTBEAT_TIMEOUT_SECONDS}; workers send one heartbeat per second."
             )
         object.__setattr__(self, "implementation", _implementation(self.implementation))
+        if self.hierarchical and self.implementation is CommunicationImplementation.RING:
+            raise InvalidValueError(
+                "CommunicationOptions: hierarchical=True with implementation='RING': a ring goes"
+                " over all replicas, a hierarchical reduction inside and across hosts. Choose one."
+            )
 
     def merge(self, other: "CommunicationOptions | None") -> "CommunicationOptions":
         """These options, overridden by every field of `other` that is not the default."""

@@ -1,5 +1,6 @@
 """The chosen algorithm is really the one that is compiled, and all give the same numbers."""
 
+import math
 import re
 
 import jax
@@ -110,6 +111,19 @@ def test_the_algorithm_decides_the_compiled_collectives(name, expected):
         assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("no packing", [17, 1, 8, 3]), ("by bytes", [17, 1, 8, 3])]
+)
+def test_what_is_last_travels_first(name, expected):
+    make_ops, options = ALGORITHMS[name]
+    strategy = _strategy(2, make_ops and make_ops())
+
+    text = strategy.extended.lower(_step(options), _inputs(strategy)).as_text()
+
+    shapes = re.findall(r"\}\) : \(tensor<((?:\d+x)*)f32>\) -> ", text)
+    assert [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes] == expected
+
+
 def test_ring_is_a_reduce_scatter_and_an_all_gather():
     _, options = ALGORITHMS["ring"]
 
@@ -124,7 +138,11 @@ def test_ring_is_a_reduce_scatter_and_an_all_gather():
 def test_hierarchical_reduces_inside_groups_and_then_across():
     found = _compiled(_strategy(4, dist.HierarchicalCopyAllReduce()))
 
-    assert found == [("all-reduce", "{{0,1},{2,3}}"), ("all-reduce", "{{0,2},{1,3}}")]
+    assert found == [
+        ("reduce-scatter", "{{0,1},{2,3}}"),
+        ("all-reduce", "{{0,2},{1,3}}"),
+        ("all-gather", "{{0,1},{2,3}}"),
+    ]
     assert [groups for _, groups in _compiled(_strategy(3, dist.HierarchicalCopyAllReduce()))] == [
         "{{0,1,2}}"
     ]
@@ -176,6 +194,7 @@ def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
         ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds is nan"),
         ({"implementation": "carrier pigeon"}, "carrier pigeon"),
         ({"implementation": 3}, "implementation is 3"),
+        ({"implementation": "ring", "hierarchical": True}, "hierarchical=True with .*'RING'"),
     ],
 )
 def test_communication_options_check_themselves(options, message):

@@ -52,6 +52,12 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
             first = f"worker 0 at {workers.addresses[0]} has closed its connection"
             assert first in got.pop("left alone")
         _check_reading(got.pop("reading"), num_workers, devices, worker)
+        _check_collectives(got.pop("collectives"), num_workers, devices)
+        average = (num_workers * devices + 1) / 2
+        ramp, values, number = got["two levels"]
+        np.testing.assert_allclose(ramp, 2 * average * np.arange(5), rtol=1e-6)
+        np.testing.assert_allclose(values, [average] * 2, rtol=1e-6)
+        assert number == 2.0
         mine = slice(worker * devices, (worker + 1) * devices)
         for name in ("local ids", "local values"):
             assert got.pop(name) == expected[name][mine]
@@ -64,6 +70,24 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
     # On every worker the same, bit for bit.
     for name in ("w", "table", "losses", "merge_call"):
         assert len({json.dumps(one.result[name]) for one in ended}) == 1
+
+
+def _check_collectives(found, num_workers, devices):
+    """Of a float and an int vector that are to be reduced inside the workers first."""
+    replicas = np.arange(num_workers * devices).reshape(num_workers, devices)
+
+    def groups(ids):
+        return str(ids.tolist()).replace("[", "{").replace("]", "}").replace(" ", "")
+
+    inside, across = groups(replicas), groups(replicas.T)
+    if devices > 1:
+        assert set(map(tuple, found)) == {
+            ("reduce-scatter", inside),
+            ("all-reduce", across),
+            ("all-gather", inside),
+        }
+    else:
+        assert {kind for kind, _ in found} == {"all-reduce"}
 
 
 def _check_reading(found, num_workers, devices, worker):

@@ -25,8 +25,8 @@ def test_workers_that_fit_together_start(job):
     assert [one.code for one in ended] == [0, 0], ended
     assert [one.result["total"] for one in ended] == [6.0, 6.0]
     assert (
-        "4 replicas on CPU:0, CPU:1 of each of 2 workers; XLA all-reduce over gloo"
-        in (ended[0].result["strategy"])
+        "4 replicas on CPU:0, CPU:1 of each of 2 workers; XLA reduce-scatter in groups of 2,"
+        " all-reduce across them and all-gather over gloo" in (ended[0].result["strategy"])
     )
     assert ended[1].result["tasks"] == ["worker", 1]
     # Connected by the start, since gloo would wait only 30 s for a worker that is late for a step.

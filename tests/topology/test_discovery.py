@@ -1,11 +1,12 @@
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from distributary.errors import DeviceError
-from distributary.topology import REPLICA_AXIS, make_mesh, replica_devices
+from distributary.topology import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 
 
 def test_none_takes_every_device_of_the_best_kind():
@@ -69,3 +70,24 @@ def test_the_mesh_has_one_axis_in_the_order_of_the_devices():
 
     assert mesh.axis_names == (REPLICA_AXIS,) == ("replica",)
     assert tuple(mesh.devices) == devices
+
+
+@pytest.mark.parametrize(
+    ("processes", "slices", "expected"),
+    [
+        ([0, 0, 1, 1], None, ((0, 1), (2, 3))),
+        ([0, 1, 0, 1], None, ((0, 2), (1, 3))),
+        ([0, 0, 0, 0], None, ()),
+        ([0, 1, 2, 3], None, ()),
+        ([0, 0, 0, 1], None, ()),
+        ([0, 0, 1, 1], [0, 0, 0, 0], ((0, 1), (2, 3))),
+        ([0, 1, 2, 3], [0, 0, 1, 1], ((0, 1), (2, 3))),
+        ([0, 0, 1, 1], [0, 1, 2, 3], ()),
+    ],
+)
+def test_groups_are_slices_else_processes_of_several_devices(processes, slices, expected):
+    devices = [SimpleNamespace(process_index=process) for process in processes]
+    for device, number in zip(devices, slices or (), strict=False):
+        device.slice_index = number
+
+    assert host_groups(devices) == expected

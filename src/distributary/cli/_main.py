@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distributary.cli._devices import add_devices_command
 from distributary.errors import DistributaryError, InvalidValueError
 from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
 
@@ -25,12 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments after the name of the program, those of this process by default.
     """
-    parser, launch_parser = _parsers()
-    namespace = parser.parse_args(arguments)
+    namespace = _parser().parse_args(arguments)
+    code: int = namespace.run(namespace)
+    return code
+
+
+def _launch(namespace: argparse.Namespace) -> int:
     try:
         options = _launch_options(namespace, os.environ)
     except DistributaryError as error:
-        launch_parser.error(str(error).removeprefix("launch: "))
+        namespace.parser.error(str(error).removeprefix("launch: "))
     try:
         return run(options)
     except (DistributaryError, OSError) as error:
@@ -47,11 +52,10 @@ def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Laun
         DistributaryError: for values that are not possible.
         SystemExit: for arguments that do not exist.
     """
-    parser, _ = _parsers()
-    return _launch_options(parser.parse_args(arguments), environ)
+    return _launch_options(_parser().parse_args(arguments), environ)
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="distributary", description="Distributed training with JAX and Keras 3."
     )
@@ -66,7 +70,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     _add_launch_arguments(launch)
-    return parser, launch
+    launch.set_defaults(run=_launch, parser=launch)
+    add_devices_command(commands)
+    return parser
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:

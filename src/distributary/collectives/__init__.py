@@ -7,6 +7,7 @@ from distributary.collectives._cross_device_ops import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
+    default_cross_device_ops,
     reduce_nest,
 )
 from distributary.collectives._reduce_op import (
@@ -26,6 +27,7 @@ __all__ = [
     "all_gather",
     "as_reduce_op",
     "check_reducible",
+    "default_cross_device_ops",
     "reduce_arrays",
     "reduce_nest",
 ]

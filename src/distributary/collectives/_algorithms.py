@@ -19,6 +19,8 @@ from distributary.tracing import current_scope
 
 Array: TypeAlias = Any
 Sum: TypeAlias = Callable[[list[Array]], list[Array]]
+# Replica ids, every one in one group.
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def all_reduce(arrays: list[Array]) -> list[Array]:
@@ -28,6 +30,11 @@ def all_reduce(arrays: list[Array]) -> list[Array]:
 
 def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
     """One all-reduce of one vector per dtype: gloo pays for every array of a collective."""
+    return _as_vectors(arrays, all_reduce)
+
+
+def _as_vectors(arrays: list[Array], sum_vectors: Sum) -> list[Array]:
+    """The sums of `arrays`, which travel as one vector per dtype."""
     of_dtype: dict[Any, list[int]] = {}
     # The largest first. XLA:CPU makes a padding of it, which is fused with what makes the array: if
     # that is a short sum, as for a bias, it is computed for every element of the vector.
@@ -35,7 +42,7 @@ def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
         of_dtype.setdefault(arrays[i].dtype, []).append(i)
     vectors = [_as_vector([arrays[i] for i in indices]) for indices in of_dtype.values()]
     results: list[Array] = [None] * len(arrays)
-    for indices, vector in zip(of_dtype.values(), all_reduce(vectors), strict=True):
+    for indices, vector in zip(of_dtype.values(), sum_vectors(vectors), strict=True):
         start = 0
         for i in indices:
             part = lax.slice(vector, (start,), (start + arrays[i].size,))
@@ -56,25 +63,31 @@ def _as_vector(arrays: list[Array]) -> Array:
     return vector
 
 
-def hierarchical(num_replicas: int) -> Sum:
-    """All-reduce inside groups of neighbours, then across the groups."""
-    size = _group_size(num_replicas)
-    if size in (1, num_replicas):
-        return all_reduce
-    inside = [list(range(start, start + size)) for start in range(0, num_replicas, size)]
-    across = [list(range(start, num_replicas, size)) for start in range(size)]
+def two_level(groups: Groups) -> Sum:
+    """Reduce-scatter inside groups of equal size, all-reduce across them, all-gather inside.
 
-    def run(arrays: list[Array]) -> list[Array]:
-        partial = lax.psum(arrays, REPLICA_AXIS, axis_index_groups=inside)
-        return list(lax.psum(partial, REPLICA_AXIS, axis_index_groups=across))
+    Between two groups travels as much as if each were one replica. One vector per dtype.
+    """
+    inside = [list(group) for group in groups]
+    across = [list(members) for members in zip(*groups, strict=True)]
 
-    return run
+    def one(vector: Array) -> Array:
+        padded = jnp.pad(vector, (0, -vector.size % len(inside[0])))
+        part = lax.psum_scatter(padded, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
+        part = lax.psum(part, REPLICA_AXIS, axis_index_groups=across)
+        whole = lax.all_gather(part, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
+        return whole[: vector.size]
+
+    return lambda arrays: _as_vectors(arrays, lambda vectors: [one(v) for v in vectors])
 
 
-def _group_size(num_replicas: int) -> int:
-    """The divisor nearest to the square root: as many groups as members."""
-    divisors = [d for d in range(1, num_replicas + 1) if num_replicas % d == 0]
-    return min(divisors, key=lambda d: (abs(d - math.sqrt(num_replicas)), -d))
+def neighbours(num_replicas: int) -> Groups:
+    """As many groups of neighbours as members of each, as nearly as possible; () for a prime."""
+    sizes = [size for size in range(2, num_replicas) if num_replicas % size == 0]
+    if not sizes:
+        return ()
+    size = min(sizes, key=lambda size: (abs(size - math.sqrt(num_replicas)), -size))
+    return tuple(tuple(range(start, start + size)) for start in range(0, num_replicas, size))
 
 
 def ring(num_replicas: int) -> Sum:
@@ -145,13 +158,16 @@ def _zero_depending_on(array: Array) -> Array:
 
 
 def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:
-    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each."""
+    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each.
+
+    The last pack comes first: the last gradients are ready first, and packs wait for each other.
+    """
 
     def packs(arrays: Sequence[Array]) -> list[list[int]]:
         count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
         size = len(arrays) // max(count, 1)
         starts = [i * size for i in range(count)] + [len(arrays)]
-        return [list(range(a, b)) for a, b in itertools.pairwise(starts)]
+        return [list(range(a, b)) for a, b in itertools.pairwise(starts)][::-1]
 
     return packs
 

@@ -1,6 +1,7 @@
 """Reduction algorithms a user can choose for a strategy."""
 
 import abc
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -22,7 +23,7 @@ from distributary.collectives._reduce_op import (
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from distributary.options import CommunicationImplementation, CommunicationOptions
-from distributary.topology import REPLICA_AXIS, dispatcher_for
+from distributary.topology import REPLICA_AXIS, dispatcher_for, host_groups
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -122,7 +123,13 @@ class CrossDeviceOps(abc.ABC):
         """Copies one value to all `destinations`."""
         return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
 
-    def describe(self, platform: str, num_workers: int = 1) -> str:
+    def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
+        """This algorithm as the replicas on `devices` carry it out; for strategies."""
+        return self
+
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
         """One phrase for people: which collective runs on `platform`, in so many processes."""
         return f"{type(self).__name__} on {platform}"
 
@@ -168,12 +175,14 @@ class CrossDeviceOps(abc.ABC):
                 )
             stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
         mesh, _ = _mesh_of(values[0])
+        devices = () if mesh is None else tuple(mesh.devices.flat)
+        ops = self.for_devices(devices)
 
         def total(rows: list[Array]) -> list[Array]:
             if mesh is None:
                 return self._reduce_rows(op, rows, options)
             return jax.shard_map(
-                lambda local: self.all_reduce(op, [x[0] for x in local], num_replicas, options),
+                lambda local: ops.all_reduce(op, [x[0] for x in local], num_replicas, options),
                 mesh=mesh,
                 in_specs=P(REPLICA_AXIS),
                 out_specs=P(),
@@ -181,7 +190,6 @@ class CrossDeviceOps(abc.ABC):
             )(rows)
 
         if stacked:
-            devices = () if mesh is None else tuple(mesh.devices.flat)
             reduced = dispatcher_for(devices).run(
                 lambda: jax.jit(total)(list(stacked.values())), lambda arrays: arrays[0]
             )
@@ -264,6 +272,17 @@ def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> In
 class _Summing(CrossDeviceOps):
     """An algorithm that is a way to sum arrays over the replicas."""
 
+    # The replicas of every host, where there are several hosts with several replicas each.
+    _hosts: algorithms.Groups = ()
+
+    def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
+        hosts = host_groups(devices)
+        if hosts == self._hosts:
+            return self
+        bound = copy.copy(self)
+        bound._hosts = hosts
+        return bound
+
     @abc.abstractmethod
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
         """The collective for this many replicas."""
@@ -304,13 +323,26 @@ class _Summing(CrossDeviceOps):
     def _add_rows(self, rows: Array) -> Array:
         return algorithms.add_rows(rows)
 
+    def _with_options(
+        self, add: algorithms.Sum, num_replicas: int, options: CommunicationOptions
+    ) -> algorithms.Sum:
+        if options.implementation is CommunicationImplementation.RING:
+            add = algorithms.ring(num_replicas)
+        elif options.hierarchical and self._hosts:
+            add = algorithms.two_level(self._hosts)
+        if options.bytes_per_pack:
+            add = algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
+        return add
 
-def _with_options(add: algorithms.Sum, num_replicas: int, options: CommunicationOptions) -> Any:
-    if options.implementation is CommunicationImplementation.RING:
-        add = algorithms.ring(num_replicas)
-    if options.bytes_per_pack:
-        add = algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
-    return add
+    def _collectives(self, options: CommunicationOptions | None) -> str:
+        if options is not None and options.implementation is CommunicationImplementation.RING:
+            return "XLA reduce-scatter and all-gather"
+        if options is not None and options.hierarchical and self._hosts:
+            return (
+                f"XLA reduce-scatter in groups of {len(self._hosts[0])}, all-reduce across them and"
+                " all-gather"
+            )
+        return "XLA all-reduce"
 
 
 def _check_num_packs(name: str, num_packs: int) -> int:
@@ -338,19 +370,21 @@ class NcclAllReduce(_Summing):
         self.num_packs = _check_num_packs("NcclAllReduce", num_packs)
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        add = self._with_options(algorithms.all_reduce, num_replicas, options)
         if options.bytes_per_pack or self.num_packs == 1:
-            return _with_options(algorithms.all_reduce, num_replicas, options)
-        add = _with_options(algorithms.all_reduce, num_replicas, options)
+            return add
         return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
 
-    def describe(self, platform: str, num_workers: int = 1) -> str:
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
         transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
             platform, "shared memory" if num_workers == 1 else "gloo"
         )
         packs = {0: "one per tensor", 1: "one per dtype"}.get(
             self.num_packs, f"{self.num_packs} packs"
         )
-        return f"XLA all-reduce over {transport}, {packs}"
+        return f"{self._collectives(options)} over {transport}, {packs}"
 
 
 @final
@@ -363,18 +397,22 @@ class CollectiveAllReduce(_Summing):
     """
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        return _with_options(algorithms.all_reduce_of_vectors, num_replicas, options)
+        return self._with_options(algorithms.all_reduce_of_vectors, num_replicas, options)
 
-    def describe(self, platform: str, num_workers: int = 1) -> str:
-        return "XLA all-reduce over gloo, one vector per dtype"
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
+        return f"{self._collectives(options)} over gloo, one vector per dtype"
 
 
 @final
 class HierarchicalCopyAllReduce(_Summing):
-    """All-reduce inside groups of neighbouring replicas, then across the groups.
+    """Reduce-scatter inside groups of replicas, all-reduce across the groups, all-gather inside.
 
-    With four replicas: within (0, 1) and (2, 3), then within (0, 2) and (1, 3). With a prime
-    number of replicas there are no groups, and it is one all-reduce.
+    The groups are the hosts, or the slices of TPUs, where there are several with several replicas
+    each. On one host they are neighbours: with four replicas, (0, 1) and (2, 3), and across them
+    (0, 2) and (1, 3). With a prime number of replicas there are no groups, and it is one
+    all-reduce.
 
     Args:
         num_packs: Number of packs the gradients are divided into; 0 gives each its own.
@@ -386,12 +424,16 @@ class HierarchicalCopyAllReduce(_Summing):
         self.num_packs = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        add = _with_options(algorithms.hierarchical(num_replicas), num_replicas, options)
+        groups = self._hosts or algorithms.neighbours(num_replicas)
+        add = algorithms.two_level(groups) if groups else algorithms.all_reduce
+        add = self._with_options(add, num_replicas, options)
         if options.bytes_per_pack or self.num_packs == 1:
             return add
         return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
 
-    def describe(self, platform: str, num_workers: int = 1) -> str:
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
         return f"hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
 
@@ -429,8 +471,16 @@ class ReductionToOneDevice(_Summing):
     def _add_rows(self, rows: Array) -> Array:
         return algorithms.add_rows(rows, self.accumulation_fn)
 
-    def describe(self, platform: str, num_workers: int = 1) -> str:
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
         return f"all-gather and addition in replica order on {platform}"
+
+
+def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
+    """The algorithm of a strategy that was given none, on devices of so many processes."""
+    over_gloo = platform == "cpu" and num_workers > 1
+    return CollectiveAllReduce() if over_gloo else NcclAllReduce()
 
 
 def reduce_nest(

@@ -13,8 +13,8 @@ import numpy as np
 
 from distributary.collectives import (
     CrossDeviceOps,
-    NcclAllReduce,
     as_reduce_op,
+    default_cross_device_ops,
     reduce_nest,
 )
 from distributary.context import (
@@ -64,7 +64,8 @@ class StrategyExtended:
     Args:
         strategy: The strategy.
         devices: One JAX device per replica, in replica-id order.
-        cross_device_ops: The reduction algorithm; None for one XLA all-reduce.
+        cross_device_ops: The reduction algorithm; None for one XLA all-reduce of all arrays, or of
+            one vector between the CPUs of several processes.
         options: Communication options.
         distributed: Whether variables and results are distributed values; False for strategies
             that stand for a single device.
@@ -102,7 +103,9 @@ class StrategyExtended:
         self.is_default = is_default
         self.input_statistics = InputStatistics()
         self._distributed = distributed
-        self.cross_device_ops = cross_device_ops or NcclAllReduce()
+        platform = devices[0].platform if devices else "cpu"
+        ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
+        self.cross_device_ops = ops.for_devices(devices or ())
         self.options = options or CommunicationOptions()
         replicated: Any = None
         stacked: Any = None
@@ -190,7 +193,8 @@ class StrategyExtended:
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self.num_replicas == 1:
             return f"1 replica on {names}"
-        reduction = self.cross_device_ops.describe(devices[0].platform, self.num_workers)
+        platform = devices[0].platform
+        reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
         return f"{self.num_replicas} replicas on {names}; {reduction}"

@@ -14,7 +14,6 @@ from distributary.cluster_resolver import (
     TFConfigClusterResolver,
     multi_worker,
 )
-from distributary.collectives import CollectiveAllReduce
 from distributary.errors import BackendStartedError, ClusterError, InvalidTypeError
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
@@ -95,9 +94,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         _connect(place, options or CommunicationOptions())
         devices = _devices_of_all(place)
-        over_gloo = place.num_workers > 1 and devices[0].platform == "cpu"
-        ops = CollectiveAllReduce() if over_gloo else None
-        super().__init__(StrategyExtended(self, devices, ops, options, workers=place))
+        super().__init__(StrategyExtended(self, devices, options=options, workers=place))
         # The first collective connects the workers, for which gloo waits 30 s. They are together
         # now; by their first step one may have read data for longer than that.
         self._extended.from_chief([np.zeros(1, np.int32)])

@@ -1,6 +1,8 @@
 """Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
 
 from distributary.topology._cpu import (
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
     prepare_cpu_threads,
     prepare_local_devices,
     set_logical_cpu_devices,
@@ -13,7 +15,7 @@ from distributary.topology._device_strings import (
     resolve_device,
     short_name,
 )
-from distributary.topology._discovery import REPLICA_AXIS, make_mesh, replica_devices
+from distributary.topology._discovery import REPLICA_AXIS, host_groups, make_mesh, replica_devices
 from distributary.topology._dispatch import (
     Dispatcher,
     dispatcher_for,
@@ -33,6 +35,7 @@ from distributary.topology._placement import (
     put_replicated,
     put_stacked,
 )
+from distributary.topology._thread_pool import num_cores
 
 __all__ = [
     "REPLICA_AXIS",
@@ -41,7 +44,10 @@ __all__ = [
     "backends_started",
     "canonical_name",
     "coordination_client",
+    "cpu_thread_pool_size",
+    "cpu_threads_suffice",
     "dispatcher_for",
+    "host_groups",
     "inside_jax_trace",
     "job_programs",
     "latest_program",
@@ -49,6 +55,7 @@ __all__ = [
     "local_devices",
     "local_devices_of",
     "make_mesh",
+    "num_cores",
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",

@@ -13,6 +13,8 @@ from distributary.topology._jax_private import backends_started
 from distributary.topology._thread_pool import CpuThreads
 
 __all__ = [
+    "cpu_thread_pool_size",
+    "cpu_threads_suffice",
     "prepare_cpu_threads",
     "prepare_local_devices",
     "requested_cpu_devices",
@@ -89,6 +91,11 @@ def prepare_cpu_threads(num_devices: int) -> None:
 def prepare_local_devices() -> None:
     """Prepares the thread pool for the CPU devices this process will have, before JAX starts."""
     prepare_cpu_threads(requested_cpu_devices())
+
+
+def cpu_thread_pool_size() -> int:
+    """The number of threads on which XLA runs all CPU devices of this process."""
+    return _threads.size(len(local_devices_of("CPU")))
 
 
 def cpu_threads_suffice(num_devices: int) -> bool:

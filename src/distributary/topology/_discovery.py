@@ -1,6 +1,7 @@
 """The devices of a strategy and their mesh."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._jax_private import backends_started
 
-__all__ = ["REPLICA_AXIS", "make_mesh", "replica_devices"]
+__all__ = ["REPLICA_AXIS", "host_groups", "make_mesh", "replica_devices"]
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which replicas are spread."""
@@ -66,6 +67,26 @@ def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     row = np.empty(len(devices), dtype=object)
     row[:] = devices
     return jax.sharding.Mesh(row, (REPLICA_AXIS,))
+
+
+def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:
+    """The replicas that are near to each other, if there are two levels of distance.
+
+    Args:
+        devices: One device per replica, in replica-id order.
+
+    Returns:
+        Per TPU slice, or per process if there is one slice, the ids of its replicas; empty unless
+        there are several groups, all of the same size, which is at least 2.
+    """
+    for attribute in ("slice_index", "process_index"):
+        groups: dict[Any, list[int]] = {}
+        for replica_id, device in enumerate(devices):
+            groups.setdefault(getattr(device, attribute, None), []).append(replica_id)
+        if len(groups) > 1:
+            sizes = {len(group) for group in groups.values()}
+            return tuple(map(tuple, groups.values())) if len(sizes) == 1 and min(sizes) > 1 else ()
+    return ()
 
 
 def _all_devices_of_the_best_kind() -> tuple[jax.Device, ...]:

@@ -9,7 +9,7 @@ from typing import final
 
 from distributary.errors import DistributaryWarning
 
-__all__ = ["CpuThreads"]
+__all__ = ["CpuThreads", "num_cores"]
 
 # XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
 # in a collective holds its thread. With fewer than two threads per device, the devices of the next
@@ -24,7 +24,8 @@ _VARIABLES = ("PJRT_NPROC", "NPROC")
 _FRAMES_TO_CALLER_OF_PREPARE = 4
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # as XLA counts them, where it can
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -40,7 +41,7 @@ class CpuThreads:
     """
 
     def __init__(
-        self, environ: MutableMapping[str, str], num_cores: Callable[[], int] = _num_cores
+        self, environ: MutableMapping[str, str], num_cores: Callable[[], int] = num_cores
     ) -> None:
         self._environ = environ
         self._num_cores = num_cores
@@ -93,7 +94,7 @@ class CpuThreads:
             if self._reported or self._is_large_enough(num_devices, num_existing):
                 return
             self._reported = True
-            size, needed = self._size(num_existing), _threads_needed(num_devices)
+            size, needed = self.size(num_existing), _threads_needed(num_devices)
             warnings.warn(
                 f"JAX was started before distributary could prepare it: {num_devices} CPU devices"
                 f" share a pool of {size} threads and need {needed}. The steps of a strategy are"
@@ -119,9 +120,14 @@ class CpuThreads:
     def _is_large_enough(self, num_devices: int, num_existing: int) -> bool:
         if num_devices <= self._prepared_for:
             return True
-        return self._size(num_existing) >= _threads_needed(num_devices)
+        return self.size(num_existing) >= _threads_needed(num_devices)
 
-    def _size(self, num_existing: int) -> int:
+    def size(self, num_existing: int) -> int:
+        """The size of the pool, as far as the environment tells.
+
+        Args:
+            num_existing: Number of all CPU devices of this process.
+        """
         # XLA gives every CPU device of the process at least one thread.
         return max(self._size_asked_for(self._variable()), num_existing)
 

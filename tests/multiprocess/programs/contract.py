@@ -1,6 +1,7 @@
 """What every synchronous strategy does, printed as JSON: the same for any number of workers."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,21 @@ def collectives(x):
 summed, gathered = strategy.run(collectives, (own,))
 result["all_reduce"] = local(summed)[0]
 result["all_gather"] = local(gathered)[0]
+
+
+def of_two_levels(x):
+    nest = [jnp.arange(5.0) * x.sum(), x, jnp.int32(2)]
+    options = dist.experimental.CommunicationOptions(hierarchical=True)
+    return dist.get_replica_context().all_reduce("MEAN", nest, options)
+
+
+result["two levels"] = local(strategy.run(of_two_levels, (own,)))[0]
+program = extended.lower(of_two_levels, (own,)).compile().as_text()
+result["collectives"] = re.findall(
+    r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\})", program
+)
+outside = dist.HierarchicalCopyAllReduce().reduce("SUM", own, destinations=own)
+result["two levels outside"] = plain(outside.value())
 
 
 def merged(x):

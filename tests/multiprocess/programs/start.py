@@ -16,7 +16,7 @@ if fault == "too late":
 
     jnp.ones(3).block_until_ready()
 seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
-options = dist.experimental.CommunicationOptions(timeout_seconds=seconds)
+options = dist.experimental.CommunicationOptions(timeout_seconds=seconds, hierarchical=True)
 try:
     strategy = dist.MultiWorkerMirroredStrategy(communication_options=options)
 except dist.errors.DistributaryError as error:
