@@ -73,20 +73,21 @@ def test_the_mesh_has_one_axis_in_the_order_of_the_devices():
 
 
 @pytest.mark.parametrize(
-    ("processes", "slices", "expected"),
+    ("platform", "processes", "slices", "expected"),
     [
-        ([0, 0, 1, 1], None, ((0, 1), (2, 3))),
-        ([0, 1, 0, 1], None, ((0, 2), (1, 3))),
-        ([0, 0, 0, 0], None, ()),
-        ([0, 1, 2, 3], None, ()),
-        ([0, 0, 0, 1], None, ()),
-        ([0, 0, 1, 1], [0, 0, 0, 0], ((0, 1), (2, 3))),
-        ([0, 1, 2, 3], [0, 0, 1, 1], ((0, 1), (2, 3))),
-        ([0, 0, 1, 1], [0, 1, 2, 3], ()),
+        ("cpu", [0, 0, 1, 1], None, ((0, 1), (2, 3))),
+        ("cpu", [0, 1, 0, 1], None, ((0, 2), (1, 3))),
+        ("cpu", [0, 0, 0, 0], None, ()),
+        ("cpu", [0, 1, 2, 3], None, ()),
+        ("cpu", [0, 0, 0, 1], None, ()),
+        ("gpu", [0, 0, 1, 1], [0, 0, 0, 0], ((0, 1), (2, 3))),
+        ("tpu", [0, 0, 1, 1], [0, 0, 0, 0], ()),
+        ("tpu", [0, 1, 2, 3], [0, 0, 1, 1], ((0, 1), (2, 3))),
+        ("tpu", [0, 0, 1, 1], [0, 1, 2, 3], ()),
     ],
 )
-def test_groups_are_slices_else_processes_of_several_devices(processes, slices, expected):
-    devices = [SimpleNamespace(process_index=process) for process in processes]
+def test_groups_are_slices_else_hosts_of_several_devices(platform, processes, slices, expected):
+    devices = [SimpleNamespace(process_index=process, platform=platform) for process in processes]
     for device, number in zip(devices, slices or (), strict=False):
         device.slice_index = number
 

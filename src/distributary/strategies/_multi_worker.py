@@ -3,7 +3,7 @@
 import itertools
 import logging
 import math
-from typing import final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from distributary.cluster_resolver import (
     TFConfigClusterResolver,
     multi_worker,
 )
+from distributary.context import get_replica_context
 from distributary.errors import BackendStartedError, ClusterError, InvalidTypeError
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
@@ -98,12 +99,20 @@ class MultiWorkerMirroredStrategy(Strategy):
         # The first collective connects the workers, for which gloo waits 30 s. They are together
         # now; by their first step one may have read data for longer than that.
         self._extended.from_chief([np.zeros(1, np.int32)])
+        if self._extended.options.hierarchical:  # between other groups of devices
+            self.run(_all_reduce_one)
         _log.info("Using %r as %s", self, place.name)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """The cluster resolver."""
         return self._cluster_resolver
+
+
+def _all_reduce_one() -> Any:
+    context = get_replica_context()
+    assert context is not None
+    return context.all_reduce("SUM", 1.0)
 
 
 def _connect(place: MultiWorker, options: CommunicationOptions) -> None:

@@ -76,10 +76,12 @@ def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:
         devices: One device per replica, in replica-id order.
 
     Returns:
-        Per TPU slice, or per process if there is one slice, the ids of its replicas; empty unless
-        there are several groups, all of the same size, which is at least 2.
+        Per slice, or per process if there is one slice, the ids of its replicas; empty unless
+        there are several groups, all of the same size, which is at least 2. The hosts of one TPU
+        slice are no groups: its chips are connected directly.
     """
-    for attribute in ("slice_index", "process_index"):
+    is_tpu = bool(devices) and devices[0].platform == "tpu"
+    for attribute in ("slice_index",) if is_tpu else ("slice_index", "process_index"):
         groups: dict[Any, list[int]] = {}
         for replica_id, device in enumerate(devices):
             groups.setdefault(getattr(device, attribute, None), []).append(replica_id)
