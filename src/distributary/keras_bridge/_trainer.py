@@ -255,6 +255,7 @@ class StepFunction:
                 in_specs=(P(), batch),
                 out_specs=(batch if predict and self._share.num_workers == 1 else P(), P()),
                 check_vma=False,
+                axis_names={REPLICA_AXIS},
             )
         if not (predict and count > 1):
             return step
