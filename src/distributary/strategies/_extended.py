@@ -184,6 +184,34 @@ class StrategyExtended:
         """Whether this process is the one that writes summaries."""
         return self.worker_number == 0
 
+    @contextmanager
+    def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
+        """Does nothing where replicas have one logical device; with several it is not possible.
+
+        Raises:
+            InvalidValueError: if there is no such logical device, or if there are several.
+
+        Source: `tf.distribute.TPUStrategy.extended.experimental_logical_device`.
+        """
+        self.check_logical_device(logical_device_id)
+        yield
+
+    def check_logical_device(self, logical_device_id: int) -> None:
+        """Refuses logical devices that do not exist, and to choose one of several."""
+        count = self.num_logical_devices
+        if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < count:
+            raise InvalidValueError(
+                f"logical_device_id is {logical_device_id!r}, expected 0 to {count - 1}: the"
+                f" replicas of {self._strategy!r} have {count} logical devices."
+            )
+        if count > 1:
+            raise InvalidValueError(
+                f"Nothing can be placed on logical device {logical_device_id} alone: the {count}"
+                " logical devices of a replica run one program, which XLA partitions. Use"
+                " experimental_split_to_logical_devices or"
+                " experimental_replicate_to_logical_devices."
+            )
+
     def device_names(self) -> tuple[str, ...]:
         """Canonical names of the replicas' devices; of JAX's default device without any."""
         devices = self._local_devices() or (jax.local_devices()[0],)

@@ -80,7 +80,7 @@ def make_mesh(
     return jax.sharding.Mesh(grid.reshape(len(grid), *factors), (REPLICA_AXIS, *axes))
 
 
-def num_logical_devices(mesh: jax.sharding.Mesh) -> int:
+def num_logical_devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """How many devices of a mesh each replica has."""
     return int(mesh.size // mesh.shape[REPLICA_AXIS])
 

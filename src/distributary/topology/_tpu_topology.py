@@ -156,10 +156,15 @@ class Topology:
         task, ordinal = self._place(device_coordinates)
         return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
 
-    def jax_device(self, device_coordinates: Sequence[int]) -> jax.Device | None:
-        """The device at a place; None if the topology was not made of devices."""
+    @property
+    def has_devices(self) -> bool:
+        """Whether it was made of devices of JAX."""
+        return bool(self._devices)
+
+    def jax_device(self, device_coordinates: Sequence[int]) -> jax.Device:
+        """The device at a place of a topology that was made of devices."""
         self._place(device_coordinates)
-        return self._devices.get(_coordinates(device_coordinates))
+        return self._devices[_coordinates(device_coordinates)]
 
     def serialized(self) -> bytes:
         """The topology as bytes, from which `Topology(serialized)` makes it again.

@@ -12,7 +12,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError, Unsupported
 from distributary.topology import REPLICA_AXIS, num_logical_devices
 from distributary.tracing._markers import Array, Jaxpr, jaxpr_of, walk
 
-__all__ = ["check_on_cores", "constrained", "spec_of_split", "eval_on_replica"]
+__all__ = ["check_on_cores", "constrained", "eval_on_replica", "spec_of_split"]
 
 
 # `jax.lax.with_sharding_constraint` wants to know when it is traced whether it will run inside of
