@@ -12,7 +12,13 @@ from distributary.errors import InvalidTypeError, InvalidValueError, Unsupported
 from distributary.topology import REPLICA_AXIS, num_logical_devices
 from distributary.tracing._markers import Array, Jaxpr, jaxpr_of, walk
 
-__all__ = ["check_on_cores", "constrained", "eval_on_replica", "spec_of_split"]
+__all__ = [
+    "check_on_cores",
+    "constrained",
+    "eval_on_replica",
+    "spec_of_split",
+    "whole_on_cores",
+]
 
 
 # `jax.lax.with_sharding_constraint` wants to know when it is traced whether it will run inside of
@@ -102,13 +108,29 @@ def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> l
     return outs
 
 
-def check_on_cores(jaxpr: Any, mesh: Mesh) -> None:
+def whole_on_cores(values: Any, mesh: Mesh | None) -> Any:
+    """Results of a step, whole on each of the logical devices, where a replica has several.
+
+    Args:
+        values: A nest in which the arrays that are being traced are meant.
+        mesh: As in `constrained`; None without one.
+    """
+    if mesh is None or num_logical_devices(mesh) == 1:
+        return values
+    return jax.tree.map(
+        lambda x: constrained(x, mesh, P()) if isinstance(x, jax.core.Tracer) else x, values
+    )
+
+
+def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:
     """Refuses what JAX 0.10.2 cannot compile for replicas of several logical devices.
 
     Raises:
         UnsupportedError: for `jax.lax.axis_index` inside control flow, and on CPU devices for
             reductions of bfloat16, where XLA would end the process.
     """
+    if mesh is None or num_logical_devices(mesh) == 1:
+        return
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     top_level = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in walk(jaxpr.eqns):

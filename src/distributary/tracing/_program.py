@@ -25,12 +25,16 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS, num_logical_devices
+from distributary.topology import REPLICA_AXIS
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._divergence import varying_outputs
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
-from distributary.tracing._logical_devices import check_on_cores, constrained, eval_on_replica
+from distributary.tracing._logical_devices import (
+    check_on_cores,
+    eval_on_replica,
+    whole_on_cores,
+)
 from distributary.tracing._markers import (
     REPLICA_ID,
     Array,
@@ -278,8 +282,6 @@ class ReplicaProgram:
         self._varying_args = list(varying)
         self._num_replicas = num_replicas
         self._mesh = mesh
-        has_cores = mesh is not None and num_logical_devices(mesh) > 1
-        self._core_mesh = mesh if has_cores else None
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
@@ -308,8 +310,7 @@ class ReplicaProgram:
                 self._axis_env,
             )
             pures = [purify(closed, scope, avals[0], self._axis_env)]
-            if self._core_mesh is not None:
-                check_on_cores(pures[0].jaxpr, self._core_mesh)
+            check_on_cores(pures[0].jaxpr, self._mesh)
         else:
             pures = self._trace_each(function, avals)
         for i, pure in enumerate(pures):
@@ -412,7 +413,9 @@ class ReplicaProgram:
             totals = lax.psum([new[i] for i in summed], REPLICA_AXIS) if summed else []
             for i, total in zip(summed, totals, strict=True):
                 new[i] = total
-            results = zip(self._whole(outs[: pure.num_outs]), self.split_outs, strict=True)
+            results = zip(
+                whole_on_cores(outs[: pure.num_outs], self._mesh), self.split_outs, strict=True
+            )
             return new, [out[None] if is_split else out for out, is_split in results]
 
         split, whole = P(REPLICA_AXIS), P()
@@ -432,11 +435,6 @@ class ReplicaProgram:
             # Logical devices are left to XLA.
             axis_names={REPLICA_AXIS},
         )(list(captures), [*written, *read_only], list(args))
-
-    def _whole(self, outs: Sequence[Array]) -> list[Array]:
-        """Results of a replica, whole on each of its logical devices."""
-        mesh = self._core_mesh
-        return list(outs) if mesh is None else [constrained(x, mesh, P()) for x in outs]
 
     def _run_jointly(
         self,
@@ -472,7 +470,7 @@ class ReplicaProgram:
                 new.append(jnp.stack(values))
             else:
                 new.append(sum(values[1:], values[0]) if handle.summed else values[0])
-        outs = [self._whole(out[: self.num_outs]) for out in outs]
+        outs = [whole_on_cores(out[: self.num_outs], self._mesh) for out in outs]
         if not self.uneven:
             return new, outs[0]
         results: list[Any] = []
