@@ -191,10 +191,9 @@ def _check_hosts(devices: list[list[jax.Device]], num_workers: int) -> None:
                 f"TPUStrategy: replica {replica} has cores on the hosts {hosts}. A host feeds its"
                 " own replicas, so each must lie on one; choose a computation_shape that fits."
             )
-        expected = replica * num_workers // len(devices)
-        if hosts != [expected]:
-            counts = [[c[0].process_index for c in devices].count(h) for h in range(num_workers)]
-            raise InvalidValueError(
-                f"TPUStrategy: the hosts have {counts} replicas and replica {replica} is on host"
-                f" {hosts[0]}, expected as many on each host, counted host by host."
-            )
+    hosts = [cores[0].process_index for cores in devices]
+    if hosts != sorted(list(range(num_workers)) * (len(devices) // num_workers)):
+        raise InvalidValueError(
+            f"TPUStrategy: the replicas lie on the hosts {hosts}, expected as many on each of the"
+            f" {num_workers} hosts, and host by host."
+        )

@@ -108,18 +108,20 @@ def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> l
     return outs
 
 
-def whole_on_cores(values: Any, mesh: Mesh | None) -> Any:
+def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> list[Array]:
     """Results of a step, whole on each of the logical devices, where a replica has several.
 
     Args:
-        values: A nest in which the arrays that are being traced are meant.
+        arrays: The results.
         mesh: As in `constrained`; None without one.
+        of_one: Whether they are in the program of one replica, inside of `jax.shard_map`. Outside
+            of it they also tell JAX on which devices the program runs.
     """
     if mesh is None or num_logical_devices(mesh) == 1:
-        return values
-    return jax.tree.map(
-        lambda x: constrained(x, mesh, P()) if isinstance(x, jax.core.Tracer) else x, values
-    )
+        return list(arrays)
+    if of_one:
+        return [constrained(x, mesh, P()) for x in arrays]
+    return [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) for x in arrays]
 
 
 def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:

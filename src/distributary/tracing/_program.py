@@ -414,7 +414,9 @@ class ReplicaProgram:
             for i, total in zip(summed, totals, strict=True):
                 new[i] = total
             results = zip(
-                whole_on_cores(outs[: pure.num_outs], self._mesh), self.split_outs, strict=True
+                whole_on_cores(outs[: pure.num_outs], self._mesh, True),
+                self.split_outs,
+                strict=True,
             )
             return new, [out[None] if is_split else out for out, is_split in results]
 
@@ -470,7 +472,7 @@ class ReplicaProgram:
                 new.append(jnp.stack(values))
             else:
                 new.append(sum(values[1:], values[0]) if handle.summed else values[0])
-        outs = [whole_on_cores(out[: self.num_outs], self._mesh) for out in outs]
+        outs = [whole_on_cores(out[: self.num_outs], self._mesh, False) for out in outs]
         if not self.uneven:
             return new, outs[0]
         results: list[Any] = []
