@@ -234,6 +234,13 @@ def test_the_devices_are_those_of_the_assignment():
     assert float(strategy.run(lambda x: x + 1, (1.0,), options=options)) == 2
 
 
+def test_only_a_resolver_says_which_task_this_is():
+    cluster = dist.cluster_resolver.ClusterSpec({"worker": ["10.0.0.1:1"]})
+
+    with pytest.raises(InvalidTypeError, match=r"got ClusterSpec.*expected a ClusterResolver"):
+        dist.config.experimental_connect_to_cluster(cluster)
+
+
 def test_without_a_tpu_it_says_what_it_looked_for():
     resolver = dist.cluster_resolver.TPUClusterResolver("local")
     serialized = Topology(mesh_shape=[1, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0]]])
@@ -245,6 +252,7 @@ def test_without_a_tpu_it_says_what_it_looked_for():
         dist.TPUStrategy(experimental_device_assignment=DeviceAssignment.build(serialized))
     with pytest.raises(DeviceError, match=f"initialize_tpu_system: {looked_for}"):
         initialize_tpu_system(resolver)
+    assert resolver.get_tpu_system_metadata() == (0, 0, 0, None, ())
     with pytest.raises(InvalidTypeError, match="resolver is 'local', expected a ClusterResolver"):
         dist.TPUStrategy("local")
     with pytest.raises(InvalidTypeError, match="assignment is 'v5e', expected a DeviceAssignment"):
