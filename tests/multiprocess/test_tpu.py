@@ -16,6 +16,7 @@ def test_hosts_train_on_their_logical_devices(job):
     for one in ended:
         got = one.result
         assert (got["num_replicas"], got["local replicas"], got["tasks"]) == (4, 2, 2)
+        assert got["copies"] == [0, 2]
         assert "replica 0 has cores on the hosts [0, 1]" in got["refused"][0]
         assert "the replicas lie on the hosts [0], expected as many on each" in got["refused"][1]
         np.testing.assert_allclose(got["w"], w, rtol=1e-4)

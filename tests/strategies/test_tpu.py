@@ -215,6 +215,8 @@ def test_what_jax_cannot_compile_beside_logical_devices_is_refused():
         strategy.run(nested)
     ids = strategy.run(lambda: lax.axis_index("replica") + jnp.int32(1))
     assert [int(i) for i in ids.values] == [1, 2]
+    # Of a replica's devices, on the first.
+    assert [i.devices() for i in ids.values] == [{jax.devices()[0]}, {jax.devices()[2]}]
 
 
 def test_the_devices_are_those_of_the_assignment():

@@ -58,6 +58,8 @@ batches = dist.data.Dataset.from_tensor_slices(x).batch(8)
 for batch in strategy.experimental_distribute_dataset(batches):
     outputs = strategy.run(step, (batch,))
 result["w"] = w.numpy().tolist()
+copies = strategy.experimental_local_results(w)
+result["copies"] = [jax.local_devices().index(copy.device) for copy in copies]
 result["last"] = np.asarray(strategy.gather(outputs, axis=0)).tolist()
 
 
