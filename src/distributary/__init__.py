@@ -33,9 +33,9 @@ from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerR
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import checkpoint, cluster_resolver, data
+    from distributary import checkpoint, cluster_resolver, data, tpu
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
-    from distributary.strategies import MultiWorkerMirroredStrategy
+    from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 __all__ = [
     "CrossDeviceOps",
@@ -62,6 +62,7 @@ __all__ = [
     "StepStatistics",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
     "UnconnectedGradients",
     "ValueContext",
     "Variable",
@@ -80,16 +81,18 @@ __all__ = [
     "grad",
     "has_strategy",
     "in_cross_replica_context",
+    "tpu",
     "value_and_grad",
 ]
 
-_MODULES = ("checkpoint", "cluster_resolver", "data")
+_MODULES = ("checkpoint", "cluster_resolver", "data", "tpu")
 # Reading these takes a tenth of the time that importing jax takes.
 _LATER = {
     "DistributedDataset": "distributary.inputs",
     "DistributedIterator": "distributary.inputs",
     "MultiWorkerMirroredStrategy": "distributary.strategies",
     "PerReplicaSpec": "distributary.inputs",
+    "TPUStrategy": "distributary.strategies",
 }
 
 

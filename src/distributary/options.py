@@ -13,6 +13,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "RunOptions",
+    "XLAOptions",
 ]
 
 
@@ -183,4 +184,20 @@ class RunOptions:
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
-    experimental_xla_options: object | None = None
+    experimental_xla_options: "XLAOptions | None" = None
+
+
+@final
+@dataclass(frozen=True)
+class XLAOptions:
+    """How TensorFlow has XLA compile a step; accepted for compatibility, as `RunOptions` are.
+
+    Steps are always one program that XLA partitions over the logical devices of a replica, and
+    batches of another shape are compiled anew instead of padded.
+
+    Source: `tf.tpu.XLAOptions`.
+    """
+
+    use_spmd_for_xla_partitioning: bool = True
+    enable_xla_dynamic_padder: bool = True
+    use_shardy_partitioner: bool = False

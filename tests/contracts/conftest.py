@@ -1,8 +1,21 @@
 """Every strategy a machine can have."""
 
+import jax
 import pytest
 
 import distributary as dist
+
+
+def _tpu(num_replicas, num_cores):
+    """A TPUStrategy on CPU devices."""
+    experimental = dist.tpu.experimental
+    devices = jax.devices()[: num_replicas * num_cores]
+    topology = experimental.Topology.of_devices(devices, [num_replicas, 1, 1, num_cores])
+    assignment = experimental.DeviceAssignment.build(
+        topology, computation_shape=[1, 1, 1, num_cores], num_replicas=num_replicas
+    )
+    return dist.TPUStrategy(experimental_device_assignment=assignment)
+
 
 STRATEGIES = {
     "default": dist.get_strategy,
@@ -17,6 +30,9 @@ STRATEGIES = {
     "mirrored 4, hierarchical": lambda: dist.MirroredStrategy(
         [f"CPU:{i}" for i in range(4)], cross_device_ops=dist.HierarchicalCopyAllReduce()
     ),
+    "TPU 2": lambda: _tpu(2, 1),
+    "TPU 1 of 4 cores": lambda: _tpu(1, 4),
+    "TPU 2 of 2 cores": lambda: _tpu(2, 2),
 }
 
 

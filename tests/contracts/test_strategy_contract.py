@@ -100,8 +100,8 @@ def test_variable_lies_on_the_devices_of_the_strategy(strategy):
 
     strategy.run(lambda: v.assign_add(jnp.ones(2), read_value=False))
 
-    num_devices = len(v.value().devices())
-    assert num_devices == strategy.num_replicas_in_sync
+    num_devices = strategy.num_replicas_in_sync * strategy.extended.num_logical_devices
+    assert len(v.value().devices()) == num_devices
     assert v.device == strategy.extended.device_names()[0]
 
 

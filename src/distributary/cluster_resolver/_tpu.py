@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import final
 
+import jax
+
 from distributary.cluster_resolver._addresses import checked_port, join, parse_address
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._metadata import MetadataServer
@@ -15,7 +17,7 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
-from distributary.topology import local_devices_of
+from distributary.topology import Topology, TPUSystemMetadata, local_devices_of
 
 __all__ = ["TPUClusterResolver"]
 
@@ -145,6 +147,18 @@ class TPUClusterResolver(ClusterResolver):
         """`{"TPU": n}` for the TPU cores of this host; starts JAX."""
         del task_type, task_id, config_proto
         return {"TPU": len(local_devices_of("TPU"))}
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """Number and places of the TPU cores of the job; 0 without a TPU. Starts JAX."""
+        devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
+        topology = Topology.of_devices(devices) if devices else None
+        return TPUSystemMetadata(
+            len(devices),
+            0 if topology is None else topology.num_tasks,
+            0 if topology is None else topology.num_tpus_per_task,
+            topology,
+            devices,
+        )
 
     def __enter__(self) -> "TPUClusterResolver":
         return self

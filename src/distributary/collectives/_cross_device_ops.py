@@ -23,7 +23,12 @@ from distributary.collectives._reduce_op import (
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from distributary.options import CommunicationImplementation, CommunicationOptions
-from distributary.topology import REPLICA_AXIS, dispatcher_for, host_groups
+from distributary.topology import (
+    REPLICA_AXIS,
+    dispatcher_for,
+    host_groups,
+    num_logical_devices,
+)
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
@@ -176,7 +181,8 @@ class CrossDeviceOps(abc.ABC):
             stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
         mesh, _ = _mesh_of(values[0])
         devices = () if mesh is None else tuple(mesh.devices.flat)
-        ops = self.for_devices(devices)
+        # Of every replica the first, if it has several logical devices.
+        ops = self.for_devices(devices[:: 1 if mesh is None else num_logical_devices(mesh)])
 
         def total(rows: list[Array]) -> list[Array]:
             if mesh is None:

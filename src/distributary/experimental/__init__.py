@@ -8,7 +8,7 @@ from distributary.options import CommunicationImplementation, CommunicationOptio
 if TYPE_CHECKING:
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
     from distributary.datasets import Optional
-    from distributary.strategies import MultiWorkerMirroredStrategy
+    from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 __all__ = [
     "CommunicationImplementation",
@@ -16,6 +16,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "Optional",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
 ]
@@ -27,10 +28,10 @@ def __getattr__(name: str) -> Any:
         from distributary.datasets import Optional
 
         return Optional
-    if name == "MultiWorkerMirroredStrategy":
-        from distributary.strategies import MultiWorkerMirroredStrategy
+    if name in ("MultiWorkerMirroredStrategy", "TPUStrategy"):
+        from distributary import strategies
 
-        return MultiWorkerMirroredStrategy
+        return getattr(strategies, name)
     if name in ("PreemptionCheckpointHandler", "TerminationConfig"):
         from distributary import checkpoint
 

@@ -213,7 +213,14 @@ class StepFunction:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(
-                self._function(*key), self._replicated, self._sharding(*key), self._eager
+                self._function(*key),
+                self._replicated,
+                self._sharding(*key),
+                # Predictions of one worker may lie as XLA likes.
+                None
+                if self._kind == "predict" and self._share.num_workers == 1
+                else self._replicated,
+                self._eager,
             )
         data = program.prepare(state, data)
         if self._share.num_workers > 1:
@@ -255,6 +262,7 @@ class StepFunction:
                 in_specs=(P(), batch),
                 out_specs=(batch if predict and self._share.num_workers == 1 else P(), P()),
                 check_vma=False,
+                axis_names={REPLICA_AXIS},
             )
         if not (predict and count > 1):
             return step
@@ -339,11 +347,17 @@ class _Program:
         function: From state and data to logs and new state.
         replicated: Where the state lies.
         sharding: Where the data is put; None leaves both to JAX.
+        out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
     """
 
     def __init__(
-        self, function: Callable[..., Any], replicated: Any, sharding: Any, eager: bool
+        self,
+        function: Callable[..., Any],
+        replicated: Any,
+        sharding: Any,
+        out_sharding: Any,
+        eager: bool,
     ) -> None:
         self._eager = eager
         self._sharding = sharding
@@ -352,11 +366,17 @@ class _Program:
         if eager:
             self.call = function
         elif sharding is None:
-            self.call = jax.jit(function, donate_argnums=0)
+            self.call = jax.jit(
+                function, donate_argnums=0, out_shardings=(out_sharding, replicated)
+            )
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
-            shardings = (replicated, sharding)
-            self.call = jax.jit(function, donate_argnums=0, in_shardings=shardings)
+            self.call = jax.jit(
+                function,
+                donate_argnums=0,
+                in_shardings=(replicated, sharding),
+                out_shardings=(out_sharding, replicated),
+            )
         self._known: set[Any] = set()
 
     def prepare(self, state: Any, data: Any) -> Any:

@@ -12,6 +12,12 @@ from distributary.strategies._one_device import OneDeviceStrategy
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
+    from distributary.strategies._tpu import TPUStrategy
+    from distributary.strategies._tpu_system import (
+        experimental_connect_to_cluster,
+        initialize_tpu_system,
+        shutdown_tpu_system,
+    )
 
 __all__ = [
     "DefaultStrategy",
@@ -21,12 +27,25 @@ __all__ = [
     "OneDeviceStrategy",
     "Strategy",
     "StrategyExtended",
+    "TPUStrategy",
+    "experimental_connect_to_cluster",
     "function",
+    "initialize_tpu_system",
+    "shutdown_tpu_system",
 ]
 
 
+# With them come the cluster resolvers.
+_LATER = {
+    "MultiWorkerMirroredStrategy": "_multi_worker",
+    "TPUStrategy": "_tpu",
+    "experimental_connect_to_cluster": "_tpu_system",
+    "initialize_tpu_system": "_tpu_system",
+    "shutdown_tpu_system": "_tpu_system",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # With it come the cluster resolvers.
-    if name == "MultiWorkerMirroredStrategy":
-        return importlib.import_module(f"{__name__}._multi_worker").MultiWorkerMirroredStrategy
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

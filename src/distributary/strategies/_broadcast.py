@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.topology import dispatcher_for, job_programs, local_devices, put_stacked
+from distributary.topology import dispatcher_for, job_programs, num_local_replicas, put_stacked
 
 
 def broadcast(values: list[np.ndarray], sharding: Any) -> list[np.ndarray]:
@@ -44,7 +44,7 @@ def _combined(own: bytes, at: int, num_bytes: int, sharding: Any) -> np.ndarray:
     """Bytes to which each worker gives its own, from place `at`; at least `num_bytes`."""
     # A power of two of words, so that few sizes are compiled.
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
-    rows = np.zeros((len(local_devices(sharding)), num_words), np.uint32)
+    rows = np.zeros((num_local_replicas(sharding), num_words), np.uint32)
     rows[0].view(np.uint8)[at : at + len(own)] = np.frombuffer(own, np.uint8)
     job_programs.begin()
     total = dispatcher_for(tuple(sharding.mesh.devices.flat)).run(

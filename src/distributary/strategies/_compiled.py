@@ -180,7 +180,8 @@ def _last_output(result: Any) -> Any:
 
 def _sharding_of(handle: Handle) -> Any:
     layout = handle.cell()._layout
-    if layout.num_replicas == 1:
+    mesh = layout.strategy.extended.mesh
+    if mesh is None or mesh.size == 1:
         return None
     return layout.stacked if handle.per_replica else layout.replicated
 

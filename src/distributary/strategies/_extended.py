@@ -63,7 +63,8 @@ class StrategyExtended:
 
     Args:
         strategy: The strategy.
-        devices: One JAX device per replica, in replica-id order.
+        devices: One JAX device per replica, in replica-id order, or for each as many, its logical
+            devices.
         cross_device_ops: The reduction algorithm; None for one XLA all-reduce of all arrays, or of
             one vector between the CPUs of several processes.
         options: Communication options.
@@ -79,7 +80,7 @@ class StrategyExtended:
     def __init__(
         self,
         strategy: Any,
-        devices: Sequence[jax.Device] | None,
+        devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]] | None,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
         distributed: bool = True,
@@ -91,7 +92,9 @@ class StrategyExtended:
 
             report_progress()
         self._strategy = strategy
-        self._devices = None if devices is None else tuple(devices)
+        cores = [] if devices is None else [d if isinstance(d, Sequence) else (d,) for d in devices]
+        self._devices = None if devices is None else tuple(own[0] for own in cores)
+        self.num_logical_devices = len(cores[0]) if cores else 1
         self.num_replicas = 1 if devices is None else len(devices)
         self._workers = workers
         #: Number of processes, and which of them this one is.
@@ -103,20 +106,20 @@ class StrategyExtended:
         self.is_default = is_default
         self.input_statistics = InputStatistics()
         self._distributed = distributed
-        platform = devices[0].platform if devices else "cpu"
+        platform = self._devices[0].platform if self._devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
-        self.cross_device_ops = ops.for_devices(devices or ())
+        self.cross_device_ops = ops.for_devices(self._devices or ())
         self.options = options or CommunicationOptions()
         replicated: Any = None
         stacked: Any = None
         mesh: Any = None
         if devices is not None and (self.num_replicas > 1 or distributed):
-            mesh = make_mesh(devices)
+            mesh = make_mesh(cores)
             replicated, stacked = replica_shardings(mesh)
         elif devices is not None:
-            replicated = jax.sharding.SingleDeviceSharding(devices[0])
+            replicated = jax.sharding.SingleDeviceSharding(cores[0][0])
         self.mesh = mesh
-        dispatcher = dispatcher_for(self._devices or ())
+        dispatcher = dispatcher_for(() if mesh is None else tuple(mesh.devices.flat))
         self._layout = VariableLayout(
             strategy,
             self.num_replicas,
@@ -126,11 +129,10 @@ class StrategyExtended:
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
         )
-        program_mesh = mesh if self.num_replicas > 1 else None
         self.runner = ReplicaRunner(
             strategy,
             self.num_replicas,
-            program_mesh,
+            mesh,
             replicated,
             stacked,
             dispatcher,
@@ -139,7 +141,7 @@ class StrategyExtended:
         self.combine = CrossReplica(
             strategy,
             self.num_replicas,
-            program_mesh,
+            mesh if self.num_replicas > 1 else None,
             self.cross_device_ops,
             self.options,
             dispatcher,
@@ -182,6 +184,34 @@ class StrategyExtended:
         """Whether this process is the one that writes summaries."""
         return self.worker_number == 0
 
+    @contextmanager
+    def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
+        """Does nothing where replicas have one logical device; with several it is not possible.
+
+        Raises:
+            InvalidValueError: if there is no such logical device, or if there are several.
+
+        Source: `tf.distribute.TPUStrategy.extended.experimental_logical_device`.
+        """
+        self.check_logical_device(logical_device_id)
+        yield
+
+    def check_logical_device(self, logical_device_id: int) -> None:
+        """Refuses logical devices that do not exist, and to choose one of several."""
+        count = self.num_logical_devices
+        if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < count:
+            raise InvalidValueError(
+                f"logical_device_id is {logical_device_id!r}, expected 0 to {count - 1}: the"
+                f" replicas of {self._strategy!r} have {count} logical devices."
+            )
+        if count > 1:
+            raise InvalidValueError(
+                f"Nothing can be placed on logical device {logical_device_id} alone: the {count}"
+                " logical devices of a replica run one program, which XLA partitions. Use"
+                " experimental_split_to_logical_devices or"
+                " experimental_replicate_to_logical_devices."
+            )
+
     def device_names(self) -> tuple[str, ...]:
         """Canonical names of the replicas' devices; of JAX's default device without any."""
         devices = self._local_devices() or (jax.local_devices()[0],)
@@ -192,12 +222,16 @@ class StrategyExtended:
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self.num_replicas == 1:
-            return f"1 replica on {names}"
+            return f"1 replica on {names}{self._cores_text()}"
         platform = devices[0].platform
         reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
-        return f"{self.num_replicas} replicas on {names}; {reduction}"
+        return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
+
+    def _cores_text(self) -> str:
+        count = self.num_logical_devices
+        return "" if count == 1 else f", each with {count - 1} more for its logical devices"
 
     def _local_devices(self) -> tuple[jax.Device, ...]:
         devices = self._devices or ()

@@ -48,7 +48,7 @@ class ReplicaRunner:
     Args:
         strategy: The strategy.
         num_replicas: Number of replicas.
-        mesh: Mesh with the axis `"replica"`; None on one device.
+        mesh: Mesh with the axis `"replica"`; None if there is one device for one replica.
         replicated: Sharding of values all replicas share.
         stacked: Sharding of `[replica, *shape]`; None on one device.
         dispatcher: Bounds the programs in flight.

@@ -7,6 +7,7 @@ from distributary.topology._cpu import (
     prepare_local_devices,
     set_logical_cpu_devices,
 )
+from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
 from distributary.topology._device_strings import (
     DeviceName,
     canonical_name,
@@ -15,7 +16,13 @@ from distributary.topology._device_strings import (
     resolve_device,
     short_name,
 )
-from distributary.topology._discovery import REPLICA_AXIS, host_groups, make_mesh, replica_devices
+from distributary.topology._discovery import (
+    REPLICA_AXIS,
+    host_groups,
+    make_mesh,
+    num_logical_devices,
+    replica_devices,
+)
 from distributary.topology._dispatch import (
     Dispatcher,
     dispatcher_for,
@@ -31,16 +38,22 @@ from distributary.topology._jax_private import (
 from distributary.topology._placement import (
     local_copy,
     local_devices,
+    num_local_replicas,
     put_own,
     put_replicated,
     put_stacked,
 )
 from distributary.topology._thread_pool import num_cores
+from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
 __all__ = [
     "REPLICA_AXIS",
+    "DeviceAssignment",
     "DeviceName",
+    "DeviceOrderMode",
     "Dispatcher",
+    "TPUSystemMetadata",
+    "Topology",
     "backends_started",
     "canonical_name",
     "coordination_client",
@@ -56,6 +69,8 @@ __all__ = [
     "local_devices_of",
     "make_mesh",
     "num_cores",
+    "num_local_replicas",
+    "num_logical_devices",
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",

@@ -20,7 +20,13 @@ from distributary.topology._device_strings import (
 )
 from distributary.topology._jax_private import backends_started
 
-__all__ = ["REPLICA_AXIS", "host_groups", "make_mesh", "replica_devices"]
+__all__ = [
+    "REPLICA_AXIS",
+    "host_groups",
+    "make_mesh",
+    "num_logical_devices",
+    "replica_devices",
+]
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which replicas are spread."""
@@ -57,16 +63,37 @@ def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     return found
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """A mesh with the one axis `REPLICA_AXIS`; replica `i` is on `devices[i]`.
+def make_mesh(
+    devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
+) -> jax.sharding.Mesh:
+    """A mesh with the axis `REPLICA_AXIS`; replica `i` is on `devices[i]`.
 
     Args:
-        devices: One device per replica, possibly of several processes; in the same order in every
-            process.
+        devices: One device per replica, or as many logical devices for each, possibly of several
+            processes; in the same order in every process. Logical devices lie along further axes,
+            one for each prime factor of their number, so that arrays can be split over them in all
+            ways.
     """
-    row = np.empty(len(devices), dtype=object)
-    row[:] = devices
-    return jax.sharding.Mesh(row, (REPLICA_AXIS,))
+    grid = np.array(devices, dtype=object)
+    factors = _prime_factors(grid.size // len(grid))
+    axes = [f"core{i}" for i in range(len(factors))]
+    return jax.sharding.Mesh(grid.reshape(len(grid), *factors), (REPLICA_AXIS, *axes))
+
+
+def num_logical_devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """How many devices of a mesh each replica has."""
+    return int(mesh.size // mesh.shape[REPLICA_AXIS])
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors = []
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
 
 
 def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:

@@ -47,7 +47,9 @@ def coordination_client() -> Any:
 def put_rows(
     array: np.ndarray, sharding: Any, devices: list[jax.Device], axis: int = 0
 ) -> jax.Array:
-    """The rows of this process' `devices`, as many for each, as an array sharded over dim `axis`.
+    """The rows of this process' replicas, as many for each, as an array sharded over dim `axis`.
+
+    `devices` are theirs, as many for each replica and next to each other.
 
     The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
     jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
@@ -55,10 +57,12 @@ def put_rows(
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype:
         array = array.astype(dtype)
-    before, size = array.shape[:axis], array.shape[axis] // len(devices)
-    num_rows = sharding.mesh.size * size
+    per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
+    before, size = array.shape[:axis], array.shape[axis] * per_replica // len(devices)
+    num_rows = sharding.mesh.shape[sharding.spec[axis]] * size
     aval = core.ShapedArray((*before, num_rows, *array.shape[axis + 1 :]), dtype)
     all_before = (slice(None),) * axis
-    parts = [array[(*all_before, slice(i * size, (i + 1) * size))] for i in range(len(devices))]
+    starts = [i // per_replica * size for i in range(len(devices))]
+    parts = [array[(*all_before, slice(start, start + size))] for start in starts]
     put: jax.Array = pxla.batched_device_put(aval, sharding, parts, devices)
     return put

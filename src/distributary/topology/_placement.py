@@ -6,14 +6,27 @@ from typing import Any
 import jax
 import numpy as np
 
+from distributary.topology._discovery import num_logical_devices
 from distributary.topology._jax_private import put_rows
 
-__all__ = ["local_copy", "local_devices", "put_own", "put_replicated", "put_stacked"]
+__all__ = [
+    "local_copy",
+    "local_devices",
+    "num_local_replicas",
+    "put_own",
+    "put_replicated",
+    "put_stacked",
+]
 
 
 def local_devices(sharding: Any) -> list[jax.Device]:
     """The devices of a mesh that belong to this process, in the order of the mesh."""
     return _local_devices_of(sharding.mesh)
+
+
+def num_local_replicas(sharding: Any) -> int:
+    """How many replicas of a mesh belong to this process."""
+    return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
 
 
 @functools.lru_cache(maxsize=32)
@@ -47,7 +60,7 @@ def put_own(value: Any, sharding: Any) -> jax.Array:
     """What this process has of a value whose devices belong to several processes.
 
     Args:
-        value: Its rows, along the partitioned dim, of this process' devices, as many of each; all
+        value: Its rows, along the partitioned dim, of this process' replicas, as many of each; all
             of it if no dim is partitioned.
         sharding: Sharding with at most one partitioned dim.
     """
@@ -59,17 +72,17 @@ def put_own(value: Any, sharding: Any) -> jax.Array:
 
 
 def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
-    """An array `[replica, ...]` with every row on the device of its replica.
+    """An array `[replica, ...]` with every row on the devices of its replica.
 
     Args:
         rows: The rows of this process' replicas, or of all replicas.
-        sharding: Sharding over dim 0, of one replica per device.
+        sharding: Sharding of one replica per row.
         first: Number of the first replica of this process.
     """
     if isinstance(rows, np.ndarray):
-        devices = local_devices(sharding)
-        own = rows if len(rows) == len(devices) else rows[first : first + len(devices)]
-        return put_rows(own, sharding, devices)
+        count = num_local_replicas(sharding)
+        own = rows if len(rows) == count else rows[first : first + count]
+        return put_rows(own, sharding, local_devices(sharding))
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(rows, sharding)
         return placed

@@ -4,6 +4,7 @@ The order of the passes is told in `docs/design/tracing.md`.
 """
 
 from distributary.tracing._divergence import COLLECTIVES
+from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle
 from distributary.tracing._program import (
     FunctionProgram,
@@ -34,9 +35,11 @@ __all__ = [
     "UnevenSizes",
     "activate",
     "check_not_frozen",
+    "constrained",
     "current_scope",
     "cut",
     "in_role",
     "register_around_traces",
+    "spec_of_split",
     "user_stacklevel",
 ]

@@ -30,6 +30,11 @@ from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._divergence import varying_outputs
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
+from distributary.tracing._logical_devices import (
+    check_on_cores,
+    eval_on_replica,
+    whole_on_cores,
+)
 from distributary.tracing._markers import (
     REPLICA_ID,
     Array,
@@ -260,7 +265,7 @@ class ReplicaProgram:
             all replicas have the same.
         varying: For every argument, whether replicas may receive different values.
         num_replicas: Number of replicas.
-        mesh: Mesh with the axis `"replica"`; not used with one replica.
+        mesh: Mesh with the axis `"replica"`; with one replica and one device it may be None.
         split_outputs: Whether every output is one value per replica; False gives one value for
             outputs that are the same on all replicas.
     """
@@ -305,6 +310,7 @@ class ReplicaProgram:
                 self._axis_env,
             )
             pures = [purify(closed, scope, avals[0], self._axis_env)]
+            check_on_cores(pures[0].jaxpr, self._mesh)
         else:
             pures = self._trace_each(function, avals)
         for i, pure in enumerate(pures):
@@ -384,7 +390,8 @@ class ReplicaProgram:
         order = [*self.written, *self.read_only]
 
         def body(captures: Any, state: Any, args: Any) -> Any:
-            first = lax.axis_index(REPLICA_AXIS) == 0
+            replica_id = lax.axis_index(REPLICA_AXIS)
+            first = replica_id == 0
             by_handle = {
                 handle: value[0]
                 if handle.per_replica
@@ -396,9 +403,8 @@ class ReplicaProgram:
             local = [
                 v[0] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
             ]
-            outs = jax.core.eval_jaxpr(
-                pure.jaxpr, (), *captures, *(by_handle[h] for h in pure.handles), *local
-            )
+            state = [by_handle[h] for h in pure.handles]
+            outs = eval_on_replica(pure.jaxpr, replica_id, [*captures, *state, *local])
             new = [
                 value[None] if handle.per_replica else value
                 for handle, value in zip(pure.written, outs[pure.num_outs :], strict=True)
@@ -407,7 +413,11 @@ class ReplicaProgram:
             totals = lax.psum([new[i] for i in summed], REPLICA_AXIS) if summed else []
             for i, total in zip(summed, totals, strict=True):
                 new[i] = total
-            results = zip(outs[: pure.num_outs], self.split_outs, strict=True)
+            results = zip(
+                whole_on_cores(outs[: pure.num_outs], self._mesh, True),
+                self.split_outs,
+                strict=True,
+            )
             return new, [out[None] if is_split else out for out, is_split in results]
 
         split, whole = P(REPLICA_AXIS), P()
@@ -424,6 +434,8 @@ class ReplicaProgram:
                 [split if is_split else whole for is_split in self.split_outs],
             ),
             check_vma=False,
+            # Logical devices are left to XLA.
+            axis_names={REPLICA_AXIS},
         )(list(captures), [*written, *read_only], list(args))
 
     def _run_jointly(
@@ -460,8 +472,9 @@ class ReplicaProgram:
                 new.append(jnp.stack(values))
             else:
                 new.append(sum(values[1:], values[0]) if handle.summed else values[0])
+        outs = [whole_on_cores(out[: self.num_outs], self._mesh, False) for out in outs]
         if not self.uneven:
-            return new, outs[0][: self.num_outs]
+            return new, outs[0]
         results: list[Any] = []
         for k in range(self.num_outs):
             values = [out[k] for out in outs]

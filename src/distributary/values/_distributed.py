@@ -8,9 +8,10 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
-from distributary.topology import REPLICA_AXIS, local_copy
+from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices
 from distributary.values._operators import ArrayOperators
 
 
@@ -168,13 +169,17 @@ class PerReplica(DistributedValues):
 
 
 def _rows(stacked: Any, num_replicas: int) -> list[Any]:
-    """The rows of `[replica, *shape]`, each on its replica's device; of this process only."""
+    """The rows of `[replica, *shape]`, each on its replica's device; of this process only.
+
+    Of a replica with several logical devices, on the first.
+    """
     if isinstance(stacked, jax.core.Tracer):
         return [stacked[i] for i in range(num_replicas)]
     if stacked.is_fully_replicated and num_replicas > 1:
         own = local_copy(stacked)
         return [own[i] for i in range(num_replicas)]
-    shards = {shard.index[0].start or 0: shard.data for shard in stacked.addressable_shards}
+    first_copies = [shard for shard in stacked.addressable_shards if shard.replica_id == 0]
+    shards = {shard.index[0].start or 0: shard.data for shard in first_copies}
     return [shards[start].reshape(stacked.shape[1:]) for start in sorted(shards)]
 
 
@@ -252,6 +257,8 @@ class Mirrored(DistributedValues, ArrayOperators):
 def _copies(value: Any, num_replicas: int) -> list[Any]:
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         shards = [shard.data for shard in value.addressable_shards]
+        if isinstance(value.sharding, NamedSharding) and REPLICA_AXIS in value.sharding.mesh.shape:
+            shards = shards[:: num_logical_devices(value.sharding.mesh)]
         if len(shards) == num_replicas or not value.is_fully_addressable:
             return shards
     return [value] * num_replicas

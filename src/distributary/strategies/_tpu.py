@@ -1,0 +1,199 @@
+"""Synchronous training on TPUs, with one or several cores per replica."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
+from distributary.strategies._base import Strategy
+from distributary.strategies._connection import extended_of_job
+from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
+from distributary.topology import DeviceAssignment, Topology, replica_devices
+from distributary.tracing import constrained, spec_of_split
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class TPUStrategy(Strategy):
+    """One replica per core of a TPU, or per block of cores, with variables mirrored on all of them.
+
+    The same program runs on every host of the TPU, which is where tf.distribute differs: there, one
+    program controls all hosts. Otherwise several hosts are the workers of
+    `MultiWorkerMirroredStrategy`, with the same rules.
+
+    With several cores per replica, a step can split its arrays over them:
+    `experimental_split_to_logical_devices`. XLA then partitions the computation and adds the
+    communication it needs. Variables lie on every core as a whole.
+
+    Args:
+        tpu_cluster_resolver: Says where the hosts are and which one this is; None asks the
+            environment, then the metadata server, and takes this host alone if they know of no TPU.
+        experimental_device_assignment: Which cores make up the replicas; None takes every core as a
+            replica. Made of a `Topology.of_devices` it may consist of any devices.
+        experimental_spmd_xla_partitioning: Accepted for compatibility: cores always run one program
+            that XLA partitions.
+
+    Raises:
+        DeviceError: if there is no TPU.
+        ClusterError: if a host does not come in time, or they do not fit together.
+        BackendStartedError: with several hosts, if JAX has computed something already.
+        InvalidTypeError: for arguments of another type.
+        InvalidValueError: for assignments in which hosts have different numbers of replicas.
+        UnsupportedError: for assignments in which a replica spans hosts.
+
+    Source: `tf.distribute.TPUStrategy`.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        del experimental_spmd_xla_partitioning
+        assignment = experimental_device_assignment
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise InvalidTypeError(
+                f"TPUStrategy: experimental_device_assignment is {assignment!r}, expected a"
+                " DeviceAssignment."
+            )
+        resolver = tpu_cluster_resolver
+        if resolver is None and assignment is not None and assignment.topology.num_tasks == 1:
+            resolver = TPUClusterResolver("local")
+        self._cluster_resolver, why = resolver_or_local(resolver, "TPUStrategy")
+        place = connect_workers(self._cluster_resolver)
+        devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]]
+        if assignment is None:
+            devices = tpu_devices(place, "TPUStrategy", why)
+        else:
+            devices = _devices_of(assignment, place, why)
+        if place is None:
+            super().__init__(StrategyExtended(self, devices))
+        else:
+            super().__init__(extended_of_job(self, place, devices, None))
+        _log.info("Using %r", self)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The cluster resolver."""
+        return self._cluster_resolver
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Splits an array of a step over the logical devices of its replica.
+
+        What is computed from it is partitioned, too, as far as XLA finds useful. Values do not
+        change.
+
+        Args:
+            tensor: An array inside `run`.
+            partition_dimensions: Into how many equal parts each dim is cut.
+
+        Returns:
+            The array.
+
+        Raises:
+            ContextError: outside of `run` and `fit`.
+            InvalidValueError: if there is not one number per dim, a dim does not divide, or the
+                product is not the number of logical devices per replica.
+
+        Source: `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+        """
+        array = _traced(tensor, "experimental_split_to_logical_devices")
+        parts = list(partition_dimensions)
+        return constrained(
+            array, self._extended.mesh, spec_of_split(self._extended.mesh, array.shape, parts)
+        )
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Gives every logical device of a replica the whole of an array of its step.
+
+        Args:
+            tensor: An array inside `run`.
+
+        Returns:
+            The array.
+
+        Raises:
+            ContextError: outside of `run` and `fit`.
+
+        Source: `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+        """
+        array = _traced(tensor, "experimental_replicate_to_logical_devices")
+        return constrained(array, self._extended.mesh, P())
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Not possible with several logical devices, which run one program.
+
+        Args:
+            tensor: An array inside `run`.
+            logical_device_id: Number of the logical device.
+
+        Returns:
+            The array, if the replicas have one logical device.
+
+        Raises:
+            InvalidValueError: if there is no such logical device, and if there are several; as in
+                TensorFlow with `experimental_spmd_xla_partitioning=True`.
+
+        Source: `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+        """
+        self._extended.check_logical_device(logical_device_id)
+        return tensor
+
+
+def _traced(tensor: Any, who: str) -> Any:
+    array = jnp.asarray(tensor)
+    if not isinstance(array, jax.core.Tracer):
+        raise ContextError(
+            f"{who}: got {tensor!r} outside of a step. Call it in the function given to"
+            " Strategy.run, or in a layer of a model, on an array that is computed there."
+        )
+    return array
+
+
+def _devices_of(
+    assignment: DeviceAssignment, place: MultiWorker | None, why: str
+) -> list[list[jax.Device]]:
+    """The devices of every replica."""
+    topology = assignment.topology
+    if not topology.has_devices:
+        topology = Topology.of_devices(tpu_devices(place, "TPUStrategy", why))
+    devices = [[topology.jax_device(at) for at in cores] for cores in assignment.core_assignment]
+    num_workers = 1 if place is None else place.num_workers
+    if num_workers > 1:
+        _check_hosts(devices, num_workers)
+    this_process = jax.process_index()
+    # Of one kind, and with enough threads where they are CPU devices.
+    replica_devices([d for own in devices for d in own if d.process_index == this_process])
+    return devices
+
+
+def _check_hosts(devices: list[list[jax.Device]], num_workers: int) -> None:
+    """Every replica on one host, as many on each, and host by host."""
+    for replica, cores in enumerate(devices):
+        hosts = sorted({device.process_index for device in cores})
+        if len(hosts) > 1:
+            raise UnsupportedError(
+                f"TPUStrategy: replica {replica} has cores on the hosts {hosts}. A host feeds its"
+                " own replicas, so each must lie on one; choose a computation_shape that fits."
+            )
+    hosts = [cores[0].process_index for cores in devices]
+    if hosts != sorted(list(range(num_workers)) * (len(devices) // num_workers)):
+        raise InvalidValueError(
+            f"TPUStrategy: the replicas lie on the hosts {hosts}, expected as many on each of the"
+            f" {num_workers} hosts, and host by host."
+        )

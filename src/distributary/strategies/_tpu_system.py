@@ -1,0 +1,124 @@
+"""The TPU of a job: connecting its hosts, and what it consists of."""
+
+import jax
+
+from distributary.cluster_resolver import (
+    ClusterResolver,
+    MultiWorker,
+    TPUClusterResolver,
+    multi_worker,
+)
+from distributary.errors import ClusterError, DeviceError, InvalidTypeError
+from distributary.options import CommunicationOptions
+from distributary.strategies._connection import connect, devices_of_all
+from distributary.topology import Topology, replica_devices
+
+
+def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -> None:
+    """Connects this process to the others of its job; all of them call it.
+
+    Call it at the beginning of the program, before anything is computed with JAX. Strategies of
+    several processes connect them themselves, if that was not done before.
+
+    Args:
+        cluster_spec_or_resolver: A resolver, which also says which task this process is.
+
+    Raises:
+        ClusterError: if a process does not come in time, or they do not fit together.
+        BackendStartedError: if JAX has computed something already.
+        InvalidTypeError: for something else than a resolver.
+
+    Source: `tf.config.experimental_connect_to_cluster`; there, one program controls all processes.
+    """
+    if not isinstance(cluster_spec_or_resolver, ClusterResolver):
+        raise InvalidTypeError(
+            f"experimental_connect_to_cluster: got {cluster_spec_or_resolver!r}, expected a"
+            " ClusterResolver, which knows the cluster and which of its tasks this process is."
+        )
+    connect_workers(cluster_spec_or_resolver)
+
+
+def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
+    """Starts JAX on the TPU, and finds out of what it consists; all hosts call it.
+
+    Args:
+        cluster_resolver: Says where the hosts are; None asks the environment, then the metadata
+            server, and takes this host alone if they know of no TPU.
+
+    Returns:
+        The topology of all hosts' TPU devices, one per core.
+
+    Raises:
+        DeviceError: if JAX has no TPU here.
+        ClusterError: if a host does not come in time, or they do not fit together.
+
+    Source: `tf.tpu.experimental.initialize_tpu_system`.
+    """
+    resolver, why = resolver_or_local(cluster_resolver, "initialize_tpu_system")
+    place = connect_workers(resolver)
+    return Topology.of_devices(tpu_devices(place, "initialize_tpu_system", why))
+
+
+def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
+    """Forgets all compiled programs. The devices belong to the process until it ends.
+
+    Args:
+        cluster_resolver: Accepted for compatibility.
+
+    Source: `tf.tpu.experimental.shutdown_tpu_system`, which forgets them, too.
+    """
+    del cluster_resolver
+    jax.clear_caches()
+
+
+def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[ClusterResolver, str]:
+    """The resolver, or one of this host alone if none is given and no cluster is found.
+
+    Returns:
+        The resolver, and why no cluster was found.
+    """
+    if resolver is not None:
+        if not isinstance(resolver, ClusterResolver):
+            raise InvalidTypeError(
+                f"{who}: the cluster resolver is {resolver!r}, expected a ClusterResolver such as"
+                " distributary.cluster_resolver.TPUClusterResolver()."
+            )
+        return resolver, ""
+    found = TPUClusterResolver()
+    try:
+        found.cluster_spec()
+    except ClusterError as error:
+        return TPUClusterResolver("local"), f" {error}"
+    return found, ""
+
+
+def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
+    """Connects the processes of a cluster; None if there is no other than this one."""
+    spec = resolver.cluster_spec()
+    if not spec:
+        return None
+    place = multi_worker(spec, resolver.task_type, resolver.task_id)
+    if not place.in_collective_group:
+        raise ClusterError(
+            f"This process is {place.name}, which does not compute with the workers. Only they"
+            " connect to each other."
+        )
+    connect(place, CommunicationOptions())
+    return place
+
+
+def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax.Device, ...]:
+    """The TPU devices of all hosts, host by host.
+
+    Raises:
+        DeviceError: if there are none.
+    """
+    devices = replica_devices(None) if place is None else devices_of_all(place)
+    if devices[0].platform != "tpu":
+        raise DeviceError(
+            f"{who}: there is no TPU here. JAX was asked for TPU devices and has"
+            f" {len(devices)} {devices[0].platform.upper()} devices; a TPU host needs `pip install"
+            f" 'distributary[tpu]'`.{why} To try a program on other devices, describe them with"
+            " distributary.tpu.experimental.Topology.of_devices and pass a DeviceAssignment."
+        )
+    return devices

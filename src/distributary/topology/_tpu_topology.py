@@ -1,0 +1,281 @@
+"""Where the cores of a TPU lie, and which devices of JAX they are."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import numpy as np
+
+from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError
+
+__all__ = ["TPUSystemMetadata", "Topology"]
+
+_MESH_RANK = 4
+
+# x, y and z of a chip, and the number of a core on it.
+Coordinates = tuple[int, int, int, int]
+
+
+@final
+class Topology:
+    """The places of devices in a grid of chips with cores.
+
+    Comes from `distributary.tpu.experimental.initialize_tpu_system`, or from `of_devices`.
+
+    Args:
+        serialized: What `serialized()` returned; the other arguments are then ignored.
+        mesh_shape: Size of the grid: three numbers for the chips, one for the cores of a chip.
+        device_coordinates: Integers `[task, device, 4]`: the place of every device of every task,
+            of which all have as many.
+
+    Raises:
+        InvalidValueError: for shapes that are no topology, and for coordinates that lie outside of
+            the grid or come twice.
+
+    Source: `tf.tpu.experimental.Topology`; `serialized()` is of a format of its own.
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | None = None,
+        device_coordinates: Any = None,
+    ) -> None:
+        if serialized:
+            mesh_shape, device_coordinates = _parsed(serialized)
+        self._mesh_shape = _mesh_shape(mesh_shape)
+        self._device_coordinates = _device_coordinates(device_coordinates)
+        self._places: dict[Coordinates, tuple[int, int]] = {}
+        for task, row in enumerate(self._device_coordinates):
+            for ordinal, place in enumerate(row):
+                self._add(_coordinates(place), task, ordinal)
+        self._devices: dict[Coordinates, jax.Device] = {}
+
+    @classmethod
+    def of_devices(
+        cls, devices: Sequence[jax.Device], mesh_shape: Sequence[int] | None = None
+    ) -> "Topology":
+        """The topology of devices that JAX has; tf.distribute has no such method.
+
+        With it programs for several cores per replica run on any devices, also on logical CPU
+        devices.
+
+        Args:
+            devices: The devices, as many of every process.
+            mesh_shape: Size of the grid, which the devices fill in their order, the last number
+                fastest; None for the places that TPU devices have themselves (the slices of a job
+                lie behind each other along z), and for others `[number, 1, 1, 1]`.
+
+        Raises:
+            DeviceError: if the processes have different numbers of devices, or there are none.
+            InvalidValueError: if the grid is of another size than the devices.
+        """
+        found = list(devices)
+        by_process: dict[int, list[int]] = {}
+        for i, device in enumerate(found):
+            by_process.setdefault(device.process_index, []).append(i)
+        counts = sorted({len(own) for own in by_process.values()})
+        if len(counts) != 1:
+            raise DeviceError(
+                f"Topology.of_devices: the processes have {counts} devices, expected as many of"
+                " every process, and at least one."
+            )
+        if mesh_shape is None and all(hasattr(device, "coords") for device in found):
+            shape, places = _places_of_tpus(found)
+        else:
+            shape = _mesh_shape([len(found), 1, 1, 1] if mesh_shape is None else mesh_shape)
+            if int(np.prod(shape)) != len(found):
+                raise InvalidValueError(
+                    f"Topology.of_devices: mesh_shape is {shape.tolist()}, which has"
+                    f" {np.prod(shape)} places for {len(found)} devices."
+                )
+            places = np.stack(np.unravel_index(np.arange(len(found)), shape), axis=-1)
+        rows = [by_process[process] for process in sorted(by_process)]
+        topology = cls(mesh_shape=shape.tolist(), device_coordinates=places[np.array(rows)])
+        topology._devices = {
+            _coordinates(place): device for place, device in zip(places, found, strict=True)
+        }
+        return topology
+
+    @property
+    def mesh_shape(self) -> np.ndarray:
+        """Size of the grid, int32 `[4]`."""
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        """Number of dims of the grid."""
+        return len(self._mesh_shape)
+
+    @property
+    def device_coordinates(self) -> np.ndarray:
+        """The place of every device of every task, int32 `[task, device, 4]`."""
+        return self._device_coordinates
+
+    @property
+    def missing_devices(self) -> np.ndarray:
+        """Places of the grid without a device, int64 `[number, 4]`."""
+        present = np.zeros(self._mesh_shape, bool)
+        present[tuple(np.moveaxis(self._device_coordinates, -1, 0))] = True
+        return np.argwhere(~present)
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of hosts."""
+        return int(self._device_coordinates.shape[0])
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """Number of devices of each host."""
+        return int(self._device_coordinates.shape[1])
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The number of the host to which a place belongs.
+
+        Raises:
+            InvalidValueError: if there is no device at these coordinates; so do the next methods.
+        """
+        return self._place(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The number of the device on its host."""
+        return self._place(device_coordinates)[1]
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """The name of the CPU of a device's host: `"/task:0/device:CPU:0"`."""
+        task, _ = self._place(device_coordinates)
+        return f"{_job(job)}/task:{task}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """The name of a device: `"/task:0/device:TPU:1"`."""
+        task, ordinal = self._place(device_coordinates)
+        return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether it was made of devices of JAX."""
+        return bool(self._devices)
+
+    def jax_device(self, device_coordinates: Sequence[int]) -> jax.Device:
+        """The device at a place of a topology that was made of devices."""
+        self._place(device_coordinates)
+        return self._devices[_coordinates(device_coordinates)]
+
+    def serialized(self) -> bytes:
+        """The topology as bytes, from which `Topology(serialized)` makes it again.
+
+        The devices of JAX are not part of it.
+        """
+        content = {
+            "mesh_shape": self._mesh_shape.tolist(),
+            "device_coordinates": self._device_coordinates.tolist(),
+        }
+        return json.dumps(content).encode()
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self._mesh_shape.tolist()))
+        return f"<Topology: {shape}, {self.num_tasks} x {self.num_tpus_per_task} devices>"
+
+    def _add(self, place: Coordinates, task: int, ordinal: int) -> None:
+        inside = all(0 <= at < size for at, size in zip(place, self._mesh_shape, strict=True))
+        if not inside or place in self._places:
+            raise InvalidValueError(
+                f"Topology: device {ordinal} of task {task} has the coordinates {list(place)},"
+                f" {'which another one has' if inside else 'outside of the grid'}; mesh_shape is"
+                f" {self._mesh_shape.tolist()}."
+            )
+        self._places[place] = (task, ordinal)
+
+    def _place(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        try:
+            return self._places[_coordinates(coordinates)]
+        except (KeyError, TypeError, ValueError):
+            raise InvalidValueError(
+                f"There is no device at the coordinates {coordinates!r} of {self!r}."
+            ) from None
+
+
+class TPUSystemMetadata(NamedTuple):
+    """How many TPU cores there are, and where.
+
+    Attributes:
+        num_cores: Number of cores (devices of JAX) of the job.
+        num_hosts: Number of hosts.
+        num_of_cores_per_host: Number of cores of each.
+        topology: Where they lie.
+        devices: The devices of JAX, host by host.
+
+    Source: `tf.tpu.experimental.TPUSystemMetadata`.
+    """
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: Topology | None
+    devices: tuple[jax.Device, ...]
+
+
+def _coordinates(place: Any) -> Coordinates:
+    x, y, z, core = (int(at) for at in place)
+    return x, y, z, core
+
+
+def _job(job: str | None) -> str:
+    return "" if job is None else f"/job:{job}"
+
+
+def _places_of_tpus(devices: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The grid of TPU devices, and the place of each, `[device, 4]`."""
+    places = np.array([(*d.coords, getattr(d, "core_on_chip", 0)) for d in devices], np.int32)
+    slices = np.array([getattr(d, "slice_index", None) or 0 for d in devices], np.int32)
+    # A host of a larger TPU may run alone.
+    shape = places.max(axis=0) - places.min(axis=0) + 1
+    places -= places.min(axis=0)
+    places[:, 2] += shape[2] * slices
+    shape[2] *= slices.max() + 1
+    return shape, places
+
+
+def _parsed(serialized: bytes) -> tuple[Any, Any]:
+    try:
+        content = json.loads(serialized)
+        return content["mesh_shape"], content["device_coordinates"]
+    except (ValueError, TypeError, KeyError):
+        raise InvalidValueError(
+            f"Topology: serialized is {serialized!r}, expected what Topology.serialized() returned."
+        ) from None
+
+
+def _mesh_shape(mesh_shape: Any) -> np.ndarray:
+    shape = _integers(mesh_shape, "mesh_shape")
+    if shape.shape != (_MESH_RANK,) or (shape < 1).any():
+        raise InvalidValueError(
+            f"Topology: mesh_shape is {mesh_shape!r}, expected {_MESH_RANK} positive numbers."
+        )
+    return shape
+
+
+def _device_coordinates(device_coordinates: Any) -> np.ndarray:
+    places = _integers(device_coordinates, "device_coordinates")
+    if places.ndim != 3 or places.shape[-1] != _MESH_RANK or not places.size:
+        raise InvalidValueError(
+            f"Topology: device_coordinates has the shape {list(places.shape)}, expected [task,"
+            f" device, {_MESH_RANK}]."
+        )
+    return places
+
+
+def _integers(values: Any, what: str) -> np.ndarray:
+    try:
+        found = np.asarray(values)
+        whole = found.astype(np.int32)
+    except (TypeError, ValueError):
+        raise InvalidTypeError(f"Topology: {what} is {values!r}, expected integers.") from None
+    if found.dtype.kind not in "iu":
+        raise InvalidValueError(f"Topology: {what} is {values!r}, expected integers.")
+    return whole

@@ -1,0 +1,151 @@
+"""How an array of one replica lies on the replica's logical devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.topology import REPLICA_AXIS, num_logical_devices
+from distributary.tracing._markers import Array, Jaxpr, jaxpr_of, walk
+
+__all__ = [
+    "check_on_cores",
+    "constrained",
+    "eval_on_replica",
+    "spec_of_split",
+    "whole_on_cores",
+]
+
+
+# `jax.lax.with_sharding_constraint` wants to know when it is traced whether it will run inside of
+# `jax.shard_map`, which steps do with several replicas and not with one. This asks when it is
+# lowered.
+constraint_p = jex_core.Primitive("on_logical_devices")
+constraint_p.def_abstract_eval(lambda x, *, sharding: x)
+mlir.register_lowering(
+    constraint_p,
+    mlir.lower_fun(
+        lambda x, *, sharding: jax.lax.with_sharding_constraint(x, sharding),
+        multiple_results=False,
+    ),
+)
+ad.deflinear2(constraint_p, lambda ct, _, *, sharding: [constraint_p.bind(ct, sharding=sharding)])
+
+
+def _batched(args: Sequence[Array], dims: Sequence[int], *, sharding: NamedSharding) -> Any:
+    (x,), (dim,) = args, dims
+    spec = [*sharding.spec, *[None] * (x.ndim - 1 - len(sharding.spec))]
+    spec.insert(dim, P.UNCONSTRAINED)
+    return constraint_p.bind(x, sharding=NamedSharding(sharding.mesh, P(*spec))), dim
+
+
+batching.primitive_batchers[constraint_p] = _batched
+
+
+def constrained(x: Array, mesh: Mesh, spec: P) -> Array:
+    """The array of one replica, laid out over the replica's logical devices.
+
+    Args:
+        x: Array that is being traced.
+        mesh: Mesh with the replicas' logical devices.
+        spec: The axes of the logical devices over which each dim is split.
+    """
+    return constraint_p.bind(x, sharding=NamedSharding(mesh, spec))
+
+
+def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:
+    """The axes of logical devices that split each dim of an array into so many parts.
+
+    Raises:
+        InvalidValueError: if there is not one number per dim, a dim does not divide, or the product
+            is not the number of logical devices.
+        InvalidTypeError: if one is not an int.
+    """
+    what = "experimental_split_to_logical_devices: partition_dimensions is"
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in parts):
+        raise InvalidTypeError(f"{what} {parts!r}, expected ints.")
+    if len(parts) != len(shape):
+        raise InvalidValueError(f"{what} {parts!r}, expected one number for each dim of {shape}.")
+    product = 1
+    for n, size in zip(parts, shape, strict=True):
+        product *= n
+        if n < 1 or size % n:
+            raise InvalidValueError(
+                f"{what} {parts!r}, but {size} of the shape {shape} does not divide into {n} equal"
+                " parts."
+            )
+    if product != num_logical_devices(mesh):
+        raise InvalidValueError(
+            f"{what} {parts!r}, whose product is {product}; a replica has"
+            f" {num_logical_devices(mesh)} logical devices."
+        )
+    free = [(name, size) for name, size in mesh.shape.items() if name != REPLICA_AXIS]
+    spec: list[Any] = []
+    for n in parts:
+        names = []
+        for name, size in list(free):
+            if n % size == 0:
+                n //= size
+                names.append(name)
+                free.remove((name, size))
+        spec.append(tuple(names) or None)
+    return P(*spec)
+
+
+def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> list[Array]:
+    """Evaluates the program of a replica, inside `jax.shard_map`.
+
+    Beside logical devices jax 0.10.2 compiles an `axis_index` only if it was traced in there.
+    """
+    ids = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "axis_index"]
+    others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "axis_index"]
+    program = jaxpr_of([*jaxpr.invars, *ids], jaxpr.outvars, others)
+    outs: list[Array] = jax.core.eval_jaxpr(program, (), *args, *[replica_id] * len(ids))
+    return outs
+
+
+def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> list[Array]:
+    """Results of a step, whole on each of the logical devices, where a replica has several.
+
+    Args:
+        arrays: The results.
+        mesh: As in `constrained`; None without one.
+        of_one: Whether they are in the program of one replica, inside of `jax.shard_map`. Outside
+            of it they also tell JAX on which devices the program runs.
+    """
+    if mesh is None or num_logical_devices(mesh) == 1:
+        return list(arrays)
+    if of_one:
+        return [constrained(x, mesh, P()) for x in arrays]
+    return [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) for x in arrays]
+
+
+def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:
+    """Refuses what JAX 0.10.2 cannot compile for replicas of several logical devices.
+
+    Raises:
+        UnsupportedError: for `jax.lax.axis_index` inside control flow, and on CPU devices for
+            reductions of bfloat16, where XLA would end the process.
+    """
+    if mesh is None or num_logical_devices(mesh) == 1:
+        return
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    top_level = {id(eqn) for eqn in jaxpr.eqns}
+    for eqn in walk(jaxpr.eqns):
+        name = eqn.primitive.name
+        if name == "axis_index" and id(eqn) not in top_level:
+            raise UnsupportedError(
+                "jax.lax.axis_index inside control flow or a jitted function is not supported with"
+                " several logical devices per replica. Use"
+                " get_replica_context().replica_id_in_sync_group."
+            )
+        is_bfloat16 = any(v.aval.dtype.name == "bfloat16" for v in eqn.outvars)
+        if on_cpu and is_bfloat16 and name in ("psum", "reduce_scatter", "pmax", "pmin"):
+            raise UnsupportedError(
+                "A reduction of bfloat16 over replicas that have several logical devices each is"
+                " not possible on CPU devices. Convert the values to float32 before all_reduce."
+            )
