@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 _PROGRAMS = Path(__file__).parent / "programs"
-_SECONDS = 120.0
+_SECONDS = 300.0
 
 
 @dataclass
