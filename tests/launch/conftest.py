@@ -15,7 +15,7 @@ import pytest
 import distributary
 from distributary.launch import HostOptions, LaunchOptions, run
 
-_SECONDS = 30.0  # for anything that is waited for; things take far less
+_SECONDS = 120.0  # for anything that is waited for; things take far less
 
 # Without the settings that this test process has made for itself.
 _SETTINGS = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "XLA_FLAGS")

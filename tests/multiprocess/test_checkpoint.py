@@ -116,7 +116,7 @@ def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_s
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
     assert ended.returncode == 0, ended.stderr

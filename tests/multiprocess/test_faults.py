@@ -15,7 +15,7 @@ import pytest
 from distributary.errors import WorkerLostError
 
 _LOST = WorkerLostError.exit_code
-_SECONDS = 120.0
+_SECONDS = 300.0
 _TRAINING = Path(__file__).parent / "programs" / "training.py"
 
 

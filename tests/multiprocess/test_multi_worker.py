@@ -261,7 +261,7 @@ def _launch(*command):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
 
 
