@@ -20,6 +20,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
+from distributary.tracing._servers import ServerPart, ServerSplit, split_over_servers
 from distributary.tracing._stages import Stages, cut
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "FunctionProgram",
     "Handle",
     "ReplicaProgram",
+    "ServerPart",
+    "ServerSplit",
     "Stages",
     "TapeRecord",
     "TraceScope",
@@ -38,5 +41,6 @@ __all__ = [
     "cut",
     "in_role",
     "register_around_traces",
+    "split_over_servers",
     "user_stacklevel",
 ]
