@@ -5,6 +5,7 @@ gradients, need not be computed by each of them. It makes up a second stage, whi
 once, wherever it wants to.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -101,9 +102,9 @@ def stage_of_equations(
     while True:
         invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
         varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
-        if not any(_is_mixed(eqn, varying) for eqn in jaxpr.eqns):
+        if not any(_is_mixed(varying, eqn) for eqn in jaxpr.eqns):
             break
-        jaxpr = written_out(jaxpr, constants, lambda eqn, v=varying: _is_mixed(eqn, v))
+        jaxpr = written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
     first = [
         bool(eqn.effects) or _has_collective(eqn) or not varying.isdisjoint(eqn.outvars)
         for eqn in jaxpr.eqns
@@ -116,7 +117,7 @@ def stage_of_equations(
     return jaxpr, constants, first
 
 
-def _is_mixed(eqn: Equation, varying: frozenset[Any]) -> bool:
+def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
     """Whether `eqn` calls a function that belongs to both stages."""
     return (
         call_of(eqn) is not None
