@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distributary.strategies._base import Strategy
+from distributary.strategies._compiled import is_dynamic, signature_of, split_result
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
@@ -22,6 +23,9 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "function",
+    "is_dynamic",
+    "signature_of",
+    "split_result",
 ]
 
 

@@ -8,7 +8,9 @@ from distributary.tracing._markers import Array, Handle
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
+    purify,
     register_around_traces,
+    trace,
 )
 from distributary.tracing._scope import (
     TapeRecord,
@@ -20,7 +22,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
-from distributary.tracing._servers import ServerPart, ServerSplit, split_over_servers
+from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
 from distributary.tracing._stages import Stages, cut
 
 __all__ = [
@@ -40,7 +42,10 @@ __all__ = [
     "current_scope",
     "cut",
     "in_role",
+    "purify",
+    "push",
     "register_around_traces",
     "split_over_servers",
+    "trace",
     "user_stacklevel",
 ]
