@@ -144,3 +144,22 @@ def test_variables_are_read_and_assigned_from_outside(cluster):
     np.testing.assert_array_equal(v.numpy(), [4, 6])
     assert jnp.asarray(v).dtype == jnp.float32
     assert isinstance(v.value(), jax.Array)
+
+
+def test_a_worker_has_values_of_its_own(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(np.zeros(2, np.float32))
+    coordinator = ClusterCoordinator(strategy)
+    numbers = iter([1.0, 10.0])
+    values = coordinator.create_per_worker_value(lambda: np.full(2, next(numbers), np.float32))
+
+    def closure(value):
+        total.assign_add(value)
+        return value[0]
+
+    results = [coordinator.schedule(closure, args=(values,)) for _ in range(20)]
+    coordinator.join()
+    found = coordinator.fetch(results)
+    assert set(map(float, found)) <= {1.0, 10.0}
+    np.testing.assert_array_equal(total, [sum(found)] * 2)

@@ -154,7 +154,7 @@ class ClusterCoordinator:
             value_fn: Function without arguments that returns a nest of arrays.
         """
         source = self._new_source("value", self._cluster.add_source(value_fn))
-        return PerWorkerValues._of(source)
+        return PerWorkerValues(source.take)
 
     def _new_source(self, kind: str, name: str) -> "RemoteSource":
         source = RemoteSource(kind, self._num_sources, functools.partial(self._peek, kind))
@@ -186,7 +186,7 @@ class ClusterCoordinator:
         static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
 
         def call(*arrays: Any) -> Any:
-            parts = list(static)
+            parts = [leaf._take() if isinstance(leaf, PerWorkerValues) else leaf for leaf in static]
             for i, array in zip(dynamic, arrays, strict=True):
                 parts[i] = array
             args, kwargs = jax.tree.unflatten(tree, parts)

@@ -1,6 +1,7 @@
 """What closures return, and values that every worker has of its own."""
 
 import threading
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -52,7 +53,10 @@ class RemoteValue:
 class PerWorkerValues:
     """Values of which every worker has its own; made by `create_per_worker_value`.
 
-    In a scheduled function it stands for the value of the worker that runs it: `values.get()`.
+    As an argument of a scheduled function it stands for the value of the worker that runs it.
 
     Source: `tf.distribute.coordinator.PerWorkerValues`.
     """
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take = take

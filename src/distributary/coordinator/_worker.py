@@ -58,7 +58,7 @@ class Worker:
         plan     function, shapes, program, inputs, num_results, pulls, servers;
                  arrays: constants; blobs: programs of the worker and of the servers
         run      function, closures, num_args, finished; arrays: arguments of all closures
-                                      -> num_ended, num_results; arrays: results; and if not all
+                                      -> num_ended; arrays: results; and if not all
                                       have ended: error, or the shapes that a plan is needed for
 
     Args:
@@ -144,7 +144,8 @@ class Worker:
         fields = message.fields
         closures, num_args = fields["closures"], fields["num_args"]
         results: list[Any] = []
-        reply: dict[str, Any] = {"num_ended": 0, "num_results": 0}
+        num_ended = 0
+        reply: dict[str, Any] = {}
         for i, closure in enumerate(closures):
             args = message.arrays[i * num_args : (i + 1) * num_args]
             try:
@@ -162,8 +163,8 @@ class Worker:
                 reply["error"] = [type(error).__name__, str(error), traceback.format_exc()]
                 break
             results += outs
-            reply["num_ended"] += 1
-        return Message("ok", reply, results)
+            num_ended += 1
+        return Message("ok", {"num_ended": num_ended, **reply}, results)
 
     def _data(self, function: int) -> list[np.ndarray]:
         """What this worker brings to one closure."""
@@ -178,7 +179,12 @@ class Worker:
     ) -> list[Any]:
         """Pulls, computes, pushes; the results."""
         state = self._pull(plan.pulls)
-        given = {"data": data, "argument": args, "constant": plan.constants, "state": state}
+        given: dict[str, Any] = {
+            "data": data,
+            "argument": args,
+            "constant": plan.constants,
+            "state": state,
+        }
         inputs = [given[kind][number] for kind, number in plan.inputs]
         outs = self._programs.run(plan.program, inputs)
         pushed = outs[plan.num_results :]
