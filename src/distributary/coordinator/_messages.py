@@ -21,7 +21,7 @@ from distributary.errors import DistributaryError
 
 __all__ = ["JSON", "Limits", "Message", "WireError", "decode", "encode"]
 
-JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _PREFIX = struct.Struct("<4sHxxIxxxxQ")
@@ -32,11 +32,10 @@ _ALIGNMENT = 64
 _MAX_NDIM = 32
 
 _DTYPES: Final = {
-    dtype.name: dtype
-    for dtype in map(
-        np.dtype,
-        ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-        + [ml_dtypes.bfloat16, "float16", "float32", "float64", "complex64", "complex128"],
+    np.dtype(name).name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
     )
 }
 _NAMES: Final = {
@@ -99,8 +98,8 @@ def encode(message: Message, limits: Limits) -> list[Buffer]:
     arrays = [_native(array) for array in message.arrays]
     header = _header(message, arrays)
     # A memoryview of bfloat16 does not exist.
-    contents = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    contents += [memoryview(blob) for blob in message.blobs]
+    contents: list[Buffer] = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    contents += message.blobs
     sizes = [len(content) for content in contents]
     num_bytes = _PREFIX.size + len(header)
     num_bytes += _padding(num_bytes) + sum(size + _padding(size) for size in sizes)
@@ -110,7 +109,7 @@ def encode(message: Message, limits: Limits) -> list[Buffer]:
     _check_limit(where, "bytes", num_bytes, limits.max_message_bytes)
     start = _PREFIX.pack(_MAGIC, _VERSION, len(header), num_bytes) + header
     buffers: list[Buffer] = []
-    for content in (start, *contents):
+    for content in [start, *contents]:
         buffers.append(content)
         if padding := _padding(len(content)):
             buffers.append(bytes(padding))
