@@ -1,7 +1,6 @@
 """Messages travel unchanged, and nothing else than a message is accepted."""
 
 import json
-import random
 import tracemalloc
 
 import ml_dtypes
@@ -11,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from distributary.coordinator._messages import Limits, Message, WireError, decode, encode
+from tests.coordinator.frames import damaged_frames
 
 _LIMITS = Limits()
 _DTYPES = [
@@ -173,34 +173,13 @@ def test_a_message_beyond_the_limit_of_the_receiver_is_refused():
         decode(frame, Limits(max_message_bytes=1000))
 
 
-def _damaged_frames(num_frames):
-    """Random bytes, and a frame of which bytes were changed, taken out or put in."""
-    generator = random.Random(1)
-    frame = _frame(
-        Message(
-            "push",
-            {"step": 3, "names": ["a", None, 2.5]},
-            [np.ones((2, 3), np.float32), np.array([True, False]), np.ones(1, ml_dtypes.bfloat16)],
-            [b"program"],
-        )
-    )
-    for i in range(num_frames):
-        if i % 4 == 0:
-            yield generator.randbytes(i % 97)
-            continue
-        damaged = bytearray(frame)
-        position = int(generator.random() * 200)  # where the structure is
-        damaged[position : position + i % 3] = generator.randbytes(i // 3 % 3)
-        yield damaged
-
-
 @pytest.mark.parametrize(("num_frames", "traced"), [(2_000, True), (100_000, False)])
 def test_damaged_frames_are_refused_or_read_and_take_no_memory(num_frames, traced):
     num_refused = 0
     if traced:  # which takes much time
         tracemalloc.start()
 
-    for frame in _damaged_frames(num_frames):
+    for frame in damaged_frames(num_frames):
         try:
             decode(frame, _LIMITS)
         except WireError:

@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, launch_parser = _parsers()
     namespace = parser.parse_args(arguments)
+    if namespace.command == "certs":
+        return _make_certificates(namespace)
     try:
         options = _launch_options(namespace, os.environ)
     except DistributaryError as error:
@@ -55,7 +57,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(
         prog="distributary", description="Distributed training with JAX and Keras 3."
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
     launch = commands.add_parser(
         "launch",
         help="run a script as several workers",
@@ -66,6 +70,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     _add_launch_arguments(launch)
+    certs = commands.add_parser(
+        "certs",
+        help="make certificates for the tasks of a job with parameter servers",
+        description="Makes a certificate authority for one job, and a certificate for each of the"
+        " roles chief, worker and ps, with which its tasks encrypt their connections and prove who"
+        " they are. DISTRIBUTARY_CERTS=DIR tells the tasks.",
+        allow_abbrev=False,
+    )
+    _add_certs_arguments(certs)
     return parser, launch
 
 
@@ -120,6 +133,31 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", help="Python script that every worker runs")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _add_certs_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
+    add("--days", type=int, default=365, metavar="N", help="days until they expire (default: 365)")
+    add(
+        "--hosts",
+        nargs="+",
+        default=[],
+        metavar="HOST",
+        help="names and IP addresses of hosts for the certificates; the tasks do without",
+    )
+
+
+def _make_certificates(namespace: argparse.Namespace) -> int:
+    from distributary.coordinator._certificates import make_certificates
+
+    try:
+        files = make_certificates(namespace.out, namespace.hosts, namespace.days)
+    except (DistributaryError, OSError) as error:
+        print(f"distributary certs: {str(error).removeprefix('certs: ')}", file=sys.stderr)
+        return 1
+    print(*files, sep="\n")
+    return 0
 
 
 def _launch_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptions:

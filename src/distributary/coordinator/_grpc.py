@@ -5,8 +5,10 @@ import queue
 import random
 import socket
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
 from typing import Any, final
 
@@ -115,19 +117,22 @@ class GrpcLink:
 
     def _run(self) -> None:
         pause = _MIN_PAUSE_SECONDS
-        while not self._closed.is_set():
-            connection = self._connection
-            connection.wait_for_request()
-            if self._closed.is_set():
-                break
-            error = self._converse(connection)
-            self._connection = _Connection(self._name)
-            connection.end(error)
-            pause = (
-                _MIN_PAUSE_SECONDS if connection.has_heard else min(2 * pause, _MAX_PAUSE_SECONDS)
-            )
-            self._closed.wait(pause * random.uniform(0.5, 1))
-        self._connection.end(ConnectionLostError(f"The link to {self._name} is closed."))
+        try:
+            while not self._closed.is_set():
+                connection = self._connection
+                connection.wait_for_request()
+                if self._closed.is_set():
+                    break
+                error = self._converse(connection)
+                # First, so that who repeats a call does so on the new connection.
+                self._connection = _Connection(self._name)
+                connection.end(error)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+                if connection.has_heard:
+                    pause = _MIN_PAUSE_SECONDS
+                self._closed.wait(pause * random.uniform(0.5, 1))
+        finally:  # even after an error here, no call waits for ever
+            self._connection.end(self._closed_error())
 
     def _converse(self, connection: "_Connection") -> Exception:
         """Sends and receives until the connection ends; returns why it did."""
@@ -151,8 +156,16 @@ class GrpcLink:
                     return WireError(f"{self._name} refuses what was sent: {stream.details()}")
                 reason = f"{stream.code().name}: {stream.details()}"
         if self._closed.is_set():
-            return ConnectionLostError(f"The link to {self._name} is closed.")
-        return ConnectionLostError(f"No connection to {self._name}: {reason}")
+            return self._closed_error()
+        if self._credentials and not connection.has_heard:
+            reason += (
+                f". Its certificate must be that of role {self._role!r}, and of the same authority"
+                " as that of this task"
+            )
+        return ConnectionLostError(f"No connection to {self._name}: {reason}.")
+
+    def _closed_error(self) -> ConnectionLostError:
+        return ConnectionLostError(f"The link to {self._name} is closed.")
 
     def _channel(self) -> Any:
         if self._credentials is None:
@@ -239,7 +252,8 @@ class GrpcServer:
         self._service = service
         self._limits = limits or Limits()
         self._has_credentials = credentials is not None
-        if not (credentials or insecure or _is_loopback(address)):
+        host, ip_address, port = _resolve(address)
+        if not (credentials or insecure or ip_address.is_loopback):
             raise ClusterError(
                 f"Listening at {address} without certificates would let everybody who reaches the"
                 " address read and write the variables. `distributary certs` makes certificates,"
@@ -253,8 +267,14 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
-        port = self._listen(address, credentials)
-        self.address = f"{address.rpartition(':')[0]}:{port}"
+        try:
+            port = self._listen(_address(str(ip_address), port), credentials)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
+                " another machine?"
+            ) from error
+        self.address = _address(host, port)
         self._server.start()
 
     def close(self) -> None:
@@ -263,22 +283,13 @@ class GrpcServer:
         self._threads.shutdown()
 
     def _listen(self, address: str, credentials: Credentials | None) -> int:
-        try:
-            if credentials is None:
-                return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(
-                address,
-                self._grpc.ssl_server_credentials(
-                    [(credentials.key, credentials.certificate)],
-                    credentials.ca,
-                    require_client_auth=True,
-                ),
-            )
-        except RuntimeError as error:
-            raise ClusterError(
-                f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
-                " another machine?"
-            ) from error
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        pair = (credentials.key, credentials.certificate)
+        return self._server.add_secure_port(
+            address,
+            self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
+        )
 
     def _talk(self, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One link, in a thread of its own."""
@@ -313,13 +324,24 @@ class GrpcServer:
         )
 
 
-def _is_loopback(address: str) -> bool:
-    host, _, port = address.rpartition(":")
+def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
+    """Host, IP address and port; gRPC listens at the address that was checked, not at a name."""
     try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        parts = urllib.parse.urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+        if host is None or port is None or parts.netloc != address:
+            raise ValueError("it is not host:port")
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
     except (OSError, ValueError) as error:
-        raise ClusterError(f"Cannot listen at {address}: {error}. Write host:port.") from error
-    return all(ipaddress.ip_address(info[4][0]).is_loopback for info in infos)
+        raise ClusterError(
+            f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
+            ' reach this one, such as "10.0.0.1:2222".'
+        ) from error
+    return host, ipaddress.ip_address(infos[0][4][0]), port
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _import_grpc() -> ModuleType:
