@@ -92,7 +92,7 @@ def test_arrays_are_copied_neither_to_be_sent_nor_when_they_have_come():
     array = np.arange(1 << 16, dtype=np.float32)
 
     buffers = encode(Message("kind", arrays=[array, array]), _LIMITS)
-    frame = b"".join(buffers)
+    frame = bytearray().join(buffers)
     received = decode(frame, _LIMITS).arrays
 
     assert sum(np.shares_memory(np.frombuffer(b, np.uint8), array) for b in buffers if b) == 2

@@ -19,7 +19,7 @@ import numpy as np
 
 from distributary.errors import DistributaryError
 
-__all__ = ["JSON", "Limits", "Message", "WireError", "decode", "encode"]
+__all__ = ["ALIGNMENT", "JSON", "Buffer", "Limits", "Message", "WireError", "decode", "encode"]
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -27,8 +27,8 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 _PREFIX = struct.Struct("<4sHxxIxxxxQ")
 _MAGIC = b"dstr"
 _VERSION = 1
-# Arrays that begin at such an address are used by XLA on CPUs without a copy.
-_ALIGNMENT = 64
+# XLA on CPUs uses an array that begins at such an address without a copy.
+ALIGNMENT: Final = 64
 _MAX_NDIM = 32
 
 _DTYPES: Final = {
@@ -42,6 +42,7 @@ _NAMES: Final = {
     dtype: name for name, dtype in _DTYPES.items()
 }  # dtype.name takes 100 times longer
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder()
 
 
 class WireError(DistributaryError, ValueError):
@@ -202,7 +203,7 @@ def _read_header(
             f" {len(view)} came."
         )
     try:
-        header: Any = json.loads(bytes(view[_PREFIX.size : end]))
+        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
         kind, fields = header["kind"], header["fields"]
         if not (isinstance(kind, str) and isinstance(fields, dict)):
             raise TypeError("kind or fields have another type")
@@ -239,7 +240,7 @@ def _array(content: memoryview, dtype: np.dtype, shape: tuple[int, ...]) -> np.n
 
 
 def _padding(num_bytes: int) -> int:
-    return -num_bytes % _ALIGNMENT
+    return -num_bytes % ALIGNMENT
 
 
 def _check_limit(where: str, what: str, number: int, limit: int) -> None:
