@@ -98,6 +98,22 @@ def test_calls_under_way_raise_when_the_link_is_closed(link, service):
             future.result(_SECONDS)
 
 
+def test_links_and_servers_leave_no_thread_behind(service):
+    threads_before = set(threading.enumerate())
+    server = GrpcServer(service, "127.0.0.1:0")
+    links = [GrpcLink(server.address, "ps"), InProcessLink(service)]
+    for link in links:
+        link.call(Message("echo"), _SECONDS)
+
+    for link in links:
+        link.close()
+    server.close()
+
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join(_SECONDS)
+        assert not thread.is_alive(), thread.name
+
+
 def test_who_calls_is_told(link, service, request):
     link.call(Message("echo"), _SECONDS)
 
@@ -262,7 +278,7 @@ def test_frozen_killed_and_restarted_processes(start_peer):
             link.call(Message("echo"), 0.5)
         # Nobody says so, but the other end does not answer pings.
         with pytest.raises(ConnectionLostError, match=f"No connection to ps at {address}: UNAVAIL"):
-            unlimited.result(_SECONDS)
+            unlimited.result(30)  # gRPC by itself needs a minute
         process.send_signal(signal.SIGCONT)
         assert link.call(Message("echo", {"i": 1}), _SECONDS).fields == {"i": 1}
 
@@ -278,6 +294,45 @@ def test_frozen_killed_and_restarted_processes(start_peer):
         assert link.call(Message("echo", {"i": 2}), _SECONDS).fields == {"i": 2}
     finally:
         link.close()
+
+
+def _forward(source, target, num_bytes):
+    """Passes bytes on until there are no more, or as many as given, and ends both connections."""
+    while num_bytes > 0 and (data := source.recv(min(num_bytes, 1 << 16))):
+        target.sendall(data)
+        num_bytes -= len(data)
+    for one in (source, target):
+        with contextlib.suppress(OSError):  # the other thread was first
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_message(service):
+    array = np.ones(1 << 22, np.uint8)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        contextlib.ExitStack() as sockets,
+        concurrent.futures.ThreadPoolExecutor(4) as threads,
+        contextlib.ExitStack() as stack,
+    ):
+        server = GrpcServer(service, "127.0.0.1:0")
+        stack.callback(server.close)
+        link = GrpcLink(f"127.0.0.1:{listener.getsockname()[1]}", "ps")
+        stack.callback(link.close)
+
+        def send(num_bytes_of_connection):
+            future = link.start(Message("double", {"i": num_bytes_of_connection}, [array]))
+            near = sockets.enter_context(listener.accept()[0])
+            far = sockets.enter_context(socket.create_connection(server.address.split(":")))
+            threads.submit(_forward, near, far, num_bytes_of_connection)
+            threads.submit(_forward, far, near, 1 << 30)
+            return future.result(_SECONDS)
+
+        with pytest.raises(ConnectionLostError):
+            send(2_500_000)
+        reply = send(1 << 30)
+
+    np.testing.assert_array_equal(reply.arrays[0], 2 * array)
+    assert service.handled == [1 << 30]
 
 
 def test_damaged_frames_leave_a_server_as_it_was(start_peer):

@@ -153,6 +153,7 @@ _EMPTY = {"kind": "k", "fields": {}, "arrays": [], "blobs": []}
         (_with_header(_EMPTY | {"arrays": [["float32", 3]]}), "3 is no shape"),
         (_with_header(_EMPTY | {"arrays": [[[], [1]]]}), "TypeError"),
         (_with_header(_EMPTY | {"arrays": [["float32", [1 << 40]]]}), "need 4398046511232 bytes"),
+        (_with_header(_EMPTY, bytes(64)), "need 128 bytes, but it has 192"),
         (_with_header(_EMPTY | {"blobs": [1 << 40]}), "need 1099511627904 bytes, but it has 128"),
         (
             _with_header(_EMPTY | {"arrays": [["bool", [2]]]}, b"\1\2" + bytes(62)),
