@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -79,6 +80,7 @@ def test_a_message_travels_unchanged(message):
         np.arange(24, dtype=">i4").reshape(4, 6),
         np.broadcast_to(np.float32(3), (3, 2)),
         np.array(5, np.int64),
+        jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
     ],
 )
 def test_every_layout_is_sent_in_order(array):

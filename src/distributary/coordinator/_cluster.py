@@ -7,7 +7,9 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.coordinator._messages import InProcessLink, Link, Message
+from distributary.coordinator._in_process import InProcessLink
+from distributary.coordinator._links import Link
+from distributary.coordinator._messages import Message
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import InvalidValueError
@@ -77,6 +79,8 @@ class Cluster:
 
     def close(self) -> None:
         """Ends what belongs to the cluster in this process."""
+        for link in (*self.worker_links, *self.server_links):
+            link.close()
 
 
 @final
@@ -89,6 +93,7 @@ class _LocalCluster(Cluster):
         super().__init__([InProcessLink(worker) for worker in self._workers], server_links, sources)
 
     def close(self) -> None:
+        super().close()
         for worker in self._workers:
             worker.close()
 

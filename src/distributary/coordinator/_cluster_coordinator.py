@@ -14,7 +14,8 @@ import numpy as np
 
 from distributary import errors
 from distributary.coordinator._closures import Plan, current_trace, plan_of
-from distributary.coordinator._messages import Link, Message
+from distributary.coordinator._links import Link
+from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import (

@@ -1,8 +1,9 @@
 """Links without sockets, for clusters in one process and for tests of faults."""
 
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import final
 
 from distributary.coordinator._links import (
@@ -50,7 +51,7 @@ class InProcessLink:
         self._limits = limits
         self._fault = fault
         self._lock = threading.Lock()
-        self._connection = _Connection(name, service)
+        self._connection = self._connect(service)
 
     def start(self, message: Message) -> "Future[Message]":
         """Sends a request; see `Link`."""
@@ -86,8 +87,22 @@ class InProcessLink:
             connection = self._connection
             number, future = connection.calls.begin()
             if connection.calls.is_waiting(number):
-                connection.thread.submit(self._deliver, connection, number, message)
+                connection.requests.put((number, message))
         return connection, future
+
+    def _connect(self, service: Service | None) -> "_Connection":
+        connection = _Connection(self._name, service)
+        threading.Thread(
+            target=self._serve,
+            args=(connection,),
+            name=f"distributary link to {self._name}",
+            daemon=True,
+        ).start()
+        return connection
+
+    def _serve(self, connection: "_Connection") -> None:
+        while (request := connection.requests.get()) is not None:
+            self._deliver(connection, *request)
 
     def _deliver(self, connection: "_Connection", number: int, message: Message) -> None:
         service = connection.service
@@ -116,7 +131,7 @@ class InProcessLink:
         with self._lock:
             if old is not self._connection:
                 return
-            self._connection = _Connection(self._name, service)
+            self._connection = self._connect(service)
             if service is None:
                 self._connection.end(reason)
         old.end(reason)
@@ -127,8 +142,8 @@ class _Connection:
     def __init__(self, name: str, service: Service | None) -> None:
         self.calls = Calls(name)
         self.service = service
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"distributary link to {name}")
+        self.requests: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
 
     def end(self, reason: str) -> None:
         self.calls.end(ConnectionLostError(reason))
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        self.requests.put(None)

@@ -21,7 +21,7 @@ from distributary.errors import DistributaryError
 
 __all__ = ["ALIGNMENT", "JSON", "Buffer", "Limits", "Message", "WireError", "decode", "encode"]
 
-JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str of such
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _PREFIX = struct.Struct("<4sHxxIxxxxQ")
@@ -73,15 +73,16 @@ class Message:
     Args:
         kind: What is asked or answered.
         fields: Small values, by name.
-        arrays: Arrays of the dtypes that JAX has for numbers. Nobody writes to an array that was
-            in a message: until it is sent it is not copied, and received ones may be shared.
+        arrays: Arrays of NumPy or JAX, of the dtypes that JAX has for numbers. Nobody writes to an
+            array that was in a message: until it is sent it is not copied, and received ones may be
+            shared.
         blobs: Bytes, such as a serialized program.
     """
 
     kind: str
     fields: dict[str, JSON] = field(default_factory=dict)
-    arrays: Sequence[np.ndarray] = ()
-    blobs: Sequence[bytes] = ()
+    arrays: list[np.ndarray] = field(default_factory=list)
+    blobs: list[bytes] = field(default_factory=list)
 
 
 def encode(message: Message, limits: Limits) -> list[Buffer]:
@@ -156,6 +157,7 @@ def decode(buffer: Buffer, limits: Limits) -> Message:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array)  # of JAX on a CPU: no copy
     if array.dtype in _NAMES and array.flags.c_contiguous:
         return array
     dtype = array.dtype.newbyteorder("=")

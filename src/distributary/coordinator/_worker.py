@@ -10,7 +10,8 @@ from typing import Any, ClassVar, final
 import jax
 import numpy as np
 
-from distributary.coordinator._messages import Link, Message
+from distributary.coordinator._links import Link
+from distributary.coordinator._messages import Message
 from distributary.coordinator._programs import ProgramCache
 from distributary.errors import InvalidValueError, OutOfRangeError
 
