@@ -331,12 +331,14 @@ def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
         host, port = parts.hostname, parts.port
         if host is None or port is None or parts.netloc != address:
             raise ValueError("it is not host:port")
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
             ' reach this one, such as "10.0.0.1:2222".'
         ) from error
+    # Where both are known, IPv6 may be switched off all the same.
+    infos.sort(key=lambda info: info[0] != socket.AF_INET)
     return host, ipaddress.ip_address(infos[0][4][0]), port
 
 
