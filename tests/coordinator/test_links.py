@@ -367,6 +367,9 @@ def test_damaged_frames_leave_a_server_as_it_was(start_peer):
     link = GrpcLink(address, "ps")
     try:
         assert link.call(Message("echo", {"i": 1}), _SECONDS).fields == {"i": 1}
+
+        process.stdin.close()
+        assert process.wait(_SECONDS) == 0  # although there is a link
     finally:
         link.close()
 

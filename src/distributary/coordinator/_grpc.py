@@ -6,8 +6,9 @@ import random
 import socket
 import threading
 import urllib.parse
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
 from typing import Any, final
@@ -41,6 +42,7 @@ _PING_OPTIONS = (
 _CLIENT_OPTIONS = (
     *_PING_OPTIONS,
     ("grpc.max_receive_message_length", MAX_CHUNK_BYTES),
+    ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),  # what is repeated is the caller's decision
     # Every connection is a new one: it resolves the name again, and waits for no other's backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -259,7 +261,7 @@ class GrpcServer:
                 " address read and write the variables. `distributary certs` makes certificates,"
                 " DISTRIBUTARY_CERTS says where they are; insecure=True does without."
             )
-        self._threads = ThreadPoolExecutor(max_links, thread_name_prefix="distributary server")
+        self._threads = _Threads()
         self._server = self._grpc.server(
             self._threads, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_links
         )
@@ -322,6 +324,32 @@ class GrpcServer:
             self._grpc.StatusCode.UNAUTHENTICATED,
             f"The certificate with the names {names} has no role.",
         )
+
+
+@final
+class _Threads(Executor):
+    """A thread for every link. They are daemons: a process that ends waits for no peer."""
+
+    def __init__(self) -> None:
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="distributary server", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for thread in list(self._threads):
+            thread.join()
 
 
 def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:

@@ -18,5 +18,4 @@ class Echo:
 
 server = GrpcServer(Echo(), sys.argv[1], limits=Limits(max_message_bytes=1 << 24), max_links=4)
 print(server.address, flush=True)
-sys.stdin.read()
-server.close()
+sys.stdin.read()  # it ends without `close`
