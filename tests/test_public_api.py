@@ -20,7 +20,7 @@ from jax._src import xla_bridge
 
 assert dict(os.environ) == environ_before, "the environment has changed"
 assert not xla_bridge.backends_are_initialized(), "JAX backends were started"
-unwanted = {"keras", "matplotlib", "optax", "orbax"} & set(sys.modules)
+unwanted = {"cryptography", "grpc", "keras", "matplotlib", "optax", "orbax"} & set(sys.modules)
 assert not unwanted, f"imported {sorted(unwanted)}"
 """
 

@@ -14,6 +14,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
     ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
+    ├── CancelledError (RuntimeError)          a closure was not run because another one failed
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
@@ -26,6 +27,7 @@ from typing import Final
 
 __all__ = [
     "BackendStartedError",
+    "CancelledError",
     "CheckpointError",
     "ClusterError",
     "ContextError",
@@ -86,6 +88,13 @@ class MissingPackageError(DistributaryError, ImportError):
 
 class OutOfRangeError(DistributaryError, StopIteration):
     """An iterator was asked for an element after its last one."""
+
+
+class CancelledError(DistributaryError, RuntimeError):
+    """A closure was not run because another one had failed.
+
+    Source: `tf.errors.CancelledError`.
+    """
 
 
 class LaunchError(DistributaryError, RuntimeError):

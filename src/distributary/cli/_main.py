@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distributary.cli._certs import add_certs_command
 from distributary.cli._devices import add_devices_command
 from distributary.errors import DistributaryError, InvalidValueError
 from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch_arguments(launch)
     launch.set_defaults(run=_launch, parser=launch)
     add_devices_command(commands)
+    add_certs_command(commands)
     return parser
 
 

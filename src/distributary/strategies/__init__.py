@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distributary.strategies._base import Strategy
+from distributary.strategies._compiled import is_dynamic, signature_of, split_result
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
@@ -31,7 +32,10 @@ __all__ = [
     "experimental_connect_to_cluster",
     "function",
     "initialize_tpu_system",
+    "is_dynamic",
     "shutdown_tpu_system",
+    "signature_of",
+    "split_result",
 ]
 
 

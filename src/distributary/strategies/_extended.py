@@ -73,6 +73,7 @@ class StrategyExtended:
         is_default: Whether this is the strategy outside of every scope.
         workers: The processes whose devices these are, worker by worker, as many of each; None for
             this process alone.
+        kind_of_variables: Their class, if they do not hold their value themselves.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -86,6 +87,7 @@ class StrategyExtended:
         distributed: bool = True,
         is_default: bool = False,
         workers: "MultiWorker | None" = None,
+        kind_of_variables: Any = None,
     ) -> None:
         if os.environ.get("DISTRIBUTARY_STATUS_FD"):
             from distributary.launch import report_progress
@@ -128,6 +130,7 @@ class StrategyExtended:
             stacked,
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
+            kind_of_variables,
         )
         self.runner = ReplicaRunner(
             strategy,

@@ -9,7 +9,9 @@ from distributary.tracing._markers import Array, Handle
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
+    purify,
     register_around_traces,
+    trace,
 )
 from distributary.tracing._scope import (
     TapeRecord,
@@ -21,6 +23,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
+from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
 from distributary.tracing._stages import Stages, cut
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "FunctionProgram",
     "Handle",
     "ReplicaProgram",
+    "ServerPart",
+    "ServerSplit",
     "Stages",
     "TapeRecord",
     "TraceScope",
@@ -39,7 +44,11 @@ __all__ = [
     "current_scope",
     "cut",
     "in_role",
+    "purify",
+    "push",
     "register_around_traces",
     "spec_of_split",
+    "split_over_servers",
+    "trace",
     "user_stacklevel",
 ]

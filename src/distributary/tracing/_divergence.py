@@ -15,7 +15,9 @@ from distributary.tracing._connectivity import call_of
 from distributary.tracing._markers import Equation, open_jaxpr, sub_jaxprs, walk
 
 # Collectives whose result is the same on every replica, and the ones whose result is not.
-_UNIFYING = frozenset({"psum", "pmax", "pmin", "all_gather", "psum_invariant", "pbroadcast"})
+_UNIFYING = frozenset(
+    {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "pbroadcast", "push"}
+)
 _SCATTERING = frozenset(
     {"reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "pgather"}
 )

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, final
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from distributary.errors import UnsupportedError
 
@@ -127,6 +127,15 @@ def _grad_abstract_eval(
 grad_p.def_abstract_eval(_grad_abstract_eval)
 
 MARKERS = frozenset({read_p, sparse_read_p, write_p, tape_p, grad_p})
+
+# What a worker of parameter servers sends to them; not a marker of a variable, so it stays in the
+# program. It is the identity: of whatever is computed from its result, servers take care.
+push_p = jex_core.Primitive("push")
+push_p.def_impl(lambda value: value)
+push_p.def_abstract_eval(lambda value: value)
+mlir.register_lowering(push_p, lambda ctx, value: [value])
+ad.deflinear(push_p, lambda cotangent: [push_p.bind(cotangent)])
+batching.defvectorized(push_p)
 
 
 def _write_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:

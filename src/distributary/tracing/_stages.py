@@ -5,7 +5,8 @@ gradients, need not be computed by each of them. It makes up a second stage, whi
 once, wherever it wants to.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES, varying_variables
 from distributary.tracing._markers import Equation, jaxpr_of, open_jaxpr, walk
 
-__all__ = ["Stages", "cut"]
+__all__ = ["Stages", "cut", "stage_of_equations", "variables_of", "written_out"]
 
 
 @final
@@ -51,37 +52,22 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
         varying_inputs: For every input, whether replicas may receive different values.
         num_replicas: Number of replicas.
     """
-    constants: dict[Any, Any] = {}
-    while True:
-        invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
-        varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
-        if not any(_is_mixed(eqn, varying) for eqn in jaxpr.eqns):
-            break
-        jaxpr = _inlined(jaxpr, varying, constants)
-
-    first = [
-        bool(eqn.effects) or _has_collective(eqn) or not varying.isdisjoint(eqn.outvars)
-        for eqn in jaxpr.eqns
-    ]
-    needed: set[Any] = set()
-    for i in reversed(range(len(first))):
-        first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
-        if first[i]:
-            needed.update(_variables(jaxpr.eqns[i].invars))
+    jaxpr, constants, first = stage_of_equations(jaxpr, varying_inputs, num_replicas)
     of_replica = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if is_first]
     of_update = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if not is_first]
 
     made = {v for eqn in of_replica for v in eqn.outvars}
     outputs = jaxpr.outvars
-    from_replica = [
-        bool(made.union(varying).intersection(_variables([output]))) for output in outputs
-    ]
+    own = {v for v, varies in zip(jaxpr.invars, varying_inputs, strict=False) if varies} | made
+    from_replica = [not own.isdisjoint(variables_of([output])) for output in outputs]
     replica_outputs = [i for i, is_first in enumerate(from_replica) if is_first]
     update_outputs = [i for i, is_first in enumerate(from_replica) if not is_first]
-    taken = list(dict.fromkeys(v for eqn in of_update for v in _variables(eqn.invars) if v in made))
+    taken = list(
+        dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in made)
+    )
 
     def stage(eqns: list[Equation], outvars: list[Any], given: list[Any]) -> tuple[Any, list[int]]:
-        used = {v for eqn in eqns for v in _variables(eqn.invars)}.union(_variables(outvars))
+        used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
         positions = [i for i, v in enumerate(jaxpr.invars[: len(varying_inputs)]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
         invars = [*(jaxpr.invars[i] for i in positions), *given]
@@ -103,19 +89,50 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
     )
 
 
-def _is_mixed(eqn: Equation, varying: frozenset[Any]) -> bool:
+def stage_of_equations(
+    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
+) -> tuple[Any, dict[Any, Any], list[bool]]:
+    """Says of every equation whether it belongs to the first stage; see `cut`.
+
+    Returns:
+        The jaxpr with functions written out that belong to both stages, the values of constants
+        that have become inputs of it, and for every equation whether it is of the first stage.
+    """
+    constants: dict[Any, Any] = {}
+    while True:
+        invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
+        varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
+        if not any(_is_mixed(varying, eqn) for eqn in jaxpr.eqns):
+            break
+        jaxpr = written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
+    first = [
+        bool(eqn.effects) or _has_collective(eqn) or not varying.isdisjoint(eqn.outvars)
+        for eqn in jaxpr.eqns
+    ]
+    needed: set[Any] = set()
+    for i in reversed(range(len(first))):
+        first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
+        if first[i]:
+            needed.update(variables_of(jaxpr.eqns[i].invars))
+    return jaxpr, constants, first
+
+
+def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
     """Whether `eqn` calls a function that belongs to both stages."""
     return (
         call_of(eqn) is not None
-        and not varying.isdisjoint(_variables(eqn.invars))
+        and not varying.isdisjoint(variables_of(eqn.invars))
         and not varying.issuperset(eqn.outvars)
     )
 
 
-def _inlined(jaxpr: Any, varying: frozenset[Any], constants: dict[Any, Any]) -> Any:
-    """`jaxpr` with the functions that belong to both stages written out.
+def written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equation], bool]) -> Any:
+    """`jaxpr` with the functions that its chosen equations call in their place.
 
-    Their constants go to `constants`, and become inputs.
+    Args:
+        jaxpr: A jaxpr without constants.
+        constants: Takes the constants of the functions, which become inputs.
+        choose: Whether an equation is meant; it calls a function.
     """
     known: dict[Any, Any] = {}
     eqns: list[Equation] = []
@@ -125,7 +142,7 @@ def _inlined(jaxpr: Any, varying: frozenset[Any], constants: dict[Any, Any]) -> 
 
     for eqn in jaxpr.eqns:
         operands = [renamed(atom) for atom in eqn.invars]
-        if not _is_mixed(eqn, varying):
+        if not choose(eqn):
             eqns.append(eqn.replace(invars=operands))
             continue
         inner, values = open_jaxpr(call_of(eqn))
@@ -154,5 +171,6 @@ def _has_collective(eqn: Equation) -> bool:
     return any(inner.primitive.name in COLLECTIVES for inner in walk([eqn]))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables_of(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]

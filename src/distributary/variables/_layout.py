@@ -26,6 +26,7 @@ class VariableLayout:
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
         first_replica: Number of the first replica of this process.
         from_chief: Gives all workers the chief's arrays; None with one worker.
+        kind: Class of its variables; None for those that hold their value themselves.
     """
 
     strategy: Any
@@ -35,6 +36,7 @@ class VariableLayout:
     stacked: Any
     first_replica: int = 0
     from_chief: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+    kind: Any = None
 
     def initial(self, value: Any) -> Any:
         """An initial value: the chief's, where there are several workers."""

@@ -85,7 +85,10 @@ class Variable(ArrayOperators):
                 " inside `with strategy.scope():`."
             )
         synchronization = kwargs.get("synchronization", args[4] if len(args) > 4 else None)
-        if not get_strategy().extended.variable_layout().mirrored:
+        layout = get_strategy().extended.variable_layout()
+        if layout.kind is not None:
+            return super().__new__(layout.kind)
+        if not layout.mirrored:
             return super().__new__(cls)
         return super().__new__(cls._kinds[synchronization is VariableSynchronization.ON_READ])
 

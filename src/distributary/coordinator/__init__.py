@@ -1,0 +1,1 @@
+"""Asynchronous training: a coordinator gives work to workers, servers keep the variables."""

@@ -1,0 +1,206 @@
+"""Certificates that say which role a task has.
+
+The name in a certificate is `<role>.distributary`: a connection proves that the other end is a
+task of the job and which role it has, on whatever host it runs.
+"""
+
+import contextlib
+import datetime
+import ipaddress
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
+
+from distributary.errors import ClusterError, InvalidValueError, MissingPackageError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+__all__ = [
+    "CERTIFICATES_VARIABLE",
+    "ROLES",
+    "Credentials",
+    "make_certificates",
+    "name_of_role",
+    "role_of_names",
+]
+
+CERTIFICATES_VARIABLE: Final = "DISTRIBUTARY_CERTS"
+ROLES: Final = ("chief", "worker", "ps")
+
+_CA_FILE = "ca.pem"
+_DOMAIN = ".distributary"
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# Clocks of the machines of a job differ.
+_CLOCK_SKEW = datetime.timedelta(hours=1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What proves to others that this task is one of the job, in PEM.
+
+    Args:
+        ca: Certificate of the authority that all tasks of the job trust.
+        certificate: Certificate of the role of this task.
+        key: Private key of the certificate.
+    """
+
+    ca: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def load(cls, folder: Path, role: str) -> "Credentials":
+        """The credentials of a role, from a folder as `make_certificates` fills it.
+
+        Args:
+            folder: The folder; needs the files `ca.pem`, `<role>.pem` and `<role>.key`.
+            role: `"chief"`, `"worker"` or `"ps"`.
+
+        Raises:
+            ClusterError: if a file cannot be read.
+        """
+        try:
+            return cls(*((folder / name).read_bytes() for name in (_CA_FILE, *_files(role))))
+        except OSError as error:
+            raise ClusterError(
+                f"The certificates of role {role!r} cannot be read: {error}. `distributary certs"
+                f" --out {folder}` makes them; copy {_CA_FILE}, {role}.pem and {role}.key to every"
+                " machine with such a task."
+            ) from error
+
+    @classmethod
+    def from_environ(cls, role: str, environ: Mapping[str, str]) -> "Credentials | None":
+        """The credentials in the folder that `DISTRIBUTARY_CERTS` names; None if it is not set.
+
+        Args:
+            role: `"chief"`, `"worker"` or `"ps"`.
+            environ: The environment.
+
+        Raises:
+            ClusterError: if a file cannot be read.
+        """
+        folder = environ.get(CERTIFICATES_VARIABLE)
+        return cls.load(Path(folder), role) if folder else None
+
+
+def make_certificates(
+    folder: Path,
+    hosts: Sequence[str] = (),
+    num_days: int = 365,
+    start: datetime.datetime | None = None,
+) -> list[Path]:
+    """Writes the certificates of a new authority, with keys that only their owner can read.
+
+    The key of the authority is not kept: nobody can make more certificates that the job trusts.
+
+    Args:
+        folder: Where they go, `ca.pem`, and `<role>.pem` and `<role>.key` for every role. It is
+            made if it is not there.
+        hosts: Further names or IP addresses in the certificates. The tasks of a job do without
+            them; other programs may ask for the name of the host to which they connect.
+        num_days: How long the certificates are valid.
+        start: From when on; None for an hour ago, as clocks differ.
+
+    Returns:
+        The files.
+
+    Raises:
+        InvalidValueError: for a number of days that is not positive, or a host that is none.
+        FileExistsError: if one of the files exists.
+        MissingPackageError: without the package cryptography.
+    """
+    if num_days < 1:
+        raise InvalidValueError(f"certs: the number of days is {num_days}, expected 1 or more.")
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise MissingPackageError(
+            "Making certificates needs the package cryptography: pip install 'distributary[ps]'"
+        ) from None
+
+    start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distributary CA")])
+    host_names = [_general_name(host) for host in hosts]
+
+    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .issuer_name(ca_name)
+            .subject_name(name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(start)
+            .not_valid_after(start + datetime.timedelta(days=num_days))
+        )
+
+    def pem(builder: x509.CertificateBuilder) -> bytes:
+        signed = builder.sign(ca_key, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
+    contents = {
+        _CA_FILE: pem(certificate(ca_name, ca_key).add_extension(constraints, critical=True))
+    }
+    for role in ROLES:
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name_of_role(role))])
+        names = x509.SubjectAlternativeName([x509.DNSName(name_of_role(role)), *host_names])
+        certificate_file, key_file = _files(role)
+        contents[certificate_file] = pem(
+            certificate(name, key).add_extension(names, critical=False)
+        )
+        contents[key_file] = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    return _write(folder, contents)
+
+
+def name_of_role(role: str) -> str:
+    """The name in the certificate of a role."""
+    return role + _DOMAIN
+
+
+def role_of_names(names: Sequence[str]) -> str | None:
+    """The role in the names of a certificate; None if there is none, or several."""
+    roles = [role for role in ROLES if name_of_role(role) in names]
+    return roles[0] if len(roles) == 1 else None
+
+
+def _general_name(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    with contextlib.suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    if not _HOST.fullmatch(host):
+        raise InvalidValueError(f"certs: {host!r} is no name of a host and no IP address.")
+    return x509.DNSName(host)
+
+
+def _write(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths = [folder / name for name in contents]
+    for path in paths:
+        # Before anything is written, so that no pair of a key and a certificate is torn apart.
+        if path.exists():
+            raise FileExistsError(
+                f"{path} exists. All certificates of a job are made together: choose another"
+                " folder, or remove the old ones when no task needs them any more."
+            )
+    for path, content in zip(paths, contents.values(), strict=True):
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+    return paths
+
+
+def _files(role: str) -> tuple[str, str]:
+    return f"{role}.pem", f"{role}.key"

@@ -1,0 +1,405 @@
+"""Gives closures to workers, and knows what has become of them."""
+
+import builtins
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary import errors
+from distributary.coordinator._closures import Plan, current_trace, plan_of
+from distributary.coordinator._links import Link
+from distributary.coordinator._messages import Message
+from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._values import PerWorkerValues, RemoteValue
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
+from distributary.strategies import is_dynamic, signature_of
+from distributary.tracing import current_scope
+
+__all__ = ["ClusterCoordinator"]
+
+_MAX_LEASED = 16
+
+
+@final
+class ClusterCoordinator:
+    """Schedules functions on the workers of a `ParameterServerStrategy`; there is one per strategy.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        InvalidTypeError: if it is no `ParameterServerStrategy`.
+
+    Source: `tf.distribute.coordinator.ClusterCoordinator`.
+    """
+
+    def __new__(cls, strategy: Any) -> "ClusterCoordinator":
+        if getattr(strategy, "_cluster", None) is None:
+            raise InvalidTypeError(
+                f"ClusterCoordinator: strategy is {strategy!r}, expected a ParameterServerStrategy."
+            )
+        if strategy._coordinator is None:
+            strategy._coordinator = super().__new__(cls)
+            strategy._coordinator._start(strategy)
+        coordinator: ClusterCoordinator = strategy._coordinator
+        return coordinator
+
+    def _start(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._cluster = strategy._cluster
+        self._queue = ClosureQueue()
+        # By function, then by structure of the arguments.
+        self._functions: weakref.WeakKeyDictionary[Any, dict[Any, _Function]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._num_functions = 0
+        self._num_sources = 0
+        # Whoever schedules a function traces it, and the threads below, for other shapes.
+        self._tracing = threading.RLock()
+        self._drivers = [
+            _Driver(self._queue, link, self._add_plan) for link in self._cluster.worker_links
+        ]
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Has some worker call a function; returns at once.
+
+        The function is traced here, in the scope of the strategy. Variables that it assigns are
+        changed by their servers, exactly once for every closure.
+
+        Args:
+            fn: Function of arrays, numbers, iterators made by `iter(per_worker_dataset)` and
+                `PerWorkerValues`; Python side effects happen once per trace.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it will return.
+
+        Raises:
+            InvalidTypeError: if `fn` is not callable.
+            InvalidValueError: if an argument is a `RemoteValue`.
+            Exception: the first error of an earlier closure, once. What was queued is cancelled.
+
+        Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
+        """
+        if not callable(fn):
+            raise InvalidTypeError(f"schedule: fn is {fn!r}, expected a function.")
+        leaves, tree = jax.tree.flatten((tuple(args or ()), dict(kwargs or {})))
+        if any(isinstance(leaf, RemoteValue) for leaf in leaves):
+            raise InvalidValueError(
+                "schedule: an argument is a RemoteValue, which one worker has computed and another"
+                " may not have. Pass remote_value.fetch()."
+            )
+        function = self._function(fn, leaves, tree)
+        arrays = filter(is_dynamic, leaves)
+        own = [np.asarray(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
+        return self._queue.put(function, own)
+
+    def join(self) -> None:
+        """Waits until all closures have ended.
+
+        Raises:
+            Exception: the first error of a closure, once. What was queued is cancelled.
+        """
+        self._queue.join()
+
+    def done(self) -> bool:
+        """Whether all closures have ended; raises as `join`."""
+        return self._queue.is_done()
+
+    def fetch(self, val: Any) -> Any:
+        """A nest with the values of the `RemoteValue`s in it; waits for them."""
+        return jax.tree.map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":
+        """A dataset that every worker makes for itself.
+
+        Args:
+            dataset_fn: Function without arguments that returns an iterable of batches, or such an
+                iterable that may be iterated several times at once. Workers do not share the
+                batches between them: shuffle and repeat.
+
+        Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
+        """
+        make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
+        return PerWorkerDataset(self, self._cluster.add_source(make))
+
+    def create_per_worker_value(self, value_fn: Callable[[], Any]) -> PerWorkerValues:
+        """A value that every worker computes for itself, an argument of scheduled functions.
+
+        Args:
+            value_fn: Function without arguments that returns a nest of arrays.
+        """
+        source = self._new_source("value", self._cluster.add_source(value_fn))
+        return PerWorkerValues(source.take)
+
+    def _new_source(self, kind: str, name: str) -> "RemoteSource":
+        source = RemoteSource(kind, self._num_sources, functools.partial(self._peek, kind))
+        self._num_sources += 1
+        fields = {"kind": kind, "number": source.number, "name": name}
+        for link in self._cluster.worker_links:
+            link.call(Message("source", fields))
+        return source
+
+    def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
+        """Shapes and dtypes of what a source brings next, and its structure."""
+        reply = self._cluster.worker_links[0].call(
+            Message("peek", {"kind": kind, "number": number})
+        )
+        return [_struct(shape) for shape in reply.fields["shapes"]], reply.fields["tree"]
+
+    # Functions
+
+    def _function(self, fn: Any, leaves: list[Any], tree: Any) -> "_Function":
+        key = tree, tuple([signature_of(leaf, "ClusterCoordinator.schedule") for leaf in leaves])
+        with self._tracing:
+            versions = self._functions.setdefault(fn, {})
+            if key not in versions:
+                versions[key] = self._new_function(fn, leaves, tree)
+            return versions[key]
+
+    def _new_function(self, fn: Any, leaves: list[Any], tree: Any) -> "_Function":
+        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
+
+        def call(*arrays: Any) -> Any:
+            parts = [leaf._take() if isinstance(leaf, PerWorkerValues) else leaf for leaf in static]
+            for i, array in zip(dynamic, arrays, strict=True):
+                parts[i] = array
+            args, kwargs = jax.tree.unflatten(tree, parts)
+            return fn(*args, **kwargs)
+
+        avals = [_aval(leaves[i]) for i in dynamic]
+        function = _Function(self._num_functions, call, avals)
+        self._num_functions += 1
+        self._add_plan(function, None)
+        return function
+
+    def _add_plan(self, function: "_Function", shapes: list[Any] | None) -> None:
+        """Traces a function, for data of other shapes than at first, and tells the workers."""
+        data = None if shapes is None else [_struct(s) for s in shapes[: function.num_data]]
+        with self._tracing, self._strategy.scope():
+            plan = plan_of(function.call, function.avals, data, self._cluster.place_of)
+            function.num_data = sum(len(source.handles) for source in plan.sources)
+            function.rebuild = plan.rebuild
+        for link in self._cluster.worker_links:
+            for message in _messages_of(function, plan):
+                link.call(message)
+
+
+@final
+class PerWorkerDataset:
+    """A dataset of which every worker makes its own; `iter` gives what closures take.
+
+    Source: `tf.distribute.coordinator.PerWorkerValues` of `create_per_worker_dataset`.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator, name: str) -> None:
+        self._coordinator = coordinator
+        self._name = name
+
+    def __iter__(self) -> "PerWorkerIterator":
+        if current_scope() is not None:
+            raise ContextError(
+                "A per-worker dataset is iterated inside a function that is traced. Call iter()"
+                " outside, and pass the iterator to schedule."
+            )
+        return PerWorkerIterator(self._coordinator._new_source("next", self._name))
+
+
+@final
+class PerWorkerIterator:
+    """Iterators of the workers over their datasets; an argument of scheduled functions."""
+
+    def __init__(self, source: "RemoteSource") -> None:
+        self._source = source
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self._source.take()
+
+    def get_next(self) -> Any:
+        """The next batch of the worker, inside a scheduled function."""
+        return self._source.take()
+
+
+@final
+class RemoteSource:
+    """Data that every worker has of its own."""
+
+    def __init__(self, kind: str, number: int, peek: Callable[[int], Any]) -> None:
+        self.kind = kind
+        self.number = number
+        self._peek = peek
+        self._seen: tuple[list[Any], Any] | None = None
+
+    def take(self) -> Any:
+        """The data in a function that is traced."""
+        trace = current_trace()
+        if trace is None:
+            raise UnsupportedError(
+                "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
+                " a function, and schedule it with the iterator as an argument."
+            )
+        if self._seen is None:
+            self._seen = self._peek(self.number)
+        specs, tree = self._seen
+        return jax.tree.unflatten(tree, trace.take(self.kind, self.number, specs))
+
+
+@final
+@dataclass(slots=True)
+class _Function:
+    """A function of closures.
+
+    Attributes:
+        number: Its name on the workers.
+        call: From arrays to what it returns.
+        avals: Shapes and dtypes of the arrays.
+        num_data: Number of leaves of data that workers bring to it.
+        rebuild: From the arrays that workers return to the result.
+    """
+
+    number: int
+    call: Callable[..., Any]
+    avals: list[Any]
+    num_data: int = 0
+    rebuild: Callable[..., Any] = field(default=list)
+
+
+def _aval(leaf: Any) -> Any:
+    array = np.asarray(leaf)
+    return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _struct(shape: Any) -> Any:
+    sizes, dtype = shape
+    return jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype))
+
+
+def _messages_of(function: _Function, plan: Plan) -> list[Message]:
+    """What a worker has to know of a function before it can run it."""
+    pulls: dict[int, list[int]] = {}
+    for kind, number in plan.inputs:
+        if kind == "state":
+            pulls.setdefault(plan.server_of[number], []).append(number)
+    handles = [handle for source in plan.sources for handle in source.handles]
+    shapes = [(list(a.shape), str(a.dtype)) for a in (*handles, *function.avals)]
+    return [
+        Message(
+            "function",
+            {"function": function.number, "sources": [(s.kind, s.number) for s in plan.sources]},
+        ),
+        Message(
+            "plan",
+            {
+                "function": function.number,
+                "shapes": shapes,
+                "program": plan.program.name,
+                "inputs": plan.inputs,
+                "num_results": plan.num_results,
+                "pulls": list(pulls.items()),
+                "servers": [
+                    (number, server.program.name, server.states, server.pushes, server.outputs)
+                    for number, server in plan.servers.items()
+                ],
+            },
+            plan.constants,
+            [plan.program.content, *(s.program.content for s in plan.servers.values())],
+        ),
+    ]
+
+
+@final
+class _Driver:
+    """The thread that gives closures to one worker."""
+
+    def __init__(self, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]) -> None:
+        self._queue = queue
+        self._link = link
+        self._add_plan = add_plan
+        self._thread = threading.Thread(target=self._serve, name="distributary-driver", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while closures := self._queue.take(_MAX_LEASED):
+            while closures:
+                closures = self._run(closures)
+
+    def _run(self, closures: list[Closure]) -> list[Closure]:
+        """Has the worker run some closures; returns those that are left."""
+        function = closures[0].function
+        leased = list(itertools.takewhile(lambda c: c.function is function, closures))
+        for closure in leased:
+            closure.num_attempts += 1
+        message = Message(
+            "run",
+            {
+                "function": function.number,
+                "closures": [closure.number for closure in leased],
+                "num_args": len(function.avals),
+                "finished": self._queue.num_finished(),
+            },
+            [arg for closure in leased for arg in closure.args],
+        )
+        reply = self._link.call(message)
+        fields, results = reply.fields, reply.arrays
+        ended = leased[: fields["num_ended"]]
+        size = len(results) // max(1, len(ended))
+        for i, closure in enumerate(ended):
+            own = results[i * size : (i + 1) * size]
+            self._queue.succeed(closure, function.rebuild(own))
+        left = closures[len(ended) :]
+        if "error" in fields:
+            self._queue.fail(left[0], _error_of(*fields["error"]))
+            left = left[1:]
+            if left:
+                self._queue.put_back(left)
+            return []
+        if "shapes" in fields:
+            try:
+                self._add_plan(function, fields["shapes"])
+            except Exception as error:
+                self._queue.fail(left[0], error)
+                self._queue.put_back(left[1:])
+                return []
+        return left
+
+
+def _error_of(name: str, text: str, trace: str) -> BaseException:
+    """The error of a worker, with its traceback as a note."""
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind, text = RuntimeError, f"{name}: {text}"
+    error = kind(text)
+    error.add_note(f"On the worker:\n{trace}")
+    return error

@@ -1,0 +1,384 @@
+"""Links over gRPC: one stream for every link, which lasts as long as its connection."""
+
+import ipaddress
+import queue
+import random
+import socket
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from ipaddress import IPv4Address, IPv6Address
+from types import ModuleType
+from typing import Any, final
+
+from distributary.coordinator._certificates import Credentials, name_of_role, role_of_names
+from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
+from distributary.coordinator._links import (
+    Calls,
+    ConnectionLostError,
+    Peer,
+    Service,
+    answer,
+    error_reply,
+    wait,
+)
+from distributary.coordinator._messages import Buffer, Limits, Message, WireError, decode, encode
+from distributary.errors import ClusterError, MissingPackageError
+
+__all__ = ["GrpcLink", "GrpcServer"]
+
+_SERVICE, _METHOD = "distributary.Link", "Talk"
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+_PING_OPTIONS = (
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    # Without it a frozen peer is noticed after a minute, whatever the keepalive says.
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_CLIENT_OPTIONS = (
+    *_PING_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # what is repeated is the caller's decision
+    # Every connection is a new one: it resolves the name again, and waits for no other's backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # also the time for one attempt
+)
+_SERVER_OPTIONS = (
+    *_PING_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_CHUNK_BYTES),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a port that is in use is an error
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+
+
+@final
+class GrpcLink:
+    """A `Link` to a task at an address; connects with the first call.
+
+    After a connection has broken, the next one is tried after 50 ms to 1 s, with calls waiting.
+
+    Args:
+        address: `"host:port"` of the task.
+        role: What the task is: `"chief"`, `"worker"` or `"ps"`. With credentials, its certificate
+            must say so.
+        credentials: Those of this task; None for a connection without TLS.
+        limits: What messages may take in both directions.
+
+    Raises:
+        MissingPackageError: without grpcio.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        credentials: Credentials | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._grpc = _import_grpc()
+        self._address = address
+        self._role = role
+        self._credentials = credentials
+        self._limits = limits or Limits()
+        self._name = f"{role} at {address}"
+        self._connection = _Connection(self._name)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"distributary link to {self._name}", daemon=True
+        )
+        self._thread.start()
+
+    def start(self, message: Message) -> "Future[Message]":
+        """Sends a request; see `Link`."""
+        return self._start(message)[1]
+
+    def call(self, message: Message, timeout: float | None = None) -> Message:
+        """The reply to a request; see `Link`."""
+        connection, future = self._start(message)
+        return wait(connection.calls, future, timeout)
+
+    def close(self) -> None:
+        """Ends the link; see `Link`."""
+        self._closed.set()
+        self._connection.cancel()
+        self._thread.join()
+
+    def _start(self, message: Message) -> "tuple[_Connection, Future[Message]]":
+        buffers = encode(message, self._limits)
+        connection = self._connection
+        number, future = connection.calls.begin()
+        connection.send(number, buffers)
+        return connection, future
+
+    def _run(self) -> None:
+        pause = _MIN_PAUSE_SECONDS
+        try:
+            while not self._closed.is_set():
+                connection = self._connection
+                connection.wait_for_request()
+                if self._closed.is_set():
+                    break
+                error = self._converse(connection)
+                # First, so that who repeats a call does so on the new connection.
+                self._connection = _Connection(self._name)
+                connection.end(error)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+                if connection.has_heard:
+                    pause = _MIN_PAUSE_SECONDS
+                self._closed.wait(pause * random.uniform(0.5, 1))
+        finally:  # even after an error here, no call waits for ever
+            self._connection.end(self._closed_error())
+
+    def _converse(self, connection: "_Connection") -> Exception:
+        """Sends and receives until the connection ends; returns why it did."""
+        assembly = Assembly(self._limits)
+        with self._channel() as channel:
+            stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(connection.requests())
+            connection.stream = stream
+            if self._closed.is_set():
+                stream.cancel()
+            try:
+                for chunk in stream:
+                    if (complete := assembly.add(chunk)) is not None:
+                        number, buffer = complete
+                        connection.has_heard = True
+                        connection.calls.reply(number, decode(buffer, self._limits))
+                reason = "it has ended the connection"
+            except WireError as error:
+                return error
+            except self._grpc.RpcError:
+                if stream.code() == self._grpc.StatusCode.INVALID_ARGUMENT:
+                    return WireError(f"{self._name} refuses what was sent: {stream.details()}")
+                reason = f"{stream.code().name}: {stream.details()}"
+        if self._closed.is_set():
+            return self._closed_error()
+        if self._credentials and not connection.has_heard:
+            reason += (
+                f". Its certificate must be that of role {self._role!r}, and of the same authority"
+                " as that of this task"
+            )
+        return ConnectionLostError(f"No connection to {self._name}: {reason}.")
+
+    def _closed_error(self) -> ConnectionLostError:
+        return ConnectionLostError(f"The link to {self._name} is closed.")
+
+    def _channel(self) -> Any:
+        if self._credentials is None:
+            return self._grpc.insecure_channel(self._address, _CLIENT_OPTIONS)
+        own = self._credentials
+        credentials = self._grpc.ssl_channel_credentials(own.ca, own.key, own.certificate)
+        # The name in a certificate is the role, not the host.
+        name = ("grpc.ssl_target_name_override", name_of_role(self._role))
+        return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
+
+
+@final
+class _Connection:
+    """Requests on their way out, and the calls that wait for replies."""
+
+    stream: Any = None
+    has_heard = False
+
+    def __init__(self, name: str) -> None:
+        self.calls = Calls(name)
+        self._requests: queue.SimpleQueue[tuple[int, list[Buffer]] | None] = queue.SimpleQueue()
+        self._wanted = threading.Event()
+
+    def send(self, number: int, buffers: list[Buffer]) -> None:
+        self._requests.put((number, buffers))
+        if not self._wanted.is_set():
+            self._wanted.set()
+
+    def wait_for_request(self) -> None:
+        self._wanted.wait()
+
+    def requests(self) -> Iterator[bytes]:
+        """The chunks to send, in a thread of gRPC; ends with `end`."""
+        while (request := self._requests.get()) is not None:
+            number, buffers = request
+            if self.calls.is_waiting(number):
+                yield from split(number, buffers)
+
+    def cancel(self) -> None:
+        self._wanted.set()
+        if self.stream is not None:
+            self.stream.cancel()
+
+    def end(self, error: Exception) -> None:
+        self.calls.end(error)
+        self._requests.put(None)
+
+
+@final
+class GrpcServer:
+    """Lets other tasks call a service, one thread for every link.
+
+    A link takes the memory of one request and one reply at a time.
+
+    Args:
+        service: What is called.
+        address: `"host:port"` to listen at, nowhere else; port 0 takes a free one.
+        credentials: Those of this task: only peers with a certificate of the same CA are heard.
+            None for connections without TLS, which need a loopback address.
+        limits: What messages may take in both directions.
+        max_links: More links than these are refused.
+        insecure: Allows other addresses than loopback without credentials: whoever reaches the
+            address can read and write everything.
+
+    Raises:
+        ClusterError: if it cannot listen at the address or must not do so without credentials.
+        MissingPackageError: without grpcio.
+
+    Attributes:
+        address: The address with the port that was taken.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        address: str,
+        credentials: Credentials | None = None,
+        limits: Limits | None = None,
+        *,
+        max_links: int = 256,
+        insecure: bool = False,
+    ) -> None:
+        self._grpc = _import_grpc()
+        self._service = service
+        self._limits = limits or Limits()
+        self._has_credentials = credentials is not None
+        host, ip_address, port = _resolve(address)
+        if not (credentials or insecure or ip_address.is_loopback):
+            raise ClusterError(
+                f"Listening at {address} without certificates would let everybody who reaches the"
+                " address read and write the variables. `distributary certs` makes certificates,"
+                " DISTRIBUTARY_CERTS says where they are; insecure=True does without."
+            )
+        self._threads = _Threads()
+        self._server = self._grpc.server(
+            self._threads, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_links
+        )
+        methods = {_METHOD: self._grpc.stream_stream_rpc_method_handler(self._talk)}
+        self._server.add_generic_rpc_handlers(
+            (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
+        )
+        try:
+            port = self._listen(_address(str(ip_address), port), credentials)
+        except RuntimeError as error:
+            raise ClusterError(
+                f"Cannot listen at {address}: {error}. Is the port in use, or the address that of"
+                " another machine?"
+            ) from error
+        self.address = _address(host, port)
+        self._server.start()
+
+    def close(self) -> None:
+        """Ends all connections; returns when no request is being handled any more."""
+        self._server.stop(None).wait()
+        self._threads.shutdown()
+
+    def _listen(self, address: str, credentials: Credentials | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        pair = (credentials.key, credentials.certificate)
+        return self._server.add_secure_port(
+            address,
+            self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
+        )
+
+    def _talk(self, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """One link, in a thread of its own."""
+        peer = self._peer(context)
+        assembly = Assembly(self._limits)
+        for chunk in chunks:
+            try:
+                if (complete := assembly.add(chunk)) is None:
+                    continue
+                number, buffer = complete
+                request = decode(buffer, self._limits)
+            except WireError as error:
+                context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            yield from split(number, self._reply(request, peer))
+
+    def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
+        try:
+            return encode(answer(self._service, request, peer), self._limits)
+        except WireError as error:
+            return encode(error_reply(error), self._limits)
+
+    def _peer(self, context: Any) -> Peer:
+        if not self._has_credentials:
+            return Peer("local", context.peer())
+        names = context.auth_context().get("x509_subject_alternative_name", [])
+        role = role_of_names([name.decode() for name in names])
+        if role is not None:
+            return Peer(role, f"{role} at {context.peer()}")
+        return context.abort(  # which raises
+            self._grpc.StatusCode.UNAUTHENTICATED,
+            f"The certificate with the names {names} has no role.",
+        )
+
+
+@final
+class _Threads(Executor):
+    """A thread for every link. They are daemons: a process that ends waits for no peer."""
+
+    def __init__(self) -> None:
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="distributary server", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for thread in list(self._threads):
+            thread.join()
+
+
+def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
+    """Host, IP address and port; gRPC listens at the address that was checked, not at a name."""
+    try:
+        parts = urllib.parse.urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+        if host is None or port is None or parts.netloc != address:
+            raise ValueError("it is not host:port")
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
+            ' reach this one, such as "10.0.0.1:2222".'
+        ) from error
+    # Where both are known, IPv6 may be switched off all the same.
+    infos.sort(key=lambda info: info[0] != socket.AF_INET)
+    return host, ipaddress.ip_address(infos[0][4][0]), port
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _import_grpc() -> ModuleType:
+    try:
+        import grpc
+    except ImportError:
+        raise MissingPackageError(
+            "Parameter servers in several processes need grpcio: pip install 'distributary[ps]'"
+        ) from None
+    return grpc

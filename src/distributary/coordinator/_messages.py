@@ -1,0 +1,250 @@
+"""Messages between the tasks of a cluster, and the bytes they travel as.
+
+    prefix    magic, version, bytes of the header, bytes of the whole message
+    header    JSON: kind, fields, dtype and shape of every array, bytes of every blob
+    buffers   the arrays and then the blobs, each padded to a multiple of 64 bytes
+
+Numbers are little-endian. Nothing in a message is code until somebody deserializes a blob.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+import ml_dtypes
+import numpy as np
+
+from distributary.errors import DistributaryError
+
+__all__ = ["ALIGNMENT", "JSON", "Buffer", "Limits", "Message", "WireError", "decode", "encode"]
+
+JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str of such
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+_PREFIX = struct.Struct("<4sHxxIxxxxQ")
+_MAGIC = b"dstr"
+_VERSION = 1
+# XLA on CPUs uses an array that begins at such an address without a copy.
+ALIGNMENT: Final = 64
+_MAX_NDIM = 32
+
+_DTYPES: Final = {
+    np.dtype(name).name: np.dtype(name)
+    for name in (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128", ml_dtypes.bfloat16),
+    )
+}
+_NAMES: Final = {
+    dtype: name for name, dtype in _DTYPES.items()
+}  # dtype.name takes 100 times longer
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_DECODER = json.JSONDecoder()
+
+
+class WireError(DistributaryError, ValueError):
+    """What came is not a message, or what should be sent cannot be one."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a message may take; checked before anything is allocated for it.
+
+    Args:
+        max_message_bytes: Bytes of a message.
+        max_header_bytes: Bytes of its JSON.
+        max_buffers: Number of its arrays and blobs.
+    """
+
+    max_message_bytes: int = 1 << 30
+    max_header_bytes: int = 1 << 20
+    max_buffers: int = 1 << 14
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A request or a reply.
+
+    Args:
+        kind: What is asked or answered.
+        fields: Small values, by name.
+        arrays: Arrays of NumPy or JAX, of the dtypes that JAX has for numbers. Nobody writes to an
+            array that was in a message: until it is sent it is not copied, and received ones may be
+            shared.
+        blobs: Bytes, such as a serialized program.
+    """
+
+    kind: str
+    fields: dict[str, JSON] = field(default_factory=dict)
+    arrays: list[np.ndarray] = field(default_factory=list)
+    blobs: list[bytes] = field(default_factory=list)
+
+
+def encode(message: Message, limits: Limits) -> list[Buffer]:
+    """The buffers whose concatenation is the message; those of arrays are views of the arrays.
+
+    Args:
+        message: The message. An array that is not contiguous or not in native byte order is
+            copied.
+        limits: What the receiver takes.
+
+    Raises:
+        WireError: for a dtype that does not travel, fields that are no JSON, or a message beyond
+            the limits.
+    """
+    arrays = [_native(array) for array in message.arrays]
+    header = _header(message, arrays)
+    # A memoryview of bfloat16 does not exist.
+    contents: list[Buffer] = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    contents += message.blobs
+    sizes = [len(content) for content in contents]
+    num_bytes = _PREFIX.size + len(header)
+    num_bytes += _padding(num_bytes) + sum(size + _padding(size) for size in sizes)
+    where = f"The message {message.kind!r}"
+    _check_limit(where, "bytes of JSON", len(header), limits.max_header_bytes)
+    _check_limit(where, "arrays and blobs", len(sizes), limits.max_buffers)
+    _check_limit(where, "bytes", num_bytes, limits.max_message_bytes)
+    start = _PREFIX.pack(_MAGIC, _VERSION, len(header), num_bytes) + header
+    buffers: list[Buffer] = []
+    for content in [start, *contents]:
+        buffers.append(content)
+        if padding := _padding(len(content)):
+            buffers.append(bytes(padding))
+    return buffers
+
+
+def decode(buffer: Buffer, limits: Limits) -> Message:
+    """The message that a buffer holds.
+
+    Args:
+        buffer: All bytes of the message.
+        limits: What is taken.
+
+    Returns:
+        The message. Its arrays are views of the buffer that cannot be written to; its blobs are
+        copies.
+
+    Raises:
+        WireError: if the buffer holds anything else than one message within the limits.
+    """
+    view = memoryview(buffer).cast("B").toreadonly()
+    kind, fields, arrays, blob_sizes, start = _read_header(view, limits)
+    num_buffers = len(arrays) + len(blob_sizes)
+    _check_limit("A message", "arrays and blobs", num_buffers, limits.max_buffers)
+    sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in arrays] + blob_sizes
+    # Also a check of the shapes: nothing was made of them yet.
+    expected = start + sum(size + _padding(size) for size in sizes)
+    if expected != len(view):
+        raise WireError(
+            f"The arrays and blobs of a message {kind!r} need {expected} bytes, but it has"
+            f" {len(view)}."
+        )
+    contents = []
+    for size in sizes:
+        contents.append(view[start : start + size])
+        start += size + _padding(size)
+    return Message(
+        kind,
+        fields,
+        [_array(content, *spec) for content, spec in zip(contents, arrays, strict=False)],
+        [bytes(content) for content in contents[len(arrays) :]],
+    )
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array)  # of JAX on a CPU: no copy
+    if array.dtype in _NAMES and array.flags.c_contiguous:
+        return array
+    dtype = array.dtype.newbyteorder("=")
+    if dtype not in _NAMES:
+        raise WireError(
+            f"An array of dtype {array.dtype} cannot be sent; expected one of {', '.join(_DTYPES)}."
+        )
+    # Not np.ascontiguousarray, which makes a vector of a scalar.
+    return np.asarray(array, dtype, order="C")
+
+
+def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
+    header = {
+        "kind": message.kind,
+        "fields": message.fields,
+        "arrays": [(_NAMES[array.dtype], array.shape) for array in arrays],
+        "blobs": [len(blob) for blob in message.blobs],
+    }
+    try:
+        return _ENCODER.encode(header).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"The fields of a message {message.kind!r} are no JSON: {error}") from error
+
+
+def _read_header(
+    view: memoryview, limits: Limits
+) -> tuple[str, dict[str, JSON], list[tuple[np.dtype, tuple[int, ...]]], list[int], int]:
+    """Kind, fields, dtypes and shapes of the arrays, sizes of the blobs, and where they begin."""
+    if len(view) < _PREFIX.size:
+        raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
+    magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
+    if magic != _MAGIC:
+        raise WireError(f"What came begins with {magic!r}: it is no message of distributary.")
+    if version != _VERSION:
+        raise WireError(
+            f"A message has version {version} of the protocol, this process speaks {_VERSION}."
+            " Install the same version of distributary for all tasks."
+        )
+    _check_limit("A message", "bytes of JSON", header_bytes, limits.max_header_bytes)
+    _check_limit("A message", "bytes", len(view), limits.max_message_bytes)
+    end = _PREFIX.size + header_bytes
+    if num_bytes != len(view) or end > num_bytes:
+        raise WireError(
+            f"A message says that it has {num_bytes} bytes, of which {end} of the header, but"
+            f" {len(view)} came."
+        )
+    try:
+        header: Any = _DECODER.decode(str(view[_PREFIX.size : end], "utf-8"))
+        kind, fields = header["kind"], header["fields"]
+        if not (isinstance(kind, str) and isinstance(fields, dict)):
+            raise TypeError("kind or fields have another type")
+        arrays = [(_DTYPES[name], _shape(shape)) for name, shape in header["arrays"]]
+        blob_sizes = [_size(size) for size in header["blobs"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(
+            f"The header of a message cannot be read: {type(error).__name__}: {error}"[:500]
+        ) from error
+    return kind, fields, arrays, blob_sizes, end + _padding(end)
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
+        raise ValueError(f"{shape!r} is no shape")
+    sizes = tuple(_size(size) for size in shape)
+    # NumPy refuses such a shape even if the array is empty.
+    if math.prod(max(size, 1) for size in sizes) >= 1 << 59:
+        raise ValueError(f"{shape!r} is too large")
+    return sizes
+
+
+def _size(size: object) -> int:
+    if type(size) is not int or not 0 <= size < 1 << 59:
+        raise ValueError(f"{size!r} is no size")
+    return size
+
+
+def _array(content: memoryview, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.frombuffer(content, np.uint8)
+    if dtype.kind == "b" and array.max(initial=0) > 1:
+        raise WireError("An array of bools has a byte that is neither 0 nor 1.")
+    return array.view(dtype).reshape(shape)
+
+
+def _padding(num_bytes: int) -> int:
+    return -num_bytes % ALIGNMENT
+
+
+def _check_limit(where: str, what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise WireError(f"{where} has {number} {what}, expected {limit} or fewer.")

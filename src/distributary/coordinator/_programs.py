@@ -1,0 +1,90 @@
+"""Programs that travel: StableHLO with a hash as its name."""
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.export
+
+from distributary.errors import InvalidValueError
+
+__all__ = ["Program", "ProgramCache", "export_jaxpr"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A serialized program.
+
+    Attributes:
+        name: Hash of its content.
+        content: The serialized `jax.export.Exported`.
+    """
+
+    name: str
+    content: bytes
+
+
+def export_jaxpr(closed: Any) -> Program:
+    """A program of a closed jaxpr, from a flat list of arrays to one."""
+
+    def run(*inputs: Any) -> list[Any]:
+        outs: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
+        return outs
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+    content = bytes(jax.export.export(jax.jit(run), platforms=["cpu"])(*avals).serialize())
+    return Program(hashlib.sha256(content).hexdigest(), content)
+
+
+@final
+class ProgramCache:
+    """Compiled programs by name, of one process."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, Callable[..., Sequence[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._calls
+
+    def add(self, content: bytes) -> str:
+        """Adds a serialized program; returns its name.
+
+        Raises:
+            InvalidValueError: if it calls custom code that is not known to be harmless.
+        """
+        name = hashlib.sha256(content).hexdigest()
+        with self._lock:
+            if name not in self._calls:
+                exported = jax.export.deserialize(bytearray(content))
+                _check_custom_calls(exported)
+                self._calls[name] = jax.jit(exported.call)
+        return name
+
+    def run(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
+        """Runs a program."""
+        return list(self._calls[name](*inputs))
+
+
+# What JAX lowers numeric functions to on CPUs; none of them touches anything but its operands.
+_HARMLESS = re.compile(
+    r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|ducc_fft|(lapack_\w+_ffi)|mhlo\.\w+|TopK"
+    r"|ApproxTopK|cpu_threefry2x32"
+)
+_CUSTOM_CALL = re.compile(r'custom_call @"?([^"\s(]+)|call_target_name = "([^"]*)"')
+
+
+def _check_custom_calls(exported: Any) -> None:
+    for names in _CUSTOM_CALL.findall(exported.mlir_module()):
+        name = next(filter(None, names), "")
+        if _HARMLESS.fullmatch(name) is None:
+            raise InvalidValueError(
+                f"A program calls {name!r}, which is not among the functions that a program from"
+                " another process may call. Steps are made of JAX operations, without host"
+                " callbacks and custom kernels."
+            )

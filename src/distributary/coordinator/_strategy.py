@@ -1,0 +1,130 @@
+"""Asynchronous training with variables on servers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.collectives import CrossDeviceOps, ReduceOp
+from distributary.coordinator._closures import current_trace
+from distributary.coordinator._cluster import Cluster
+from distributary.errors import InvalidTypeError
+from distributary.options import CommunicationOptions, RunOptions
+from distributary.strategies import Strategy, StrategyExtended
+from distributary.tracing import push
+from distributary.values import IndexedSlices, PerReplica
+from distributary.variables import Variable
+
+__all__ = ["ParameterServerStrategy"]
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Variables on servers, and workers that compute on them without waiting for each other.
+
+    Create a `ClusterCoordinator` of it, and schedule functions on the workers.
+
+    Args:
+        cluster_resolver: `distributary.experimental.local_cluster(workers=2, ps=2)`.
+        variable_partitioner: Not there yet.
+
+    Raises:
+        InvalidTypeError: for another cluster.
+
+    Source: `tf.distribute.ParameterServerStrategy`.
+    """
+
+    def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None) -> None:
+        if not isinstance(cluster_resolver, Cluster):
+            raise InvalidTypeError(
+                f"ParameterServerStrategy: cluster_resolver is {cluster_resolver!r}, expected"
+                " distributary.experimental.local_cluster(workers=2, ps=2)."
+            )
+        self._cluster = cluster_resolver
+        self._coordinator: Any = None
+        super().__init__(
+            StrategyExtended(
+                self,
+                [jax.local_devices(backend="cpu")[0]],
+                _Push(),
+                distributed=False,
+                kind_of_variables=_ServerVariable,
+            )
+        )
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls `fn` once, on the worker that runs the scheduled function around it.
+
+        Source: `tf.distribute.ParameterServerStrategy.run`.
+        """
+        trace = current_trace()
+        if trace is not None:
+            fn = trace.repeatable(fn)
+        return super().run(fn, args, kwargs, options)
+
+    def __repr__(self) -> str:
+        cluster = self._cluster
+        return (
+            f"<ParameterServerStrategy: {len(cluster.worker_links)} workers,"
+            f" {len(cluster.server_links)} parameter servers>"
+        )
+
+
+@final
+class _Push(CrossDeviceOps):
+    """What a worker's only replica combines is what it sends to the servers."""
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        return push(per_replica_value.values[0])
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        num_replicas: int,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        combined = super().all_reduce(op, leaves, num_replicas, options)
+        return [
+            IndexedSlices(push(leaf.values), push(leaf.indices), leaf.dense_shape)
+            if isinstance(leaf, IndexedSlices)
+            else push(leaf)
+            for leaf in combined
+        ]
+
+
+class _ServerVariable(Variable):
+    """A variable on a parameter server."""
+
+    _place: tuple[int, int]
+
+    def _initial_state(self, initial: Any) -> Any:
+        cluster = self._layout.strategy._cluster
+        self._place = cluster.create(np.asarray(initial, self._dtype))
+        return None
+
+    @property
+    def _value(self) -> Any:
+        return jnp.asarray(self._layout.strategy._cluster.read(self._place))
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        if value is not None:
+            self._layout.strategy._cluster.assign(self._place, "assign", np.asarray(value))
+
+    def _change_eager(self, kind: str, value: Any) -> None:
+        self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))

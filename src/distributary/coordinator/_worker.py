@@ -1,0 +1,268 @@
+"""A worker: brings data to the programs of closures, with variables pulled from the servers."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import jax
+import numpy as np
+
+from distributary.coordinator._links import Link
+from distributary.coordinator._messages import Message
+from distributary.coordinator._programs import ProgramCache
+from distributary.errors import InvalidValueError, OutOfRangeError
+
+__all__ = ["Worker"]
+
+# Shape and name of the dtype of every leaf.
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What one server does with the pushes of a closure."""
+
+    number: int
+    program: str
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A function of closures for data of given shapes; see `Plan`."""
+
+    program: str
+    inputs: list[tuple[str, int]]
+    constants: list[jax.Array]
+    num_results: int
+    pulls: dict[int, list[int]]  # by server
+    servers: list[_Server]
+
+
+@final
+class Worker:
+    """One task `worker`.
+
+    Messages, with the numbers that the coordinator has given:
+
+        source   kind, number, name   "next": an iterator over the dataset called `name`;
+                                      "value": what the function called `name` returns
+        peek     kind, number         -> shapes of what comes next
+        function function, sources    what a function takes of this worker's data
+        plan     function, shapes, program, inputs, num_results, pulls, servers;
+                 arrays: constants; blobs: programs of the worker and of the servers
+        run      function, closures, num_args, finished; arrays: arguments of all closures
+                                      -> num_ended; arrays: results; and if not all
+                                      have ended: error, or the shapes that a plan is needed for
+
+    Args:
+        number: Of the task.
+        links: To the servers, by their number.
+        sources: By name, functions that make datasets and values.
+    """
+
+    def __init__(
+        self, number: int, links: list[Link], sources: dict[str, Callable[[], Any]]
+    ) -> None:
+        self.number = number
+        self._links = links
+        self._makers = sources
+        self._programs = ProgramCache()
+        self._server_programs: dict[str, bytes] = {}
+        self._functions: dict[int, list[tuple[str, int]]] = {}
+        self._plans: dict[tuple[int, Shapes], _Plan] = {}
+        self._iterators: dict[int, _Peekable] = {}
+        self._values: dict[int, Any] = {}
+        # Data of closures that wait for a plan.
+        self._waiting: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(max(1, len(links)), "distributary-worker")
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._threads.shutdown()
+
+    def handle(self, message: Message, peer: Any) -> Message:
+        """The reply to a message.
+
+        Raises:
+            InvalidValueError: for messages that make no sense here.
+        """
+        method = self._methods.get(message.kind)
+        if method is None:
+            raise InvalidValueError(f"worker {self.number} got the message {message.kind!r}.")
+        with self._lock:
+            return method(self, message)
+
+    def _source(self, message: Message) -> Message:
+        fields = message.fields
+        made = self._makers[fields["name"]]()
+        if fields["kind"] == "next":
+            self._iterators[fields["number"]] = _Peekable(iter(made))
+        else:
+            self._values[fields["number"]] = made
+        return Message("ok")
+
+    def _peek(self, message: Message) -> Message:
+        number = message.fields["number"]
+        if message.fields["kind"] == "value":
+            element = self._values[number]
+        else:
+            element = self._iterators[number].peek()
+        fields = {"shapes": _shapes_of(_leaves(element)), "tree": jax.tree.structure(element)}
+        return Message("ok", fields)
+
+    def _function(self, message: Message) -> Message:
+        fields = message.fields
+        self._functions[fields["function"]] = [(k, n) for k, n in fields["sources"]]
+        return Message("ok")
+
+    def _plan(self, message: Message) -> Message:
+        fields = message.fields
+        self._programs.add(message.blobs[0])
+        servers = [_Server(*server) for server in fields["servers"]]
+        for server, content in zip(servers, message.blobs[1:], strict=True):
+            self._server_programs[server.program] = content
+        key = fields["function"], _as_shapes(fields["shapes"])
+        self._plans[key] = _Plan(
+            fields["program"],
+            [(kind, number) for kind, number in fields["inputs"]],
+            [jax.numpy.asarray(array) for array in message.arrays],
+            fields["num_results"],
+            dict(fields["pulls"]),
+            servers,
+        )
+        return Message("ok")
+
+    def _run(self, message: Message) -> Message:
+        fields = message.fields
+        closures, num_args = fields["closures"], fields["num_args"]
+        results: list[Any] = []
+        num_ended = 0
+        reply: dict[str, Any] = {}
+        for i, closure in enumerate(closures):
+            args = message.arrays[i * num_args : (i + 1) * num_args]
+            try:
+                data = self._waiting.pop(closure, None)
+                if data is None:
+                    data = self._data(fields["function"])
+                shapes = _as_shapes(_shapes_of([*data, *args]))
+                plan = self._plans.get((fields["function"], shapes))
+                if plan is None:
+                    self._waiting[closure] = data
+                    reply["shapes"] = shapes
+                    break
+                outs = self._step(plan, closure, fields["finished"], data, args)
+            except Exception as error:
+                reply["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+                break
+            results += outs
+            num_ended += 1
+        return Message("ok", {"num_ended": num_ended, **reply}, results)
+
+    def _data(self, function: int) -> list[np.ndarray]:
+        """What this worker brings to one closure."""
+        leaves: list[np.ndarray] = []
+        for kind, number in self._functions[function]:
+            element = self._iterators[number].next() if kind == "next" else self._values[number]
+            leaves += _leaves(element)
+        return leaves
+
+    def _step(
+        self, plan: _Plan, closure: int, finished: int, data: list[Any], args: list[Any]
+    ) -> list[Any]:
+        """Pulls, computes, pushes; the results."""
+        state = self._pull(plan.pulls)
+        given: dict[str, Any] = {
+            "data": data,
+            "argument": args,
+            "constant": plan.constants,
+            "state": state,
+        }
+        inputs = [given[kind][number] for kind, number in plan.inputs]
+        outs = self._programs.run(plan.program, inputs)
+        pushed = outs[plan.num_results :]
+        list(
+            self._threads.map(
+                lambda server: self._push(server, closure, finished, pushed), plan.servers
+            )
+        )
+        return [np.asarray(out) for out in outs[: plan.num_results]]
+
+    def _pull(self, pulls: dict[int, list[int]]) -> dict[int, Any]:
+        def read(server: int, ids: list[int]) -> list[np.ndarray]:
+            return self._links[server].call(Message("read", {"ids": ids})).arrays
+
+        state: dict[int, Any] = {}
+        replies = self._threads.map(read, pulls, pulls.values())
+        for ids, arrays in zip(pulls.values(), replies, strict=True):
+            state.update(zip(ids, arrays, strict=True))
+        return state
+
+    def _push(self, server: _Server, closure: int, finished: int, pushed: list[Any]) -> None:
+        link = self._links[server.number]
+        message = Message(
+            "push",
+            {
+                "closure": closure,
+                "finished": finished,
+                "program": server.program,
+                "states": server.states,
+                "outputs": server.outputs,
+                "ids": [],
+            },
+            [np.asarray(pushed[i]) for i in server.pushes],
+        )
+        if link.call(message).kind == "unknown program":
+            link.call(Message("program", blobs=[self._server_programs[server.program]]))
+            link.call(message)
+
+    _methods: ClassVar[dict[str, Callable[["Worker", Message], Message]]] = {
+        "function": _function,
+        "peek": _peek,
+        "plan": _plan,
+        "run": _run,
+        "source": _source,
+    }
+
+
+@final
+class _Peekable:
+    """An iterator whose next batch can be looked at."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._ahead: list[Any] = []
+
+    def peek(self) -> Any:
+        if not self._ahead:
+            self._ahead.append(self.next())
+        return self._ahead[0]
+
+    def next(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise OutOfRangeError("The dataset of a worker has ended.") from None
+
+
+def _leaves(value: Any) -> list[np.ndarray]:
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
+    return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for a in arrays]
+
+
+def _shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:
+    return [(list(array.shape), str(array.dtype)) for array in arrays]
+
+
+def _as_shapes(shapes: Any) -> Shapes:
+    return tuple((tuple(shape), dtype) for shape, dtype in shapes)

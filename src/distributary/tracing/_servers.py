@@ -1,0 +1,253 @@
+"""The step of a worker, split into what the worker computes and what parameter servers do with it.
+
+A worker reads variables, computes on its batch and pushes gradients. What is computed from a pushed
+value and the state of variables is an update, and belongs to the server that keeps them: it starts
+from their latest values, whatever other workers have done since this one read them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax.extend.core as jex_core
+
+from distributary.errors import UnsupportedError
+from distributary.tracing._connectivity import call_of
+from distributary.tracing._markers import Array, Equation, jaxpr_of, push_p
+from distributary.tracing._stages import stage_of_equations, variables_of, written_out
+
+__all__ = ["ServerPart", "ServerSplit", "push", "split_over_servers"]
+
+# Instead of the number of a server, for what the worker returns or computes with.
+_WORKER = -1
+
+
+def push(value: Array) -> Array:
+    """Marks a value that a worker sends to the servers; what is made of it is theirs to compute."""
+    pushed: Array = push_p.bind(value)
+    return pushed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ServerPart:
+    """What one server does with the values that a worker pushes.
+
+    Attributes:
+        update: Closed jaxpr from the state at `states`, then the values at `pushes`, to the new
+            state at `outputs`.
+        states: Positions among the inputs of the whole.
+        pushes: Positions among the pushed values.
+        outputs: Positions among the outputs of the whole.
+    """
+
+    update: Any
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ServerSplit:
+    """A step in parts.
+
+    Attributes:
+        worker: Closed jaxpr from the inputs of the whole at `inputs` to its outputs that are no
+            state, then the pushed values.
+        inputs: Positions among the inputs of the whole; the state among them is what is pulled.
+        num_pushes: Number of pushed values.
+        servers: By number, those that keep state that the step changes.
+    """
+
+    worker: Any
+    inputs: list[int]
+    num_pushes: int
+    servers: dict[int, ServerPart]
+
+
+def split_over_servers(
+    jaxpr: Any,
+    owners: Sequence[int | None],
+    is_data: Sequence[bool],
+    state_of_output: Sequence[int | None],
+    names: Sequence[str],
+) -> ServerSplit:
+    """Splits a step over the servers that keep its variables.
+
+    A server computes what needs its own state, or a pushed value, and is of use to it alone. What
+    several servers need, such as the norm of all gradients or a learning rate that depends on a
+    counter, the worker computes, from the state that it has pulled.
+
+    Of a value that depends on data and was not pushed, only the last operation is the server's if
+    it takes the state, as `v.assign_add(x)` does: the operands are pushed. Else it is assigned as
+    it is, and the last worker wins.
+
+    Args:
+        jaxpr: The step, without markers of variables and without constants.
+        owners: For every input that is the state of a variable, the number of its server.
+        is_data: For every input, whether it is data of the worker.
+        state_of_output: For every output that is the new state of a variable, the position of the
+            input that is its old state.
+        names: For every input, its name in messages.
+
+    Raises:
+        UnsupportedError: if the update of a variable needs the state of several servers at once.
+    """
+    constants: dict[Any, Any] = {}
+    # Written out, so that an optimizer that is one function is not one for all servers.
+    while any(map(_is_call, jaxpr.eqns)):
+        jaxpr = written_out(jaxpr, constants, _is_call)
+    jaxpr, _, of_worker = stage_of_equations(
+        jaxpr, [*is_data, *[False] * len(constants)], num_replicas=2
+    )
+    state = {v: owner for v, owner in zip(jaxpr.invars, owners, strict=False) if owner is not None}
+    goals = [
+        _WORKER if position is None else state[jaxpr.invars[position]]
+        for position in state_of_output
+    ]
+    outputs, last = _last_operations(jaxpr, of_worker, state_of_output)
+    eqns = [*jaxpr.eqns, *last]
+    is_update = [*(not own for own in of_worker), *[True] * len(last)]
+
+    depends = _servers_of_inputs(eqns, state)
+    reaches = _servers_of_outputs(eqns, is_update, zip(outputs, goals, strict=True))
+    at_server: dict[int, list[Equation]] = {goal: [] for goal in goals if goal != _WORKER}
+    at_worker: list[Equation] = []
+    for eqn, late in zip(eqns, is_update, strict=True):
+        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars))
+        own = {s for s in to if late and (to == {s} or depends[eqn.outvars[0]] == {s})} - {_WORKER}
+        for server in own:
+            at_server[server].append(eqn)
+        if not own.issuperset(to) or not late:
+            at_worker.append(eqn)
+    _check_updates(jaxpr, eqns, is_update, at_server, outputs, state_of_output, owners, names)
+
+    pushes: dict[Any, int] = {}
+    servers = {}
+    for server, own_eqns in at_server.items():
+        own_outputs = [i for i, goal in enumerate(goals) if goal == server]
+        outvars = [outputs[i] for i in own_outputs]
+        made = {v for eqn in own_eqns for v in eqn.outvars}
+        needed = _in_order([*(eqn.invars for eqn in own_eqns), outvars])
+        own_state = [v for v in needed if state.get(v) == server]
+        consts = [v for v in needed if v in constants]
+        given = [v for v in needed if v not in made.union(own_state, consts)]
+        for v in given:
+            pushes.setdefault(v, len(pushes))
+        servers[server] = ServerPart(
+            _closed([*own_state, *given], outvars, own_eqns, consts, constants),
+            [jaxpr.invars.index(v) for v in own_state],
+            [pushes[v] for v in given],
+            own_outputs,
+        )
+
+    results = [v for v, goal in zip(outputs, goals, strict=True) if goal == _WORKER]
+    wanted = {*variables_of(results), *pushes}
+    kept: list[Equation] = []
+    for eqn in reversed(at_worker):
+        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(variables_of(eqn.invars))
+    inputs = [i for i, v in enumerate(jaxpr.invars) if v in wanted and v not in constants]
+    worker = _closed(
+        [jaxpr.invars[i] for i in inputs],
+        [*results, *pushes],
+        kept[::-1],
+        [v for v in constants if v in wanted],
+        constants,
+    )
+    return ServerSplit(worker, inputs, len(pushes), servers)
+
+
+def _last_operations(
+    jaxpr: Any, of_worker: Sequence[bool], state_of_output: Sequence[int | None]
+) -> tuple[list[Any], list[Equation]]:
+    """The outputs, and the last operations on state that depend on data, for the servers."""
+    made_by = {
+        eqn.outvars[0]: eqn
+        for eqn, own in zip(jaxpr.eqns, of_worker, strict=True)
+        if own and len(eqn.outvars) == 1 and not eqn.effects
+    }
+    outputs = list(jaxpr.outvars)
+    last = []
+    for i, position in enumerate(state_of_output):
+        eqn = None if position is None else made_by.get(_hashable(outputs[i]))
+        if eqn is not None and any(v is jaxpr.invars[position] for v in eqn.invars):
+            outputs[i] = jex_core.Var(eqn.outvars[0].aval)
+            last.append(eqn.replace(outvars=[outputs[i]]))
+    return outputs, last
+
+
+def _servers_of_inputs(eqns: Sequence[Equation], state: dict[Any, int]) -> dict[Any, set[int]]:
+    """By variable, the servers whose state it depends on."""
+    depends: dict[Any, set[int]] = {v: {owner} for v, owner in state.items()}
+    for eqn in eqns:
+        on = set().union(*(depends.get(v, ()) for v in variables_of(eqn.invars)))
+        depends.update((v, on) for v in eqn.outvars)
+    return depends
+
+
+def _servers_of_outputs(
+    eqns: Sequence[Equation], is_update: Sequence[bool], goals: Iterable[tuple[Any, int]]
+) -> dict[Any, set[int]]:
+    """By variable, the servers that need it for an update, and `_WORKER` if that needs it."""
+    reaches: dict[Any, set[int]] = {}
+    for output, goal in goals:
+        for v in variables_of([output]):
+            reaches.setdefault(v, set()).add(goal)
+    for eqn, late in zip(reversed(eqns), reversed(is_update), strict=True):
+        to = set().union(*(reaches.get(v, ()) for v in eqn.outvars)) if late else {_WORKER}
+        for v in variables_of(eqn.invars):
+            reaches.setdefault(v, set()).update(to)
+    return reaches
+
+
+def _check_updates(
+    jaxpr: Any,
+    eqns: Sequence[Equation],
+    is_update: Sequence[bool],
+    at_server: dict[int, list[Equation]],
+    outputs: Sequence[Any],
+    state_of_output: Sequence[int | None],
+    owners: Sequence[int | None],
+    names: Sequence[str],
+) -> None:
+    """Refuses an update that would be computed from old state and overwrite that of others."""
+    updates = {v for eqn, late in zip(eqns, is_update, strict=True) if late for v in eqn.outvars}
+    for output, position in zip(outputs, state_of_output, strict=True):
+        if position is None or _hashable(output) not in updates:
+            continue
+        server = owners[position]
+        assert server is not None
+        if not any(output in eqn.outvars for eqn in at_server[server]):
+            raise UnsupportedError(
+                f"The update of variable {names[position]!r} is one operation with those of other"
+                " variables, which lie on other servers, so that no server can compute it. Let the"
+                " optimizer update every variable by itself: without jax.lax.cond around the whole"
+                " update, as loss scaling has it."
+            )
+
+
+def _closed(
+    invars: list[Any],
+    outvars: list[Any],
+    eqns: list[Equation],
+    constvars: list[Any],
+    constants: dict[Any, Any],
+) -> Any:
+    opened = jaxpr_of(invars, outvars, eqns, constvars)
+    return jex_core.ClosedJaxpr(opened, [constants[v] for v in constvars])
+
+
+def _in_order(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    """The variables in some groups of atoms, each once."""
+    return list(dict.fromkeys(v for atoms in groups for v in variables_of(atoms)))
+
+
+def _is_call(eqn: Equation) -> bool:
+    return call_of(eqn) is not None
+
+
+def _hashable(atom: Any) -> Any:
+    return None if isinstance(atom, jex_core.Literal) else atom

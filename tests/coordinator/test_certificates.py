@@ -1,0 +1,163 @@
+"""Only tasks of the job, in their role, are heard."""
+
+import datetime
+import stat
+
+import pytest
+from cryptography import x509
+
+from distributary.cli import main
+from distributary.coordinator._certificates import ROLES, Credentials, make_certificates
+from distributary.coordinator._grpc import GrpcLink, GrpcServer
+from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._messages import Message
+from distributary.errors import ClusterError
+
+_SECONDS = 60.0
+
+
+@pytest.fixture
+def server(service, certificates):
+    server = GrpcServer(service, "127.0.0.1:0", Credentials.load(certificates, "ps"))
+    yield server
+    server.close()
+
+
+def _call(address, role, credentials):
+    link = GrpcLink(address, role, credentials)
+    try:
+        return link.call(Message("echo"), _SECONDS)
+    finally:
+        link.close()
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory):
+    """Certificates of another authority."""
+    folder = tmp_path_factory.mktemp("strangers")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expired(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("expired")
+    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=2)
+    make_certificates(folder, num_days=1, start=start)
+    return folder
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_role_of_the_caller_is_known(role, server, service, certificates):
+    _call(server.address, "ps", Credentials.load(certificates, role))
+
+    (peer,) = service.peers
+    assert peer.role == role
+    assert peer.identity.startswith(f"{role} at ipv4:127.0.0.1:")
+
+
+def test_strangers_are_refused(server, service, certificates, strangers):
+    stranger, member = (Credentials.load(f, "worker") for f in (strangers, certificates))
+    both = Credentials(member.ca, stranger.certificate, stranger.key)
+
+    for credentials in (None, stranger, both):
+        with pytest.raises(ConnectionLostError, match=f"No connection to ps at {server.address}"):
+            _call(server.address, "ps", credentials)
+
+    assert service.handled == []
+    _call(server.address, "ps", member)
+
+
+def test_a_server_in_another_role_is_refused(server, service, certificates):
+    with pytest.raises(ConnectionLostError, match="certificate must be that of role 'chief'"):
+        _call(server.address, "chief", Credentials.load(certificates, "worker"))
+
+    assert service.handled == []
+
+
+def test_a_server_without_certificate_is_refused(service, certificates):
+    server = GrpcServer(service, "127.0.0.1:0")
+    try:
+        with pytest.raises(ConnectionLostError, match="UNAVAILABLE"):
+            _call(server.address, "ps", Credentials.load(certificates, "worker"))
+    finally:
+        server.close()
+
+    assert service.handled == []
+
+
+def test_expired_certificates_are_refused(service, expired):
+    server = GrpcServer(service, "127.0.0.1:0", Credentials.load(expired, "ps"))
+    try:
+        with pytest.raises(ConnectionLostError, match="certificate has expired"):
+            _call(server.address, "ps", Credentials.load(expired, "worker"))
+    finally:
+        server.close()
+
+    assert service.handled == []
+
+
+def test_with_certificates_any_address_may_be_listened_at(service, certificates):
+    server = GrpcServer(service, "0.0.0.0:0", Credentials.load(certificates, "ps"))
+    try:
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
+        _call(address, "ps", Credentials.load(certificates, "chief"))
+    finally:
+        server.close()
+
+    assert service.handled == [None]
+
+
+def test_the_command_makes_files_that_only_their_owner_reads(tmp_path, capsys):
+    folder = tmp_path / "job" / "certs"
+
+    code = main(["certs", "--out", str(folder), "--hosts", "ps-0.jobs", "10.0.0.1", "--days", "3"])
+
+    assert code == 0
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"ca.pem", *(f"{role}.{end}" for role in ROLES for end in ("pem", "key"))}
+    assert {path.name for path in map(type(folder), capsys.readouterr().out.split())} == names
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    certificate = x509.load_pem_x509_certificate((folder / "worker.pem").read_bytes())
+    extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    assert [str(name.value) for name in extension.value] == [
+        "worker.distributary",
+        "ps-0.jobs",
+        "10.0.0.1",
+    ]
+    left = certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    assert datetime.timedelta(days=2.9) < left < datetime.timedelta(days=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--days", "0"], "distributary certs: the number of days is 0, expected 1 or more"),
+        (["--hosts", "a b"], "distributary certs: 'a b' is no name of a host and no IP address"),
+    ],
+)
+def test_impossible_values_are_named(arguments, message, tmp_path, capsys):
+    assert main(["certs", "--out", str(tmp_path / "new"), *arguments]) == 1
+
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_are_not_written_over(certificates, capsys):
+    before = (certificates / "ps.key").read_bytes()
+
+    assert main(["certs", "--out", str(certificates)]) == 1
+
+    assert "ca.pem exists. All certificates of a job are made together" in capsys.readouterr().err
+    assert (certificates / "ps.key").read_bytes() == before
+
+
+def test_the_folder_comes_from_the_environment(certificates, tmp_path):
+    found = Credentials.from_environ("ps", {"DISTRIBUTARY_CERTS": str(certificates)})
+
+    assert found == Credentials.load(certificates, "ps")
+    assert "PRIVATE" not in repr(found)
+    assert Credentials.from_environ("ps", {}) is None
+    with pytest.raises(ClusterError, match=r"role 'ps' cannot be read: .*ca\.pem.* certs --out"):
+        Credentials.from_environ("ps", {"DISTRIBUTARY_CERTS": str(tmp_path)})

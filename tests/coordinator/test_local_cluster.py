@@ -1,0 +1,165 @@
+"""Closures on the workers of a cluster in this process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.coordinator._cluster import local_cluster
+from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.errors import CancelledError, OutOfRangeError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
+
+
+@pytest.fixture
+def cluster():
+    return lambda workers, ps: ParameterServerStrategy(local_cluster(workers, ps))
+
+
+def _linear(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.zeros(3, np.float32), name="w")
+        b = dist.Variable(np.float32(0), name="b")
+        steps = dist.Variable(0, name="steps")
+
+    def step(batch):
+        x, y = batch
+        with dist.GradientTape() as tape:
+            loss = ((x @ w + b - y) ** 2).mean()
+        gradients = dist.get_replica_context().all_reduce("SUM", tape.gradient(loss, [w, b]))
+        for variable, gradient in zip((w, b), gradients, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        steps.assign_add(1)
+        return loss
+
+    return w, b, steps, step
+
+
+def _batches():
+    return [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)]
+
+
+def test_one_worker_trains_as_one_device_does(cluster):
+    strategy = cluster(1, 2)
+    w, b, steps, step = _linear(strategy)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 5))
+
+    def closure(iterator):
+        return strategy.run(step, args=(next(iterator),))
+
+    losses = [coordinator.schedule(closure, args=(iterator,)) for _ in range(20)]
+    coordinator.join()
+
+    expected = np.zeros(3), 0.0
+    for (x, y), loss in zip(_batches() * 5, losses, strict=True):
+        error = x @ expected[0] + expected[1] - y
+        np.testing.assert_allclose(loss.fetch(), (error**2).mean(), rtol=1e-4, atol=1e-6)
+        expected = (
+            expected[0] - 0.1 * 2 * (error[:, None] * x).mean(0),
+            expected[1] - 0.1 * 2 * error.mean(),
+        )
+    np.testing.assert_allclose(w.numpy(), expected[0], rtol=1e-4)
+    np.testing.assert_allclose(b.numpy(), expected[1], rtol=1e-3, atol=1e-5)
+    assert steps.numpy() == 20
+
+
+def test_every_closure_of_several_workers_counts_once(cluster):
+    strategy = cluster(3, 2)
+    w, _, steps, step = _linear(strategy)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: _batches() * 100))
+
+    def closure(iterator):
+        return strategy.run(lambda it: step(next(it)), args=(iterator,))
+
+    for _ in range(100):
+        coordinator.schedule(closure, args=(iterator,))
+    coordinator.join()
+    assert coordinator.done()
+    assert steps.numpy() == 100
+    np.testing.assert_allclose(w.numpy(), [1, -2, 3], atol=0.1)
+
+
+def test_batches_of_another_size_are_another_program(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(np.float32(0))
+    coordinator = ClusterCoordinator(strategy)
+    data = [np.ones(4, np.float32), np.ones(3, np.float32)]
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: data * 10))
+
+    def closure(iterator, scale):
+        batch = next(iterator)
+        total.assign_add(scale * batch.sum())
+        return batch
+
+    values = [coordinator.schedule(closure, args=(iterator, 2.0)) for _ in range(10)]
+    coordinator.join()
+    sizes = [len(value) for value in coordinator.fetch(values)]
+    assert set(sizes) == {3, 4}
+    assert total.numpy() == 2 * sum(sizes)
+
+
+def test_the_first_error_is_raised_once(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        count = dist.Variable(0)
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
+
+    def closure(iterator):
+        count.assign_add(1)
+        return next(iterator)
+
+    values = [coordinator.schedule(closure, args=(iterator,)) for _ in range(4)]
+    with pytest.raises(OutOfRangeError, match="has ended"):
+        for _ in range(1000):
+            values.append(coordinator.schedule(closure, args=(iterator,)))
+        coordinator.join()
+    coordinator.join()
+    assert count.numpy() == 4
+    errors = []
+    for value in values:
+        try:
+            value.get()
+        except (OutOfRangeError, CancelledError) as error:
+            errors.append(type(error))
+    assert len(values) - len(errors) == 4
+    assert OutOfRangeError in errors
+
+
+def test_variables_are_read_and_assigned_from_outside(cluster):
+    strategy = cluster(1, 2)
+    with strategy.scope():
+        v = dist.Variable([1.0, 2.0], name="v")
+    v.assign_add([1.0, 1.0])
+    np.testing.assert_array_equal(v, [2, 3])
+    v.assign(v * 2)
+    np.testing.assert_array_equal(v.numpy(), [4, 6])
+    assert jnp.asarray(v).dtype == jnp.float32
+    assert isinstance(v.value(), jax.Array)
+
+
+def test_a_worker_has_values_of_its_own(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(np.zeros(2, np.float32))
+    coordinator = ClusterCoordinator(strategy)
+    numbers = iter([1.0, 10.0])
+    values = coordinator.create_per_worker_value(lambda: np.full(2, next(numbers), np.float32))
+
+    def closure(value):
+        total.assign_add(value)
+        return value[0]
+
+    results = [coordinator.schedule(closure, args=(values,)) for _ in range(20)]
+    coordinator.join()
+    found = coordinator.fetch(results)
+    assert set(map(float, found)) <= {1.0, 10.0}
+    np.testing.assert_array_equal(total, [sum(found)] * 2)
