@@ -17,6 +17,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
+    ├── CompileError (RuntimeError)            a step cannot be compiled for another machine
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -28,6 +29,7 @@ __all__ = [
     "BackendStartedError",
     "CheckpointError",
     "ClusterError",
+    "CompileError",
     "ContextError",
     "DeviceError",
     "DistributaryError",
@@ -111,6 +113,10 @@ class WorkerLostError(DistributaryError, RuntimeError):
 
 class CheckpointError(DistributaryError, OSError):
     """A checkpoint cannot be written, found or read."""
+
+
+class CompileError(DistributaryError, RuntimeError):
+    """`distributary compile` cannot compile the step of a script for another machine."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):
