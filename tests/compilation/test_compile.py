@@ -96,6 +96,11 @@ ACCEPTED = [
     ("watched", "v5e:2x4", "ran here\n"),
     ("two_reductions", "v5e:2x4", r"1 all-reduce of 1 array, 4 B, .*\n .* 1 all-reduce of 1 array"),
     ("one_device", "v5e:2x4", r"one_device, 1 replica on 1 of 8 devices\n .* none\n"),
+    (
+        "all_hosts",
+        "v5e:4x4",
+        r"all_hosts, 16 replicas\n  collectives +1 all-.* groups 0-15,",
+    ),
     ("loop", "h100:8", r"1 all-reduce of 1 array, 16.0 KiB, groups 0-7, 7 times in a loop\n"),
     ("loop", "v5e:2x4", r"[?] times in a loop.*\n  all-reduced  at least 16.0 KiB per step\n"),
     ("functional", "v5e:2x4", r"step +functional, 8 replicas\n"),

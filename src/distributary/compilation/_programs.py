@@ -193,7 +193,7 @@ def _explained(
         return CompileError(
             f"{name} is for {num_used} of the {num_devices} devices of {topology.name}, and the"
             " chips of a TPU slice run programs only together. MirroredStrategy takes one host of"
-            f" {len(topology.hosts)}; use MultiWorkerMirroredStrategy, or a smaller topology."
+            f" {len(topology.hosts)}; use TPUStrategy, or a smaller topology."
         )
     return CompileError(
         f"{name} cannot be compiled for {topology.name}. The compiler says: {_beginning(text)}"

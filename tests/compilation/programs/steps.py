@@ -19,7 +19,8 @@ if name in DEVICES:
     dist.MirroredStrategy(DEVICES[name]())
 if name == "no_step":
     sys.exit()
-strategy = dist.OneDeviceStrategy("TPU:3") if name == "one_device" else dist.MirroredStrategy()
+STRATEGIES = {"one_device": lambda: dist.OneDeviceStrategy("TPU:3"), "all_hosts": dist.TPUStrategy}
+strategy = STRATEGIES.get(name, dist.MirroredStrategy)()
 with strategy.scope():
     w = dist.Variable(jnp.eye(64), name="w")
     seen = dist.Variable(
@@ -36,6 +37,10 @@ def total(x):
 
 def one_device(x):
     w.assign_sub(x[:64])
+
+
+def all_hosts(x):
+    w.assign_sub(total(x.T @ x))
 
 
 def loop(x):
