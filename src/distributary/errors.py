@@ -18,6 +18,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
+    ├── CompileError (RuntimeError)            a step cannot be compiled for another machine
     └── UnsupportedError (NotImplementedError) the request has no meaning here
 
 Warnings are `DistributaryWarning`, a `UserWarning`.
@@ -30,6 +31,7 @@ __all__ = [
     "CancelledError",
     "CheckpointError",
     "ClusterError",
+    "CompileError",
     "ContextError",
     "DeviceError",
     "DistributaryError",
@@ -120,6 +122,10 @@ class WorkerLostError(DistributaryError, RuntimeError):
 
 class CheckpointError(DistributaryError, OSError):
     """A checkpoint cannot be written, found or read."""
+
+
+class CompileError(DistributaryError, RuntimeError):
+    """`distributary compile` cannot compile the step of a script for another machine."""
 
 
 class UnsupportedError(DistributaryError, NotImplementedError):

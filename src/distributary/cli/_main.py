@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributary.cli._certs import add_certs_command
+from distributary.cli._compile import add_compile_command, add_script_arguments
 from distributary.cli._devices import add_devices_command
 from distributary.errors import DistributaryError, InvalidValueError
 from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.set_defaults(run=_launch, parser=launch)
     add_devices_command(commands)
     add_certs_command(commands)
+    add_compile_command(commands)
     return parser
 
 
@@ -125,9 +127,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds within which all hosts must have joined (default: 300)",
     )
     hosts.add_argument("--address", help="address of this host for the others")
-    add("-m", "--module", action="store_true", help="the script is the name of a module")
-    add("script", help="Python script that every worker runs")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add_script_arguments(parser, "Python script that every worker runs")
 
 
 def _launch_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> LaunchOptions:

@@ -223,8 +223,10 @@ def _mesh_of(value: PerReplica) -> tuple[Any, int]:
     """The mesh the components lie on, None for another place, and the number of replicas."""
     leaves = jax.tree.leaves(value.payload) if value.form == "stacked" else []
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
-    if isinstance(sharding, NamedSharding) and REPLICA_AXIS in sharding.mesh.axis_names:
-        return sharding.mesh, value.num_replicas
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        if mesh.shape.get(REPLICA_AXIS) == value.num_replicas:
+            return mesh, value.num_replicas
     return None, value.num_replicas
 
 

@@ -17,7 +17,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from distributary.collectives import ReduceOp
 from distributary.datasets import WorkerShare
@@ -32,7 +32,10 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.topology import (
     REPLICA_AXIS,
+    ProgramKind,
+    compile_ahead,
     dispatcher_for,
+    for_target,
     job_programs,
     latest_program,
     local_copy,
@@ -43,6 +46,7 @@ from distributary.topology import (
 from distributary.tracing import user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
+_METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
 # What Keras hands from step to step, in this order.
 _PARTS: dict[Kind, tuple[str, ...]] = {
     "train": ("trainable", "non_trainable", "optimizer", "metrics"),
@@ -186,7 +190,7 @@ class StepFunction:
             return False
         if self._fusible is None:
             self._fusible = True
-            if jax.default_backend() == "cpu":
+            if self._mesh.devices.flat[0].platform == "cpu":
                 batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
                 if isinstance(batch, OwnRows):
                     batch = batch.rows
@@ -212,8 +216,12 @@ class StepFunction:
     def _run(self, key: tuple[str, int], state: Any, data: Any) -> tuple[Any, Any]:
         program = self._programs.get(key)
         if program is None:
+            kind = ProgramKind(
+                f"{self._trainer.name}.{_METHODS[self._kind]}", self._kind == "train"
+            )
             program = self._programs[key] = _Program(
                 self._function(*key),
+                self._mesh,
                 self._replicated,
                 self._sharding(*key),
                 # Predictions of one worker may lie as XLA likes.
@@ -221,6 +229,7 @@ class StepFunction:
                 if self._kind == "predict" and self._share.num_workers == 1
                 else self._replicated,
                 self._eager,
+                kind,
             )
         data = program.prepare(state, data)
         if self._share.num_workers > 1:
@@ -244,7 +253,7 @@ class StepFunction:
             return None
         if way == "whole":
             return self._replicated
-        return self._split if count == 1 else NamedSharding(self._mesh, P(None, REPLICA_AXIS))
+        return self._split if count == 1 else NamedSharding(self._split.mesh, P(None, REPLICA_AXIS))
 
     # What is compiled
 
@@ -345,19 +354,23 @@ class _Program:
 
     Args:
         function: From state and data to logs and new state.
+        mesh: The devices it runs on; None for JAX's default device.
         replicated: Where the state lies.
         sharding: Where the data is put; None leaves both to JAX.
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
+        kind: What it is.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
+        mesh: Any,
         replicated: Any,
         sharding: Any,
         out_sharding: Any,
         eager: bool,
+        kind: ProgramKind,
     ) -> None:
         self._eager = eager
         self._sharding = sharding
@@ -366,17 +379,18 @@ class _Program:
         if eager:
             self.call = function
         elif sharding is None:
-            self.call = jax.jit(
-                function, donate_argnums=0, out_shardings=(out_sharding, replicated)
-            )
+            outs = (_on(mesh, out_sharding), _on(mesh, replicated))
+            jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
+            self.call = for_target(jitted, mesh, kind)
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
-            self.call = jax.jit(
+            jitted = jax.jit(
                 function,
                 donate_argnums=0,
-                in_shardings=(replicated, sharding),
-                out_shardings=(out_sharding, replicated),
+                in_shardings=(_on(mesh, replicated), _on(mesh, sharding)),
+                out_shardings=(_on(mesh, out_sharding), _on(mesh, replicated)),
             )
+            self.call = for_target(jitted, mesh, kind)
         self._known: set[Any] = set()
 
     def prepare(self, state: Any, data: Any) -> Any:
@@ -399,9 +413,16 @@ class _Program:
             data = jax.tree.unflatten(tree, leaves)
         shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in leaves])
         if shapes not in self._known:
-            self.call.lower(state, data).compile()
+            compile_ahead(self.call, state, data)
             self._known.add(shapes)
         return data
+
+
+def _on(mesh: Any, sharding: Any) -> Any:
+    """Where a value lies, as a sharding of the mesh on which the programs run."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, sharding.spec)
+    return None if sharding is None else SingleDeviceSharding(mesh.devices.flat[0])
 
 
 @final

@@ -14,9 +14,12 @@ from distributary.strategies._cache import WeakIdentity
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
+    ProgramKind,
+    for_target,
     inside_jax_trace,
     job_programs,
     latest_program,
+    mesh_of_values,
     put_replicated,
 )
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
@@ -40,8 +43,10 @@ class Compiled:
         program: The traced program.
         replicated: Sharding of values all replicas share; None for JAX's default device.
         stacked: Sharding of `[replica, *shape]`; None on one device.
+        mesh: The devices the program runs on; None for JAX's default device.
         dispatcher: Bounds the programs in flight.
         rebuild: From the program's outputs to the function's result.
+        name: Name of the function.
     """
 
     __slots__ = (
@@ -63,8 +68,10 @@ class Compiled:
         program: ReplicaProgram | FunctionProgram,
         replicated: Any,
         stacked: Any,
+        mesh: Any,
         dispatcher: Dispatcher,
         rebuild: Callable[[Sequence[Any]], Any],
+        name: str,
     ) -> None:
         self.program = program
         self._rebuild = rebuild
@@ -83,6 +90,8 @@ class Compiled:
         # finished: the first result if it is small, else one made for it.
         has_token = dispatcher.bounded and not _has_small_first_output(program)
         token_sharding = stacked if has_token else None
+        read = set(program.handles)
+        trains = any(h in read and h.cell().trainable for h in program.written)
         self._token_of = _last_output if has_token else _first_output
 
         def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
@@ -97,7 +106,8 @@ class Compiled:
                 token = jax.lax.with_sharding_constraint(zeros, token_sharding)
             return new, outs, token
 
-        self._call = jax.jit(run, donate_argnums=1)
+        jitted = jax.jit(run, donate_argnums=1)
+        self._call = for_target(jitted, mesh, ProgramKind(name, trains))
 
     def _place(self, value: Any) -> Any:
         """A value where the program can take it."""
@@ -183,7 +193,7 @@ def _sharding_of(handle: Handle) -> Any:
     mesh = layout.strategy.extended.mesh
     if mesh is None or mesh.size == 1:
         return None
-    return layout.stacked if handle.per_replica else layout.replicated
+    return NamedSharding(mesh, P(REPLICA_AXIS) if handle.per_replica else P())
 
 
 # What one argument looks like to the cache: cheap to make and to compare.
@@ -303,4 +313,5 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
 
 def replica_shardings(mesh: Any) -> tuple[Any, Any]:
     """Shardings of values all replicas share, and of `[replica, *shape]`."""
+    mesh = mesh_of_values(mesh)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))

@@ -25,6 +25,8 @@ from distributary.options import CommunicationOptions
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
+    ProgramKind,
+    for_target,
     inside_jax_trace,
     job_programs,
     local_copy,
@@ -181,7 +183,8 @@ class CrossReplica:
             return program(trees)
         jitted = self._jitted.get(key)
         if jitted is None:
-            jitted = self._jitted[key] = jax.jit(program)
+            kind = ProgramKind(key[0], trains=False)
+            jitted = self._jitted[key] = for_target(jax.jit(program), self._mesh, kind)
         if self._mesh.is_multi_process:
             job_programs.begin()
         result = self._dispatcher.run(

@@ -38,7 +38,13 @@ from distributary.strategies._broadcast import all_workers, broadcast
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
-from distributary.topology import canonical_name, dispatcher_for, make_mesh, short_name
+from distributary.topology import (
+    canonical_name,
+    dispatcher_for,
+    make_mesh,
+    mesh_of_values,
+    short_name,
+)
 from distributary.tracing import current_scope, in_role
 from distributary.values import (
     DistributedValues,
@@ -114,12 +120,13 @@ class StrategyExtended:
         self.options = options or CommunicationOptions()
         replicated: Any = None
         stacked: Any = None
-        mesh: Any = None
-        if devices is not None and (self.num_replicas > 1 or distributed):
-            mesh = make_mesh(cores)
+        mesh: Any = None if devices is None else make_mesh(cores)
+        if mesh is not None and (self.num_replicas > 1 or distributed):
             replicated, stacked = replica_shardings(mesh)
-        elif devices is not None:
-            replicated = jax.sharding.SingleDeviceSharding(cores[0][0])
+        elif mesh is not None:
+            (device,) = mesh_of_values(mesh).devices.flat
+            replicated = jax.sharding.SingleDeviceSharding(device)
+        #: The devices on which programs run; None where JAX chooses the device.
         self.mesh = mesh
         dispatcher = dispatcher_for(() if mesh is None else tuple(mesh.devices.flat))
         self._layout = VariableLayout(

@@ -124,8 +124,10 @@ class Function:
             program,
             layout.replicated,
             layout.stacked,
+            layout.strategy.extended.mesh,
             dispatcher_for(devices),
             rebuild,
+            getattr(self.python_function, "__name__", repr(self.python_function)),
         )
         return _Entry(compiled, picks)
 

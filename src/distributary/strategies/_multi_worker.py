@@ -14,7 +14,7 @@ from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._connection import connect, devices_of_all, extended_of_job
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import replica_devices
+from distributary.topology import devices_of_all_hosts, replica_devices
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 " distributary.experimental.CommunicationOptions."
             )
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+        compiled_for = devices_of_all_hosts()
+        if compiled_for is not None:
+            super().__init__(StrategyExtended(self, compiled_for, options=options))
+            return
         spec = self._cluster_resolver.cluster_spec()
         if not spec:
             super().__init__(StrategyExtended(self, replica_devices(None), options=options))

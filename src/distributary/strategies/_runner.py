@@ -48,7 +48,7 @@ class ReplicaRunner:
     Args:
         strategy: The strategy.
         num_replicas: Number of replicas.
-        mesh: Mesh with the axis `"replica"`; None if there is one device for one replica.
+        mesh: Mesh with the axis `"replica"`, on which programs run; None for JAX's default device.
         replicated: Sharding of values all replicas share.
         stacked: Sharding of `[replica, *shape]`; None on one device.
         dispatcher: Bounds the programs in flight.
@@ -162,8 +162,10 @@ class ReplicaRunner:
             program,
             self._replicated,
             self._stacked,
+            self._mesh,
             self._dispatcher,
             step.merger(program),
+            getattr(function, "__name__", repr(function)),
         )
         step.release()
         return _Entry(compiled, step.picks)

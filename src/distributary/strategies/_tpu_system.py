@@ -11,7 +11,12 @@ from distributary.cluster_resolver import (
 from distributary.errors import ClusterError, DeviceError, InvalidTypeError
 from distributary.options import CommunicationOptions
 from distributary.strategies._connection import connect, devices_of_all
-from distributary.topology import Topology, replica_devices
+from distributary.topology import (
+    Topology,
+    current_target,
+    devices_of_all_hosts,
+    replica_devices,
+)
 
 
 def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -> None:
@@ -94,6 +99,8 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
 
 def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
     """Connects the processes of a cluster; None if there is no other than this one."""
+    if current_target() is not None:  # whose hosts this process stands for
+        return None
     spec = resolver.cluster_spec()
     if not spec:
         return None
@@ -113,7 +120,10 @@ def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax
     Raises:
         DeviceError: if there are none.
     """
-    devices = replica_devices(None) if place is None else devices_of_all(place)
+    if place is not None:
+        devices = devices_of_all(place)
+    else:
+        devices = devices_of_all_hosts() or replica_devices(None)
     if devices[0].platform != "tpu":
         raise DeviceError(
             f"{who}: there is no TPU here. JAX was asked for TPU devices and has"

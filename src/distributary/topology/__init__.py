@@ -43,6 +43,16 @@ from distributary.topology._placement import (
     put_replicated,
     put_stacked,
 )
+from distributary.topology._target import (
+    ProgramKind,
+    Target,
+    aim_at,
+    compile_ahead,
+    current_target,
+    devices_of_all_hosts,
+    for_target,
+    mesh_of_values,
+)
 from distributary.topology._thread_pool import num_cores
 from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
@@ -52,14 +62,21 @@ __all__ = [
     "DeviceName",
     "DeviceOrderMode",
     "Dispatcher",
+    "ProgramKind",
     "TPUSystemMetadata",
+    "Target",
     "Topology",
+    "aim_at",
     "backends_started",
     "canonical_name",
+    "compile_ahead",
     "coordination_client",
     "cpu_thread_pool_size",
     "cpu_threads_suffice",
+    "current_target",
+    "devices_of_all_hosts",
     "dispatcher_for",
+    "for_target",
     "host_groups",
     "inside_jax_trace",
     "job_programs",
@@ -68,6 +85,7 @@ __all__ = [
     "local_devices",
     "local_devices_of",
     "make_mesh",
+    "mesh_of_values",
     "num_cores",
     "num_local_replicas",
     "num_logical_devices",

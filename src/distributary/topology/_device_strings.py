@@ -8,6 +8,7 @@ import jax
 
 from distributary.errors import DeviceError
 from distributary.topology._jax_private import backends_started
+from distributary.topology._target import current_target
 
 __all__ = [
     "DeviceName",
@@ -107,6 +108,8 @@ def name_of(device: str | jax.Device) -> DeviceName:
     kind = _kind_of(device)
     peers = local_devices_of(kind)
     if device not in peers:
+        if current_target() is not None:
+            raise DeviceError(f"{device!r} is a device of this machine. {_cure(kind, 0, 1)}")
         raise DeviceError(
             f"{device!r} belongs to process {device.process_index}, and this is process"
             f" {jax.process_index()}. Name devices of this process, as in jax.local_devices()."
@@ -169,6 +172,9 @@ def local_devices_of(kind: str) -> tuple[jax.Device, ...]:
     Returns:
         The devices; nothing if there are none of this kind.
     """
+    target = current_target()
+    if target is not None:
+        return target.local_devices(kind)
     try:
         # "gpu" is JAX's common name for the platforms "cuda" and "rocm".
         return tuple(jax.local_devices(backend=kind.lower()))
@@ -193,6 +199,12 @@ def _existing_devices() -> str:
 
 
 def _cure(kind: str, num_existing: int, num_wanted: int) -> str:
+    target = current_target()
+    if target is not None:
+        return (
+            f"The script is compiled for {target.name}: let the strategy find its devices, or name"
+            f" those it has there, such as '{target.kind}:0'."
+        )
     if num_existing == 0:
         return (
             f"JAX has started no {kind} backend: install the one for this hardware (such as"

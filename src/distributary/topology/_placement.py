@@ -81,7 +81,8 @@ def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
     """
     if isinstance(rows, np.ndarray):
         count = num_local_replicas(sharding)
-        own = rows if len(rows) == count else rows[first : first + count]
+        whole = sharding.is_fully_addressable or len(rows) == count
+        own = rows if whole else rows[first : first + count]
         return put_rows(own, sharding, local_devices(sharding))
     if sharding.is_fully_addressable:
         placed: jax.Array = jax.device_put(rows, sharding)

@@ -6,6 +6,7 @@ The order of the passes is told in `docs/design/tracing.md`.
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle
+from distributary.tracing._one_device import OneDeviceProgram
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -31,6 +32,7 @@ __all__ = [
     "Array",
     "FunctionProgram",
     "Handle",
+    "OneDeviceProgram",
     "ReplicaProgram",
     "ServerPart",
     "ServerSplit",

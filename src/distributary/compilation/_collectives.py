@@ -1,0 +1,191 @@
+"""Collectives in the text of a compiled program (HLO)."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+__all__ = ["Collective", "collectives_of", "num_aliased_outputs"]
+
+
+@final
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program, as the compiler left it.
+
+    Args:
+        kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, ...
+        num_operands: Number of arrays it combines.
+        num_bytes: Size of the whole arrays: of what goes into an all-reduce or reduce-scatter, of
+            what comes out of an all-gather.
+        groups: The devices, by their position in the mesh, that take part together; numbers of
+            slices where these do, pairs of source and target of a permutation.
+        network: `"slice"` within one TPU slice or between GPUs, `"slices"` between slices.
+        algorithm: What the compiler says about how it is carried out, None if nothing.
+        num_calls: How often a program runs it; None in a loop of which the compiler does not say
+            how often it runs.
+    """
+
+    kind: str
+    num_operands: int
+    num_bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    network: str
+    algorithm: str | None
+    num_calls: int | None
+
+
+# `%name = shape kind(operands), attributes`; asynchronous ones consist of a start and a done.
+_OPERATION = re.compile(
+    r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather"
+    r"|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send)"
+    r"(?:-start)?\((?P<operands>[^)]*)\)(?P<attributes>.*)"
+)
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$")
+_CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(%[\w.-]+|\{[^}]*\})")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
+_BITS = re.compile(r"\d+")
+
+
+def collectives_of(hlo: str) -> list[Collective]:
+    """The collectives of a compiled program, in the order of its text."""
+    computations = _computations(hlo)
+    callers = {
+        name.strip(" %"): (owner, line)
+        for owner, lines in computations.items()
+        for line in lines
+        for called in _CALL.findall(line)
+        for name in called.strip("{}").split(",")
+    }
+    found = []
+    for owner, lines in computations.items():
+        for line in lines:
+            match = _OPERATION.match(line)
+            if match is None or (match["kind"] == "send" and "ALL_REDUCE" not in line):
+                continue
+            num_calls = _num_calls(owner, callers)
+            found.append(_collective(match, line, owner, callers, num_calls))
+    return found
+
+
+def num_aliased_outputs(hlo: str) -> int:
+    """How many outputs of a program take the place of an argument."""
+    header = hlo[: hlo.index("\n")]
+    match = re.search(r"input_output_alias=\{(.*?\)) ?\}", header)
+    return 0 if match is None else match[1].count("-alias)")
+
+
+def _computations(hlo: str) -> dict[str, list[str]]:
+    computations: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in hlo.splitlines():
+        match = _COMPUTATION.match(line)
+        if match is not None:
+            lines = computations[match["name"]] = []
+        else:
+            lines.append(line)
+    return computations
+
+
+def _num_calls(owner: str, callers: dict[str, tuple[str, str]]) -> int | None:
+    count = 1
+    while owner in callers:
+        owner, line = callers[owner]
+        if " while(" in line:
+            trips = _TRIP_COUNT.search(line)
+            if trips is None:
+                return None
+            count *= int(trips[1])
+    return count
+
+
+def _collective(
+    match: re.Match[str],
+    line: str,
+    owner: str,
+    callers: dict[str, tuple[str, str]],
+    num_calls: int | None,
+) -> Collective:
+    kind, shape, attributes = match["kind"], match["shape"], match["attributes"]
+    arrays = [_num_bytes(array) for array in _ARRAY.finditer(shape)]
+    if kind == "send":
+        # Between slices: the first element of what a send gives is what it sends.
+        target = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes)
+        slices = () if target is None else tuple(int(i) - 1 for i in target[1].split(","))
+        return Collective("all-reduce", 1, arrays[0], (slices,), "slices", None, num_calls)
+    num_operands = len(match["operands"].split(", "))
+    if len(arrays) == 2 * num_operands:  # a start gives its operands and its results
+        arrays = arrays[num_operands:]
+    algorithm = _algorithm(line)
+    if algorithm is None and owner in callers:
+        algorithm = _algorithm(callers[owner][1])
+    groups = _groups(attributes)
+    num_bytes = sum(arrays)
+    if kind == "reduce-scatter" and groups:  # its result is the part of one device
+        num_bytes *= len(groups[0])
+    if owner.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # a fusion of an all-reduce with the part each device keeps
+    return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, num_calls)
+
+
+def _num_bytes(array: re.Match[str]) -> int:
+    bits = _BITS.search(array["dtype"])
+    width = 8 if bits is None else int(bits[0])  # pred has none
+    size = math.prod(int(dim) for dim in array["dims"].split(",") if dim)
+    return -(-size * width // 8)
+
+
+def _algorithm(line: str) -> str | None:
+    """`strategy (emitter)` of a TPU, None where the compiler leaves the choice to the runtime."""
+    found = re.search(r"backend_config=(\{.*\})", line)
+    if found is None:
+        return None
+    try:
+        config: Any = json.JSONDecoder().raw_decode(found[1])[0]
+    except ValueError:
+        return None
+    chosen = config.get("collective_algorithm_config", {})
+    names = [chosen[key] for key in ("strategy", "emitter") if key in chosen]
+    return None if not names else names[0] + (f" ({names[1]})" if len(names) > 1 else "")
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+    explicit = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes)
+    if explicit is not None:
+        return tuple(
+            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", explicit[1])
+        )
+    # [groups,size]<=[dims]T(permutation): numbers 0 to n, shaped, transposed and shaped again.
+    listed = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if listed is None:
+        return ()
+    shape, dims, order = (_numbers(part) for part in listed.groups())
+    numbers = np.arange(math.prod(dims)).reshape(dims)
+    if order:
+        numbers = numbers.transpose(order)
+    return tuple(tuple(map(int, group)) for group in numbers.reshape(shape[0], -1))
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in text.split(",")] if text else []
+
+
+def short_groups(groups: tuple[tuple[int, ...], ...]) -> str:
+    """For people: `"groups 0-3 | 4-7"`, or the number of groups where there are many."""
+    if not groups:
+        return "all devices"
+    if len(groups) > 4:
+        return f"{len(groups)} groups of {len(groups[0])}"
+    return "groups " + " | ".join(",".join(_runs(group)) for group in groups)
+
+
+def _runs(group: tuple[int, ...]) -> Iterator[str]:
+    for _, run in itertools.groupby(enumerate(group), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        yield f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -1,0 +1,227 @@
+"""What is reported about a compiled step."""
+
+import importlib.metadata
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import jax
+
+from distributary.compilation._collectives import (
+    Collective,
+    collectives_of,
+    num_aliased_outputs,
+    short_groups,
+)
+from distributary.compilation._programs import CompiledStep
+from distributary.compilation._topologies import Topology
+
+__all__ = ["Memory", "Report", "report_of"]
+
+_COMPILERS = {"TPU": "libtpu", "GPU": "jax-cuda13-pjrt"}
+
+
+@final
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while the step runs; TPUs pad arrays.
+
+    Args:
+        arguments: State and batch.
+        outputs: New state and results.
+        donated: Of the outputs, what takes the place of arguments.
+        temporaries: What the step needs besides.
+        code: The program itself.
+        available: What a program can use on such a device.
+    """
+
+    arguments: int
+    outputs: int
+    donated: int
+    temporaries: int
+    code: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        """What the step needs altogether."""
+        return self.arguments + self.outputs - self.donated + self.temporaries + self.code
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a step; all sizes in bytes, on one device.
+
+    Args:
+        topology: As the user wrote it.
+        device_kind: The devices' name.
+        num_devices: Number of devices of the topology.
+        num_devices_used: How many of them run the step.
+        num_hosts: Number of hosts they are in.
+        num_slices: Number of TPU slices.
+        num_replicas: Number of replicas.
+        step: Name of the step.
+        collectives: Its collectives.
+        all_reduced_bytes: Size of the arrays that one step all-reduces between GPUs or within a
+            TPU slice, also where the compiler makes a reduce-scatter and an all-gather of it. What
+            is in a loop counts once if the compiler does not say how often that runs.
+        cross_slice_bytes: What every device reduces with its counterparts in the other slices.
+        memory: Memory per device.
+        flops: Floating point operations of one device; None where the compiler does not say.
+        num_state_arrays: Number of arrays that the step updates.
+        num_donated_arrays: How many of these are updated in place.
+        state_bytes: Their size without padding.
+        lower_seconds: How long JAX took to write the step down, after tracing it.
+        compile_seconds: How long the compiler took.
+        versions: Of jax and of the compiler.
+    """
+
+    topology: str
+    device_kind: str
+    num_devices: int
+    num_devices_used: int
+    num_hosts: int
+    num_slices: int
+    num_replicas: int
+    step: str
+    collectives: tuple[Collective, ...]
+    all_reduced_bytes: int
+    cross_slice_bytes: int
+    memory: Memory
+    flops: float | None
+    num_state_arrays: int
+    num_donated_arrays: int
+    state_bytes: int
+    lower_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as numbers, strings, lists and dicts, by the names of its fields."""
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        content["memory"]["total"] = self.memory.total
+        return content
+
+    def to_text(self) -> str:
+        """The report for people."""
+        memory = self.memory
+        rows = [
+            ("step", f"{self.step}, {_count(self.num_replicas, 'replica')}{self._unused()}"),
+            *self._collective_rows(),
+            ("all-reduced", self._all_reduced()),
+            ("memory", f"{_size(memory.total)} of {_size(memory.available)} per device:"),
+            ("", f"{_size(memory.arguments)} arguments, {_size(memory.temporaries)} temporaries,"),
+            ("", f"{_size(memory.code)} code, {_size(memory.outputs - memory.donated)} outputs"),
+            ("donated", f"{self.num_donated_arrays} of {self._state()}, updated in place"),
+            ("compute", _operations(self.flops)),
+            ("lowered in", f"{self.lower_seconds:.1f} s"),
+            ("compiled in", f"{self.compile_seconds:.1f} s"),
+        ]
+        return "\n".join([self._headline(), *(f"  {label:<12} {text}" for label, text in rows)])
+
+    def _headline(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
+        return (
+            f"{self.topology}: {self.num_devices} x {self.device_kind}, "
+            f"{_count(self.num_hosts, 'host')}{slices} ({versions})"
+        )
+
+    def _unused(self) -> str:
+        if self.num_devices_used == self.num_devices:
+            return ""
+        return f" on {self.num_devices_used} of {self.num_devices} devices"
+
+    def _collective_rows(self) -> list[tuple[str, str]]:
+        if not self.collectives:
+            return [("collectives", "none")]
+        rows: list[tuple[str, str]] = []
+        for collective, count in Counter(self.collectives).items():
+            text = (
+                f"{count} {collective.kind} of {_count(collective.num_operands, 'array')},"
+                f" {_size(collective.num_bytes)}, {short_groups(collective.groups)}"
+            )
+            if collective.network == "slices":
+                text += " across slices"
+            if collective.num_calls != 1:
+                text += f", {collective.num_calls or '?'} times in a loop"
+            if collective.algorithm is not None:
+                text += f", {collective.algorithm}"
+            rows.append(("" if rows else "collectives", text))
+        return rows
+
+    def _all_reduced(self) -> str:
+        in_a_loop = any(collective.num_calls is None for collective in self.collectives)
+        text = f"{'at least ' if in_a_loop else ''}{_size(self.all_reduced_bytes)} per step"
+        if self.num_slices == 1:
+            return text
+        return f"{text}; per device {_size(self.cross_slice_bytes)} across slices"
+
+    def _state(self) -> str:
+        return f"{_count(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
+
+
+def report_of(step: CompiledStep, topology: Topology) -> Report:
+    """Reads off a compiled step what is reported about it."""
+    hlo = step.executable.as_text() or ""
+    collectives = tuple(collectives_of(hlo))
+    analysis: Any = step.executable.memory_analysis()
+    costs: Any = step.executable.cost_analysis() or {}
+    compiler = _COMPILERS[topology.kind]
+    return Report(
+        topology=topology.name,
+        device_kind=topology.hosts[0][0].device_kind,
+        num_devices=sum(map(len, topology.hosts)),
+        num_devices_used=step.num_devices,
+        num_hosts=len(topology.hosts),
+        num_slices=topology.num_slices,
+        num_replicas=step.num_replicas,
+        step=step.name,
+        collectives=collectives,
+        all_reduced_bytes=_reduced_bytes(collectives, "slice"),
+        cross_slice_bytes=_reduced_bytes(collectives, "slices"),
+        memory=Memory(
+            arguments=analysis.argument_size_in_bytes,
+            outputs=analysis.output_size_in_bytes,
+            donated=analysis.alias_size_in_bytes,
+            temporaries=analysis.temp_size_in_bytes,
+            code=analysis.generated_code_size_in_bytes,
+            available=topology.memory_bytes,
+        ),
+        flops=costs.get("flops"),
+        num_state_arrays=len(step.state_bytes),
+        num_donated_arrays=num_aliased_outputs(hlo),
+        state_bytes=sum(step.state_bytes),
+        lower_seconds=step.lower_seconds,
+        compile_seconds=step.compile_seconds,
+        versions={"jax": jax.__version__, compiler: importlib.metadata.version(compiler)},
+    )
+
+
+def _reduced_bytes(collectives: tuple[Collective, ...], network: str) -> int:
+    return sum(
+        c.num_bytes * (c.num_calls or 1)
+        for c in collectives
+        if c.kind in ("all-reduce", "reduce-scatter") and c.network == network
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _operations(flops: float | None) -> str:
+    if flops is None:
+        return "unknown: this compiler does not count operations"
+    return f"{flops / 1e9:.3g} GFLOP per device and step"

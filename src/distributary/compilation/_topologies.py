@@ -1,0 +1,177 @@
+"""Devices of machines that are not here, from the compilers' own descriptions of them."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from distributary.errors import InvalidValueError, MissingPackageError
+
+__all__ = ["Topology", "known_topologies", "parse_topology", "prepare_compilers"]
+
+_GIB = 1 << 30
+
+
+@final
+@dataclass(frozen=True)
+class Topology:
+    """Accelerators of one or several hosts, for which programs can be compiled.
+
+    Args:
+        name: As the user wrote it, such as `"v5e:2x4"`.
+        kind: `"TPU"` or `"GPU"`.
+        hosts: The devices, host by host.
+        num_slices: Number of TPU slices, which a slower network connects; 1 for GPUs.
+        memory_bytes: Memory of one device that a program can use.
+    """
+
+    name: str
+    kind: str
+    hosts: tuple[tuple[jax.Device, ...], ...]
+    num_slices: int
+    memory_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class _Tpu:
+    """A generation of TPUs.
+
+    Args:
+        num_dims: Of the grid of chips.
+        memory_gib: What a program can use on a device, as libtpu 0.0.42.1 says when a program
+            needs more. A device is a chip, but one of its two cores on v2, v3, v4 and tpu7x.
+        largest_host: Largest grid of chips in one host, and `smaller_hosts`, into which grids are
+            divided that do not fit there.
+    """
+
+    num_dims: int
+    memory_gib: float
+    largest_host: tuple[int, ...]
+    smaller_hosts: tuple[int, ...]
+
+
+# Hosts as Google Cloud offers them: https://cloud.google.com/tpu/docs/tpus-in-gke
+_TPUS = {
+    "v2": _Tpu(2, 7.48, (2, 2), (2, 2)),
+    "v3": _Tpu(2, 15.48, (2, 2), (2, 2)),
+    "v4": _Tpu(3, 15.25, (2, 2, 1), (2, 2, 1)),
+    "v5e": _Tpu(2, 15.75, (2, 4), (2, 2)),
+    "v5p": _Tpu(3, 95.74, (2, 2, 1), (2, 2, 1)),
+    "v6e": _Tpu(2, 31.25, (2, 4), (2, 2)),
+    "tpu7x": _Tpu(3, 94.75, (2, 2, 1), (2, 2, 1)),
+}
+
+# GpuTargetConfigProto of XLA. The numbers of an H100 SXM are those NVIDIA's driver reports, from
+# https://github.com/jax-ml/jax/issues/28376.
+_H100 = """\
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+_H100_MEMORY_BYTES = 84929347584
+
+_NAME = re.compile(r"(?:(?P<slices>\d+) ?x ?)?(?P<chip>[a-z]\w*):(?P<shape>\d+(?:x\d+)*)", re.ASCII)
+
+
+def known_topologies() -> str:
+    """For messages: which names there are."""
+    return (
+        f"TPUs {', '.join(_TPUS)} with the grid of their chips (v5e:2x4, v4:2x2x1, and 2xv5e:2x4"
+        " for two slices), and GPUs h100 with their number, also per host (h100:8, h100:2x8 for two"
+        " hosts)"
+    )
+
+
+def prepare_compilers() -> None:
+    """Tells JAX that there is nothing but a CPU to run on; call it before JAX starts."""
+    jax.config.update("jax_platforms", "cpu")
+    # libtpu would ask the cloud for the machine it is on, and warn that there is none.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # It lets one process of a machine in, for the sake of chips that are not used here.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def parse_topology(name: str) -> Topology:
+    """The devices behind a name; loads the compiler, and the JAX backends with it.
+
+    Raises:
+        InvalidValueError: for names that do not exist.
+        MissingPackageError: if the compiler is not installed.
+    """
+    match = _NAME.fullmatch(name.strip().lower())
+    shape = tuple(map(int, match["shape"].split("x"))) if match else ()
+    if match is None or 0 in shape:
+        raise InvalidValueError(f"--topology {name!r} is unknown. Known are {known_topologies()}.")
+    num_slices = int(match["slices"] or 1)
+    if match["chip"] == "h100" and num_slices == 1 and len(shape) <= 2:
+        return _gpus(name, *shape)
+    tpu = _TPUS.get(match["chip"])
+    if tpu is None or num_slices < 1 or len(shape) != tpu.num_dims:
+        raise InvalidValueError(f"--topology {name!r} is unknown. Known are {known_topologies()}.")
+    return _tpus(name, match["chip"], tpu, shape, num_slices)
+
+
+def _tpus(name: str, chip: str, tpu: _Tpu, shape: tuple[int, ...], num_slices: int) -> Topology:
+    _require("libtpu", "TPU", "tpu")
+    fits = all(size <= most for size, most in zip(shape, tpu.largest_host, strict=True))
+    host = shape if fits else tpu.smaller_hosts
+    options: dict[str, Any] = {"chips_per_host_bounds": [*host, 1][:3]}
+    if num_slices > 1:
+        options["num_slices"] = num_slices
+    grid = "x".join(map(str, shape))
+    devices = _described(name, platform="tpu", topology_name=f"{chip}:{grid}", **options)
+    return Topology(name, "TPU", _by_host(devices), num_slices, round(tpu.memory_gib * _GIB))
+
+
+def _gpus(name: str, *shape: int) -> Topology:
+    _require("jax_plugins.xla_cuda13", "GPU", "compile")
+    num_hosts, num_each = shape if len(shape) == 2 else (1, shape[0])
+    grid = f"1x{num_hosts}x{num_each}"
+    devices = _described(name, platform="cuda", target_config=_H100, topology=grid)
+    return Topology(name, "GPU", _by_host(devices), 1, _H100_MEMORY_BYTES)
+
+
+def _require(module: str, what: str, extra: str) -> None:
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent
+        found = False
+    if not found:
+        raise MissingPackageError(
+            f"The {what} compiler is not installed: there is no module {module!r}. Install it with"
+            f" `pip install 'distributary[{extra}]'`; no {what} is needed."
+        )
+
+
+def _described(name: str, **description: Any) -> list[jax.Device]:
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(**description).devices)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise InvalidValueError(
+            f"--topology {name!r} does not exist, the compiler says: {error}. Known are"
+            f" {known_topologies()}."
+        ) from error
+
+
+def _by_host(devices: Iterable[jax.Device]) -> tuple[tuple[jax.Device, ...], ...]:
+    hosts: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    return tuple(tuple(hosts[index]) for index in sorted(hosts))

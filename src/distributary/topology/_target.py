@@ -1,0 +1,135 @@
+"""Devices of another machine, for which programs are compiled and which cannot run them.
+
+`distributary compile` sets a target before it runs a script. From then on this process has the
+target's devices and no others; values lie on one CPU device, and every program goes to the target
+instead of to its devices. Without a target the functions here change nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+
+__all__ = [
+    "ProgramKind",
+    "Target",
+    "aim_at",
+    "compile_ahead",
+    "current_target",
+    "devices_of_all_hosts",
+    "for_target",
+    "mesh_of_values",
+]
+
+
+@final
+@dataclass(frozen=True)
+class ProgramKind:
+    """What a program is, for a target that compiles one of several.
+
+    Args:
+        name: Name of the function that the user wrote, or of the Keras method.
+        trains: Whether it updates a trainable variable.
+    """
+
+    name: str
+    trains: bool
+
+
+@final
+class Target:
+    """The devices of another machine.
+
+    Args:
+        name: What messages call it, such as `"v5e:2x4"`.
+        kind: Kind of the devices, as in `DeviceName`.
+        hosts: The devices, host by host.
+        wrap: Called with a jitted function, the mesh it is written for and what it is; returns what
+            is called, with arrays of `home`, in its place.
+
+    Attributes:
+        home: The one CPU device on which all values lie.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        hosts: tuple[tuple[jax.Device, ...], ...],
+        wrap: Callable[[Any, jax.sharding.Mesh, ProgramKind], Any],
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.hosts = hosts
+        self.wrap = wrap
+        self.home = jax.local_devices(backend="cpu")[0]
+        self._num_hosts_here = 1
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of all hosts, host by host."""
+        return tuple(device for host in self.hosts for device in host)
+
+    def local_devices(self, kind: str) -> tuple[jax.Device, ...]:
+        """The devices that this process has of one kind."""
+        if kind != self.kind:
+            return ()
+        return tuple(d for host in self.hosts[: self._num_hosts_here] for d in host)
+
+    def stand_for_all_hosts(self) -> tuple[jax.Device, ...]:
+        """Gives this process the devices of all hosts; returns them."""
+        self._num_hosts_here = len(self.hosts)
+        return self.devices
+
+
+_target: Target | None = None
+
+
+def aim_at(target: Target | None) -> None:
+    """Compiles for a target from now on; None goes back to the devices of this machine."""
+    global _target
+    _target = target
+
+
+def current_target() -> Target | None:
+    """The target, None without one."""
+    return _target
+
+
+def devices_of_all_hosts() -> tuple[jax.Device, ...] | None:
+    """With a target, the devices of the whole job, which become those of this process; else None.
+
+    For strategies whose processes would connect now.
+    """
+    return None if _target is None else _target.stand_for_all_hosts()
+
+
+def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """The mesh on which values lie that programs on `mesh` take: `mesh` itself without a target.
+
+    Shardings of both have the same specs.
+    """
+    if _target is None:
+        return mesh
+    home = np.empty((1,) * mesh.devices.ndim, dtype=object)
+    home.fill(_target.home)
+    return jax.sharding.Mesh(home, mesh.axis_names)
+
+
+def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
+    """What to call instead of a jitted function: the function itself without a target.
+
+    Args:
+        call: The jitted function.
+        mesh: The mesh it is written for; None if it runs on JAX's default device.
+        kind: What it is.
+    """
+    return call if _target is None or mesh is None else _target.wrap(call, mesh, kind)
+
+
+def compile_ahead(call: Any, *args: Any) -> None:
+    """Compiles a jitted function before it is called; a target compiles when it is called."""
+    if _target is None:
+        call.lower(*args).compile()

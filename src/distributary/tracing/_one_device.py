@@ -1,0 +1,116 @@
+"""Runs programs of many replicas on one device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from distributary.errors import UnsupportedError
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing._connectivity import is_jit
+from distributary.tracing._interpreter import evaluate
+from distributary.tracing._joint import evaluate_jointly
+from distributary.tracing._markers import Array, Equation, open_jaxpr, sub_jaxprs, walk
+
+
+@final
+class OneDeviceProgram:
+    """A jitted function that is written for a mesh, as one that computes the same on one device.
+
+    Args:
+        call: The jitted function.
+        mesh: A mesh of one device, with the axes of the function's mesh.
+    """
+
+    def __init__(self, call: Any, mesh: Mesh) -> None:
+        self._call = call
+        self._mesh = mesh
+        self._programs: dict[Any, tuple[Callable[..., list[Array]], list[Any], Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs it on arrays that lie on the mesh, and donates none of them.
+
+        Raises:
+            UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
+            ReplicaMismatchError: if the replicas disagree on a collective.
+        """
+        # The equations name the function's mesh, so arrays must not name that of one device.
+        leaves, tree = jax.tree.flatten(args)
+        leaves = [x.addressable_data(0) if isinstance(x, jax.Array) else x for x in leaves]
+        key = tree, tuple([(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves])
+        if key not in self._programs:
+            closed, shapes = jax.make_jaxpr(self._call, return_shape=True)(
+                *jax.tree.unflatten(tree, leaves)
+            )
+            specs: list[Any] = []
+
+            def run(leaves: list[Array]) -> list[Array]:
+                outs, specs[:] = _evaluate(closed.jaxpr, closed.consts, leaves)
+                return outs
+
+            self._programs[key] = jax.jit(run), specs, jax.tree.structure(shapes)
+        program, specs, out_tree = self._programs[key]
+        outs = program(leaves)
+        shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        return jax.tree.unflatten(out_tree, jax.device_put(outs, shardings))
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]
+) -> tuple[list[Array], list[Any]]:
+    """The outputs of a program, and for each the `PartitionSpec` that it has on the mesh."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    specs: dict[Any, Any] = {}
+
+    def value(atom: Any) -> Array:
+        return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [value(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        out_specs: Sequence[Any] = [P()] * len(eqn.outvars)
+        if name == "shard_map":
+            outs, out_specs = _all_replicas(eqn, operands), eqn.params["out_specs"]
+        elif name == "sharding_constraint":
+            outs, out_specs = operands, [eqn.params["sharding"].spec]
+        elif is_jit(eqn):
+            outs, out_specs = _evaluate(*open_jaxpr(eqn.params["jaxpr"]), operands)
+        elif any(e.primitive.name == "shard_map" for s in sub_jaxprs(eqn) for e in walk(s.eqns)):
+            raise UnsupportedError(
+                f"Strategy.run inside jax.lax.{name} cannot be run on one device in the place of"
+                " many. Call it outside of the loop or branch."
+            )
+        else:
+            outs = evaluate([eqn], eqn.outvars, env)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        specs.update(zip(eqn.outvars, out_specs, strict=True))
+    results = [value(atom) for atom in jaxpr.outvars]
+    return results, [
+        P() if isinstance(atom, jex_core.Literal) else specs.get(atom, P())
+        for atom in jaxpr.outvars
+    ]
+
+
+def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
+    num_replicas = eqn.params["mesh"].size
+    parts = []
+    for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
+        dim = _replica_dim(spec)
+        whole = [operand] * num_replicas
+        parts.append(whole if dim is None else jnp.split(operand, num_replicas, dim))
+    inner, consts = open_jaxpr(eqn.params["jaxpr"])
+    inputs = list(map(list, zip(*parts, strict=True))) or [[] for _ in range(num_replicas)]
+    outs = evaluate_jointly([inner] * num_replicas, [consts] * num_replicas, inputs)
+    results = []
+    for column, spec in zip(zip(*outs, strict=True), eqn.params["out_specs"], strict=True):
+        dim = _replica_dim(spec)
+        results.append(column[0] if dim is None else jnp.concatenate(column, dim))
+    return results
+
+
+def _replica_dim(spec: Any) -> int | None:
+    """The dim over which the replicas are spread; None if each has all of the array."""
+    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

@@ -1,0 +1,191 @@
+"""Steps compiled by the TPU and GPU compilers, compared with what is known about the models."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from distributary.compilation import parse_topology
+from distributary.compilation._collectives import collectives_of, short_groups
+from distributary.errors import InvalidValueError, MissingPackageError
+
+ONE_SLICE = ["v5e:2x4", "v4:2x2x1", "v6e:2x4", "h100:8"]
+TWO_SLICES = "2xv5e:2x4"
+# Memory of a chip, or of the core that is a device; the compilers keep some of it.
+CHIP_GIB = {"v5e": 16, "v4": 16, "v6e": 32, "h100": 80}
+MLP_BYTES = 4 * (784 * 256 + 256 + 256 * 10 + 10)
+TRANSFORMER_SIZE = 256 * 128 + 128 * 3 * 128 + 128 * 128 + 2 * 128 * 4 * 128
+
+
+def _reports(compile_all, program, *more):
+    topologies = [word for name in [*ONE_SLICE, TWO_SLICES] for word in ("--topology", name)]
+    outcome, *_ = outcomes = compile_all([[*topologies, program], *more])
+    assert [o.exit_code for o in outcomes] == [0] * len(outcomes), [o.stderr for o in outcomes]
+    assert [report["topology"] for report in outcome.reports] == [*ONE_SLICE, TWO_SLICES]
+    return outcome.reports
+
+
+def _check(reports, weight_bytes, num_weights, state_bytes, flops):
+    """Checks a step on every topology; `flops` counts its large products over all replicas."""
+    for report in reports:
+        chip = report["topology"].removeprefix("2x").partition(":")[0]
+        num_devices = 16 if report["num_slices"] == 2 else 8
+        assert report["num_replicas"] == report["num_devices_used"] == num_devices
+        assert report["num_donated_arrays"] == report["num_state_arrays"]
+        assert report["state_bytes"] == state_bytes
+        memory = report["memory"]
+        assert state_bytes <= memory["donated"] <= memory["outputs"] < memory["donated"] + 4096
+        assert state_bytes < memory["arguments"] <= memory["total"] < 8 * memory["arguments"]
+        assert 0.9 < memory["available"] / 2**30 / CHIP_GIB[chip] <= 1
+        if chip == "h100":
+            assert report["flops"] is None
+        else:
+            assert 1 <= report["flops"] * num_devices / flops < 1.6
+
+    for report in reports[:4]:
+        assert report["num_hosts"] == report["num_slices"] == 1
+        (all_reduce,) = report["collectives"]
+        assert (all_reduce["kind"], all_reduce["num_calls"]) == ("all-reduce", 1)
+        assert all_reduce["groups"] == [list(range(8))]
+        # With the gradients go the loss and metrics.
+        assert weight_bytes < all_reduce["num_bytes"] <= weight_bytes + 32
+        assert report["all_reduced_bytes"] == all_reduce["num_bytes"]
+        if report["topology"] == "h100:8":
+            assert all_reduce["algorithm"] is None
+        else:
+            assert "Ring" in all_reduce["algorithm"]
+            assert all_reduce["num_operands"] > num_weights
+
+    # Gradients are summed within the slices, and an eighth of them on each device across these.
+    slices = reports[4]
+    assert (slices["num_hosts"], slices["num_slices"]) == (2, 2)
+    reduced = {c["network"]: c["groups"] for c in slices["collectives"] if "reduce" in c["kind"]}
+    assert reduced == {"slice": [list(range(8))], "slices": [[0, 1]]}
+    assert 1 < slices["all_reduced_bytes"] / weight_bytes < 1.1
+    assert 1 <= slices["cross_slice_bytes"] / (weight_bytes / 8) < 1.3
+
+
+def test_a_keras_mlp_is_reduced_at_once_and_updated_in_place(compile_all):
+    # Before it is trained, it is evaluated here, and compared with NumPy.
+    evaluated = ["--topology", "v6e:2x4", "mlp.py", "evaluate"]
+
+    reports = _reports(compile_all, "mlp.py", evaluated)
+
+    scalars = 2 * 4 + 4 * 4 + 8  # iterations and learning rate, two metrics, seed of the dropout
+    products = 2 * 784 * 256 + 3 * 256 * 10  # the gradient of the images is not computed
+    _check(reports, MLP_BYTES, 4, 3 * MLP_BYTES + scalars, 2 * 160 * products)
+
+
+def test_a_transformer_is_reduced_at_once_and_updated_in_place(compile_all):
+    reports = _reports(compile_all, "transformer.py")
+
+    num_bytes = 4 * TRANSFORMER_SIZE
+    num_products = 2 * 64 * 16 * 3 * TRANSFORMER_SIZE  # forward, and two backward
+    _check(reports, num_bytes, 5, 2 * num_bytes, num_products)
+    # With two levels, all gradients are reduced at once within the slices, and at once across them.
+    reduced = [c for c in reports[4]["collectives"] if "reduce" in c["kind"]]
+    large = {c["network"]: c["num_bytes"] for c in reduced if c["num_bytes"] > 1024}
+    assert len([c for c in reduced if c["num_bytes"] > 1024]) == 2
+    assert 0 <= large["slice"] - num_bytes <= 32  # the loss may go with them
+    assert 0 <= large["slices"] - num_bytes // 8 <= 1024
+
+
+ACCEPTED = [
+    # What runs before the step has the values of eight replicas; the program checks them.
+    ("watched", "v5e:2x4", "ran here\n"),
+    ("two_reductions", "v5e:2x4", r"1 all-reduce of 1 array, 4 B, .*\n .* 1 all-reduce of 1 array"),
+    ("one_device", "v5e:2x4", r"one_device, 1 replica on 1 of 8 devices\n .* none\n"),
+    (
+        "all_hosts",
+        "v5e:4x4",
+        r"all_hosts, 16 replicas\n  collectives +1 all-.* groups 0-15,",
+    ),
+    ("loop", "h100:8", r"1 all-reduce of 1 array, 16.0 KiB, groups 0-7, 7 times in a loop\n"),
+    ("loop", "v5e:2x4", r"[?] times in a loop.*\n  all-reduced  at least 16.0 KiB per step\n"),
+    ("functional", "v5e:2x4", r"step +functional, 8 replicas\n"),
+]
+REFUSED = [
+    ("memory", "v5e:2x4", r"memory does not fit into .* v5e:2x4.* available HBM \(15.75G\)"),
+    ("memory", "h100:8", r"it needs \d{4}\.\d\d GiB per device, and a program can use 79.10 GiB"),
+    ("unsupported", "v5e:2x4", "unsupported uses 'eig', which XLA does not have on a TPU"),
+    ("loop", "v5e:4x4", r"4 of the 16 devices of v5e:4x4.* takes one host of 4"),
+    ("no_step", "v5e:2x4", "without a training step.*ran no program under a strategy"),
+    ("functional", "v5e:2x4", r"without a training step.*ran functional \(1 x\)"),
+    ("a_cpu", "v5e:2x4", r"no device 'CPU:0': this process has TPU:0 to TPU:7\. .* for v5e:2x4"),
+    ("another_kind", "v5e:2x4", r"no device 'GPU:0': .*for v5e:2x4: let the strategy find"),
+    (
+        "devices_of_jax",
+        "h100:8",
+        r"CpuDevice\(id=0\) is a device of this machine.* such as 'GPU:0'",
+    ),
+    ("no_step", "v5e:3x3", "'v5e:3x3' does not exist, the compiler says: .*not divisible"),
+]
+
+
+def test_what_else_a_script_may_do(compile_all):
+    def command(name, topology, *options):
+        return ["--topology", topology, *options, "steps.py", name]
+
+    named = [("--step", "functional") if name == "functional" else () for name, _, _ in ACCEPTED]
+    accepted = [command(name, at, *n) for (name, at, _), n in zip(ACCEPTED, named, strict=True)]
+    refused = [command(name, topology) for name, topology, _ in REFUSED]
+    others = [
+        command("no_step", "v5e:2x4", "--step", "mine"),
+        ["--topology", "v5e:2x4", "absent.py"],
+        ["--topology", "v5e:2x4", "-m", "steps", "one_device"],
+    ]
+
+    outcomes = compile_all([*accepted, *refused, *others])
+
+    for outcome, (name, _, expected) in zip(outcomes, ACCEPTED, strict=False):
+        assert outcome.exit_code == 0, outcome.stderr
+        assert re.search(expected, outcome.stdout), (name, outcome.stdout)
+        assert len(outcome.reports) == 1
+    for outcome, (name, _, expected) in zip(outcomes[len(ACCEPTED) :], REFUSED, strict=False):
+        assert (outcome.exit_code, outcome.reports) == (1, [])
+        assert re.search(expected, outcome.stderr, re.DOTALL), (name, outcome.stderr)
+    assert "steps.py never called a step 'mine'" in outcomes[-3].stderr
+    assert "There is no script 'absent.py'." in outcomes[-2].stderr
+    assert outcomes[-1].reports[0]["step"] == "one_device"
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e", "v9:2x2", "v5e:2x4x4", "v4:2x2", "v5e:0x2", "0xv5e:2x2", "h100:2x2x2", "h100"]
+)
+def test_unknown_topologies_name_the_known_ones(name):
+    with pytest.raises(InvalidValueError, match=f"--topology '{name}' is unknown. Known are TPUs"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize(
+    ("topology", "module", "extra"),
+    [("v5e:2x4", "libtpu", "tpu"), ("h100:8", "jax_plugins.xla_cuda13", "compile")],
+)
+def test_a_missing_compiler_is_named_with_its_extra(topology, module, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+
+    with pytest.raises(MissingPackageError, match=rf"pip install 'distributary\[{extra}\]'"):
+        parse_topology(topology)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("[2,4]<=[8]", np.arange(8).reshape(2, 4)),
+        ("[4,2]<=[2,4]T(1,0)", np.arange(8).reshape(2, 4).T),
+    ],
+)
+def test_replica_groups_are_read_in_every_form(written, expected):
+    hlo = f"ENTRY %main () -> f32[] {{\n  %a = f32[6]{{0}} all-reduce(%b), replica_groups={written}"
+
+    (collective,) = collectives_of(hlo)
+
+    np.testing.assert_array_equal(collective.groups, expected)
+    assert collective.num_bytes == 24
+
+
+def test_groups_are_shown_as_ranges():
+    assert short_groups(((0, 1, 2, 4), (5, 6))) == "groups 0-2,4 | 5-6"
+    assert short_groups(tuple((i, i + 5) for i in range(5))) == "5 groups of 2"
