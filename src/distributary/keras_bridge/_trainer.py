@@ -6,6 +6,7 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 `predict_step` once per replica, in one program.
 """
 
+import functools
 import signal
 import threading
 import warnings
@@ -26,10 +27,12 @@ from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
     agreed_state,
     is_summed,
+    sharing_a_batch,
     sole_replica,
     sums,
     trainer_replica,
 )
+from distributary.keras_bridge._variables import stored_value, whole_value
 from distributary.topology import (
     REPLICA_AXIS,
     dispatcher_for,
@@ -38,9 +41,11 @@ from distributary.topology import (
     local_copy,
     progress,
     put_own,
-    put_replicated,
+    shard_dim,
+    stored_shards,
+    whole_shards,
 )
-from distributary.tracing import user_stacklevel
+from distributary.tracing import sharded_map, user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
 # What Keras hands from step to step, in this order.
@@ -169,12 +174,17 @@ class StepFunction:
         return self._run(("whole", count), state, data)
 
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
-        if self._share.num_workers == 1:
-            return self._run(("one", 1), state, jax.device_put(data, self._replicated))
         # Operations of one worker's own need arrays of its own. All compute the same.
-        out, new = self._run(("one", 1), jax.tree.map(local_copy, state), data)
-        self.latest = out, put_replicated(new, self._replicated)
+        if self._share.num_workers == 1:
+            data = jax.device_put(data, self._replicated)
+        out, new = self._run(("one", 1), self._for_all(whole_value, state), data)
+        self.latest = out, self._for_all(stored_value, new)
         return self.latest
+
+    def _for_all(self, function: Callable[[Any, Any], Any], state: Any) -> Any:
+        """`function` of every variable and its value in `state`."""
+        parts = zip(self.variables(), state, strict=True)
+        return tuple([Values(map(function, variables, values)) for variables, values in parts])
 
     def _fuses(self, state: Any, stacked: Any) -> bool:
         """Whether several steps become one program.
@@ -190,7 +200,8 @@ class StepFunction:
                 batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
                 if isinstance(batch, OwnRows):
                     batch = batch.rows
-                jaxpr = jax.make_jaxpr(self._step)(state, batch)
+                aval = lambda variable, value: jax.ShapeDtypeStruct(variable.shape, value.dtype)
+                jaxpr = jax.make_jaxpr(self._step)(self._for_all(aval, state), batch)
                 self._fusible = not _has_convolution(jaxpr.jaxpr)
         return self._fusible
 
@@ -214,7 +225,7 @@ class StepFunction:
         if program is None:
             program = self._programs[key] = _Program(
                 self._function(*key),
-                self._replicated,
+                self._replicated if self._layouts is None else self._layouts,
                 self._sharding(*key),
                 # Predictions of one worker may lie as XLA likes.
                 None
@@ -249,6 +260,9 @@ class StepFunction:
     # What is compiled
 
     def _function(self, way: str, count: int) -> Callable[..., Any]:
+        if way != "one" and self._layouts is not None:
+            step = self._divided_step(way, self._layouts)
+            return _repeated(step, keep_all=False) if count > 1 else step
         predict = self._kind == "predict"
         step = self._step if way != "split" else self._replica_step
         if count > 1:
@@ -272,6 +286,32 @@ class StepFunction:
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), state
 
         return joined
+
+    @functools.cached_property
+    def _layouts(self) -> Any:
+        """Where the values of the state lie, if devices hold parts of some of them, else None."""
+        layouts = tuple([Values(v._layout for v in part) for part in self.variables()])
+        is_divided = any(shard_dim(layout) is not None for part in layouts for layout in part)
+        return layouts if is_divided else None
+
+    def _divided_step(self, way: str, layouts: Any) -> Callable[..., Any]:
+        """One step in which every device updates its part of the optimizer's state."""
+        rows = P(REPLICA_AXIS) if way == "split" else P()
+        parts = jax.tree.map(lambda layout: layout.spec, layouts)
+        body = self._replica_step if way == "split" else self._shared_step
+        step = sharded_map(body, self._mesh, (P(), rows), (P(), P()), (parts, P()), (P(), parts))
+
+        def divided(state: Any, data: Any) -> tuple[Any, Any]:
+            wholes = self._for_all(lambda v, x: whole_shards(x, v.shape, v._layout), state)
+            out, new = step(wholes, data)
+            return out, self._for_all(lambda v, x: stored_shards(x, v._layout), new)
+
+        return divided
+
+    def _shared_step(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """One step on a whole batch, of which every replica computes the gradients."""
+        with sharing_a_batch(self._strategy):
+            return self._call_trainer(state, data)
 
     def _step(self, state: Any, data: Any) -> tuple[Any, Any]:
         """One step on a whole batch, as the only replica."""
@@ -345,7 +385,7 @@ class _Program:
 
     Args:
         function: From state and data to logs and new state.
-        replicated: Where the state lies.
+        layouts: Where the state lies.
         sharding: Where the data is put; None leaves both to JAX.
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
@@ -354,7 +394,7 @@ class _Program:
     def __init__(
         self,
         function: Callable[..., Any],
-        replicated: Any,
+        layouts: Any,
         sharding: Any,
         out_sharding: Any,
         eager: bool,
@@ -366,16 +406,14 @@ class _Program:
         if eager:
             self.call = function
         elif sharding is None:
-            self.call = jax.jit(
-                function, donate_argnums=0, out_shardings=(out_sharding, replicated)
-            )
+            self.call = jax.jit(function, donate_argnums=0, out_shardings=(out_sharding, layouts))
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
             self.call = jax.jit(
                 function,
                 donate_argnums=0,
-                in_shardings=(replicated, sharding),
-                out_shardings=(out_sharding, replicated),
+                in_shardings=(layouts, sharding),
+                out_shardings=(out_sharding, layouts),
             )
         self._known: set[Any] = set()
 

@@ -43,6 +43,15 @@ from distributary.topology._placement import (
     put_replicated,
     put_stacked,
 )
+from distributary.topology._shards import (
+    fetch_whole,
+    padded,
+    put_sharded,
+    shard_dim,
+    shard_spec,
+    stored_shards,
+    whole_shards,
+)
 from distributary.topology._thread_pool import num_cores
 from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
@@ -60,6 +69,7 @@ __all__ = [
     "cpu_thread_pool_size",
     "cpu_threads_suffice",
     "dispatcher_for",
+    "fetch_whole",
     "host_groups",
     "inside_jax_trace",
     "job_programs",
@@ -71,15 +81,21 @@ __all__ = [
     "num_cores",
     "num_local_replicas",
     "num_logical_devices",
+    "padded",
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",
     "progress",
     "put_own",
     "put_replicated",
+    "put_sharded",
     "put_stacked",
     "replica_devices",
     "resolve_device",
     "set_logical_cpu_devices",
+    "shard_dim",
+    "shard_spec",
     "short_name",
+    "stored_shards",
+    "whole_shards",
 ]

@@ -21,6 +21,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
+from distributary.tracing._sharded import sharded_map
 from distributary.tracing._stages import Stages, cut
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "cut",
     "in_role",
     "register_around_traces",
+    "sharded_map",
     "spec_of_split",
     "user_stacklevel",
 ]

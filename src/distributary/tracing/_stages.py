@@ -15,7 +15,7 @@ from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES, varying_variables
 from distributary.tracing._markers import Equation, jaxpr_of, open_jaxpr, walk
 
-__all__ = ["Stages", "cut"]
+__all__ = ["Stages", "cut", "variables"]
 
 
 @final
@@ -67,21 +67,21 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
     for i in reversed(range(len(first))):
         first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
         if first[i]:
-            needed.update(_variables(jaxpr.eqns[i].invars))
+            needed.update(variables(jaxpr.eqns[i].invars))
     of_replica = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if is_first]
     of_update = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if not is_first]
 
     made = {v for eqn in of_replica for v in eqn.outvars}
     outputs = jaxpr.outvars
     from_replica = [
-        bool(made.union(varying).intersection(_variables([output]))) for output in outputs
+        bool(made.union(varying).intersection(variables([output]))) for output in outputs
     ]
     replica_outputs = [i for i, is_first in enumerate(from_replica) if is_first]
     update_outputs = [i for i, is_first in enumerate(from_replica) if not is_first]
-    taken = list(dict.fromkeys(v for eqn in of_update for v in _variables(eqn.invars) if v in made))
+    taken = list(dict.fromkeys(v for eqn in of_update for v in variables(eqn.invars) if v in made))
 
     def stage(eqns: list[Equation], outvars: list[Any], given: list[Any]) -> tuple[Any, list[int]]:
-        used = {v for eqn in eqns for v in _variables(eqn.invars)}.union(_variables(outvars))
+        used = {v for eqn in eqns for v in variables(eqn.invars)}.union(variables(outvars))
         positions = [i for i, v in enumerate(jaxpr.invars[: len(varying_inputs)]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
         invars = [*(jaxpr.invars[i] for i in positions), *given]
@@ -107,7 +107,7 @@ def _is_mixed(eqn: Equation, varying: frozenset[Any]) -> bool:
     """Whether `eqn` calls a function that belongs to both stages."""
     return (
         call_of(eqn) is not None
-        and not varying.isdisjoint(_variables(eqn.invars))
+        and not varying.isdisjoint(variables(eqn.invars))
         and not varying.issuperset(eqn.outvars)
     )
 
@@ -154,5 +154,6 @@ def _has_collective(eqn: Equation) -> bool:
     return any(inner.primitive.name in COLLECTIVES for inner in walk([eqn]))
 
 
-def _variables(atoms: Iterable[Any]) -> list[Any]:
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those of `atoms` that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
