@@ -1,7 +1,8 @@
 """Keras variables under a strategy."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -129,6 +130,29 @@ def stored_value(variable: Any, value: Any) -> Any:
     if shard_dim(variable._layout) is not None:
         return put_sharded(value, variable._layout)
     return put_replicated(value, variable._layout)
+
+
+@contextmanager
+def together(model: Any) -> Iterator[None]:
+    """Lets each worker read and assign the optimizer's variables of a model by itself.
+
+    All workers enter and leave it together. What is assigned must be the same on all of them at the
+    end, or be replaced by what is.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()  # during fit the values are elsewhere
+    variables = getattr(getattr(model, "optimizer", None), "variables", ())
+    divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
+    divided = [v for v in divided if shard_dim(v._layout) is not None]
+    before = [(v._layout, v._value, fetch_whole(v._value, v.shape)) for v in divided]
+    for variable, (_, _, whole) in zip(divided, before, strict=True):
+        variable._layout, variable._value = None, whole
+    try:
+        yield
+    finally:
+        for variable, (layout, stored, whole) in zip(divided, before, strict=True):
+            current, variable._layout = variable._value, layout
+            variable._value = stored if current is whole else put_sharded(current, layout)
 
 
 def place(variable: Any, strategy: Any) -> None:

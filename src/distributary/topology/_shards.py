@@ -4,6 +4,7 @@ A part is a slice along one dim. Where the dim does not divide by the number of 
 is stored with zeros at its end; only what is computed in a program knows that.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -96,12 +97,16 @@ def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
         # No other program may be under way on the devices when this one meets its collectives.
         stored.block_until_ready()
         mesh = stored.sharding.mesh  # type: ignore[attr-defined]
-        gather = jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, P()))
         job_programs.begin()
         dispatcher = dispatcher_for(tuple(mesh.devices.flat))
-        stored = dispatcher.run(gather, lambda out: out, stored)
+        stored = dispatcher.run(_gather_on(mesh), lambda out: out, stored)
     whole: np.ndarray = _cut(np.asarray(local_copy(stored)), shape)
     return whole
+
+
+@functools.lru_cache(maxsize=32)
+def _gather_on(mesh: jax.sharding.Mesh) -> Any:
+    return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, P()))
 
 
 def _padding(shape: Sequence[int], dim: int, num_shards: int) -> list[tuple[int, int]]:
