@@ -231,7 +231,8 @@ class StepFunction:
                 None
                 if self._kind == "predict" and self._share.num_workers == 1
                 else self._replicated,
-                self._eager,
+                # Parts of arrays exist in compiled programs only.
+                self._eager and (key[0] == "one" or self._layouts is None),
             )
         data = program.prepare(state, data)
         if self._share.num_workers > 1:
