@@ -170,7 +170,6 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         optimizer = getattr(self, "optimizer", None)
         for variable in () if optimizer is None else optimizer.variables:
             place_in_parts(variable, strategy)
-            place(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)
         kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"

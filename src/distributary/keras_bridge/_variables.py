@@ -164,19 +164,19 @@ def place(variable: Any, strategy: Any) -> None:
     is_elsewhere = value is not None and value.sharding.device_set != sharding.device_set
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
-    variable._layout = sharding
     if is_elsewhere:
         with jax.ensure_compile_time_eval():  # a function may be being traced
-            initial = strategy.extended.variable_layout().initial(value)
+            initial = strategy.extended.variable_layout().initial(whole_value(variable, value))
             variable._value = put_replicated(initial, sharding)
+    variable._layout = sharding
 
 
 def place_in_parts(variable: Any, strategy: Any) -> None:
     """Divides a variable of an optimizer that was built elsewhere, if the strategy does that."""
+    place(variable, strategy)
     sharding = strategy.extended.optimizer_layout(variable.shape)
     if sharding is None or variable._layout == sharding:
         return
-    place(variable, strategy)
     variable._layout = sharding
     variable._value = put_sharded(variable._value, sharding)
     variable._distributary_stand_in = None

@@ -240,6 +240,8 @@ class StrategyExtended:
         reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
+        if self._shard_optimizer_state:
+            reduction += "; optimizer state sharded"
         return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
 
     def _cores_text(self) -> str:
@@ -270,10 +272,10 @@ class StrategyExtended:
 
     def optimizer_layout(self, shape: Sequence[int]) -> Any:
         """The sharding of an optimizer's variable if devices hold parts of it, else None."""
-        spec = shard_spec(shape, self.num_replicas)
-        if not self._shard_optimizer_state or shard_dim(spec) is None:
+        if not self._shard_optimizer_state:
             return None
-        return NamedSharding(self.mesh, spec)
+        spec = shard_spec(shape, self.num_replicas)
+        return None if shard_dim(spec) is None else NamedSharding(self.mesh, spec)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether variable `v` belongs to this strategy.

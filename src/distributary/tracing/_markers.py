@@ -23,8 +23,6 @@ Array: TypeAlias = Any  # a jax.Array or a tracer
 Jaxpr: TypeAlias = Any
 Equation: TypeAlias = Any
 
-_WHOLE = P()
-
 
 class Cell(Protocol):
     """What holds the state behind a handle: a variable."""
@@ -60,7 +58,7 @@ class Handle:
         dtype: Any,
         num_copies: int | None = None,
         summed: bool = False,
-        parts: P = _WHOLE,
+        parts: P = P(),
     ) -> None:
         self.parts = parts
         self.summed = summed

@@ -55,12 +55,11 @@ def sharded_map(
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         specs = _flat(in_specs, args)
-        local = [
-            _aval_of_one(x, s, mesh.shape[REPLICA_AXIS]) for x, s in zip(leaves, specs, strict=True)
-        ]
+        num_replicas = mesh.shape[REPLICA_AXIS]
+        local = [_aval_of_one(x, s, num_replicas) for x, s in zip(leaves, specs, strict=True)]
         closed, outs = jax.make_jaxpr(
             lambda *own: body(*jax.tree.unflatten(tree, own)),
-            axis_env=[(REPLICA_AXIS, mesh.shape[REPLICA_AXIS])],
+            axis_env=[(REPLICA_AXIS, num_replicas)],
             return_shape=True,
         )(*local)
         opened = closed.jaxpr
@@ -104,14 +103,11 @@ def _run_stages(
     in_parts: list[P],
     out_parts: list[P],
 ) -> list[Array]:
-    stages = cut(
-        jaxpr, [shard_dim(spec) is not None for spec in in_specs], mesh.shape[REPLICA_AXIS]
-    )
+    num_replicas = mesh.shape[REPLICA_AXIS]
+    stages = cut(jaxpr, [shard_dim(spec) is not None for spec in in_specs], num_replicas)
     num_results = len(stages.replica_outputs)
     cut_values = stages.replica.jaxpr.outvars[num_results:]
-    scattered = _scattered(
-        stages, [out_parts[i] for i in stages.update_outputs], mesh.shape[REPLICA_AXIS]
-    )
+    scattered = _scattered(stages, [out_parts[i] for i in stages.update_outputs], num_replicas)
     dims = [shard_dim(spec) for spec in scattered]
     sums = {v for v, dim in zip(cut_values, dims, strict=True) if dim is not None}
     replica = _without_sums(stages.replica.jaxpr, sums)
@@ -119,7 +115,7 @@ def _run_stages(
     def of_replica(*own: Array) -> list[Array]:
         outs = jax.core.eval_jaxpr(replica, stages.replica.consts, *own)
         taken = [
-            value if dim is None else _scatter(value, dim, mesh.shape[REPLICA_AXIS])
+            value if dim is None else _scatter(value, dim, num_replicas)
             for value, dim in zip(outs[num_results:], dims, strict=True)
         ]
         return [*outs[:num_results], *taken]
@@ -159,7 +155,7 @@ def _run_stages(
     for i, value, is_divided in zip(stages.update_outputs, updated, divided, strict=True):
         if is_divided:
             # Weights, too, so that they are gathered and not the state they are computed from.
-            value = placed(value, shard_spec(jnp.shape(value), mesh.shape[REPLICA_AXIS]))
+            value = placed(value, shard_spec(jnp.shape(value), num_replicas))
         results[i] = placed(value, out_parts[i])
     return results
 

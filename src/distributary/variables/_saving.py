@@ -30,7 +30,7 @@ def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[Any]:
     workers all have to call it, because values of other workers' devices are fetched. Steps may
     donate what is returned: the caller holds `topology.latest_program.lock` until it is done.
     """
-    arrays = [
+    arrays: list[Any] = [
         fetch_whole(variable._value, variable.shape) if _is_divided(variable) else variable._value
         for variable in variables
     ]
