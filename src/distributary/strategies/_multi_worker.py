@@ -42,7 +42,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             `heartbeat_timeout_seconds` when a silent worker counts as lost.
         experimental_shard_optimizer_state: Whether every device of the cluster holds and updates
             one part of the state of Keras optimizers; see `MirroredStrategy`. To read it, then, is
-            something that all workers have to do together.
+            something that all workers have to do together. `communication_options` say how
+            everything but the gradients of optimizers is combined.
 
     Raises:
         ClusterError: if a worker does not come in time, its port is taken, or the workers do not
