@@ -1,6 +1,7 @@
 """The same training with Keras' `fit`, under one of several ways to use devices.
 
     distributary   dist.MirroredStrategy
+    sharded        the same with experimental_shard_optimizer_state
     multi_worker   dist.MultiWorkerMirroredStrategy, of which this is a worker
     keras          none: Keras as it is
     data_parallel  keras.distribution.DataParallel
@@ -111,6 +112,14 @@ def _distributary_scope(num_replicas: int) -> AbstractContextManager[Any]:
     return dist.MirroredStrategy(jax.devices()[:num_replicas]).scope()
 
 
+def _sharded_scope(num_replicas: int) -> AbstractContextManager[Any]:
+    import distributary as dist
+
+    return dist.MirroredStrategy(
+        [f"CPU:{i}" for i in range(num_replicas)], experimental_shard_optimizer_state=True
+    ).scope()
+
+
 def _multi_worker_scope(num_replicas: int) -> AbstractContextManager[Any]:
     import distributary as dist
 
@@ -139,6 +148,7 @@ def _tensorflow_scope(num_replicas: int) -> AbstractContextManager[Any]:
 
 WAYS: Mapping[str, Callable[[int], AbstractContextManager[Any]]] = {
     "distributary": _distributary_scope,
+    "sharded": _sharded_scope,
     "multi_worker": _multi_worker_scope,
     "keras": _no_scope,
     "data_parallel": _data_parallel_scope,

@@ -100,22 +100,22 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
         import _handwritten
 
         peer = _handwritten.build(workload, _handwritten.LocalReplicas(request["replicas"]))
-    others = _programs()  # that placed the parameters; held, so that none is freed and replaced
+    others = programs()  # that placed the parameters; held, so that none is freed and replaced
     peer.losses(2)
-    step_programs = [
-        program for program in _programs() if not any(program is other for other in others)
+    new_programs = [
+        program for program in programs() if not any(program is other for other in others)
     ]
     peak_before_bytes = _processes.peak_bytes()  # resetting resets this one, too
     was_reset = _processes.reset_peak()
     peer.time_block(request["steps"])
     return {
-        "program": _largest_plan(step_programs),
+        "program": largest_plan(new_programs),
         "steps_peak_bytes": _processes.peak_bytes() if was_reset else None,
         "life_peak_bytes": max(peak_before_bytes, _processes.peak_bytes()),
     }
 
 
-def _programs() -> list[Program]:
+def programs() -> list[Program]:
     """All compiled programs of this process; asking JAX serves whoever holds them alike."""
     import jax
 
@@ -125,7 +125,7 @@ def _programs() -> list[Program]:
         return []
 
 
-def _largest_plan(programs: list[Program]) -> dict[str, int] | None:
+def largest_plan(programs: list[Program]) -> dict[str, int] | None:
     """XLA's memory plan of the program that needs most, or None if there is none."""
     try:
         all_stats = [program.get_compiled_memory_stats() for program in programs]

@@ -187,11 +187,15 @@ def _check_errors(errors, worker):
     assert "dtype and number of dims" in shapes
 
 
-@pytest.mark.parametrize(("num_workers", "devices"), [(2, 1), (2, 2), (3, 1)])
-def test_keras_computes_what_it_computes_in_one_process(num_workers, devices, job, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "options"), [(2, 1, []), (2, 2, []), (3, 1, ["sharded"])]
+)
+def test_keras_computes_what_it_computes_in_one_process(
+    num_workers, devices, options, job, alone, tmp_path
+):
     workers = job(num_workers)
     for worker in range(num_workers):
-        workers.start("keras_contract", worker, tmp_path, devices=devices)
+        workers.start("keras_contract", worker, tmp_path, *options, devices=devices)
     ended = workers.wait()
 
     assert [e.code for e in ended] == [0] * num_workers, "\n\n".join(e.output for e in ended)

@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import keras
+from jax.sharding import PartitionSpec as P
 from keras.src.backend.common import global_state
 from keras.src.backend.common.variables import initialize_all_variables
 
@@ -18,6 +19,7 @@ from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError
 from distributary.keras_bridge._replica import in_optimizer
 from distributary.keras_bridge._variables import place, sharding_of
+from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope
 from distributary.variables import ForeignVariable, VariableAggregation, across_replicas
 
@@ -42,6 +44,7 @@ class KerasVariable(ForeignVariable):
             tuple(variable.shape),
             variable.dtype,
             summed=adds and self._layout.num_replicas > 1,
+            parts=variable._layout.spec if shard_dim(variable._layout) is not None else P(),
         )
 
     @property

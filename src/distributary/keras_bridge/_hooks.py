@@ -38,6 +38,11 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Where variables lie.
     ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", _variables.initialize_layout),
     ("keras.src.backend.jax.core", "JaxVariable._initialize", _variables.initialize),
+    (
+        "keras.src.backend.jax.core",
+        "JaxVariable._initialize_with_initializer",
+        _variables.initialize_with_initializer,
+    ),
     ("keras.src.backend.jax.distribution_lib", "distribute_tensor", _variables.distribute_tensor),
     ("keras.src.backend.common.variables", "Variable.value", _variables.value),
     # Models know their strategy and train under it.
@@ -53,6 +58,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer", "JAXTrainer.make_test_function", _models.make("test")),
     ("keras.src.backend.jax.trainer", "JAXTrainer.make_predict_function", _models.make("predict")),
     ("keras.src.backend.jax.trainer", "JAXTrainer._get_jax_state", _models.get_jax_state),
+    ("keras.src.backend.jax.trainer", "JAXTrainer.jax_state_sync", _models.jax_state_sync),
     ("keras.src.layers.layer", "Layer.__setattr__", _models.setattr_),
     ("keras.src.backend.jax.trainer", "JAXEpochIterator._get_iterator", _models.get_iterator),
     ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
@@ -87,6 +93,11 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "keras.src.metrics.reduction_metrics",
         "reduce_to_samplewise_values",
         _metrics.reduce_to_samplewise_values,
+    ),
+    (
+        "keras.src.optimizers.base_optimizer",
+        "BaseOptimizer.add_variable",
+        _optimizers.add_variable,
     ),
     (
         "keras.src.optimizers.base_optimizer",

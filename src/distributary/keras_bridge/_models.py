@@ -19,7 +19,7 @@ from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._trainer import Kind, StepFunction
-from distributary.keras_bridge._variables import place
+from distributary.keras_bridge._variables import place, place_in_parts
 from distributary.tracing import user_stacklevel
 
 
@@ -167,10 +167,10 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(self)
         if strategy is None:
             return original(self, **parts, purge_model_variables=purge_model_variables)
-        variables = [*self.variables, *self.metrics_variables]
-        if getattr(self, "optimizer", None) is not None:
-            variables += self.optimizer.variables
-        for variable in variables:
+        optimizer = getattr(self, "optimizer", None)
+        for variable in () if optimizer is None else optimizer.variables:
+            place_in_parts(variable, strategy)
+        for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)
         kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"
         function = getattr(self, f"{kind}_function")
@@ -181,6 +181,23 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return _get_jax_state
+
+
+def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+    """After steps, variables take the arrays of the state as they are, in parts or not."""
+
+    def jax_state_sync(self: Any) -> None:
+        state = getattr(self, "_jax_state", None)
+        if strategy_of(self) is None or not state or self._jax_state_synced:
+            original(self)
+            return
+        for name, values in state.items():
+            of = self.optimizer.variables if name == "optimizer_variables" else getattr(self, name)
+            for variable, value in zip(of, values or (), strict=False):
+                variable._value = value
+        self._jax_state_synced = True
+
+    return jax_state_sync
 
 
 def setattr_(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,28 +7,61 @@ gradients of the whole batch, as on one device.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import keras
+from jax import lax
 
 from distributary.collectives import ReduceOp
+from distributary.context import get_strategy, has_strategy
 from distributary.keras_bridge._replica import (
     in_optimizer,
     in_trainer,
     optimizing,
     replica_context,
+    sharing,
 )
+from distributary.topology import REPLICA_AXIS
+
+
+def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Under a strategy that shards optimizers' state, every device holds a part of a variable."""
+
+    def add_variable(
+        self: Any,
+        shape: Any,
+        initializer: Any = "zeros",
+        dtype: Any = None,
+        aggregation: str = "none",
+        layout: Any = None,
+        name: str | None = None,
+    ) -> Any:
+        if has_strategy():
+            layout = get_strategy().extended.optimizer_layout(shape) or layout
+        return original(self, shape, initializer, dtype, aggregation, layout, name)
+
+    return add_variable
+
+
+def _must_combine() -> bool:
+    """Whether the gradients an optimizer is given are those of one replica."""
+    return not in_optimizer() and (replica_context() is not None or sharing() is not None)
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     """Gradients of all replicas: their mean in a step of `fit`, their sum in `Strategy.run`.
 
-    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`.
+    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`. Of replicas that share a
+    whole batch those of the first one count.
     """
-    context = replica_context()
-    assert context is not None
-    is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    reduced = context.all_reduce(op, [gradients[i] for i in given])
+    present = [gradients[i] for i in given]
+    strategy = sharing()
+    if strategy is not None:
+        is_first = lax.axis_index(REPLICA_AXIS) == 0
+        present = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
+    is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    extended = (strategy or get_strategy()).extended
+    reduced = extended.reduce_gradients(ReduceOp.MEAN if is_mean else ReduceOp.SUM, present)
     result = list(gradients)
     for i, gradient in zip(given, reduced, strict=True):
         result[i] = gradient
@@ -41,7 +74,7 @@ def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def stateless_apply(
         self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        if in_optimizer() or replica_context() is None:
+        if not _must_combine():
             return original(self, optimizer_variables, grads, trainable_variables)
         with optimizing():
             return original(self, optimizer_variables, _combined(self, grads), trainable_variables)
@@ -53,7 +86,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
     """Combines the gradients; inside another optimizer they are combined already."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if in_optimizer() or replica_context() is None:
+        if not _must_combine():
             return original(self, grads, trainable_variables)
         with optimizing():
             return original(self, _combined(self, grads), trainable_variables)

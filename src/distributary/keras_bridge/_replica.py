@@ -26,6 +26,7 @@ from distributary.variables import VariableAggregation, across_replicas
 class _ThreadState(threading.local):
     in_optimizer = False
     sums: "Sums | None" = None
+    sharing: Any = None
 
 
 _state = _ThreadState()
@@ -98,6 +99,22 @@ def sole_replica(strategy: Any) -> Iterator[None]:
         yield
     finally:
         pop(mode)
+
+
+@contextmanager
+def sharing_a_batch(strategy: Any) -> Iterator[None]:
+    """Like `sole_replica`, for replicas that compute the same and then update a part each."""
+    before, _state.sharing = _state.sharing, strategy
+    try:
+        with sole_replica(strategy):
+            yield
+    finally:
+        _state.sharing = before
+
+
+def sharing() -> Any:
+    """The strategy whose replicas compute the same and then update a part each, or None."""
+    return _state.sharing
 
 
 def sums() -> "Sums":

@@ -24,6 +24,7 @@ from distributary.context import default_mode, get_strategy, has_strategy, pop, 
 from distributary.errors import ClusterError
 from distributary.keras_bridge._data import DatasetAdapter, current_call
 from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._variables import together
 from distributary.topology import coordination_client
 
 _WAIT_SECONDS = 600.0
@@ -49,7 +50,8 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
             with complete_file(Path(filepath), strategy.extended.worker_number) as temporary:
                 original(model, str(temporary), *args, **kwargs)
 
-        _once(strategy, os.fspath(filepath), write)
+        with together(model):
+            _once(strategy, os.fspath(filepath), write)
         return None
 
     return save
@@ -62,9 +64,10 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         strategy = strategy_of(model)
         if strategy is None or strategy.extended.num_workers == 1:
             return original(model, *args, **kwargs)
-        if strategy.extended.worker_number == 0:
-            original(model, *args, **kwargs)
-        take_over(model, strategy)
+        with together(model):
+            if strategy.extended.worker_number == 0:
+                original(model, *args, **kwargs)
+            take_over(model, strategy)
         return None
 
     return load_weights
@@ -76,7 +79,8 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         model = original(*args, **kwargs)
         if has_strategy() and get_strategy().extended.num_workers > 1:
-            take_over(model, get_strategy())
+            with together(model):
+                take_over(model, get_strategy())
         return model
 
     return load_model
@@ -168,21 +172,26 @@ def backup(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None or file_utils.is_remote_path(self.backup_dir):
             original(self)
             return
-        if strategy.extended.worker_number > 0:
-            return
-        os.makedirs(self.backup_dir, exist_ok=True)
-        if self.double_checkpoint and os.path.exists(self._weights_path):
-            file_utils.copy(self._weights_path, self._prev_weights_path)
-            file_utils.copy(self._training_metadata_path, self._prev_training_metadata_path)
-        progress = {"epoch": self._current_epoch, "batch": self._last_batch_seen}
-        with complete_file(Path(self._weights_path), 0) as path:
-            inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
-            with h5py.File(path, "r+") as file:
-                file.attrs[_PROGRESS] = json.dumps({**progress, **_random_state(model)})
-        with complete_file(Path(self._training_metadata_path), 0) as path:
-            path.write_text(json.dumps(progress))  # for Keras without a strategy
+        with together(model):
+            if strategy.extended.worker_number == 0:
+                _write_backup(self)
 
     return _save_model
+
+
+def _write_backup(callback: Any) -> None:
+    model = callback.model
+    os.makedirs(callback.backup_dir, exist_ok=True)
+    if callback.double_checkpoint and os.path.exists(callback._weights_path):
+        file_utils.copy(callback._weights_path, callback._prev_weights_path)
+        file_utils.copy(callback._training_metadata_path, callback._prev_training_metadata_path)
+    progress = {"epoch": callback._current_epoch, "batch": callback._last_batch_seen}
+    with complete_file(Path(callback._weights_path), 0) as path:
+        inspect.unwrap(saving_lib.save_weights_only)(model, str(path))
+        with h5py.File(path, "r+") as file:
+            file.attrs[_PROGRESS] = json.dumps({**progress, **_random_state(model)})
+    with complete_file(Path(callback._training_metadata_path), 0) as path:
+        path.write_text(json.dumps(progress))  # for Keras without a strategy
 
 
 def restore(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,15 +205,16 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         if model.optimizer is not None and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        epoch = -1
-        if strategy.extended.worker_number == 0:
-            epoch = _read_backup(self)
-        (agreed,) = strategy.extended.from_chief([np.array(epoch)])
-        epoch = int(agreed)
-        if epoch < 0:
-            return
-        if strategy.extended.num_workers > 1:
-            take_over(model, strategy)
+        with together(model):
+            epoch = -1
+            if strategy.extended.worker_number == 0:
+                epoch = _read_backup(self)
+            (agreed,) = strategy.extended.from_chief([np.array(epoch)])
+            epoch = int(agreed)
+            if epoch < 0:
+                return
+            if strategy.extended.num_workers > 1:
+                take_over(model, strategy)
         model._initial_epoch = epoch
         call = current_call.get()
         if call is not None and isinstance(call.data, DatasetAdapter):

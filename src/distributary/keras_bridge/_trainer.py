@@ -6,6 +6,7 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 `predict_step` once per replica, in one program.
 """
 
+import functools
 import signal
 import threading
 import warnings
@@ -26,10 +27,12 @@ from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
     agreed_state,
     is_summed,
+    sharing_a_batch,
     sole_replica,
     sums,
     trainer_replica,
 )
+from distributary.keras_bridge._variables import stored_value, whole_value
 from distributary.topology import (
     REPLICA_AXIS,
     ProgramKind,
@@ -41,9 +44,11 @@ from distributary.topology import (
     local_copy,
     progress,
     put_own,
-    put_replicated,
+    shard_dim,
+    stored_shards,
+    whole_shards,
 )
-from distributary.tracing import user_stacklevel
+from distributary.tracing import sharded_map, user_stacklevel
 
 Kind = Literal["train", "test", "predict"]
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
@@ -173,12 +178,17 @@ class StepFunction:
         return self._run(("whole", count), state, data)
 
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
-        if self._share.num_workers == 1:
-            return self._run(("one", 1), state, jax.device_put(data, self._replicated))
         # Operations of one worker's own need arrays of its own. All compute the same.
-        out, new = self._run(("one", 1), jax.tree.map(local_copy, state), data)
-        self.latest = out, put_replicated(new, self._replicated)
+        if self._share.num_workers == 1:
+            data = jax.device_put(data, self._replicated)
+        out, new = self._run(("one", 1), self._for_all(whole_value, state), data)
+        self.latest = out, self._for_all(stored_value, new)
         return self.latest
+
+    def _for_all(self, function: Callable[[Any, Any], Any], state: Any) -> Any:
+        """`function` of every variable and its value in `state`."""
+        parts = zip(self.variables(), state, strict=True)
+        return tuple([Values(map(function, variables, values)) for variables, values in parts])
 
     def _fuses(self, state: Any, stacked: Any) -> bool:
         """Whether several steps become one program.
@@ -194,7 +204,8 @@ class StepFunction:
                 batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
                 if isinstance(batch, OwnRows):
                     batch = batch.rows
-                jaxpr = jax.make_jaxpr(self._step)(state, batch)
+                aval = lambda variable, value: jax.ShapeDtypeStruct(variable.shape, value.dtype)
+                jaxpr = jax.make_jaxpr(self._step)(self._for_all(aval, state), batch)
                 self._fusible = not _has_convolution(jaxpr.jaxpr)
         return self._fusible
 
@@ -222,13 +233,14 @@ class StepFunction:
             program = self._programs[key] = _Program(
                 self._function(*key),
                 self._mesh,
-                self._replicated,
+                self._replicated if self._layouts is None else self._layouts,
                 self._sharding(*key),
                 # Predictions of one worker may lie as XLA likes.
                 None
                 if self._kind == "predict" and self._share.num_workers == 1
                 else self._replicated,
-                self._eager,
+                # Parts of arrays exist in compiled programs only.
+                self._eager and (key[0] == "one" or self._layouts is None),
                 kind,
             )
         data = program.prepare(state, data)
@@ -258,6 +270,9 @@ class StepFunction:
     # What is compiled
 
     def _function(self, way: str, count: int) -> Callable[..., Any]:
+        if way != "one" and self._layouts is not None:
+            step = self._divided_step(way, self._layouts)
+            return _repeated(step, keep_all=False) if count > 1 else step
         predict = self._kind == "predict"
         step = self._step if way != "split" else self._replica_step
         if count > 1:
@@ -281,6 +296,32 @@ class StepFunction:
             return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), state
 
         return joined
+
+    @functools.cached_property
+    def _layouts(self) -> Any:
+        """Where the values of the state lie, if devices hold parts of some of them, else None."""
+        layouts = tuple([Values(v._layout for v in part) for part in self.variables()])
+        is_divided = any(shard_dim(layout) is not None for part in layouts for layout in part)
+        return layouts if is_divided else None
+
+    def _divided_step(self, way: str, layouts: Any) -> Callable[..., Any]:
+        """One step in which every device updates its part of the optimizer's state."""
+        rows = P(REPLICA_AXIS) if way == "split" else P()
+        parts = jax.tree.map(lambda layout: layout.spec, layouts)
+        body = self._replica_step if way == "split" else self._shared_step
+        step = sharded_map(body, self._mesh, (P(), rows), (P(), P()), (parts, P()), (P(), parts))
+
+        def divided(state: Any, data: Any) -> tuple[Any, Any]:
+            wholes = self._for_all(lambda v, x: whole_shards(x, v.shape, v._layout), state)
+            out, new = step(wholes, data)
+            return out, self._for_all(lambda v, x: stored_shards(x, v._layout), new)
+
+        return divided
+
+    def _shared_step(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """One step on a whole batch, of which every replica computes the gradients."""
+        with sharing_a_batch(self._strategy):
+            return self._call_trainer(state, data)
 
     def _step(self, state: Any, data: Any) -> tuple[Any, Any]:
         """One step on a whole batch, as the only replica."""
@@ -355,7 +396,7 @@ class _Program:
     Args:
         function: From state and data to logs and new state.
         mesh: The devices it runs on; None for JAX's default device.
-        replicated: Where the state lies.
+        layouts: Where the state lies.
         sharding: Where the data is put; None leaves both to JAX.
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
@@ -366,7 +407,7 @@ class _Program:
         self,
         function: Callable[..., Any],
         mesh: Any,
-        replicated: Any,
+        layouts: Any,
         sharding: Any,
         out_sharding: Any,
         eager: bool,
@@ -379,7 +420,7 @@ class _Program:
         if eager:
             self.call = function
         elif sharding is None:
-            outs = (_on(mesh, out_sharding), _on(mesh, replicated))
+            outs = (_on(mesh, out_sharding), _on(mesh, layouts))
             jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
             self.call = for_target(jitted, mesh, kind)
         else:
@@ -387,8 +428,8 @@ class _Program:
             jitted = jax.jit(
                 function,
                 donate_argnums=0,
-                in_shardings=(_on(mesh, replicated), _on(mesh, sharding)),
-                out_shardings=(_on(mesh, out_sharding), _on(mesh, replicated)),
+                in_shardings=(_on(mesh, layouts), _on(mesh, sharding)),
+                out_shardings=(_on(mesh, out_sharding), _on(mesh, layouts)),
             )
             self.call = for_target(jitted, mesh, kind)
         self._known: set[Any] = set()
@@ -418,11 +459,15 @@ class _Program:
         return data
 
 
-def _on(mesh: Any, sharding: Any) -> Any:
-    """Where a value lies, as a sharding of the mesh on which the programs run."""
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(mesh, sharding.spec)
-    return None if sharding is None else SingleDeviceSharding(mesh.devices.flat[0])
+def _on(mesh: Any, shardings: Any) -> Any:
+    """Where values lie, as shardings of the mesh on which the programs run."""
+
+    def on(sharding: Any) -> Any:
+        if isinstance(sharding, NamedSharding):
+            return NamedSharding(mesh, sharding.spec)
+        return SingleDeviceSharding(mesh.devices.flat[0])
+
+    return jax.tree.map(on, shardings)
 
 
 @final

@@ -1,16 +1,25 @@
 """Keras variables under a strategy."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.context import get_strategy, has_strategy
 from distributary.errors import UnsupportedError
-from distributary.topology import local_copy, make_mesh, put_replicated
+from distributary.topology import (
+    fetch_whole,
+    local_copy,
+    make_mesh,
+    put_replicated,
+    put_sharded,
+    shard_dim,
+)
 
 
 def sharding_of(strategy: Any) -> Any:
@@ -47,18 +56,33 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _initialize(self: Any, value: Any) -> None:
         if has_strategy() and get_strategy().extended.num_workers > 1:
-            layout = get_strategy().extended.variable_layout()
-            self._layout = sharding_of(get_strategy())
-            value = put_replicated(layout.initial(value), self._layout)
+            value = get_strategy().extended.variable_layout().initial(value)
+            if shard_dim(self._layout) is None:
+                self._layout = sharding_of(get_strategy())
+                value = put_replicated(value, self._layout)
         original(self, value)
 
     return _initialize
+
+
+def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Values that are stored in parts are computed as a whole, and then divided."""
+
+    def _initialize_with_initializer(self: Any, initializer: Any) -> None:
+        if shard_dim(self._layout) is None:
+            original(self, initializer)
+        else:
+            self._initialize(initializer(self._shape, dtype=self._dtype))
+
+    return _initialize_with_initializer
 
 
 def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     """Values that are assigned are taken to be equal on all workers."""
 
     def distribute_tensor(tensor: Any, layout: Any) -> Any:
+        if shard_dim(layout) is not None and not isinstance(tensor, jax.core.Tracer):
+            return put_sharded(tensor, layout)
         if (
             isinstance(layout, NamedSharding)
             and not layout.is_fully_addressable
@@ -71,14 +95,64 @@ def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def value(original: property) -> property:
-    """Outside of a step, a variable of several workers has the value of this one's copy."""
+    """Outside of a step, a variable of several workers has the value of this one's copy.
+
+    One that is stored in parts is put together for every read.
+    """
     assert original.fget is not None
     read = original.fget
 
     def value(self: Any) -> Any:
-        return local_copy(read(self))
+        return whole_value(self, read(self))
 
     return property(value, doc=original.__doc__)
+
+
+def whole_value(variable: Any, value: Any) -> Any:
+    """The value of a variable as this process can use it, from the array that is stored."""
+    layout = variable._layout
+    if (
+        shard_dim(layout) is None
+        or not isinstance(value, jax.Array)
+        or isinstance(value, jax.core.Tracer)
+        or value.is_fully_replicated
+    ):
+        return local_copy(value)
+    with jax.ensure_compile_time_eval():
+        whole = fetch_whole(value, variable.shape)
+        if layout.is_fully_addressable:
+            return jax.device_put(whole, NamedSharding(layout.mesh, P()))
+        return jnp.asarray(whole)
+
+
+def stored_value(variable: Any, value: Any) -> Any:
+    """The array that is stored for a value that is the same on all workers."""
+    if shard_dim(variable._layout) is not None:
+        return put_sharded(value, variable._layout)
+    return put_replicated(value, variable._layout)
+
+
+@contextmanager
+def together(model: Any) -> Iterator[None]:
+    """Lets each worker read and assign the optimizer's variables of a model by itself.
+
+    All workers enter and leave it together. What is assigned must be the same on all of them at the
+    end, or be replaced by what is.
+    """
+    if hasattr(model, "jax_state_sync"):
+        model.jax_state_sync()  # during fit the values are elsewhere
+    variables = getattr(getattr(model, "optimizer", None), "variables", ())
+    divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
+    divided = [v for v in divided if shard_dim(v._layout) is not None]
+    before = [(v._layout, v._value, fetch_whole(v._value, v.shape)) for v in divided]
+    for variable, (_, _, whole) in zip(divided, before, strict=True):
+        variable._layout, variable._value = None, whole
+    try:
+        yield
+    finally:
+        for variable, (layout, stored, whole) in zip(divided, before, strict=True):
+            current, variable._layout = variable._value, layout
+            variable._value = stored if current is whole else put_sharded(current, layout)
 
 
 def place(variable: Any, strategy: Any) -> None:
@@ -86,12 +160,26 @@ def place(variable: Any, strategy: Any) -> None:
     sharding = sharding_of(strategy)
     if sharding is None:
         return
-    variable._layout = sharding
     value = variable._value
-    if value is not None and value.sharding.device_set != sharding.device_set:
+    is_elsewhere = value is not None and value.sharding.device_set != sharding.device_set
+    if shard_dim(variable._layout) is not None and not is_elsewhere:
+        return
+    if is_elsewhere:
         with jax.ensure_compile_time_eval():  # a function may be being traced
-            initial = strategy.extended.variable_layout().initial(value)
+            initial = strategy.extended.variable_layout().initial(whole_value(variable, value))
             variable._value = put_replicated(initial, sharding)
+    variable._layout = sharding
+
+
+def place_in_parts(variable: Any, strategy: Any) -> None:
+    """Divides a variable of an optimizer that was built elsewhere, if the strategy does that."""
+    place(variable, strategy)
+    sharding = strategy.extended.optimizer_layout(variable.shape)
+    if sharding is None or variable._layout == sharding:
+        return
+    variable._layout = sharding
+    variable._value = put_sharded(variable._value, sharding)
+    variable._distributary_stand_in = None
 
 
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,9 @@ from distributary.topology import (
     latest_program,
     mesh_of_values,
     put_replicated,
+    shard_dim,
+    stored_shards,
+    whole_shards,
 )
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices, same_structure
@@ -86,6 +89,7 @@ class Compiled:
             [self._place(capture) for capture in captures] for captures in program.captures
         ]
         written_shardings = [_sharding_of(handle) for handle in program.written]
+        read_shardings = [_sharding_of(handle) for handle in program.read_only]
         # Inside the bounded dispatcher, an output on every device tells when the program has
         # finished: the first result if it is small, else one made for it.
         has_token = dispatcher.bounded and not _has_small_first_output(program)
@@ -95,9 +99,11 @@ class Compiled:
         self._token_of = _last_output if has_token else _first_output
 
         def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
-            new, outs = program(captures, written, read_only, args)
+            written = map(_whole, written, program.written, written_shardings)
+            read_only = map(_whole, read_only, program.read_only, read_shardings)
+            new, outs = program(captures, list(written), list(read_only), args)
             new = [
-                value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+                value if sharding is None else stored_shards(value, sharding)
                 for value, sharding in zip(new, written_shardings, strict=True)
             ]
             token = None
@@ -193,7 +199,16 @@ def _sharding_of(handle: Handle) -> Any:
     mesh = layout.strategy.extended.mesh
     if mesh is None or mesh.size == 1:
         return None
+    if shard_dim(handle.parts) is not None:
+        return NamedSharding(mesh, handle.parts)
     return NamedSharding(mesh, P(REPLICA_AXIS) if handle.per_replica else P())
+
+
+def _whole(value: Any, handle: Handle, sharding: Any) -> Any:
+    """In a program: the whole value of a variable that is stored as `value`."""
+    if shard_dim(handle.parts) is None:
+        return value
+    return whole_shards(value, handle.shape, sharding)
 
 
 # What one argument looks like to the cache: cheap to make and to compare.

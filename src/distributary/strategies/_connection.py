@@ -95,6 +95,7 @@ def extended_of_job(
     place: MultiWorker,
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
     options: CommunicationOptions | None,
+    shard_optimizer_state: bool = False,
 ) -> StrategyExtended:
     """The methods of a strategy of connected processes, which all call this together.
 
@@ -103,8 +104,15 @@ def extended_of_job(
         place: The processes.
         devices: As in `StrategyExtended`.
         options: Communication options.
+        shard_optimizer_state: As in `StrategyExtended`.
     """
-    extended = StrategyExtended(strategy, devices, options=options, workers=place)
+    extended = StrategyExtended(
+        strategy,
+        devices,
+        options=options,
+        workers=place,
+        shard_optimizer_state=shard_optimizer_state,
+    )
     # The first collective connects the workers, for which gloo waits 30 s. They are together now;
     # by their first step one may have read data for longer than that.
     extended.from_chief([np.zeros(1, np.int32)])

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from distributary.collectives import (
     CrossDeviceOps,
+    NcclAllReduce,
+    ReduceOp,
     as_reduce_op,
     default_cross_device_ops,
     reduce_nest,
@@ -40,9 +43,12 @@ from distributary.strategies._cross_replica import CrossReplica, gather_nest, re
 from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import (
     canonical_name,
+    current_target,
     dispatcher_for,
     make_mesh,
     mesh_of_values,
+    shard_dim,
+    shard_spec,
     short_name,
 )
 from distributary.tracing import current_scope, in_role
@@ -80,6 +86,7 @@ class StrategyExtended:
         workers: The processes whose devices these are, worker by worker, as many of each; None for
             this process alone.
         kind_of_variables: Their class, if they do not hold their value themselves.
+        shard_optimizer_state: Whether every device holds a part of what optimizers keep.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -94,7 +101,13 @@ class StrategyExtended:
         is_default: bool = False,
         workers: "MultiWorker | None" = None,
         kind_of_variables: Any = None,
+        shard_optimizer_state: bool = False,
     ) -> None:
+        if shard_optimizer_state and current_target() is not None:
+            raise UnsupportedError(
+                "experimental_shard_optimizer_state=True: `distributary compile` compiles steps"
+                " with mirrored optimizer state only. Leave it out for the report."
+            )
         if os.environ.get("DISTRIBUTARY_STATUS_FD"):
             from distributary.launch import report_progress
 
@@ -113,6 +126,7 @@ class StrategyExtended:
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.is_default = is_default
         self.input_statistics = InputStatistics()
+        self._shard_optimizer_state = shard_optimizer_state
         self._distributed = distributed
         platform = self._devices[0].platform if self._devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
@@ -237,6 +251,8 @@ class StrategyExtended:
         reduction = self.cross_device_ops.describe(platform, self.num_workers, self.options)
         if self.num_workers > 1:
             names += f" of each of {self.num_workers} workers"
+        if self._shard_optimizer_state:
+            reduction += "; optimizer state sharded"
         return f"{self.num_replicas} replicas on {names}{self._cores_text()}; {reduction}"
 
     def _cores_text(self) -> str:
@@ -264,6 +280,13 @@ class StrategyExtended:
     def variable_layout(self) -> VariableLayout:
         """How variables created in this strategy's scope are stored."""
         return self._layout
+
+    def optimizer_layout(self, shape: Sequence[int]) -> Any:
+        """The sharding of an optimizer's variable if devices hold parts of it, else None."""
+        if not self._shard_optimizer_state:
+            return None
+        spec = shard_spec(shape, self.num_replicas)
+        return None if shard_dim(spec) is None else NamedSharding(self.mesh, spec)
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether variable `v` belongs to this strategy.
@@ -603,6 +626,17 @@ class StrategyExtended:
         if self.num_replicas == 1:
             return reduce_alone(op, value)
         return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+
+    def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:
+        """Combines the gradients of all replicas for an optimizer, inside `run`.
+
+        If optimizers' state is sharded each gradient is a sum of its own, which the program then
+        scatters.
+        """
+        if not self._shard_optimizer_state:
+            return list(self._all_reduce(reduce_op, list(gradients), None))
+        ops, options = NcclAllReduce(), CommunicationOptions()
+        return list(reduce_nest(ops, reduce_op, list(gradients), self.num_replicas, options))
 
     def _all_gather(self, value: Any, axis: Any, options: CommunicationOptions | None) -> Any:
         if isinstance(axis, bool) or not isinstance(axis, int):

@@ -7,7 +7,7 @@ from typing import final
 import jax
 
 from distributary.collectives import CrossDeviceOps
-from distributary.errors import InvalidTypeError
+from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.topology import replica_devices
@@ -26,10 +26,14 @@ class MirroredStrategy(Strategy):
         cross_device_ops: How gradients are combined: `NcclAllReduce` (the default),
             `HierarchicalCopyAllReduce`, `ReductionToOneDevice` or a subclass of
             `CrossDeviceOps`.
+        experimental_shard_optimizer_state: Whether every device holds and updates one part of the
+            state of Keras optimizers, rather than all of it. Gradients are reduce-scattered and new
+            weights all-gathered; the numbers are those of mirrored state, to rounding.
 
     Raises:
         DeviceError: for devices that do not exist, are named twice or mixed.
         InvalidTypeError: if `cross_device_ops` is not a `CrossDeviceOps`.
+        InvalidValueError: for `cross_device_ops` together with sharded state.
 
     Source: `tf.distribute.MirroredStrategy`.
     """
@@ -38,6 +42,8 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str | jax.Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        experimental_shard_optimizer_state: bool = False,
     ) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             is_class = isinstance(cross_device_ops, type)
@@ -46,5 +52,18 @@ class MirroredStrategy(Strategy):
                 f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, a {kind}; expected an"
                 " instance such as distributary.NcclAllReduce()."
             )
-        super().__init__(StrategyExtended(self, replica_devices(devices), cross_device_ops))
+        if cross_device_ops is not None and experimental_shard_optimizer_state:
+            raise InvalidValueError(
+                f"MirroredStrategy: cross_device_ops is {cross_device_ops!r}, but with"
+                " experimental_shard_optimizer_state=True gradients are not combined on every"
+                " device: XLA scatters their sums. Pass one of the two."
+            )
+        super().__init__(
+            StrategyExtended(
+                self,
+                replica_devices(devices),
+                cross_device_ops,
+                shard_optimizer_state=experimental_shard_optimizer_state,
+            )
+        )
         _log.info("Using %r", self)

@@ -40,6 +40,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: How gradients are combined; its `timeout_seconds` is also how long
             the start waits for the other workers, two minutes if it is None, and its
             `heartbeat_timeout_seconds` when a silent worker counts as lost.
+        experimental_shard_optimizer_state: Whether every device of the cluster holds and updates
+            one part of the state of Keras optimizers; see `MirroredStrategy`. To read it, then, is
+            something that all workers have to do together. `communication_options` say how
+            everything but the gradients of optimizers is combined.
 
     Raises:
         ClusterError: if a worker does not come in time, its port is taken, or the workers do not
@@ -55,6 +59,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        experimental_shard_optimizer_state: bool = False,
     ) -> None:
         options = communication_options
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -74,7 +80,14 @@ class MultiWorkerMirroredStrategy(Strategy):
             return
         spec = self._cluster_resolver.cluster_spec()
         if not spec:
-            super().__init__(StrategyExtended(self, replica_devices(None), options=options))
+            super().__init__(
+                StrategyExtended(
+                    self,
+                    replica_devices(None),
+                    options=options,
+                    shard_optimizer_state=experimental_shard_optimizer_state,
+                )
+            )
             return
         resolver = self._cluster_resolver
         place = multi_worker(spec, resolver.task_type, resolver.task_id)
@@ -84,7 +97,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f" with the workers. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
             )
         connect(place, options or CommunicationOptions())
-        super().__init__(extended_of_job(self, place, devices_of_all(place), options))
+        super().__init__(
+            extended_of_job(
+                self, place, devices_of_all(place), options, experimental_shard_optimizer_state
+            )
+        )
         if self._extended.options.hierarchical:  # between other groups of devices
             self.run(_all_reduce_one)
         _log.info("Using %r as %s", self, place.name)

@@ -25,6 +25,7 @@ from distributary.tracing._scope import (
     user_stacklevel,
 )
 from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
+from distributary.tracing._sharded import sharded_map
 from distributary.tracing._stages import Stages, cut
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "purify",
     "push",
     "register_around_traces",
+    "sharded_map",
     "spec_of_split",
     "split_over_servers",
     "trace",

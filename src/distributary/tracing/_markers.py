@@ -15,6 +15,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
 
@@ -43,9 +44,11 @@ class Handle:
             else None. Such state is one array `[replica, *shape]` outside of replica programs.
         summed: Whether the replicas add to the value: inside a replica program, replica 0 starts
             from it and the others from zeros; at its end it becomes the sum of theirs.
+        parts: How the value is sharded between programs if every device holds a part of it, else
+            `P()`.
     """
 
-    __slots__ = ("__weakref__", "cell", "dtype", "name", "num_copies", "shape", "summed")
+    __slots__ = ("__weakref__", "cell", "dtype", "name", "num_copies", "parts", "shape", "summed")
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class Handle:
         dtype: Any,
         num_copies: int | None = None,
         summed: bool = False,
+        parts: P = P(),
     ) -> None:
+        self.parts = parts
         self.summed = summed
         self.cell = cell
         self.name = name

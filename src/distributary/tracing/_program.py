@@ -25,7 +25,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._divergence import varying_outputs
 from distributary.tracing._interpreter import interpret
@@ -56,6 +56,7 @@ from distributary.tracing._scope import (
     activate,
     location_of,
 )
+from distributary.tracing._sharded import sharded_map
 
 _MAX_TRACES = 10
 _around_traces: list[Callable[[], AbstractContextManager[object]]] = []
@@ -421,22 +422,30 @@ class ReplicaProgram:
             return new, [out[None] if is_split else out for out, is_split in results]
 
         split, whole = P(REPLICA_AXIS), P()
+        in_specs = (
+            [whole] * len(captures),
+            [split if handle.per_replica else whole for handle in order],
+            [split if varies else whole for varies in self._varying_args],
+        )
+        out_specs = (
+            [split if handle.per_replica else whole for handle in pure.written],
+            [split if is_split else whole for is_split in self.split_outs],
+        )
+        inputs = list(captures), [*written, *read_only], list(args)
+        assert self._mesh is not None
+        if any(shard_dim(handle.parts) is not None for handle in self.written):
+            in_parts = whole, [handle.parts for handle in order], whole
+            out_parts = [handle.parts for handle in pure.written], whole
+            return sharded_map(body, self._mesh, in_specs, out_specs, in_parts, out_parts)(*inputs)
         return jax.shard_map(
             body,
             mesh=self._mesh,
-            in_specs=(
-                [whole] * len(captures),
-                [split if handle.per_replica else whole for handle in order],
-                [split if varies else whole for varies in self._varying_args],
-            ),
-            out_specs=(
-                [split if handle.per_replica else whole for handle in pure.written],
-                [split if is_split else whole for is_split in self.split_outs],
-            ),
+            in_specs=in_specs,
+            out_specs=out_specs,
             check_vma=False,
             # Logical devices are left to XLA.
             axis_names={REPLICA_AXIS},
-        )(list(captures), [*written, *read_only], list(args))
+        )(*inputs)
 
     def _run_jointly(
         self,

@@ -1,12 +1,13 @@
 """The state of variables as it is saved, and how it comes back."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.topology import dispatcher_for, job_programs, local_copy
+from distributary.topology import dispatcher_for, fetch_whole, job_programs, local_copy, shard_dim
 from distributary.variables._aggregation import of_rows
 from distributary.variables._enums import VariableAggregation
 from distributary.variables._foreign import ForeignVariable
@@ -18,18 +19,27 @@ def is_per_replica(variable: Variable | ForeignVariable) -> bool:
     return bool(variable._handle.per_replica)
 
 
-def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[jax.Array]:
+def _is_divided(variable: Variable | ForeignVariable) -> bool:
+    return shard_dim(variable._handle.parts) is not None
+
+
+def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[Any]:
     """The stored arrays, `[replica, *shape]` of variables with a value per replica.
 
-    All of them can be read by this process. With several workers all have to call it, because
-    values of other workers' replicas are fetched. Steps may donate what is returned: the caller
-    holds `topology.latest_program.lock` until it is done with it.
+    All of them can be read by this process; NumPy arrays where devices hold parts. With several
+    workers all have to call it, because values of other workers' devices are fetched. Steps may
+    donate what is returned: the caller holds `topology.latest_program.lock` until it is done.
     """
-    arrays = [variable._value for variable in variables]
+    arrays: list[Any] = [
+        fetch_whole(variable._value, variable.shape) if _is_divided(variable) else variable._value
+        for variable in variables
+    ]
     far = [
         i
         for i, array in enumerate(arrays)
-        if not array.is_fully_addressable and not array.is_fully_replicated
+        if isinstance(array, jax.Array)
+        and not array.is_fully_addressable
+        and not array.is_fully_replicated
     ]
     if far:
         rows = [arrays[i] for i in far]

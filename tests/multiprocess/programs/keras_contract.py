@@ -16,7 +16,9 @@ import numpy as np
 import distributary as dist
 from distributary.data import Dataset
 
-strategy = dist.MultiWorkerMirroredStrategy()
+strategy = dist.MultiWorkerMirroredStrategy(
+    experimental_shard_optimizer_state=sys.argv[2:] == ["sharded"]
+)
 
 import keras  # noqa: E402  (it must not start JAX before the strategy connects it)
 
@@ -160,7 +162,7 @@ def batches():
 
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)
+    model.compile(optimizer="adam", loss="mse", run_eagerly=True)
 result["eager"] = rounded(model.fit(batches(), verbose=0).history)
 
 # A loop of one's own over a Keras model.

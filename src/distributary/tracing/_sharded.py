@@ -1,0 +1,227 @@
+"""A replica program whose state is updated in parts, each by the device that holds it.
+
+An optimizer computes the same on all replicas, from gradients that they have summed. Here the sums
+are scattered instead, every device updates its part, and only the new weights are gathered. The
+update is the second stage of `cut`. It runs outside of `shard_map`, on global arrays, so that XLA
+divides whatever the optimizer does: a norm over all gradients stays a norm over all gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from distributary.topology import (
+    REPLICA_AXIS,
+    padded,
+    shard_dim,
+    shard_spec,
+    whole_shards,
+)
+from distributary.tracing._markers import Array, Equation, jaxpr_of
+from distributary.tracing._stages import Stages, cut, variables_of
+
+__all__ = ["sharded_map"]
+
+
+def sharded_map(
+    body: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    in_parts: Any,
+    out_parts: Any,
+) -> Callable[..., Any]:
+    """Like `jax.shard_map`, for a body that updates state of which every device holds a part.
+
+    Args:
+        body: Program of one replica, in which the state is whole.
+        mesh: Mesh with the axis `"replica"`.
+        in_specs: What a replica receives of every argument, `P()` or `P(..., "replica")`; trees
+            that are prefixes of the arguments.
+        out_specs: The same for the results.
+        in_parts: How the arguments are sharded outside, where that is not what a replica receives,
+            else `P()`; prefixes as well.
+        out_parts: The same for the results.
+
+    Returns:
+        A function of global arrays, for use in `jax.jit`.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        specs = _flat(in_specs, args)
+        num_replicas = mesh.shape[REPLICA_AXIS]
+        local = [_aval_of_one(x, s, num_replicas) for x, s in zip(leaves, specs, strict=True)]
+        closed, outs = jax.make_jaxpr(
+            lambda *own: body(*jax.tree.unflatten(tree, own)),
+            axis_env=[(REPLICA_AXIS, num_replicas)],
+            return_shape=True,
+        )(*local)
+        opened = closed.jaxpr
+        jaxpr = jaxpr_of([*opened.constvars, *opened.invars], opened.outvars, opened.eqns)
+        constants = list(closed.consts)
+        results = _run_stages(
+            jaxpr,
+            mesh,
+            [*constants, *leaves],
+            [P()] * len(constants) + specs,
+            _flat(out_specs, outs),
+            [P()] * len(constants) + _flat(in_parts, args),
+            _flat(out_parts, outs),
+        )
+        return jax.tree.unflatten(jax.tree.structure(outs), results)
+
+    return run
+
+
+def _flat(specs: Any, full: Any) -> list[Any]:
+    is_spec = lambda x: isinstance(x, P)
+    return jax.tree.leaves(jax.tree.broadcast(specs, full, is_leaf=is_spec), is_leaf=is_spec)
+
+
+def _aval_of_one(value: Any, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct:
+    """What one replica receives of a global array."""
+    aval = jax.typeof(value)
+    shape = list(aval.shape)
+    dim = shard_dim(spec)
+    if dim is not None:
+        shape[dim] //= num_replicas
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _run_stages(
+    jaxpr: Any,
+    mesh: Mesh,
+    args: list[Array],
+    in_specs: list[P],
+    out_specs: list[P],
+    in_parts: list[P],
+    out_parts: list[P],
+) -> list[Array]:
+    num_replicas = mesh.shape[REPLICA_AXIS]
+    stages = cut(jaxpr, [shard_dim(spec) is not None for spec in in_specs], num_replicas)
+    num_results = len(stages.replica_outputs)
+    cut_values = stages.replica.jaxpr.outvars[num_results:]
+    scattered = _scattered(stages, [out_parts[i] for i in stages.update_outputs], num_replicas)
+    dims = [shard_dim(spec) for spec in scattered]
+    sums = {v for v, dim in zip(cut_values, dims, strict=True) if dim is not None}
+    replica = _without_sums(stages.replica.jaxpr, sums)
+
+    def of_replica(*own: Array) -> list[Array]:
+        outs = jax.core.eval_jaxpr(replica, stages.replica.consts, *own)
+        taken = [
+            value if dim is None else _scatter(value, dim, num_replicas)
+            for value, dim in zip(outs[num_results:], dims, strict=True)
+        ]
+        return [*outs[:num_results], *taken]
+
+    outs = jax.shard_map(
+        of_replica,
+        mesh=mesh,
+        in_specs=tuple([in_specs[i] for i in stages.replica_inputs]),
+        out_specs=[*(out_specs[i] for i in stages.replica_outputs), *scattered],
+        check_vma=False,
+        axis_names={REPLICA_AXIS},
+    )(*(args[i] for i in stages.replica_inputs))
+    taken = [
+        whole_shards(value, v.aval.shape, NamedSharding(mesh, spec))
+        for value, v, spec in zip(outs[num_results:], cut_values, scattered, strict=True)
+    ]
+    updated = jax.core.eval_jaxpr(
+        stages.update.jaxpr,
+        stages.update.consts,
+        *(args[i] for i in stages.update_inputs),
+        *taken,
+    )
+
+    def placed(value: Array, spec: P) -> Array:
+        return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+    results: list[Array] = [None] * len(out_specs)
+    for i, value in zip(stages.replica_outputs, outs, strict=False):
+        results[i] = value if shard_dim(out_parts[i]) is None else placed(value, out_parts[i])
+    divided = _reached(
+        stages.update.jaxpr,
+        [
+            *(shard_dim(in_parts[i]) is not None for i in stages.update_inputs),
+            *(dim is not None for dim in dims),
+        ],
+    )
+    for i, value, is_divided in zip(stages.update_outputs, updated, divided, strict=True):
+        if is_divided:
+            # Weights, too, so that they are gathered and not the state they are computed from.
+            value = placed(value, shard_spec(jnp.shape(value), num_replicas))
+        results[i] = placed(value, out_parts[i])
+    return results
+
+
+def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> list[P]:
+    """How every value of the cut is scattered; `P()` where it is a whole on every replica.
+
+    Scattered are sums over all replicas from which state in parts is computed, and nothing else
+    of the first stage.
+    """
+    jaxpr = stages.replica.jaxpr
+    num_results = len(stages.replica_outputs)
+    sums = {v for eqn in jaxpr.eqns if _is_sum(eqn) for v in eqn.outvars}
+    sums -= {v for eqn in jaxpr.eqns for v in variables_of(eqn.invars)}
+    sums -= set(variables_of(jaxpr.outvars[:num_results]))
+    needed = _needed(stages.update.jaxpr, [shard_dim(spec) is not None for spec in out_parts])
+    taken = zip(jaxpr.outvars[num_results:], needed[len(stages.update_inputs) :], strict=True)
+    return [
+        shard_spec(v.aval.shape, num_replicas) if is_needed and v in sums else P()
+        for v, is_needed in taken
+    ]
+
+
+def _is_sum(eqn: Equation) -> bool:
+    return (
+        eqn.primitive.name == "psum"
+        and eqn.params["axes"] == (REPLICA_AXIS,)
+        and eqn.params["axis_index_groups"] is None
+    )
+
+
+def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
+    """The first stage with the operands of `sums` in their place."""
+    operands = {
+        v: operand
+        for eqn in jaxpr.eqns
+        for v, operand in zip(eqn.outvars, eqn.invars, strict=False)
+        if v in sums
+    }
+    eqns = [eqn for eqn in jaxpr.eqns if sums.isdisjoint(eqn.outvars)]
+    outs = [v if isinstance(v, jex_core.Literal) else operands.get(v, v) for v in jaxpr.outvars]
+    return jaxpr_of(jaxpr.invars, outs, eqns, jaxpr.constvars)
+
+
+def _scatter(value: Array, dim: int, num_replicas: int) -> Array:
+    """This replica's part of the sum of `value` over the replicas."""
+    return lax.psum_scatter(
+        padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
+    )
+
+
+def _needed(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs the chosen outputs are computed from."""
+    needed = set(
+        variables_of([v for v, chosen in zip(jaxpr.outvars, outputs, strict=True) if chosen])
+    )
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(variables_of(eqn.invars))
+    return [v in needed for v in jaxpr.invars]
+
+
+def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs are computed from the chosen inputs."""
+    reached = {v for v, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
+    for eqn in jaxpr.eqns:
+        if not reached.isdisjoint(variables_of(eqn.invars)):
+            reached.update(eqn.outvars)
+    return [not reached.isdisjoint(variables_of([v])) for v in jaxpr.outvars]

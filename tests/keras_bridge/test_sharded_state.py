@@ -1,0 +1,197 @@
+"""Optimizer state of which every device holds a part: the same numbers, less memory."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers as kl, optimizers as ko
+
+import distributary as dist
+
+_RANDOM = np.random.default_rng(2)
+_X = _RANDOM.normal(size=(22, 3)).astype(np.float32)  # with batches of 8, the last one is uneven
+_Y = _RANDOM.normal(size=(22, 2)).astype(np.float32) * 3
+_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.fixture
+def sharded():
+    """A function that returns a strategy with sharded optimizer state on so many devices."""
+    return lambda num_replicas: dist.MirroredStrategy(
+        [f"CPU:{i}" for i in range(num_replicas)], experimental_shard_optimizer_state=True
+    )
+
+
+def _build(make_optimizer, **kwargs):
+    def build():
+        # Of these dims some divide by 4 and some do not.
+        model = keras.Sequential([keras.Input((3,)), kl.Dense(8, "tanh"), kl.Dense(2)])
+        model.compile(make_optimizer(), "mse", **kwargs)
+        return model
+
+    return build
+
+
+def _slots(model):
+    return [np.array(variable.value) for variable in model.optimizer.variables]
+
+
+def _assert_close(got, expected, **tolerance):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, **(tolerance or _CLOSE))
+
+
+def _assert_in_parts(optimizer, num_replicas):
+    """Every device holds, of every variable that is no scalar, one part of a dim."""
+    for variable in optimizer.variables:
+        shards = variable._value.addressable_shards
+        assert len(shards) == num_replicas
+        sizes = {shard.data.size for shard in shards}
+        whole = int(np.prod(variable.shape))
+        expected = [whole // n * -(-n // num_replicas) for n in variable.shape]
+        assert sizes == {min(expected, default=1)}, variable.path
+
+
+_OPTIMIZERS = {
+    "momentum and averages": lambda: ko.SGD(
+        0.1, momentum=0.9, nesterov=True, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2
+    ),
+    "global norm": lambda: ko.AdamW(0.01, weight_decay=0.1, global_clipnorm=0.3),
+    "norms of layers, accumulated": lambda: ko.Lamb(0.01, gradient_accumulation_steps=2),
+    "products of matrices": lambda: ko.Muon(0.01),
+    "other shapes, scaled loss": lambda: ko.LossScaleOptimizer(
+        ko.Adafactor(0.1), 8.0, dynamic_growth_steps=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_training_ends_where_it_does_on_one_device(name, train, sharded, assert_same_training):
+    build = _build(_OPTIMIZERS[name])
+
+    alone = train(build, _X, _Y)
+    divided = train(build, _X, _Y, strategy=sharded(4))
+
+    assert_same_training(alone, divided, rtol=1e-3)
+    _assert_close(_slots(divided.model), _slots(alone.model), rtol=1e-3, atol=1e-6)
+    _assert_in_parts(divided.model.optimizer, 4)
+
+
+def test_several_steps_at_once_and_single_operations_do_the_same(train, sharded):
+    make_optimizer = lambda: ko.Adam(0.01)
+    expected = train(_build(make_optimizer), _X, _Y)
+
+    several = train(_build(make_optimizer, steps_per_execution=2), _X, _Y, strategy=sharded(4))
+    single = train(_build(make_optimizer, run_eagerly=True), _X, _Y, strategy=sharded(4))
+
+    for trained in (several, single):
+        _assert_close(trained.model.get_weights(), expected.model.get_weights())
+        _assert_close(_slots(trained.model), _slots(expected.model))
+        _assert_in_parts(trained.model.optimizer, 4)
+
+
+def test_what_is_saved_goes_on_with_any_number_of_replicas(train, sharded, strategy_of, tmp_path):
+    trained = train(_build(lambda: ko.Adam(0.01)), _X[:16], _Y[:16], strategy=sharded(4))
+    model = trained.model
+    slots = _slots(model)
+    model.save(tmp_path / "model.keras")
+    saved = dist.checkpoint.Checkpoint(model=model).save(tmp_path / "checkpoint")
+    model.fit(_X[:16], _Y[:16], batch_size=8, shuffle=False, verbose=0)
+    later = model.get_weights()
+
+    for strategy in (sharded(2), strategy_of(2), dist.OneDeviceStrategy("CPU:3"), sharded(4)):
+        with strategy.scope():
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+        _assert_close(_slots(loaded), slots, rtol=0)
+        loaded.fit(_X[:16], _Y[:16], batch_size=8, shuffle=False, verbose=0)
+        _assert_close(loaded.get_weights(), later)
+        dist.checkpoint.Checkpoint(model=loaded).restore(saved)
+        _assert_close(_slots(loaded), slots, rtol=0)
+
+
+@pytest.fixture
+def loop(quick_initializers):
+    """A function that trains a table and a layer; returns model, step and optimizer."""
+
+    def loop(strategy, batches):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), kl.Embedding(1003, 6), kl.Dense(3)])
+            optimizer = ko.Adam(0.01, global_clipnorm=0.5)
+
+        def step(ids):
+            with dist.GradientTape() as tape:
+                loss = keras.ops.sum(model(ids) ** 2) / 8
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            return loss
+
+        for batch in strategy.experimental_distribute_dataset(batches):
+            strategy.run(step, args=(batch,))
+        return model, step, optimizer
+
+    return loop
+
+
+def test_loops_scatter_gradients_and_gather_weights(loop, sharded, strategy_of):
+    ids = _RANDOM.integers(0, 1003, (14, 2))
+    batches = [ids[:8], ids[8:]]  # the second one does not divide by 4
+    divided = sharded(4)
+    model, step, optimizer = loop(divided, batches)
+    expected, _, mirrored = loop(strategy_of(4), batches)
+
+    _assert_close(model.get_weights(), expected.get_weights())
+    _assert_close(*([np.array(v.value) for v in o.variables] for o in (optimizer, mirrored)))
+    _assert_in_parts(optimizer, 4)
+    (batch,) = divided.experimental_distribute_dataset([ids[:8]])
+    hlo = divided.extended.lower(step, (batch,)).compile().as_text()
+    assert len(re.findall(r" reduce-scatter\(", hlo)) == 3
+    assert len(re.findall(r" all-gather\(", hlo)) >= 2
+    # What is left are numbers, such as the norm of the gradients, and the 3 entries of the bias.
+    for result in re.findall(r"= (\S+|\([^)]*\)) all-reduce\(", hlo):
+        shapes = [s.split(",") if s else [] for s in re.findall(r"\[([\d,]*)\]", result)]
+        assert max(np.prod([int(n) for n in shape]) for shape in shapes) <= 3, result
+
+
+def test_a_whole_function_and_single_operations_update_parts(loop, sharded):
+    ids = _RANDOM.integers(0, 1003, (8, 2))
+    strategy = sharded(4)
+    model, step, optimizer = loop(strategy, [ids])
+    (batch,) = strategy.experimental_distribute_dataset([ids])
+    dist.function(lambda batch: [strategy.run(step, args=(batch,)) for _ in range(2)])(batch)
+    gradients = [np.ones(v.shape, np.float32) for v in model.trainable_variables]
+    optimizer.apply(gradients)
+
+    expected, _, mirrored = loop(dist.OneDeviceStrategy("CPU:0"), [ids] * 3)
+    mirrored.apply(gradients)
+
+    _assert_close(model.get_weights(), expected.get_weights())
+    _assert_close(*([np.array(v.value) for v in o.variables] for o in (optimizer, mirrored)))
+    _assert_in_parts(optimizer, 4)
+
+
+def test_optimizers_built_elsewhere_are_divided_by_fit(sharded):
+    with sharded(4).scope():
+        model = _build(lambda: ko.Adam(0.01))()
+    model.optimizer.build(model.trainable_variables)
+    assert model.optimizer.variables[2]._value.is_fully_replicated
+
+    model.fit(_X[:8], _Y[:8], batch_size=8, verbose=0)
+
+    _assert_in_parts(model.optimizer, 4)
+
+
+def test_one_replica_keeps_its_state_whole(train, sharded):
+    trained = train(_build(lambda: ko.Adam(0.01)), _X, _Y, strategy=sharded(1))
+
+    assert all(v.value.shape == v.shape for v in trained.model.optimizer.variables)
+
+
+def test_reductions_of_ones_own_cannot_be_scattered():
+    with pytest.raises(dist.errors.InvalidValueError, match="ReductionToOneDevice"):
+        dist.MirroredStrategy(
+            ["CPU:0", "CPU:1"],
+            dist.ReductionToOneDevice(),
+            experimental_shard_optimizer_state=True,
+        )
