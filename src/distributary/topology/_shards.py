@@ -52,7 +52,7 @@ def shard_dim(sharding: Any) -> int | None:
 def stored_shards(value: Any, sharding: NamedSharding) -> Any:
     """In a program: a whole value as it is stored, a dim that is partitioned padded."""
     dim = shard_dim(sharding)
-    stored = value if dim is None else padded(value, dim, sharding.mesh.size)
+    stored = value if dim is None else padded(value, dim, sharding.mesh.shape[REPLICA_AXIS])
     return jax.lax.with_sharding_constraint(stored, sharding)
 
 
@@ -80,9 +80,9 @@ def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
     dim = shard_dim(sharding)
     assert dim is not None
     host = np.asarray(local_copy(value))
-    stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.size))
+    stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.shape[REPLICA_AXIS]))
     devices = local_devices(sharding)
-    size = stored.shape[dim] // sharding.mesh.size
+    size = stored.shape[dim] // sharding.mesh.shape[REPLICA_AXIS]
     first = list(sharding.mesh.devices.flat).index(devices[0]) * size
     rows = [slice(None)] * dim + [slice(first, first + len(devices) * size)]
     return put_rows(stored[tuple(rows)], sharding, devices, dim)
