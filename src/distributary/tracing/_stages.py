@@ -5,17 +5,20 @@ gradients, need not be computed by each of them. It makes up a second stage, whi
 once, wherever it wants to.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 import jax.extend.core as jex_core
 
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES, varying_variables
-from distributary.tracing._markers import Equation, jaxpr_of, open_jaxpr, walk
+from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, walk
 
-__all__ = ["Stages", "cut"]
+__all__ = ["Stages", "cut", "cut_around_mesh", "uncut"]
+
+_ON_MESH = frozenset({"shard_map"})
 
 
 @final
@@ -39,8 +42,41 @@ class Stages:
     update_outputs: list[int]
     num_cut: int
 
+    def complete(self, values: Sequence[Array], made: Sequence[Array]) -> dict[int, Array]:
+        """The outputs of the whole program by number.
 
-def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages:
+        Args:
+            values: Inputs of the whole program.
+            made: Outputs of the replica stage.
+        """
+        num_made = len(self.replica_outputs)
+        given = [*(values[i] for i in self.update_inputs), *made[num_made:]]
+        rest = jax.core.eval_jaxpr(self.update.jaxpr, self.update.consts, *given)
+        return {
+            **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
+            **dict(zip(self.update_outputs, rest, strict=True)),
+        }
+
+
+def uncut(jaxpr: Any) -> Stages:
+    """A program without constants as the first of two stages, of which the second is empty."""
+    return Stages(
+        jex_core.ClosedJaxpr(jaxpr, ()),
+        jex_core.ClosedJaxpr(jaxpr_of([], [], []), ()),
+        list(range(len(jaxpr.invars))),
+        [],
+        list(range(len(jaxpr.outvars))),
+        [],
+        0,
+    )
+
+
+def cut(
+    jaxpr: Any,
+    varying_inputs: Sequence[bool],
+    num_replicas: int,
+    required: Collection[int] = (),
+) -> Stages:
     """Cuts the program of one replica in two.
 
     What is the same on all replicas, and not needed by anything that differs between them, is the
@@ -50,6 +86,7 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
         jaxpr: Program of one replica, without markers and constants.
         varying_inputs: For every input, whether replicas may receive different values.
         num_replicas: Number of replicas.
+        required: Numbers of outputs that the first stage makes in any case.
     """
     constants: dict[Any, Any] = {}
     while True:
@@ -58,31 +95,74 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
         if not any(_is_mixed(eqn, varying) for eqn in jaxpr.eqns):
             break
         jaxpr = _inlined(jaxpr, varying, constants)
+    return _divided(
+        jaxpr, len(varying_inputs), varying, lambda eqn: _has(eqn, COLLECTIVES), required, constants
+    )
 
+
+def cut_around_mesh(jaxpr: Any, data_inputs: Sequence[bool]) -> Stages:
+    """Cuts a program of global arrays after the last of its parts that run on a mesh.
+
+    Those parts, what is computed from data outside of them and what either needs is the first
+    stage.
+
+    Args:
+        jaxpr: Program without markers and constants.
+        data_inputs: For every input, whether what is computed from it belongs to the first stage.
+    """
+    is_data = {v for v, is_data in zip(jaxpr.invars, data_inputs, strict=True) if is_data}
+    for eqn in jaxpr.eqns:
+        if not _has(eqn, _ON_MESH) and not is_data.isdisjoint(_variables(eqn.invars)):
+            is_data.update(eqn.outvars)
+    return _divided(
+        jaxpr, len(data_inputs), frozenset(is_data), lambda eqn: _has(eqn, _ON_MESH), (), {}
+    )
+
+
+def _divided(
+    jaxpr: Any,
+    num_inputs: int,
+    varying: frozenset[Any],
+    is_first: Callable[[Equation], bool],
+    required: Collection[int],
+    constants: dict[Any, Any],
+) -> Stages:
+    """The two stages: what makes `varying`, `is_first` or is needed by such, and the rest.
+
+    Args:
+        jaxpr: The program; inputs after the first `num_inputs` are `constants`.
+        num_inputs: Number of inputs.
+        varying: Variables of the first stage.
+        is_first: Whether an equation belongs to the first stage.
+        required: Numbers of outputs that the first stage makes in any case.
+        constants: Values of the constants.
+    """
     first = [
-        bool(eqn.effects) or _has_collective(eqn) or not varying.isdisjoint(eqn.outvars)
+        bool(eqn.effects) or is_first(eqn) or not varying.isdisjoint(eqn.outvars)
         for eqn in jaxpr.eqns
     ]
-    needed: set[Any] = set()
+    outputs = jaxpr.outvars
+    needed: set[Any] = set(_variables(outputs[i] for i in required))
     for i in reversed(range(len(first))):
         first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
         if first[i]:
             needed.update(_variables(jaxpr.eqns[i].invars))
-    of_replica = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if is_first]
-    of_update = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if not is_first]
+    of_replica = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if early]
+    of_update = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if not early]
 
     made = {v for eqn in of_replica for v in eqn.outvars}
-    outputs = jaxpr.outvars
-    from_replica = [
-        bool(made.union(varying).intersection(_variables([output]))) for output in outputs
+    there = made | varying
+    replica_outputs = [
+        i
+        for i, output in enumerate(outputs)
+        if i in required or not there.isdisjoint(_variables([output]))
     ]
-    replica_outputs = [i for i, is_first in enumerate(from_replica) if is_first]
-    update_outputs = [i for i, is_first in enumerate(from_replica) if not is_first]
+    update_outputs = sorted(set(range(len(outputs))).difference(replica_outputs))
     taken = list(dict.fromkeys(v for eqn in of_update for v in _variables(eqn.invars) if v in made))
 
     def stage(eqns: list[Equation], outvars: list[Any], given: list[Any]) -> tuple[Any, list[int]]:
         used = {v for eqn in eqns for v in _variables(eqn.invars)}.union(_variables(outvars))
-        positions = [i for i, v in enumerate(jaxpr.invars[: len(varying_inputs)]) if v in used]
+        positions = [i for i, v in enumerate(jaxpr.invars[:num_inputs]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
         invars = [*(jaxpr.invars[i] for i in positions), *given]
         opened = jaxpr_of(invars, outvars, eqns, list(consts))
@@ -150,8 +230,8 @@ def _inlined(jaxpr: Any, varying: frozenset[Any], constants: dict[Any, Any]) -> 
     return jaxpr_of(inputs, [renamed(v) for v in jaxpr.outvars], eqns)
 
 
-def _has_collective(eqn: Equation) -> bool:
-    return any(inner.primitive.name in COLLECTIVES for inner in walk([eqn]))
+def _has(eqn: Equation, primitives: Collection[str]) -> bool:
+    return any(inner.primitive.name in primitives for inner in walk([eqn]))
 
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
