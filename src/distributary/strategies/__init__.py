@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distributary.strategies._base import Strategy
+from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
     "Function",
     "MirroredStrategy",

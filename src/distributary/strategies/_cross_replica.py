@@ -53,6 +53,7 @@ class CrossReplica:
         options: The strategy's communication options.
         dispatcher: Bounds the programs in flight.
         place_rows: Puts a stacked `PerReplica` on the replicas' devices.
+        home: Sharding of the device that results go to; None leaves them on the replicas'.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class CrossReplica:
         options: CommunicationOptions,
         dispatcher: Dispatcher,
         place_rows: Callable[[PerReplica], PerReplica],
+        home: Any = None,
     ) -> None:
+        self._home = home
         self._strategy = strategy
         self._num_replicas = num_replicas
         self._mesh = mesh
@@ -106,13 +109,17 @@ class CrossReplica:
                 results[i] = self._reduce_uneven(op, axes, row)
             elif row is None:
                 results[i] = self._reduce_whole(op, axes, leaf)
-        return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
+        return self._at_home(jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))]))
+
+    def _at_home(self, results: Any) -> Any:
+        outside = current_scope() is None and not inside_jax_trace()
+        return jax.device_put(results, self._home) if outside and self._home else results
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenation of every leaf of a nest in replica order, see `Strategy.gather`."""
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
-        return map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, IndexedSlices):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import (
     CrossDeviceOps,
@@ -73,6 +74,7 @@ class StrategyExtended:
         is_default: Whether this is the strategy outside of every scope.
         workers: The processes whose devices these are, worker by worker, as many of each; None for
             this process alone.
+        parameter_device: The device of the variables; None if they lie where the replicas compute.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -86,6 +88,7 @@ class StrategyExtended:
         distributed: bool = True,
         is_default: bool = False,
         workers: "MultiWorker | None" = None,
+        parameter_device: jax.Device | None = None,
     ) -> None:
         if os.environ.get("DISTRIBUTARY_STATUS_FD"):
             from distributary.launch import report_progress
@@ -113,9 +116,15 @@ class StrategyExtended:
         replicated: Any = None
         stacked: Any = None
         mesh: Any = None
-        if devices is not None and (self.num_replicas > 1 or distributed):
+        home: Any = None
+        if parameter_device is not None:
+            home = NamedSharding(make_mesh([parameter_device]), P())
+        self._parameter_device = parameter_device
+        if devices is not None and (self.num_replicas > 1 or distributed or home):
             mesh = make_mesh(cores)
             replicated, stacked = replica_shardings(mesh)
+            if home is not None and not distributed:
+                stacked = None
         elif devices is not None:
             replicated = jax.sharding.SingleDeviceSharding(cores[0][0])
         self.mesh = mesh
@@ -124,7 +133,7 @@ class StrategyExtended:
             strategy,
             self.num_replicas,
             distributed,
-            replicated,
+            home or replicated,
             stacked,
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
@@ -137,6 +146,7 @@ class StrategyExtended:
             stacked,
             dispatcher,
             first_replica,
+            home,
         )
         self.combine = CrossReplica(
             strategy,
@@ -146,6 +156,7 @@ class StrategyExtended:
             self.options,
             dispatcher,
             self.runner.place_rows,
+            home,
         )
 
     # Devices
@@ -167,7 +178,15 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Canonical names of the devices variables lie on; see `worker_devices`."""
+        if self._parameter_device is not None:
+            return (canonical_name(self._parameter_device),)
         return self.worker_devices
+
+    def variable_device(self) -> str:
+        """Canonical name of the device that is asked for the value of a variable."""
+        if self._parameter_device is not None:
+            return canonical_name(self._parameter_device)
+        return self.device_names()[0]
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -221,6 +240,8 @@ class StrategyExtended:
         """One line for people: the devices and the reduction."""
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
+        if self._parameter_device is not None:
+            names += f", variables on {short_name(self._parameter_device)}"
         if self.num_replicas == 1:
             return f"1 replica on {names}{self._cores_text()}"
         platform = devices[0].platform

@@ -19,7 +19,6 @@ from distributary.strategies._compiled import (
     signature_of,
     split_result,
 )
-from distributary.topology import dispatcher_for
 from distributary.tracing import FunctionProgram, current_scope
 
 
@@ -116,18 +115,10 @@ class Function:
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
         used += [s for s in owners if s.num_replicas_in_sync > 1]
-        layout = (used[0] if used else (owners or [strategy])[0]).extended.variable_layout()
-        devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        owner = used[0] if used else (owners or [strategy])[0]
         program.strategies.clear()  # a function keeps no strategy alive
         (rebuild,) = results
-        compiled = Compiled(
-            program,
-            layout.replicated,
-            layout.stacked,
-            dispatcher_for(devices),
-            rebuild,
-        )
-        return _Entry(compiled, picks)
+        return _Entry(owner.extended.runner.compiled(program, rebuild), picks)
 
     def __repr__(self) -> str:
         return f"<distributary.function {getattr(self.python_function, '__qualname__', '?')}>"

@@ -21,7 +21,7 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
-from distributary.tracing._stages import Stages, cut
+from distributary.tracing._stages import Stages, cut, cut_around_mesh
 
 __all__ = [
     "COLLECTIVES",
@@ -38,6 +38,7 @@ __all__ = [
     "constrained",
     "current_scope",
     "cut",
+    "cut_around_mesh",
     "in_role",
     "register_around_traces",
     "spec_of_split",

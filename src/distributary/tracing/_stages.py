@@ -100,23 +100,24 @@ def cut(
     )
 
 
-def cut_around_mesh(jaxpr: Any, data_inputs: Sequence[bool]) -> Stages:
+def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
     """Cuts a program of global arrays after the last of its parts that run on a mesh.
 
     Those parts, what is computed from data outside of them and what either needs is the first
-    stage.
+    stage. Its constants count as its first inputs.
 
     Args:
-        jaxpr: Program without markers and constants.
+        closed: Closed jaxpr without markers.
         data_inputs: For every input, whether what is computed from it belongs to the first stage.
     """
-    is_data = {v for v, is_data in zip(jaxpr.invars, data_inputs, strict=True) if is_data}
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+    data = [*[False] * len(closed.consts), *data_inputs]
+    is_data = {v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data}
     for eqn in jaxpr.eqns:
         if not _has(eqn, _ON_MESH) and not is_data.isdisjoint(_variables(eqn.invars)):
             is_data.update(eqn.outvars)
-    return _divided(
-        jaxpr, len(data_inputs), frozenset(is_data), lambda eqn: _has(eqn, _ON_MESH), (), {}
-    )
+    return _divided(jaxpr, len(data), frozenset(is_data), lambda eqn: _has(eqn, _ON_MESH), (), {})
 
 
 def _divided(
