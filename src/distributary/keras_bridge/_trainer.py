@@ -30,6 +30,7 @@ from distributary.keras_bridge._replica import (
     sums,
     trainer_replica,
 )
+from distributary.keras_bridge._stages import in_stages, staged_call
 from distributary.topology import (
     REPLICA_AXIS,
     dispatcher_for,
@@ -95,9 +96,12 @@ class StepFunction:
         extended = strategy.extended
         self._mesh = extended.mesh
         layout = extended.variable_layout()
+        self._home = extended.home
         self._split = layout.stacked
-        self._replicated = layout.replicated
-        devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        self._stored = self._replicated = layout.replicated
+        if self._home is not None:
+            self._replicated = NamedSharding(self._mesh, P())
+        devices = () if self._replicated is None else tuple(self._replicated.device_set)
         self._dispatcher = dispatcher_for(devices)
         self._share = extended.worker_share()
         self._steps = max(1, int(trainer.steps_per_execution))
@@ -170,7 +174,7 @@ class StepFunction:
 
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
         if self._share.num_workers == 1:
-            return self._run(("one", 1), state, jax.device_put(data, self._replicated))
+            return self._run(("one", 1), state, jax.device_put(data, self._stored))
         # Operations of one worker's own need arrays of its own. All compute the same.
         out, new = self._run(("one", 1), jax.tree.map(local_copy, state), data)
         self.latest = out, put_replicated(new, self._replicated)
@@ -180,9 +184,10 @@ class StepFunction:
         """Whether several steps become one program.
 
         XLA:CPU runs convolutions inside a loop many times slower than outside of one, and compiles
-        an unrolled loop for minutes, so there such steps stay single.
+        an unrolled loop for minutes, so there such steps stay single. So do steps that fetch their
+        variables.
         """
-        if self._eager:
+        if self._eager or self._home is not None:
             return False
         if self._fusible is None:
             self._fusible = True
@@ -212,6 +217,7 @@ class StepFunction:
     def _run(self, key: tuple[str, int], state: Any, data: Any) -> tuple[Any, Any]:
         program = self._programs.get(key)
         if program is None:
+            stages = None if self._home is None else (self._mesh, self._home)
             program = self._programs[key] = _Program(
                 self._function(*key),
                 self._replicated,
@@ -221,13 +227,14 @@ class StepFunction:
                 if self._kind == "predict" and self._share.num_workers == 1
                 else self._replicated,
                 self._eager,
+                stages,
             )
-        data = program.prepare(state, data)
+        call, data = program.prepare(state, data)
         if self._share.num_workers > 1:
             job_programs.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
         with _InterruptsDeferred():
-            result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
+            result: tuple[Any, Any] = self._dispatcher.run(call, _token, state, data)
             self.latest = result
         latest_program.count += 1
         if progress.is_watched:
@@ -240,16 +247,18 @@ class StepFunction:
 
     def _sharding(self, way: str, count: int) -> Any:
         """Where a batch lies; None leaves it to JAX."""
+        if way == "whole" or (way == "one" and self._home is not None):
+            return self._replicated
         if way == "one":
             return None
-        if way == "whole":
-            return self._replicated
         return self._split if count == 1 else NamedSharding(self._mesh, P(None, REPLICA_AXIS))
 
     # What is compiled
 
     def _function(self, way: str, count: int) -> Callable[..., Any]:
         predict = self._kind == "predict"
+        if way == "split" and self._home is not None:
+            return in_stages(self._replica_step, self._mesh, predict)
         step = self._step if way != "split" else self._replica_step
         if count > 1:
             step = _repeated(step, keep_all=predict)
@@ -349,6 +358,7 @@ class _Program:
         sharding: Where the data is put; None leaves both to JAX.
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
+        stages: Mesh of the replicas and sharding of the parameter device, if the state lies there.
     """
 
     def __init__(
@@ -358,35 +368,38 @@ class _Program:
         sharding: Any,
         out_sharding: Any,
         eager: bool,
+        stages: tuple[Any, Any] | None,
     ) -> None:
         self._eager = eager
         self._sharding = sharding
-        #: From state and data, which it consumes, to logs and new state.
-        self.call: Any
-        if eager:
-            self.call = function
+        self._stages = stages
+        # From state, which it consumes, and data to logs and new state.
+        self._call: Any
+        if eager or stages is not None:
+            self._call = function
         elif sharding is None:
-            self.call = jax.jit(
+            self._call = jax.jit(
                 function, donate_argnums=0, out_shardings=(out_sharding, replicated)
             )
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
-            self.call = jax.jit(
+            self._call = jax.jit(
                 function,
                 donate_argnums=0,
                 in_shardings=(replicated, sharding),
                 out_shardings=(out_sharding, replicated),
             )
-        self._known: set[Any] = set()
+        self._known: dict[Any, Any] = {}
 
-    def prepare(self, state: Any, data: Any) -> Any:
+    def prepare(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Compiles the function for these shapes, unless that was done before.
 
         Returns:
-            The data, with arrays that lie on devices already where the function takes them.
+            What to call, and the data, with arrays that lie on devices already where they are
+            taken.
         """
         if self._eager:
-            return data
+            return self._call, data
         leaves, tree = jax.tree.flatten(data)
         if self._sharding is not None and not self._sharding.is_fully_addressable:
             leaves = [put_own(leaf, self._sharding) for leaf in leaves]
@@ -398,10 +411,15 @@ class _Program:
             ]
             data = jax.tree.unflatten(tree, leaves)
         shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in leaves])
-        if shapes not in self._known:
-            self.call.lower(state, data).compile()
-            self._known.add(shapes)
-        return data
+        call = self._known.get(shapes)
+        if call is None:
+            call = self._call
+            if self._stages is None:
+                call.lower(state, data).compile()
+            else:
+                call = staged_call(call, state, data, self._sharding, *self._stages)
+            self._known[shapes] = call
+        return call, data
 
 
 @final

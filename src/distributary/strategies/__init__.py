@@ -10,6 +10,7 @@ from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
+from distributary.strategies._staged import Place, Staged, struct_of
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
@@ -27,6 +28,8 @@ __all__ = [
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "Place",
+    "Staged",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
@@ -34,6 +37,7 @@ __all__ = [
     "function",
     "initialize_tpu_system",
     "shutdown_tpu_system",
+    "struct_of",
 ]
 
 

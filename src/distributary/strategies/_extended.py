@@ -120,6 +120,8 @@ class StrategyExtended:
         if parameter_device is not None:
             home = NamedSharding(make_mesh([parameter_device]), P())
         self._parameter_device = parameter_device
+        #: Sharding of the device of the variables; None if they lie where the replicas compute.
+        self.home = home
         if devices is not None and (self.num_replicas > 1 or distributed or home):
             mesh = make_mesh(cores)
             replicated, stacked = replica_shardings(mesh)

@@ -19,6 +19,7 @@ from distributary.strategies._compiled import (
     signature_of,
     split_result,
 )
+from distributary.strategies._staged import struct_of
 from distributary.tracing import FunctionProgram, current_scope
 
 
@@ -109,7 +110,7 @@ class Function:
             results[:] = [rebuild]
             return outs
 
-        avals = [_aval(leaves[i]) for i in picks]
+        avals = [struct_of(leaves[i]) for i in picks]
         program = FunctionProgram(flat, avals)
         # The devices are those of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
@@ -133,10 +134,3 @@ class _Entry:
     def __init__(self, compiled: Compiled, picks: Sequence[int]) -> None:
         self.compiled = compiled
         self.picks = picks
-
-
-def _aval(leaf: Any) -> Any:
-    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -230,7 +230,7 @@ class StagedProgram:
         program = self._program
         closed, shapes = jax.make_jaxpr(
             lambda *values: program(captures, *values), return_shape=True
-        )(written, read_only, list(args))
+        )(*jax.tree.map(struct_of, (written, read_only, list(args))))
         is_function = isinstance(program, FunctionProgram)
         inputs = [
             *[
@@ -250,3 +250,11 @@ class StagedProgram:
         self._tree = jax.tree.structure(shapes)
         self._staged = Staged(closed, inputs, outputs, self._mesh, self._home)
         return self._staged
+
+
+def struct_of(leaf: Any) -> Any:
+    """Shape and dtype of an array or number, without the place where it lies."""
+    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

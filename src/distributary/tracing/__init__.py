@@ -5,7 +5,7 @@ The order of the passes is told in `docs/design/tracing.md`.
 
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
-from distributary.tracing._markers import Array, Handle
+from distributary.tracing._markers import Array, Handle, opened
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -40,6 +40,7 @@ __all__ = [
     "cut",
     "cut_around_mesh",
     "in_role",
+    "opened",
     "register_around_traces",
     "spec_of_split",
     "user_stacklevel",

@@ -42,7 +42,7 @@ from distributary.tracing._markers import (
     grad_p,
     handles_read,
     handles_written,
-    jaxpr_of,
+    opened,
     walk,
     write_p,
 )
@@ -195,15 +195,13 @@ def purify(
         list(avals),
     )
     num_outs = len(closed.jaxpr.outvars)
-    opened = jaxpr.jaxpr
-    # Constants the interpreter introduced become captures as well.
-    opened = jaxpr_of([*opened.constvars, *opened.invars], opened.outvars, opened.eqns)
     where = {
         eqn.params["handle"]: eqn.params["where"]
         for eqn in walk(closed.jaxpr.eqns)
         if eqn.primitive is write_p
     }
-    return Pure(opened, [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
+    # Constants the interpreter introduced become captures as well.
+    return Pure(opened(jaxpr), [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
 
 
 def _struct(aval: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.extend.core as jex_core
 
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES, varying_variables
-from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, walk
+from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
 
 __all__ = ["Stages", "cut", "cut_around_mesh", "uncut"]
 
@@ -110,8 +110,7 @@ def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
         closed: Closed jaxpr without markers.
         data_inputs: For every input, whether what is computed from it belongs to the first stage.
     """
-    jaxpr = closed.jaxpr
-    jaxpr = jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+    jaxpr = opened(closed)
     data = [*[False] * len(closed.consts), *data_inputs]
     is_data = {v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data}
     for eqn in jaxpr.eqns:
