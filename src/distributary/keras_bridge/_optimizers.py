@@ -7,15 +7,19 @@ gradients of the whole batch, as on one device.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import keras
+from jax import lax
 
 from distributary.collectives import ReduceOp
 from distributary.keras_bridge._replica import (
     in_optimizer,
     in_trainer,
+    is_repeated,
     optimizing,
     replica_context,
 )
+from distributary.topology import REPLICA_AXIS
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
@@ -24,7 +28,11 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`.
     """
     context = replica_context()
-    assert context is not None
+    if context is None:
+        # All are equal, but only a collective says so: what follows it is computed once.
+        first = lax.axis_index(REPLICA_AXIS) == 0
+        parts = [None if g is None else jnp.where(first, g, jnp.zeros_like(g)) for g in gradients]
+        return [None if part is None else lax.psum(part, REPLICA_AXIS) for part in parts]
     is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -41,7 +49,7 @@ def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def stateless_apply(
         self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        if in_optimizer() or replica_context() is None:
+        if in_optimizer() or (replica_context() is None and not is_repeated()):
             return original(self, optimizer_variables, grads, trainable_variables)
         with optimizing():
             return original(self, optimizer_variables, _combined(self, grads), trainable_variables)
@@ -53,7 +61,7 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
     """Combines the gradients; inside another optimizer they are combined already."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if in_optimizer() or replica_context() is None:
+        if in_optimizer() or (replica_context() is None and not is_repeated()):
             return original(self, grads, trainable_variables)
         with optimizing():
             return original(self, _combined(self, grads), trainable_variables)

@@ -25,6 +25,7 @@ from distributary.variables import VariableAggregation, across_replicas
 
 class _ThreadState(threading.local):
     in_optimizer = False
+    is_repeated = False
     sums: "Sums | None" = None
 
 
@@ -52,6 +53,11 @@ def in_trainer() -> bool:
 def in_optimizer() -> bool:
     """Whether an optimizer applies gradients that all replicas share."""
     return _state.in_optimizer
+
+
+def is_repeated() -> bool:
+    """Whether the replicas of a mesh all compute the same, and their optimizer runs elsewhere."""
+    return _state.is_repeated
 
 
 def is_uneven() -> bool:
@@ -85,18 +91,24 @@ def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
 
 
 @contextmanager
-def sole_replica(strategy: Any) -> Iterator[None]:
+def sole_replica(strategy: Any, is_repeated: bool = False) -> Iterator[None]:
     """Makes the code inside that of the only replica, also of a strategy that has several.
 
     With several, each of them computes the same: what a last batch that cannot be split needs.
+
+    Args:
+        strategy: The strategy.
+        is_repeated: See the function `is_repeated`.
     """
     mode = default_mode()
     if strategy.num_replicas_in_sync == 1:
         mode = Mode(strategy, "replica", ReplicaContext(strategy, lambda: jnp.int32(0)))
     push(mode)
+    before, _state.is_repeated = _state.is_repeated, is_repeated
     try:
         yield
     finally:
+        _state.is_repeated = before
         pop(mode)
 
 

@@ -11,14 +11,16 @@ from distributary.topology import REPLICA_AXIS
 from distributary.tracing import cut, opened
 
 
-def in_stages(step: Callable[..., Any], mesh: Any, gives_rows: bool) -> Callable[..., Any]:
+def in_stages(
+    step: Callable[..., Any], mesh: Any, is_split: bool, gives_rows: bool
+) -> Callable[..., Any]:
     """The step of one replica as a step of all, with what they share after the replicas.
 
     Args:
         step: From state and the replica's part of a batch to outputs and new state.
         mesh: Mesh of the replicas' devices.
-        gives_rows: Whether the outputs are parts of arrays, like the batch; else all replicas have
-            the same.
+        is_split: Whether replicas have parts of the batch; else each has all of it.
+        gives_rows: Whether the outputs are parts of arrays; else all replicas have the same.
 
     Returns:
         From state and batch to outputs and new state.
@@ -26,7 +28,8 @@ def in_stages(step: Callable[..., Any], mesh: Any, gives_rows: bool) -> Callable
 
     def several(state: Any, data: Any) -> Any:
         def part(x: Any) -> Any:
-            return jax.ShapeDtypeStruct((x.shape[0] // mesh.size, *x.shape[1:]), x.dtype)
+            rows = x.shape[0] // mesh.size if is_split else x.shape[0]
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
 
         closed, shapes = jax.make_jaxpr(
             step, axis_env=[(REPLICA_AXIS, mesh.size)], return_shape=True
@@ -34,13 +37,16 @@ def in_stages(step: Callable[..., Any], mesh: Any, gives_rows: bool) -> Callable
         shared, batch = [*closed.consts, *jax.tree.leaves(state)], jax.tree.leaves(data)
         is_batch = [*[False] * len(shared), *[True] * len(batch)]
         rows = range(len(jax.tree.leaves(shapes[0]))) if gives_rows else ()
-        stages = cut(opened(closed), is_batch, mesh.size, rows)
+        # The batch comes to the replicas, be it one that sees all of it.
+        stages = cut(opened(closed), is_batch, max(2, mesh.size), rows)
         values = [*shared, *batch]
         replica = stages.replica
         made = jax.shard_map(
             lambda *own: jax.core.eval_jaxpr(replica.jaxpr, replica.consts, *own),
             mesh=mesh,
-            in_specs=tuple(P(REPLICA_AXIS) if is_batch[i] else P() for i in stages.replica_inputs),
+            in_specs=tuple(
+                P(REPLICA_AXIS) if is_split and is_batch[i] else P() for i in stages.replica_inputs
+            ),
             out_specs=[
                 *(P(REPLICA_AXIS) if i in rows else P() for i in stages.replica_outputs),
                 *[P()] * stages.num_cut,

@@ -257,8 +257,10 @@ class StepFunction:
 
     def _function(self, way: str, count: int) -> Callable[..., Any]:
         predict = self._kind == "predict"
-        if way == "split" and self._home is not None:
-            return in_stages(self._replica_step, self._mesh, predict)
+        if self._home is not None and not self._eager:
+            is_split = way == "split"
+            step = self._replica_step if is_split else self._repeated_step
+            return in_stages(step, self._mesh, is_split, is_split and predict)
         step = self._step if way != "split" else self._replica_step
         if count > 1:
             step = _repeated(step, keep_all=predict)
@@ -285,6 +287,11 @@ class StepFunction:
     def _step(self, state: Any, data: Any) -> tuple[Any, Any]:
         """One step on a whole batch, as the only replica."""
         with sole_replica(self._strategy):
+            return self._call_trainer(state, data)
+
+    def _repeated_step(self, state: Any, data: Any) -> tuple[Any, Any]:
+        """The same on every replica of a mesh."""
+        with sole_replica(self._strategy, is_repeated=True):
             return self._call_trainer(state, data)
 
     def _call_trainer(self, state: Any, data: Any) -> tuple[Any, Any]:

@@ -613,7 +613,7 @@ class StrategyExtended:
     def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
         op = as_reduce_op(reduce_op, "all_reduce")
         merged = self.options.merge(options)
-        if self.num_replicas == 1:
+        if self.num_replicas == 1 and self.home is None:
             return reduce_alone(op, value)
         return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
 
