@@ -54,8 +54,8 @@ def in_stages(
             check_vma=False,
         )(*(values[i] for i in stages.replica_inputs))
         results = stages.complete(values, made)
-        tree = jax.tree.structure(shapes)
-        return jax.tree.unflatten(tree, [results[i] for i in range(tree.num_leaves)])
+        outputs = [results[i] for i in range(len(results))]
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return several
 

@@ -39,7 +39,13 @@ from distributary.strategies._broadcast import all_workers, broadcast
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
-from distributary.topology import canonical_name, dispatcher_for, make_mesh, short_name
+from distributary.topology import (
+    REPLICA_AXIS,
+    canonical_name,
+    dispatcher_for,
+    make_mesh,
+    short_name,
+)
 from distributary.tracing import current_scope, in_role
 from distributary.values import (
     DistributedValues,
@@ -613,8 +619,12 @@ class StrategyExtended:
     def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
         op = as_reduce_op(reduce_op, "all_reduce")
         merged = self.options.merge(options)
-        if self.num_replicas == 1 and self.home is None:
-            return reduce_alone(op, value)
+        if self.num_replicas == 1:
+            reduced = reduce_alone(op, value)
+            if self.home is None or current_scope() is None:
+                return reduced
+            # What follows a collective is computed where the variables lie.
+            return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
         return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
 
     def _all_gather(self, value: Any, axis: Any, options: CommunicationOptions | None) -> Any:

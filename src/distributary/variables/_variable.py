@@ -219,7 +219,7 @@ class Variable(ArrayOperators):
 
     @property
     def device(self) -> str:
-        """Canonical name of the device of the value, of replica 0's copy where there are several."""
+        """Canonical name of the device of the value, of replica 0's copy if there are several."""
         return self._layout.strategy.extended.variable_device()
 
     # Reading
