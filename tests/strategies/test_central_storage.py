@@ -115,6 +115,8 @@ def test_values_in_one_place_are_combined_with_variables():
     total = strategy.reduce("sum", ids, axis=None)
     rows = strategy.gather(ids, axis=0)
     strategy.run(lambda x, i: own.assign_add(x + i), (w.value(), ids))
+    assert strategy.reduce("mean", 3.0, axis=None) == 3.0
+    np.testing.assert_array_equal(strategy.extended.reduce_to("mean", w, w), [1, 2])
     w.assign_add(total + w.value())
     strategy.extended.update(w, lambda v, x: v.assign_add(x), (total,))
 

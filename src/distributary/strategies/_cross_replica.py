@@ -112,8 +112,11 @@ class CrossReplica:
         return self._at_home(jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))]))
 
     def _at_home(self, results: Any) -> Any:
-        outside = current_scope() is None and not inside_jax_trace()
-        return jax.device_put(results, self._home) if outside and self._home else results
+        if self._home is None or current_scope() is not None or inside_jax_trace():
+            return results
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self._home) if isinstance(x, jax.Array) else x, results
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenation of every leaf of a nest in replica order, see `Strategy.gather`."""
