@@ -38,7 +38,6 @@ class _Copies(keras.callbacks.Callback):
         self.seen = []
 
     def on_train_batch_end(self, batch, logs=None):
-        gc.collect()
         shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards]
         kernels = [shard.device.id for shard in shards if shard.data.shape == (UNITS, UNITS)]
         self.seen.append(Counter(kernels))
