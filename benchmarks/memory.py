@@ -15,12 +15,12 @@ import sys
 from typing import Any, TypeAlias
 
 import _command_line
+import _plans
 import _processes
 import _report
 import _workloads
 
 Json: TypeAlias = Any
-Program: TypeAlias = Any  # jaxlib's LoadedExecutable
 
 BAR = 1.05
 PEERS = ("handwritten", "distributary")
@@ -100,51 +100,20 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
         import _handwritten
 
         peer = _handwritten.build(workload, _handwritten.LocalReplicas(request["replicas"]))
-    others = programs()  # that placed the parameters; held, so that none is freed and replaced
+    # Those that placed the parameters; held, so that none is freed and replaced.
+    others = _plans.programs()
     peer.losses(2)
-    new_programs = [
-        program for program in programs() if not any(program is other for other in others)
+    step_programs = [
+        program for program in _plans.programs() if not any(program is other for other in others)
     ]
     peak_before_bytes = _processes.peak_bytes()  # resetting resets this one, too
     was_reset = _processes.reset_peak()
     peer.time_block(request["steps"])
     return {
-        "program": largest_plan(new_programs),
+        "program": _plans.largest_plan(step_programs),
         "steps_peak_bytes": _processes.peak_bytes() if was_reset else None,
         "life_peak_bytes": max(peak_before_bytes, _processes.peak_bytes()),
     }
-
-
-def programs() -> list[Program]:
-    """All compiled programs of this process; asking JAX serves whoever holds them alike."""
-    import jax
-
-    try:
-        return list(jax.devices()[0].client.live_executables())
-    except AttributeError:
-        return []
-
-
-def largest_plan(programs: list[Program]) -> dict[str, int] | None:
-    """XLA's memory plan of the program that needs most, or None if there is none."""
-    try:
-        all_stats = [program.get_compiled_memory_stats() for program in programs]
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return None
-    plans = [
-        {
-            "argument_bytes": stats.argument_size_in_bytes,
-            "output_bytes": stats.output_size_in_bytes,
-            "donated_bytes": stats.alias_size_in_bytes,
-            "temporary_bytes": stats.temp_size_in_bytes,
-            "total_bytes": stats.argument_size_in_bytes
-            + stats.output_size_in_bytes
-            - stats.alias_size_in_bytes
-            + stats.temp_size_in_bytes,
-        }
-        for stats in all_stats
-    ]
-    return max(plans, key=lambda plan: plan["total_bytes"], default=None)
 
 
 def _summarize(workload: str, num_replicas: int, found: dict[str, list[Json]]) -> dict[str, Json]:

@@ -16,11 +16,11 @@ import sys
 from typing import Any, TypeAlias
 
 import _command_line
+import _plans
 import _processes
 import _report
 import _timing
 import _workloads
-import memory
 
 Json: TypeAlias = Any
 
@@ -78,10 +78,10 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
     for way in WAYS:
         model = _keras.build_model(way, workload, num_replicas)
         peer = _keras.KerasFit(way, model, workload, max_steps)
-        others = memory.programs()  # held, so that none is freed and replaced
+        others = _plans.programs()  # held, so that none is freed and replaced
         losses[way] = peer.losses(2)
-        new = [p for p in memory.programs() if not any(p is other for other in others)]
-        program_bytes[way] = memory.largest_plan(new)["total_bytes"]
+        new = [p for p in _plans.programs() if not any(p is other for other in others)]
+        program_bytes[way] = _plans.largest_plan(new)["total_bytes"]
         state_bytes[way] = sum(
             variable._value.addressable_shards[0].data.nbytes
             for variable in model.optimizer.variables

@@ -23,6 +23,7 @@ from distributary.gradients import GradientTape, UnconnectedGradients, grad, val
 from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, InputReplicationMode, RunOptions
 from distributary.strategies import (
+    CentralStorageStrategy,
     MirroredStrategy,
     OneDeviceStrategy,
     Strategy,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "CrossDeviceOps",
     "DistributedDataset",
     "DistributedIterator",

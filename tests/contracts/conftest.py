@@ -33,6 +33,8 @@ STRATEGIES = {
     "TPU 2": lambda: _tpu(2, 1),
     "TPU 1 of 4 cores": lambda: _tpu(1, 4),
     "TPU 2 of 2 cores": lambda: _tpu(2, 2),
+    "central 1": lambda: dist.CentralStorageStrategy(["CPU:1"], "CPU:2"),
+    "central 4": lambda: dist.CentralStorageStrategy([f"CPU:{i}" for i in range(4)]),
 }
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
 
-from distributary.tracing import cut
+from distributary.tracing import cut, cut_around_mesh
 from distributary.tracing._markers import walk
 
 N = 4
@@ -109,6 +110,45 @@ def test_a_function_of_both_stages_is_written_out():
     assert stages.replica_inputs == [0, 1, 2]
     assert "sin" in _primitives(stages.update)
     assert stages.update_outputs == [1, 2, 3]
+
+
+def test_outputs_that_are_required_are_made_by_the_replicas():
+    closed = jax.make_jaxpr(_plain, axis_env=[("replica", N)])(X, W, M, STEP)
+    stages = cut(closed.jaxpr, [True, False, False, False], N, required=[3])
+    assert stages.replica_outputs == [0, 3]
+    assert stages.replica_inputs == [0, 1, 3]
+    assert stages.update_outputs == [1, 2]
+
+
+def test_a_program_of_global_arrays_is_cut_after_its_last_part_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:N]), ("replica",))
+
+    def total(x, w):
+        body = lambda x, w: lax.psum((x * w).sum(), "replica")
+        return jax.shard_map(body, mesh=mesh, in_specs=(P("replica"), P()), out_specs=P())(x, w)
+
+    def program(x, w, m, step):
+        first = total(jnp.tanh(x), w)
+        m = jnp.sin(m) + first * TABLE
+        second = total(x, jnp.exp2(w))
+        return second, m, w - m * second, step + 1, jnp.abs(x)
+
+    x = np.ones((N, 3), np.float32)
+    closed = jax.make_jaxpr(program)(x, W, M, STEP)
+    stages = cut_around_mesh(closed, [True, False, False, False])
+
+    num_consts = len(closed.consts)
+    assert stages.replica_inputs == [num_consts, num_consts + 1]
+    assert stages.replica_outputs == [0, 4]
+    assert {"tanh", "shard_map", "exp2", "abs"} <= _primitives(stages.replica)
+    assert {"sin", "sub"} <= _primitives(stages.update)
+    values = [*closed.consts, x, W, M, STEP]
+    made = jax.core.eval_jaxpr(
+        stages.replica.jaxpr, stages.replica.consts, *(values[i] for i in stages.replica_inputs)
+    )
+    results = stages.complete(values, made)
+    for i, expected in enumerate(program(x, W, M, STEP)):
+        np.testing.assert_allclose(results[i], expected, rtol=1e-6)
 
 
 def test_what_nobody_shares_leaves_no_update():

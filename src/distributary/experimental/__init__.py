@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributary.inputs import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
+from distributary.strategies import CentralStorageStrategy
 
 if TYPE_CHECKING:
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",

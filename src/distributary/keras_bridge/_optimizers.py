@@ -16,9 +16,9 @@ from distributary.context import get_strategy, has_strategy
 from distributary.keras_bridge._replica import (
     in_optimizer,
     in_trainer,
+    is_sharing,
     optimizing,
     replica_context,
-    sharing,
 )
 from distributary.topology import REPLICA_AXIS
 
@@ -44,7 +44,7 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _must_combine() -> bool:
     """Whether the gradients an optimizer is given are those of one replica."""
-    return not in_optimizer() and (replica_context() is not None or sharing() is not None)
+    return not in_optimizer() and (replica_context() is not None or is_sharing())
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
@@ -55,13 +55,15 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     """
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     present = [gradients[i] for i in given]
-    strategy = sharing()
-    if strategy is not None:
+    if is_sharing():
+        # All are equal, but only a collective says so: what follows it is computed once.
         is_first = lax.axis_index(REPLICA_AXIS) == 0
-        present = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
-    is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    extended = (strategy or get_strategy()).extended
-    reduced = extended.reduce_gradients(ReduceOp.MEAN if is_mean else ReduceOp.SUM, present)
+        parts = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
+        reduced = lax.psum(parts, REPLICA_AXIS)
+    else:
+        is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+        reduced = get_strategy().extended.reduce_gradients(op, present)
     result = list(gradients)
     for i, gradient in zip(given, reduced, strict=True):
         result[i] = gradient

@@ -25,8 +25,8 @@ from distributary.variables import VariableAggregation, across_replicas
 
 class _ThreadState(threading.local):
     in_optimizer = False
+    is_sharing = False
     sums: "Sums | None" = None
-    sharing: Any = None
 
 
 _state = _ThreadState()
@@ -53,6 +53,11 @@ def in_trainer() -> bool:
 def in_optimizer() -> bool:
     """Whether an optimizer applies gradients that all replicas share."""
     return _state.in_optimizer
+
+
+def is_sharing() -> bool:
+    """Whether the replicas compute the same on a whole batch, and one optimizer updates for all."""
+    return _state.is_sharing
 
 
 def is_uneven() -> bool:
@@ -103,18 +108,13 @@ def sole_replica(strategy: Any) -> Iterator[None]:
 
 @contextmanager
 def sharing_a_batch(strategy: Any) -> Iterator[None]:
-    """Like `sole_replica`, for replicas that compute the same and then update a part each."""
-    before, _state.sharing = _state.sharing, strategy
+    """Like `sole_replica`, where one optimizer updates for all replicas; see `is_sharing`."""
+    before, _state.is_sharing = _state.is_sharing, True
     try:
         with sole_replica(strategy):
             yield
     finally:
-        _state.sharing = before
-
-
-def sharing() -> Any:
-    """The strategy whose replicas compute the same and then update a part each, or None."""
-    return _state.sharing
+        _state.is_sharing = before
 
 
 def sums() -> "Sums":

@@ -32,6 +32,7 @@ from distributary.keras_bridge._replica import (
     sums,
     trainer_replica,
 )
+from distributary.keras_bridge._stages import in_stages, staged_call
 from distributary.keras_bridge._variables import stored_value, whole_value
 from distributary.topology import (
     REPLICA_AXIS,
@@ -104,9 +105,12 @@ class StepFunction:
         extended = strategy.extended
         self._mesh = extended.mesh
         layout = extended.variable_layout()
+        self._home = extended.home
         self._split = layout.stacked
-        self._replicated = layout.replicated
-        devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        self._stored = self._replicated = layout.replicated
+        if self._home is not None:
+            self._replicated = NamedSharding(self._mesh, P())
+        devices = () if self._replicated is None else tuple(self._replicated.device_set)
         self._dispatcher = dispatcher_for(devices)
         self._share = extended.worker_share()
         self._steps = max(1, int(trainer.steps_per_execution))
@@ -180,7 +184,7 @@ class StepFunction:
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
         # Operations of one worker's own need arrays of its own. All compute the same.
         if self._share.num_workers == 1:
-            data = jax.device_put(data, self._replicated)
+            data = jax.device_put(data, self._stored)
         out, new = self._run(("one", 1), self._for_all(whole_value, state), data)
         self.latest = out, self._for_all(stored_value, new)
         return self.latest
@@ -194,9 +198,10 @@ class StepFunction:
         """Whether several steps become one program.
 
         XLA:CPU runs convolutions inside a loop many times slower than outside of one, and compiles
-        an unrolled loop for minutes, so there such steps stay single.
+        an unrolled loop for minutes, so there such steps stay single. So do steps that fetch their
+        variables.
         """
-        if self._eager:
+        if self._eager or self._home is not None:
             return False
         if self._fusible is None:
             self._fusible = True
@@ -230,6 +235,7 @@ class StepFunction:
             kind = ProgramKind(
                 f"{self._trainer.name}.{_METHODS[self._kind]}", self._kind == "train"
             )
+            stages = None if self._home is None else (self._mesh, self._home)
             program = self._programs[key] = _Program(
                 self._function(*key),
                 self._mesh,
@@ -242,13 +248,14 @@ class StepFunction:
                 # Parts of arrays exist in compiled programs only.
                 self._eager and (key[0] == "one" or self._layouts is None),
                 kind,
+                stages,
             )
-        data = program.prepare(state, data)
+        call, data = program.prepare(state, data)
         if self._share.num_workers > 1:
             job_programs.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
         with _InterruptsDeferred():
-            result: tuple[Any, Any] = self._dispatcher.run(program.call, _token, state, data)
+            result: tuple[Any, Any] = self._dispatcher.run(call, _token, state, data)
             self.latest = result
         latest_program.count += 1
         if progress.is_watched:
@@ -261,10 +268,10 @@ class StepFunction:
 
     def _sharding(self, way: str, count: int) -> Any:
         """Where a batch lies; None leaves it to JAX."""
+        if way == "whole" or (way == "one" and self._home is not None):
+            return self._replicated
         if way == "one":
             return None
-        if way == "whole":
-            return self._replicated
         return self._split if count == 1 else NamedSharding(self._split.mesh, P(None, REPLICA_AXIS))
 
     # What is compiled
@@ -274,6 +281,10 @@ class StepFunction:
             step = self._divided_step(way, self._layouts)
             return _repeated(step, keep_all=False) if count > 1 else step
         predict = self._kind == "predict"
+        if self._home is not None and not self._eager:
+            is_split = way == "split"
+            step = self._replica_step if is_split else self._shared_step
+            return in_stages(step, self._mesh, is_split, is_split and predict)
         step = self._step if way != "split" else self._replica_step
         if count > 1:
             step = _repeated(step, keep_all=predict)
@@ -401,6 +412,7 @@ class _Program:
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
         kind: What it is.
+        stages: Mesh of the replicas and sharding of the parameter device, if the state lies there.
     """
 
     def __init__(
@@ -412,17 +424,19 @@ class _Program:
         out_sharding: Any,
         eager: bool,
         kind: ProgramKind,
+        stages: tuple[Any, Any] | None,
     ) -> None:
         self._eager = eager
         self._sharding = sharding
-        #: From state and data, which it consumes, to logs and new state.
-        self.call: Any
-        if eager:
-            self.call = function
+        self._stages = stages
+        # From state, which it consumes, and data to logs and new state.
+        self._call: Any
+        if eager or stages is not None:
+            self._call = function
         elif sharding is None:
             outs = (_on(mesh, out_sharding), _on(mesh, layouts))
             jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
-            self.call = for_target(jitted, mesh, kind)
+            self._call = for_target(jitted, mesh, kind)
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
             jitted = jax.jit(
@@ -431,17 +445,18 @@ class _Program:
                 in_shardings=(_on(mesh, layouts), _on(mesh, sharding)),
                 out_shardings=(_on(mesh, out_sharding), _on(mesh, layouts)),
             )
-            self.call = for_target(jitted, mesh, kind)
-        self._known: set[Any] = set()
+            self._call = for_target(jitted, mesh, kind)
+        self._known: dict[Any, Any] = {}
 
-    def prepare(self, state: Any, data: Any) -> Any:
+    def prepare(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Compiles the function for these shapes, unless that was done before.
 
         Returns:
-            The data, with arrays that lie on devices already where the function takes them.
+            What to call, and the data, with arrays that lie on devices already where they are
+            taken.
         """
         if self._eager:
-            return data
+            return self._call, data
         leaves, tree = jax.tree.flatten(data)
         if self._sharding is not None and not self._sharding.is_fully_addressable:
             leaves = [put_own(leaf, self._sharding) for leaf in leaves]
@@ -453,10 +468,15 @@ class _Program:
             ]
             data = jax.tree.unflatten(tree, leaves)
         shapes = tuple([(np.shape(leaf), leaf.dtype) for leaf in leaves])
-        if shapes not in self._known:
-            compile_ahead(self.call, state, data)
-            self._known.add(shapes)
-        return data
+        call = self._known.get(shapes)
+        if call is None:
+            call = self._call
+            if self._stages is None:
+                compile_ahead(call, state, data)
+            else:
+                call = staged_call(call, state, data, self._sharding, *self._stages)
+            self._known[shapes] = call
+        return call, data
 
 
 def _on(mesh: Any, shardings: Any) -> Any:

@@ -4,12 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distributary.strategies._base import Strategy
+from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._compiled import is_dynamic, signature_of, split_result
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
+from distributary.strategies._staged import Place, Staged, struct_of
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
     "Function",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "Place",
+    "Staged",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
@@ -36,6 +41,7 @@ __all__ = [
     "shutdown_tpu_system",
     "signature_of",
     "split_result",
+    "struct_of",
 ]
 
 

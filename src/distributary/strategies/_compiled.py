@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.strategies._cache import WeakIdentity
+from distributary.strategies._staged import StagedProgram
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
@@ -50,6 +51,7 @@ class Compiled:
         dispatcher: Bounds the programs in flight.
         rebuild: From the program's outputs to the function's result.
         name: Name of the function.
+        home: Sharding of the device of the variables; None if they lie where replicas compute.
     """
 
     __slots__ = (
@@ -75,6 +77,7 @@ class Compiled:
         dispatcher: Dispatcher,
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
+        home: Any = None,
     ) -> None:
         self.program = program
         self._rebuild = rebuild
@@ -85,6 +88,13 @@ class Compiled:
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
+        self._call: Any
+        self._captures: Sequence[Sequence[Any]]
+        if home is not None:
+            self._captures = program.captures
+            self._token_of = _last_output
+            self._call = StagedProgram(program, stacked, replicated.mesh, home)
+            return
         self._captures = [
             [self._place(capture) for capture in captures] for captures in program.captures
         ]

@@ -55,6 +55,7 @@ class CrossReplica:
         options: The strategy's communication options.
         dispatcher: Bounds the programs in flight.
         place_rows: Puts a stacked `PerReplica` on the replicas' devices.
+        home: Sharding of the device that results go to; None leaves them on the replicas'.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class CrossReplica:
         options: CommunicationOptions,
         dispatcher: Dispatcher,
         place_rows: Callable[[PerReplica], PerReplica],
+        home: Any = None,
     ) -> None:
+        self._home = home
         self._strategy = strategy
         self._num_replicas = num_replicas
         self._mesh = mesh
@@ -108,13 +111,20 @@ class CrossReplica:
                 results[i] = self._reduce_uneven(op, axes, row)
             elif row is None:
                 results[i] = self._reduce_whole(op, axes, leaf)
-        return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
+        return self._at_home(jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))]))
+
+    def _at_home(self, results: Any) -> Any:
+        if self._home is None or current_scope() is not None or inside_jax_trace():
+            return results
+        return jax.tree.map(
+            lambda x: jax.device_put(x, self._home) if isinstance(x, jax.Array) else x, results
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenation of every leaf of a nest in replica order, see `Strategy.gather`."""
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
-        return map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value)
+        return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
 
     def _gather_leaf(self, leaf: Any, axis: int) -> Any:
         if isinstance(leaf, IndexedSlices):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.collectives import (
     CrossDeviceOps,
@@ -42,6 +42,7 @@ from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import (
+    REPLICA_AXIS,
     canonical_name,
     current_target,
     dispatcher_for,
@@ -87,6 +88,7 @@ class StrategyExtended:
             this process alone.
         kind_of_variables: Their class, if they do not hold their value themselves.
         shard_optimizer_state: Whether every device holds a part of what optimizers keep.
+        parameter_device: The device of the variables; None if they lie where the replicas compute.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -102,6 +104,7 @@ class StrategyExtended:
         workers: "MultiWorker | None" = None,
         kind_of_variables: Any = None,
         shard_optimizer_state: bool = False,
+        parameter_device: jax.Device | None = None,
     ) -> None:
         if shard_optimizer_state and current_target() is not None:
             raise UnsupportedError(
@@ -135,8 +138,16 @@ class StrategyExtended:
         replicated: Any = None
         stacked: Any = None
         mesh: Any = None if devices is None else make_mesh(cores)
-        if mesh is not None and (self.num_replicas > 1 or distributed):
+        home: Any = None
+        if parameter_device is not None:
+            home = NamedSharding(make_mesh([parameter_device]), P())
+        self._parameter_device = parameter_device
+        #: Sharding of the device of the variables; None if they lie where the replicas compute.
+        self.home = home
+        if mesh is not None and (self.num_replicas > 1 or distributed or home):
             replicated, stacked = replica_shardings(mesh)
+            if home is not None and not distributed:
+                stacked = None
         elif mesh is not None:
             (device,) = mesh_of_values(mesh).devices.flat
             replicated = jax.sharding.SingleDeviceSharding(device)
@@ -147,7 +158,7 @@ class StrategyExtended:
             strategy,
             self.num_replicas,
             distributed,
-            replicated,
+            home or replicated,
             stacked,
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
@@ -161,6 +172,7 @@ class StrategyExtended:
             stacked,
             dispatcher,
             first_replica,
+            home,
         )
         self.combine = CrossReplica(
             strategy,
@@ -170,6 +182,7 @@ class StrategyExtended:
             self.options,
             dispatcher,
             self.runner.place_rows,
+            home,
         )
 
     # Devices
@@ -191,7 +204,15 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """Canonical names of the devices variables lie on; see `worker_devices`."""
+        if self._parameter_device is not None:
+            return (canonical_name(self._parameter_device),)
         return self.worker_devices
+
+    def variable_device(self) -> str:
+        """Canonical name of the device that is asked for the value of a variable."""
+        if self._parameter_device is not None:
+            return canonical_name(self._parameter_device)
+        return self.device_names()[0]
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -245,6 +266,8 @@ class StrategyExtended:
         """One line for people: the devices and the reduction."""
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
+        if self._parameter_device is not None:
+            names += f", variables on {short_name(self._parameter_device)}"
         if self.num_replicas == 1:
             return f"1 replica on {names}{self._cores_text()}"
         platform = devices[0].platform
@@ -624,7 +647,11 @@ class StrategyExtended:
         op = as_reduce_op(reduce_op, "all_reduce")
         merged = self.options.merge(options)
         if self.num_replicas == 1:
-            return reduce_alone(op, value)
+            reduced = reduce_alone(op, value)
+            if self.home is None or current_scope() is None:
+                return reduced
+            # What follows a collective is computed where the variables lie.
+            return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
         return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
 
     def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from distributary.strategies._compiled import (
     signature_of,
     split_result,
 )
-from distributary.topology import dispatcher_for
+from distributary.strategies._staged import struct_of
 from distributary.tracing import FunctionProgram, current_scope
 
 
@@ -110,26 +110,17 @@ class Function:
             results[:] = [rebuild]
             return outs
 
-        avals = [_aval(leaves[i]) for i in picks]
+        avals = [struct_of(leaves[i]) for i in picks]
         program = FunctionProgram(flat, avals)
         # The devices are those of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
         used += [s for s in owners if s.num_replicas_in_sync > 1]
-        layout = (used[0] if used else (owners or [strategy])[0]).extended.variable_layout()
-        devices = () if layout.replicated is None else tuple(layout.replicated.device_set)
+        owner = used[0] if used else (owners or [strategy])[0]
         program.strategies.clear()  # a function keeps no strategy alive
         (rebuild,) = results
-        compiled = Compiled(
-            program,
-            layout.replicated,
-            layout.stacked,
-            layout.strategy.extended.mesh,
-            dispatcher_for(devices),
-            rebuild,
-            getattr(self.python_function, "__name__", repr(self.python_function)),
-        )
-        return _Entry(compiled, picks)
+        name = getattr(self.python_function, "__name__", repr(self.python_function))
+        return _Entry(owner.extended.runner.compiled(program, rebuild, name), picks)
 
     def __repr__(self) -> str:
         return f"<distributary.function {getattr(self.python_function, '__qualname__', '?')}>"
@@ -144,10 +135,3 @@ class _Entry:
     def __init__(self, compiled: Compiled, picks: Sequence[int]) -> None:
         self.compiled = compiled
         self.picks = picks
-
-
-def _aval(leaf: Any) -> Any:
-    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

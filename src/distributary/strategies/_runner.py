@@ -18,7 +18,7 @@ from distributary.strategies._compiled import (
     split_result,
 )
 from distributary.topology import Dispatcher, put_replicated, put_stacked
-from distributary.tracing import ReplicaProgram, TraceScope, current_scope, in_role
+from distributary.tracing import FunctionProgram, ReplicaProgram, TraceScope, current_scope, in_role
 from distributary.values import (
     Mirrored,
     PerReplica,
@@ -52,6 +52,8 @@ class ReplicaRunner:
         replicated: Sharding of values all replicas share.
         stacked: Sharding of `[replica, *shape]`; None on one device.
         dispatcher: Bounds the programs in flight.
+        first_replica: Number of the first replica of this process.
+        home: Sharding of the device of the variables; None if they lie where replicas compute.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class ReplicaRunner:
         stacked: Any,
         dispatcher: Dispatcher,
         first_replica: int = 0,
+        home: Any = None,
     ) -> None:
+        self._home = home
         self._first_replica = first_replica
         self._strategy = strategy
         self._num_replicas = num_replicas
@@ -158,17 +162,28 @@ class ReplicaRunner:
     def _build(self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role) -> "_Entry":
         step = _Step(self._strategy, self._num_replicas, function, args, kwargs, role)
         program = self._program(step)
-        compiled = Compiled(
+        name = getattr(function, "__name__", repr(function))
+        compiled = self.compiled(program, step.merger(program), name)
+        step.release()
+        return _Entry(compiled, step.picks)
+
+    def compiled(
+        self,
+        program: ReplicaProgram | FunctionProgram,
+        rebuild: Callable[[Sequence[Any]], Any],
+        name: str,
+    ) -> Compiled:
+        """A program on the devices of the strategy; `name` is that of its function."""
+        return Compiled(
             program,
             self._replicated,
             self._stacked,
             self._mesh,
             self._dispatcher,
-            step.merger(program),
-            getattr(function, "__name__", repr(function)),
+            rebuild,
+            name,
+            self._home,
         )
-        step.release()
-        return _Entry(compiled, step.picks)
 
     def _program(self, step: "_Step") -> ReplicaProgram:
         return ReplicaProgram(
@@ -178,6 +193,7 @@ class ReplicaRunner:
             self._num_replicas,
             self._mesh,
             split_outputs=step.role == "replica",
+            data=None if self._home is None else step.data,
         )
 
     def _run_inside_function(
@@ -270,6 +286,8 @@ class _Step:
         avals: Shapes and dtypes of the arrays one replica receives; one list, or one per replica
             on an uneven batch.
         varying: For every such array, whether replicas may receive different values.
+        data: For every such array, whether the replicas compute what follows from it: of what all
+            of them receive, arrays with dims do, scalars do not.
         picks: For every such array, its position among the flattened arguments, or one position
             per replica; None if they are the flattened arguments themselves.
     """
@@ -319,6 +337,11 @@ class _Step:
                     for pick, varies in zip(picks, self.varying, strict=True)
                 ]
             )
+
+        self.data = [
+            varies or (role == "replica" and len(aval.shape) > 0)
+            for varies, aval in zip(self.varying, self.avals[0], strict=True)
+        ]
 
     def flat(self, *arrays: Any) -> list[Any]:
         """The step of one replica on its arrays, flat."""

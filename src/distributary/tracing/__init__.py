@@ -5,7 +5,7 @@ The order of the passes is told in `docs/design/tracing.md`.
 
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
-from distributary.tracing._markers import Array, Handle
+from distributary.tracing._markers import Array, Handle, opened
 from distributary.tracing._one_device import OneDeviceProgram
 from distributary.tracing._program import (
     FunctionProgram,
@@ -26,7 +26,7 @@ from distributary.tracing._scope import (
 )
 from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
 from distributary.tracing._sharded import sharded_map
-from distributary.tracing._stages import Stages, cut
+from distributary.tracing._stages import Stages, cut, cut_around_mesh
 
 __all__ = [
     "COLLECTIVES",
@@ -46,7 +46,9 @@ __all__ = [
     "constrained",
     "current_scope",
     "cut",
+    "cut_around_mesh",
     "in_role",
+    "opened",
     "purify",
     "push",
     "register_around_traces",

@@ -199,6 +199,12 @@ def jaxpr_of(
     )
 
 
+def opened(closed: Any) -> Jaxpr:
+    """A closed jaxpr without its constants: they are its first inputs."""
+    jaxpr = closed.jaxpr
+    return jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+
+
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """The jaxprs an equation carries in its parameters, opened."""
     for sub in jex_core.jaxprs_in_params(eqn.params):

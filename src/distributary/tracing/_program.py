@@ -42,7 +42,7 @@ from distributary.tracing._markers import (
     grad_p,
     handles_read,
     handles_written,
-    jaxpr_of,
+    opened,
     walk,
     write_p,
 )
@@ -57,6 +57,7 @@ from distributary.tracing._scope import (
     location_of,
 )
 from distributary.tracing._sharded import sharded_map
+from distributary.tracing._stages import Stages, cut, uncut
 
 _MAX_TRACES = 10
 _around_traces: list[Callable[[], AbstractContextManager[object]]] = []
@@ -195,15 +196,13 @@ def purify(
         list(avals),
     )
     num_outs = len(closed.jaxpr.outvars)
-    opened = jaxpr.jaxpr
-    # Constants the interpreter introduced become captures as well.
-    opened = jaxpr_of([*opened.constvars, *opened.invars], opened.outvars, opened.eqns)
     where = {
         eqn.params["handle"]: eqn.params["where"]
         for eqn in walk(closed.jaxpr.eqns)
         if eqn.primitive is write_p
     }
-    return Pure(opened, [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
+    # Constants the interpreter introduced become captures as well.
+    return Pure(opened(jaxpr), [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
 
 
 def _struct(aval: Any) -> Any:
@@ -266,9 +265,13 @@ class ReplicaProgram:
             all replicas have the same.
         varying: For every argument, whether replicas may receive different values.
         num_replicas: Number of replicas.
-        mesh: Mesh with the axis `"replica"`; with one replica and one device it may be None.
+        mesh: Mesh with the axis `"replica"`; one replica on one device needs it only with
+            `data`.
         split_outputs: Whether every output is one value per replica; False gives one value for
             outputs that are the same on all replicas.
+        data: For every argument, whether what is computed from it is for the replicas to compute.
+            What depends only on other arguments, on variables and on collectives then comes after
+            the replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
     """
 
     def __init__(
@@ -279,6 +282,7 @@ class ReplicaProgram:
         num_replicas: int,
         mesh: Mesh | None,
         split_outputs: bool = True,
+        data: Sequence[bool] | None = None,
     ) -> None:
         self._varying_args = list(varying)
         self._num_replicas = num_replicas
@@ -298,6 +302,24 @@ class ReplicaProgram:
         ]
         # One list per replica that was traced.
         self.captures = [pure.captures for pure in self.pures]
+        self._staged = data is not None
+        self._stages = [
+            uncut(pure.jaxpr) if data is None else self._cut(pure, data) for pure in self.pures
+        ]
+
+    def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
+        varying = [
+            *[False] * len(pure.captures),
+            *[handle.may_vary for handle in pure.handles],
+            *[a or b for a, b in zip(data, self._varying_args, strict=True)],
+        ]
+        of_replicas = [
+            *[self.uneven and pure.varying[k] for k in range(self.num_outs)],
+            *[handle.may_vary for handle in pure.written],
+        ]
+        required = [i for i, is_required in enumerate(of_replicas) if is_required]
+        # One replica, too, is to differ from what is shared.
+        return cut(pure.jaxpr, varying, max(2, self._num_replicas), required)
 
     def _trace(
         self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
@@ -376,67 +398,75 @@ class ReplicaProgram:
             The new state of `self.written`, and per output `[replica, *shape]`; of an uneven
             batch a list of arrays where shapes differ; of one replica the array itself.
         """
-        if self._num_replicas > 1 and not self.uneven:
-            return self._run_on_mesh(captures[0], written, read_only, args)
-        return self._run_jointly(captures, written, read_only, args)
+        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        on_mesh = self._num_replicas > 1 and not self.uneven
+        run = self._run_on_mesh if on_mesh else self._run_jointly
+        made = run(captures, state, args)
+        stages, first = self._stages[0], self.pures[0]
+        results = stages.complete([*captures[0], *(state[h] for h in first.handles), *args], made)
+        if self._num_replicas > 1:
+            for k in stages.update_outputs:
+                if k < self.num_outs and self.split_outs[k]:
+                    results[k] = jnp.broadcast_to(
+                        results[k], (self._num_replicas, *results[k].shape)
+                    )
+        new = [results[self.num_outs + i] for i in range(len(self.written))]
+        return new, [results[k] for k in range(self.num_outs)]
 
     def _run_on_mesh(
         self,
-        captures: Sequence[Array],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
+        captures: Sequence[Sequence[Array]],
+        state: dict[Handle, Array],
         args: Sequence[Array],
-    ) -> tuple[list[Array], list[Array]]:
-        pure = self.pures[0]
-        order = [*self.written, *self.read_only]
+    ) -> list[Array]:
+        """The outputs of the first stage."""
+        pure, stages = self.pures[0], self._stages[0]
+        values = [*captures[0], *(state[h] for h in pure.handles), *args]
+        no_capture = [False] * len(captures[0])
+        per_replica = [h.per_replica for h in pure.handles]
+        is_split = [*no_capture, *per_replica, *self._varying_args]
+        is_summed = [*no_capture, *(h.summed for h in pure.handles), *[False] * len(args)]
+        out_split = [*self.split_outs, *(h.per_replica for h in pure.written)]
+        out_summed = [*[False] * self.num_outs, *(h.summed for h in pure.written)]
+        inputs, outputs = stages.replica_inputs, stages.replica_outputs
 
-        def body(captures: Any, state: Any, args: Any) -> Any:
+        def body(*own: Array) -> list[Array]:
             replica_id = lax.axis_index(REPLICA_AXIS)
             first = replica_id == 0
-            by_handle = {
-                handle: value[0]
-                if handle.per_replica
-                else jnp.where(first, value, jnp.zeros_like(value))
-                if handle.summed
-                else value
-                for handle, value in zip(order, state, strict=True)
-            }
             local = [
-                v[0] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
+                value[0]
+                if is_split[i]
+                else jnp.where(first, value, jnp.zeros_like(value))
+                if is_summed[i]
+                else value
+                for i, value in zip(inputs, own, strict=True)
             ]
-            state = [by_handle[h] for h in pure.handles]
-            outs = eval_on_replica(pure.jaxpr, replica_id, [*captures, *state, *local])
-            new = [
-                value[None] if handle.per_replica else value
-                for handle, value in zip(pure.written, outs[pure.num_outs :], strict=True)
-            ]
-            summed = [i for i, handle in enumerate(pure.written) if handle.summed]
-            totals = lax.psum([new[i] for i in summed], REPLICA_AXIS) if summed else []
-            for i, total in zip(summed, totals, strict=True):
-                new[i] = total
-            results = zip(
-                whole_on_cores(outs[: pure.num_outs], self._mesh, True),
-                self.split_outs,
-                strict=True,
-            )
-            return new, [out[None] if is_split else out for out, is_split in results]
+            values = [*stages.replica.consts, *local]
+            outs = eval_on_replica(opened(stages.replica), replica_id, values)
+            num_results = sum(i < self.num_outs for i in outputs)
+            outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
+            summed = [k for k, i in enumerate(outputs) if out_summed[i]]
+            totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
+            for k, total in zip(summed, totals, strict=True):
+                outs[k] = total
+            split = [out_split[i] for i in outputs] + [False] * stages.num_cut
+            return [out[None] if s else out for out, s in zip(outs, split, strict=True)]
 
         split, whole = P(REPLICA_AXIS), P()
-        in_specs = (
-            [whole] * len(captures),
-            [split if handle.per_replica else whole for handle in order],
-            [split if varies else whole for varies in self._varying_args],
-        )
-        out_specs = (
-            [split if handle.per_replica else whole for handle in pure.written],
-            [split if is_split else whole for is_split in self.split_outs],
-        )
-        inputs = list(captures), [*written, *read_only], list(args)
+        own = [values[i] for i in inputs]
+        in_specs = tuple([split if is_split[i] else whole for i in inputs])
+        out_specs = [split if out_split[i] else whole for i in outputs] + [whole] * stages.num_cut
         assert self._mesh is not None
         if any(shard_dim(handle.parts) is not None for handle in self.written):
-            in_parts = whole, [handle.parts for handle in order], whole
-            out_parts = [handle.parts for handle in pure.written], whole
-            return sharded_map(body, self._mesh, in_specs, out_specs, in_parts, out_parts)(*inputs)
+            parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
+            parts += [whole] * len(args)
+            new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]
+            in_parts = tuple([parts[i] for i in inputs])
+            out_parts = [new_parts[i] for i in outputs]
+            made: list[Array] = sharded_map(
+                body, self._mesh, in_specs, out_specs, in_parts, out_parts
+            )(*own)
+            return made
         return jax.shard_map(
             body,
             mesh=self._mesh,
@@ -445,54 +475,75 @@ class ReplicaProgram:
             check_vma=False,
             # Logical devices are left to XLA.
             axis_names={REPLICA_AXIS},
-        )(*inputs)
+        )(*own)
 
     def _run_jointly(
         self,
         captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
+        state: dict[Handle, Array],
         args: Sequence[Any],
-    ) -> tuple[list[Array], list[Any]]:
-        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
-        inputs = []
-        for i, pure in enumerate(self.pures):
-            own = [
-                state[h][i]
-                if h.per_replica
-                else jnp.zeros_like(state[h])
-                if h.summed and i > 0
-                else state[h]
-                for h in pure.handles
-            ]
-            local = [
-                v[i] if varies else v for v, varies in zip(args, self._varying_args, strict=True)
-            ]
-            inputs.append([*captures[i], *own, *local])
-        outs = evaluate_jointly([p.jaxpr for p in self.pures], [()] * len(self.pures), inputs)
+    ) -> list[Any]:
+        """The outputs of the first stage."""
+        # Every replica has captures of its own, in the order of its own trace.
+        values: dict[Any, Any] = {**state, **dict(enumerate(args))}
+        inputs, outputs = [], []
+        for i, (pure, stages) in enumerate(zip(self.pures, self._stages, strict=True)):
+            own = [(i, k) for k in range(len(captures[i]))]
+            values.update(zip(own, captures[i], strict=True))
+            keys = [*own, *pure.handles, *range(len(args))]
+            inputs.append([keys[k] for k in stages.replica_inputs])
+            made = _outputs(pure)
+            outputs.append([made[k] for k in stages.replica_outputs])
 
-        new = []
-        for handle in self.written:
-            values = [
-                out[pure.num_outs + pure.written.index(handle)]
-                for pure, out in zip(self.pures, outs, strict=True)
+        def body(values: dict[Any, Any]) -> list[Any]:
+            outs = evaluate_jointly(
+                [stages.replica.jaxpr for stages in self._stages],
+                [stages.replica.consts for stages in self._stages],
+                [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
+            )
+            made = []
+            for keys, out in zip(outputs, outs, strict=True):
+                num_results = sum(not isinstance(key, Handle) for key in keys)
+                results = whole_on_cores(out[:num_results], self._mesh, False)
+                made.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
+            # What only replica 0 has made is the same on all of them.
+            joined = [
+                self._joined(key, [own.get(key, made[0][key]) for own in made])
+                for key in outputs[0]
             ]
-            if handle.per_replica:
-                new.append(jnp.stack(values))
-            else:
-                new.append(sum(values[1:], values[0]) if handle.summed else values[0])
-        outs = [whole_on_cores(out[: self.num_outs], self._mesh, False) for out in outs]
-        if not self.uneven:
-            return new, outs[0]
-        results: list[Any] = []
-        for k in range(self.num_outs):
-            values = [out[k] for out in outs]
-            if not self.split_outs[k]:
-                results.append(values[0])
-                continue
-            equal = len({(value.shape, value.dtype) for value in values}) == 1
-            results.append(jnp.stack(values) if equal else values)
-        return new, results
+            return [*joined, *outs[0][len(joined) :]]
+
+        needed = {key: values[key] for keys in inputs for key in keys}
+        if not self._staged:
+            return body(needed)
+        # In a `shard_map`, which `cut_around_mesh` looks for; all devices compute the same.
+        keys = list(needed)
+        return jax.shard_map(
+            lambda *values: body(dict(zip(keys, values, strict=True))),
+            mesh=self._mesh,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )(*needed.values())
+
+    def _own(self, replica: int, key: Any, value: Any) -> Array:
+        """What replica `replica` receives of an input: a handle, or the number of an argument."""
+        if isinstance(key, Handle):
+            if key.per_replica:
+                return value[replica]
+            return jnp.zeros_like(value) if key.summed and replica > 0 else value
+        return value[replica] if isinstance(key, int) and self._varying_args[key] else value
+
+    def _joined(self, key: Any, values: list[Array]) -> Any:
+        """An output of all replicas: the state of a handle, or the result with a number."""
+        if isinstance(key, Handle):
+            if key.per_replica:
+                return jnp.stack(values)
+            return sum(values[1:], values[0]) if key.summed else values[0]
+        if not self.uneven or not self.split_outs[key]:
+            return values[0]
+        equal = len({(value.shape, value.dtype) for value in values}) == 1
+        return jnp.stack(values) if equal else values
 
 
 @final

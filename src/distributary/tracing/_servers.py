@@ -98,7 +98,7 @@ def split_over_servers(
     # Written out, so that an optimizer that is one function is not one for all servers.
     while any(map(_is_call, jaxpr.eqns)):
         jaxpr = written_out(jaxpr, constants, _is_call)
-    jaxpr, _, of_worker = stage_of_equations(
+    jaxpr, of_worker = stage_of_equations(
         jaxpr, [*is_data, *[False] * len(constants)], num_replicas=2
     )
     state = {v: owner for v, owner in zip(jaxpr.invars, owners, strict=False) if owner is not None}

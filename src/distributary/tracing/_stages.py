@@ -6,17 +6,26 @@ once, wherever it wants to.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 import jax.extend.core as jex_core
 
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES, varying_variables
-from distributary.tracing._markers import Equation, jaxpr_of, open_jaxpr, walk
+from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
 
-__all__ = ["Stages", "cut", "stage_of_equations", "variables_of", "written_out"]
+__all__ = [
+    "Stages",
+    "cut",
+    "cut_around_mesh",
+    "stage_of_equations",
+    "uncut",
+    "variables_of",
+    "written_out",
+]
 
 
 @final
@@ -40,8 +49,41 @@ class Stages:
     update_outputs: list[int]
     num_cut: int
 
+    def complete(self, values: Sequence[Array], made: Sequence[Array]) -> dict[int, Array]:
+        """The outputs of the whole program by number.
 
-def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages:
+        Args:
+            values: Inputs of the whole program.
+            made: Outputs of the replica stage.
+        """
+        num_made = len(self.replica_outputs)
+        given = [*(values[i] for i in self.update_inputs), *made[num_made:]]
+        rest = jax.core.eval_jaxpr(self.update.jaxpr, self.update.consts, *given)
+        return {
+            **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
+            **dict(zip(self.update_outputs, rest, strict=True)),
+        }
+
+
+def uncut(jaxpr: Any) -> Stages:
+    """A program without constants as the first of two stages, of which the second is empty."""
+    return Stages(
+        jex_core.ClosedJaxpr(jaxpr, ()),
+        jex_core.ClosedJaxpr(jaxpr_of([], [], []), ()),
+        list(range(len(jaxpr.invars))),
+        [],
+        list(range(len(jaxpr.outvars))),
+        [],
+        0,
+    )
+
+
+def cut(
+    jaxpr: Any,
+    varying_inputs: Sequence[bool],
+    num_replicas: int,
+    required: Collection[int] = (),
+) -> Stages:
     """Cuts the program of one replica in two.
 
     What is the same on all replicas, and not needed by anything that differs between them, is the
@@ -51,24 +93,101 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
         jaxpr: Program of one replica, without markers and constants.
         varying_inputs: For every input, whether replicas may receive different values.
         num_replicas: Number of replicas.
+        required: Numbers of outputs that the first stage makes in any case.
     """
-    jaxpr, constants, first = stage_of_equations(jaxpr, varying_inputs, num_replicas)
-    of_replica = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if is_first]
-    of_update = [eqn for eqn, is_first in zip(jaxpr.eqns, first, strict=True) if not is_first]
+    jaxpr, constants, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
+    return _divided(jaxpr, len(varying_inputs), varying, _has_collective, required, constants)
+
+
+def stage_of_equations(
+    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
+) -> tuple[Any, list[bool]]:
+    """Says of every equation whether it belongs to the first stage; see `cut`.
+
+    Args:
+        jaxpr: As for `cut`, without functions that it calls.
+        varying_inputs: As for `cut`.
+        num_replicas: As for `cut`.
+    """
+    jaxpr, _, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
+    return jaxpr, _is_in_first(jaxpr, varying, _has_collective, ())
+
+
+def _with_mixed_written_out(
+    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
+) -> tuple[Any, dict[Any, Any], frozenset[Any]]:
+    """The jaxpr with functions written out that belong to both stages.
+
+    Returns:
+        The jaxpr, the values of constants that have become inputs of it, and the variables that can
+        differ between replicas.
+    """
+    constants: dict[Any, Any] = {}
+    while True:
+        invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
+        varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
+        if not any(_is_mixed(varying, eqn) for eqn in jaxpr.eqns):
+            return jaxpr, constants, varying
+        jaxpr = written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
+
+
+def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
+    """Cuts a program of global arrays after the last of its parts that run on a mesh.
+
+    Those parts, what is computed from data outside of them and what either needs is the first
+    stage. Its constants count as its first inputs.
+
+    Args:
+        closed: Closed jaxpr without markers.
+        data_inputs: For every input, whether what is computed from it belongs to the first stage.
+    """
+    jaxpr = opened(closed)
+    data = [*[False] * len(closed.consts), *data_inputs]
+    is_data = {v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data}
+    for eqn in jaxpr.eqns:
+        if not _is_on_mesh(eqn) and not is_data.isdisjoint(variables_of(eqn.invars)):
+            is_data.update(eqn.outvars)
+    return _divided(jaxpr, len(data), frozenset(is_data), _is_on_mesh, (), {})
+
+
+def _divided(
+    jaxpr: Any,
+    num_inputs: int,
+    varying: frozenset[Any],
+    is_first: Callable[[Equation], bool],
+    required: Collection[int],
+    constants: dict[Any, Any],
+) -> Stages:
+    """The two stages: what makes `varying`, `is_first` or is needed by such, and the rest.
+
+    Args:
+        jaxpr: The program; inputs after the first `num_inputs` are `constants`.
+        num_inputs: Number of inputs.
+        varying: Variables of the first stage.
+        is_first: Whether an equation belongs to the first stage.
+        required: Numbers of outputs that the first stage makes in any case.
+        constants: Values of the constants.
+    """
+    outputs = jaxpr.outvars
+    first = _is_in_first(jaxpr, varying, is_first, required)
+    of_replica = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if early]
+    of_update = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if not early]
 
     made = {v for eqn in of_replica for v in eqn.outvars}
-    outputs = jaxpr.outvars
-    own = {v for v, varies in zip(jaxpr.invars, varying_inputs, strict=False) if varies} | made
-    from_replica = [not own.isdisjoint(variables_of([output])) for output in outputs]
-    replica_outputs = [i for i, is_first in enumerate(from_replica) if is_first]
-    update_outputs = [i for i, is_first in enumerate(from_replica) if not is_first]
+    there = made | varying
+    replica_outputs = [
+        i
+        for i, output in enumerate(outputs)
+        if i in required or not there.isdisjoint(variables_of([output]))
+    ]
+    update_outputs = sorted(set(range(len(outputs))).difference(replica_outputs))
     taken = list(
         dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in made)
     )
 
     def stage(eqns: list[Equation], outvars: list[Any], given: list[Any]) -> tuple[Any, list[int]]:
         used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
-        positions = [i for i, v in enumerate(jaxpr.invars[: len(varying_inputs)]) if v in used]
+        positions = [i for i, v in enumerate(jaxpr.invars[:num_inputs]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
         invars = [*(jaxpr.invars[i] for i in positions), *given]
         opened = jaxpr_of(invars, outvars, eqns, list(consts))
@@ -89,32 +208,23 @@ def cut(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> Stages
     )
 
 
-def stage_of_equations(
-    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
-) -> tuple[Any, dict[Any, Any], list[bool]]:
-    """Says of every equation whether it belongs to the first stage; see `cut`.
-
-    Returns:
-        The jaxpr with functions written out that belong to both stages, the values of constants
-        that have become inputs of it, and for every equation whether it is of the first stage.
-    """
-    constants: dict[Any, Any] = {}
-    while True:
-        invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
-        varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
-        if not any(_is_mixed(varying, eqn) for eqn in jaxpr.eqns):
-            break
-        jaxpr = written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
+def _is_in_first(
+    jaxpr: Any,
+    varying: frozenset[Any],
+    is_first: Callable[[Equation], bool],
+    required: Collection[int],
+) -> list[bool]:
+    """Of every equation, whether it belongs to the first stage; see `_divided`."""
     first = [
-        bool(eqn.effects) or _has_collective(eqn) or not varying.isdisjoint(eqn.outvars)
+        bool(eqn.effects) or is_first(eqn) or not varying.isdisjoint(eqn.outvars)
         for eqn in jaxpr.eqns
     ]
-    needed: set[Any] = set()
+    needed: set[Any] = set(variables_of(jaxpr.outvars[i] for i in required))
     for i in reversed(range(len(first))):
         first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
         if first[i]:
             needed.update(variables_of(jaxpr.eqns[i].invars))
-    return jaxpr, constants, first
+    return first
 
 
 def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
@@ -169,6 +279,10 @@ def written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equatio
 
 def _has_collective(eqn: Equation) -> bool:
     return any(inner.primitive.name in COLLECTIVES for inner in walk([eqn]))
+
+
+def _is_on_mesh(eqn: Equation) -> bool:
+    return any(inner.primitive.name == "shard_map" for inner in walk([eqn]))
 
 
 def variables_of(atoms: Iterable[Any]) -> list[Any]:

@@ -59,7 +59,7 @@ class MirroredVariable(DistributedVariable, on_read=False):
     """A variable with the same value on every replica; created by `Variable` in a scope."""
 
     def _copies(self, state: Array) -> tuple[Any, ...]:
-        return Mirrored(state, self._layout.num_replicas).values
+        return Mirrored(state, len(self._layout.replicated.device_set)).values
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         if scope.kind != "replica" or current_mode().role != "replica":
@@ -161,7 +161,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
     def _change_eager(self, kind: str, value: Any) -> None:
         self._check_cross_change(kind)
         num = self._layout.num_replicas
-        value = self._layout.bring(value, self._dtype)
+        value = self._layout.bring(value, self._dtype, stacked=True)
         if kind == "assign":
             rows = aggregation_rules.parts_of(value, self._aggregation, num)
             self._value = self._layout.place(rows, self._dtype, stacked=True)

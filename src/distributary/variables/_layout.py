@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidTypeError
 from distributary.topology import local_copy, put_replicated, put_stacked
@@ -22,7 +23,8 @@ class VariableLayout:
         strategy: The strategy; also kept alive by its variables.
         num_replicas: Number of replicas.
         mirrored: Whether variables are distributed values; False for strategies with one device.
-        replicated: Sharding of a value all replicas share; None leaves it to JAX.
+        replicated: Sharding of a value all replicas share, on all their devices or on one device
+            for all of them; None leaves it to JAX.
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
         first_replica: Number of the first replica of this process.
         from_chief: Gives all workers the chief's arrays; None with one worker.
@@ -66,12 +68,13 @@ class VariableLayout:
             return jnp.array(host)
         return jax.device_put(host, sharding)
 
-    def bring(self, value: Any, dtype: Any = None) -> jax.Array:
+    def bring(self, value: Any, dtype: Any = None, stacked: bool = False) -> jax.Array:
         """`value` where it can be combined with a variable; not necessarily a copy."""
         array = jnp.asarray(value, dtype)
-        if self.replicated is None or array.sharding.device_set == self.replicated.device_set:
+        sharding = NamedSharding(self.stacked.mesh, P()) if stacked else self.replicated
+        if sharding is None or array.sharding.device_set == sharding.device_set:
             return array
-        return put_replicated(array, self.replicated)
+        return put_replicated(array, sharding)
 
 
 def array_of(value: Any, what: str) -> Any:

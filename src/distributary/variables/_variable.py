@@ -222,8 +222,8 @@ class Variable(ArrayOperators):
 
     @property
     def device(self) -> str:
-        """Canonical name of the device of replica 0."""
-        return self._layout.strategy.extended.device_names()[0]
+        """Canonical name of the device of the value, of replica 0's copy if there are several."""
+        return self._layout.strategy.extended.variable_device()
 
     # Reading
 

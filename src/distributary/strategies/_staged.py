@@ -1,0 +1,260 @@
+"""Programs whose variables lie on one device and whose replicas compute on others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an input of a program lies, or where an output is wanted.
+
+    Attributes:
+        sharding: The place; None for an input that may lie anywhere, and for an output that stays
+            where it is made.
+        is_data: Whether what is computed from an input is for the replicas' devices to compute.
+        replaces: Number of the input whose buffer an output may take.
+    """
+
+    sharding: Any = None
+    is_data: bool = False
+    replaces: int | None = None
+
+
+@final
+class Staged:
+    """A program in two stages: on the replicas' devices, then on the parameter device.
+
+    The first stage is what runs on the mesh. It gets copies of the variables that it reads, for as
+    long as it runs. The second is the rest, once, with one copy of what the replicas share.
+
+    Args:
+        closed: The program, a closed jaxpr.
+        inputs: Where its inputs lie.
+        outputs: Where its outputs are wanted.
+        mesh: Mesh of the replicas' devices.
+        home: Sharding of the parameter device.
+    """
+
+    def __init__(
+        self, closed: Any, inputs: Sequence[Place], outputs: Sequence[Place], mesh: Any, home: Any
+    ) -> None:
+        self._home = home
+        self._replicated = NamedSharding(mesh, P())
+        self._num_consts = len(closed.consts)
+        self._inputs = [*(Place() for _ in closed.consts), *inputs]
+        self._outputs = list(outputs)
+        self._stages = cut_around_mesh(closed, [place.is_data for place in inputs])
+        first, second = self._stages.replica_inputs, self._stages.update_inputs
+        self._fetched = [i for i in first if self._inputs[i].sharding is home]
+        self._sent = [
+            i for i in second if i >= self._num_consts and self._inputs[i].sharding is not home
+        ]
+        self._on_mesh = self._consts(closed, first, self._replicated)
+        self._at_home = self._consts(closed, second, home)
+        self._returned = [
+            k
+            for k, i in enumerate(self._stages.replica_outputs)
+            if self._outputs[i].sharding is home
+        ]
+        self._first = self._compiled_first(mesh)
+        self._second = self._compiled_second()
+
+    def _consts(self, closed: Any, inputs: list[int], sharding: Any) -> dict[int, Array]:
+        used = [i for i in inputs if i < self._num_consts]
+        placed = jax.device_put([closed.consts[i] for i in used], sharding)
+        return dict(zip(used, placed, strict=True))
+
+    def _compiled_first(self, mesh: Any) -> Any:
+        stages, stage = self._stages, self._stages.replica
+        if not stage.jaxpr.outvars and not stage.eqns:
+            return None
+        token = NamedSharding(mesh, P(REPLICA_AXIS))
+
+        def run(*values: Array) -> list[Array]:
+            outs = jex_core.jaxpr_as_fun(stage)(*values)
+            return [*outs, jnp.zeros(mesh.size, jnp.int8)]
+
+        wanted = [self._outputs[i].sharding for i in stages.replica_outputs]
+        places = [self._inputs[i].sharding for i in stages.replica_inputs]
+        once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
+        return jax.jit(
+            run,
+            in_shardings=[self._replicated if s is self._home else s for s in places],
+            out_shardings=[
+                *(None if s is self._home else s for s in wanted),
+                *[None] * stages.num_cut,
+                token,
+            ],
+            donate_argnums=self._replaced(stages.replica_inputs, stages.replica_outputs, once),
+        )
+
+    def _compiled_second(self) -> Any:
+        stages = self._stages
+        if not stages.update_outputs:
+            return None
+        kept = set(stages.update_inputs).difference(self._sent)
+        return jax.jit(
+            jex_core.jaxpr_as_fun(stages.update),
+            out_shardings=self._home,
+            donate_argnums=self._replaced(stages.update_inputs, stages.update_outputs, kept),
+        )
+
+    def _replaced(self, inputs: list[int], outputs: list[int], among: set[int]) -> tuple[int, ...]:
+        """Which of a stage's inputs its outputs replace, of those it may consume."""
+        replaced = {self._outputs[i].replaces for i in outputs}
+        first = self._num_consts
+        return tuple(
+            k for k, i in enumerate(inputs) if i in among and i >= first and i - first in replaced
+        )
+
+    def __call__(self, values: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Runs the program.
+
+        Returns:
+            The outputs, and a small array that has a shard on every device of the mesh, None if
+            nothing runs there.
+        """
+        made, shared, token = [], [], None
+        if self._first is not None:
+            *made, token = self._first(*self._fetch(values))
+            num_made = len(self._stages.replica_outputs)
+            made, shared = made[:num_made], made[num_made:]
+        sent = [values[i - self._num_consts] for i in self._sent]
+        moved = [*(made[k] for k in self._returned), *sent, *shared]
+        if moved:
+            moved = jax.device_put([_one_copy(value) for value in moved], self._home)
+        num_returned = len(self._returned)
+        for k, value in zip(self._returned, moved[:num_returned], strict=True):
+            made[k] = value
+        outputs: list[Any] = [None] * len(self._outputs)
+        for i, value in zip(self._stages.replica_outputs, made, strict=True):
+            outputs[i] = value
+        if self._second is not None:
+            known = dict(zip(self._sent, moved[num_returned:], strict=False)) | self._at_home
+            given = self._given(self._stages.update_inputs, known, values)
+            updated = self._second(*given, *moved[num_returned + len(sent) :])
+            for i, value in zip(self._stages.update_outputs, updated, strict=True):
+                wanted = self._outputs[i].sharding
+                away = wanted is not None and wanted is not self._home
+                outputs[i] = jax.device_put(value, wanted) if away else value
+        return outputs, token
+
+    def lower(self, values: Sequence[Any]) -> Any:
+        """The first stage, or the second if nothing runs on the mesh, as a `jax.stages.Lowered`."""
+        if self._first is not None:
+            return self._first.lower(*self._fetch(values))
+        given = self._given(self._stages.update_inputs, self._at_home, values)
+        return self._second.lower(*given)
+
+    def _fetch(self, values: Sequence[Any]) -> list[Any]:
+        """Inputs of the first stage."""
+        stored = [values[i - self._num_consts] for i in self._fetched]
+        known = dict(zip(self._fetched, jax.device_put(stored, self._replicated), strict=True))
+        return self._given(self._stages.replica_inputs, known | self._on_mesh, values)
+
+    def _given(
+        self, inputs: list[int], known: dict[int, Array], values: Sequence[Any]
+    ) -> list[Any]:
+        first = self._num_consts
+        return [known[i] if i in known else values[i - first] for i in inputs]
+
+
+def _one_copy(value: Any) -> Any:
+    """Of an array with a copy on every device, that of the first."""
+    whole = isinstance(value, jax.Array) and value.is_fully_replicated
+    return value.addressable_data(0) if whole else value
+
+
+@final
+class StagedProgram:
+    """The program of a `Compiled` in two stages, for arguments of one signature.
+
+    Args:
+        program: The program.
+        stacked: Sharding of `[replica, *shape]`; None with one replica.
+        mesh: Mesh of the replicas' devices.
+        home: Sharding of the parameter device.
+    """
+
+    def __init__(
+        self, program: ReplicaProgram | FunctionProgram, stacked: Any, mesh: Any, home: Any
+    ) -> None:
+        self._program = program
+        self._stacked = stacked
+        self._mesh = mesh
+        self._home = home
+        self._staged: Staged | None = None
+        self._tree: Any = None
+
+    def __call__(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Any],
+    ) -> tuple[list[Array], list[Any], Any]:
+        """Runs the program; returns new state, results and a token, see `Staged`."""
+        staged = self._staged or self._build(captures, written, read_only, args)
+        outs, token = staged([*written, *read_only, *jax.tree.leaves(args)])
+        new, results = jax.tree.unflatten(self._tree, outs)
+        return new, results, token
+
+    def lower(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Any],
+    ) -> Any:
+        """The stage on the replicas' devices, lowered."""
+        staged = self._staged or self._build(captures, written, read_only, args)
+        return staged.lower([*written, *read_only, *jax.tree.leaves(args)])
+
+    def _build(
+        self,
+        captures: Sequence[Sequence[Array]],
+        written: Sequence[Array],
+        read_only: Sequence[Array],
+        args: Sequence[Any],
+    ) -> Staged:
+        program = self._program
+        closed, shapes = jax.make_jaxpr(
+            lambda *values: program(captures, *values), return_shape=True
+        )(*jax.tree.map(struct_of, (written, read_only, list(args))))
+        is_function = isinstance(program, FunctionProgram)
+        inputs = [
+            *[
+                Place(self._stacked, is_data=True) if handle.per_replica else Place(self._home)
+                for handle in (*program.written, *program.read_only)
+            ],
+            *[Place(is_data=is_function and jnp.ndim(x) > 0) for x in jax.tree.leaves(args)],
+        ]
+        outputs = [
+            Place(self._stacked if handle.per_replica else self._home, replaces=i)
+            for i, handle in enumerate(program.written)
+        ]
+        for k, result in enumerate(shapes[1]):
+            is_split = isinstance(program, ReplicaProgram) and program.split_outs[k]
+            rows = self._stacked if is_split and not isinstance(result, list) else None
+            outputs += [Place(rows) for _ in jax.tree.leaves(result)]
+        self._tree = jax.tree.structure(shapes)
+        self._staged = Staged(closed, inputs, outputs, self._mesh, self._home)
+        return self._staged
+
+
+def struct_of(leaf: Any) -> Any:
+    """Shape and dtype of an array or number, without the place where it lies."""
+    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

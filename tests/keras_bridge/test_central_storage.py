@@ -1,0 +1,106 @@
+"""Keras under `CentralStorageStrategy`."""
+
+import gc
+from collections import Counter
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+
+UNITS = 37
+COMPUTE = ["CPU:1", "CPU:2"]
+_random = np.random.default_rng(0)
+X = _random.normal(size=(18, 5)).astype(np.float32)
+Y = _random.normal(size=(18, 1)).astype(np.float32)
+
+
+def _build():
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(UNITS, activation="tanh"),
+            keras.layers.Dense(UNITS, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    return model
+
+
+class _Copies(keras.callbacks.Callback):
+    """Counts arrays of the size of the second kernel on each device, and what steps fetch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards]
+        kernels = [shard.device.id for shard in shards if shard.data.shape == (UNITS, UNITS)]
+        self.seen.append(Counter(kernels))
+
+
+@pytest.mark.parametrize("compute", [COMPUTE, ["CPU:1"]], ids=["2 replicas", "1 replica"])
+def test_training_equals_one_device_with_one_copy(
+    compute, train, assert_same_training, assert_same_evaluation, monkeypatch, tmp_path
+):
+    fetched = []
+    real = jax.device_put
+
+    def device_put(x, device=None, **kwargs):
+        if isinstance(x, list) and device.device_set == {
+            jax.devices()[int(d[-1])] for d in compute
+        }:
+            fetched.append(Counter(np.shape(leaf) for leaf in x)[UNITS, UNITS])
+        return real(x, device, **kwargs)
+
+    alone = train(_build, X, Y, epochs=2)
+    expected = Counter({0: 3})  # kernel, momentum, velocity
+    strategy = dist.CentralStorageStrategy(compute, "CPU:0")
+    copies = _Copies()
+    gc.collect()
+    monkeypatch.setattr(jax, "device_put", device_put)
+    central = train(_build, X, Y, strategy=strategy, epochs=2, callbacks=[copies])
+
+    assert_same_training(alone, central)
+    assert_same_evaluation(alone, central, X, Y)
+    before = Counter({0: 3})  # of the model without a strategy
+    # Batches of 8, 8 and 2 rows, the optimizer is built in the first.
+    assert [seen - before for seen in copies.seen] == [expected] * 6
+    assert fetched.count(1) >= 6, "the kernel was not fetched"
+    assert max(fetched) == 1, "a slot was fetched"
+    assert {d.id for v in central.model.optimizer.variables for d in v.value.devices()} == {0}
+
+    central.model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        loaded.predict(X, verbose=0), alone.model.predict(X, verbose=0), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_batch_that_cannot_be_split_and_a_loop_of_ones_own(train, assert_same_training):
+    strategy = dist.CentralStorageStrategy(COMPUTE)
+    alone = train(_build, X[:9], Y[:9], epochs=1, batch_size=3)
+    with pytest.warns(dist.errors.DistributaryWarning, match="do not divide"):
+        central = train(_build, X[:9], Y[:9], strategy=strategy, epochs=1, batch_size=3)
+    assert_same_training(alone, central)
+
+    model = central.model
+
+    def step(x, y):
+        loss, gradients = dist.value_and_grad(
+            lambda: keras.ops.mean((model(x) - y) ** 2), model.trainable_variables
+        )()
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    dataset = dist.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    kernel = model.layers[1].kernel
+    before = np.array(kernel.value)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, batch)
+    assert kernel.value.devices() == {jax.devices()[0]}
+    assert np.abs(np.array(kernel.value) - before).max() > 1e-3
