@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -76,6 +77,25 @@ def test_training_ends_where_it_does_on_one_device(name, train, sharded, assert_
     assert_same_training(alone, divided, rtol=1e-3)
     _assert_close(_slots(divided.model), _slots(alone.model), rtol=1e-3, atol=1e-6)
     _assert_in_parts(divided.model.optimizer, 4)
+
+
+def test_the_cores_of_a_replica_hold_the_same_part(train):
+    experimental = dist.tpu.experimental
+    topology = experimental.Topology.of_devices(jax.devices()[:8], [4, 1, 1, 2])
+    assignment = experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=4)
+    strategy = dist.TPUStrategy(
+        experimental_device_assignment=assignment, experimental_shard_optimizer_state=True
+    )
+
+    alone = train(_build(lambda: ko.Adam(0.01)), _X, _Y)
+    divided = train(_build(lambda: ko.Adam(0.01)), _X, _Y, strategy=strategy)
+
+    _assert_close(divided.model.get_weights(), alone.model.get_weights())
+    _assert_close(_slots(divided.model), _slots(alone.model), rtol=1e-3, atol=1e-6)
+    kernel = next(v for v in divided.model.optimizer.variables if tuple(v.shape) == (3, 8))
+    shards = sorted(kernel._value.addressable_shards, key=lambda s: s.device.id)
+    assert [shard.data.shape for shard in shards] == [(3, 2)] * 8
+    assert [shard.index[1].start or 0 for shard in shards] == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
 def test_several_steps_at_once_and_single_operations_do_the_same(train, sharded):

@@ -44,6 +44,8 @@ class TPUStrategy(Strategy):
             replica. Made of a `Topology.of_devices` it may consist of any devices.
         experimental_spmd_xla_partitioning: Accepted for compatibility: cores always run one program
             that XLA partitions.
+        experimental_shard_optimizer_state: Whether every replica holds and updates one part of the
+            state of Keras optimizers; see `MirroredStrategy`.
 
     Raises:
         DeviceError: if there is no TPU.
@@ -61,8 +63,11 @@ class TPUStrategy(Strategy):
         tpu_cluster_resolver: ClusterResolver | None = None,
         experimental_device_assignment: DeviceAssignment | None = None,
         experimental_spmd_xla_partitioning: bool = False,
+        *,
+        experimental_shard_optimizer_state: bool = False,
     ) -> None:
         del experimental_spmd_xla_partitioning
+        sharded = experimental_shard_optimizer_state
         assignment = experimental_device_assignment
         if assignment is not None and not isinstance(assignment, DeviceAssignment):
             raise InvalidTypeError(
@@ -80,9 +85,10 @@ class TPUStrategy(Strategy):
         else:
             devices = _devices_of(assignment, place, why)
         if place is None:
-            super().__init__(StrategyExtended(self, devices))
+            extended = StrategyExtended(self, devices, shard_optimizer_state=sharded)
         else:
-            super().__init__(extended_of_job(self, place, devices, None))
+            extended = extended_of_job(self, place, devices, None, sharded)
+        super().__init__(extended)
         _log.info("Using %r", self)
 
     @property

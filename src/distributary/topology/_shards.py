@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.topology._discovery import REPLICA_AXIS
+from distributary.topology._discovery import REPLICA_AXIS, num_logical_devices
 from distributary.topology._dispatch import dispatcher_for, job_programs
 from distributary.topology._jax_private import put_rows
 from distributary.topology._placement import local_copy, local_devices
@@ -82,9 +82,10 @@ def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
     host = np.asarray(local_copy(value))
     stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.shape[REPLICA_AXIS]))
     devices = local_devices(sharding)
+    cores = num_logical_devices(sharding.mesh)
     size = stored.shape[dim] // sharding.mesh.shape[REPLICA_AXIS]
-    first = list(sharding.mesh.devices.flat).index(devices[0]) * size
-    rows = [slice(None)] * dim + [slice(first, first + len(devices) * size)]
+    first = list(sharding.mesh.devices.flat).index(devices[0]) // cores * size
+    rows = [slice(None)] * dim + [slice(first, first + len(devices) // cores * size)]
     return put_rows(stored[tuple(rows)], sharding, devices, dim)
 
 

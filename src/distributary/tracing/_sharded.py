@@ -22,7 +22,8 @@ from distributary.topology import (
     shard_spec,
     whole_shards,
 )
-from distributary.tracing._markers import Array, Equation, jaxpr_of
+from distributary.tracing._logical_devices import eval_on_replica
+from distributary.tracing._markers import Array, Equation, jaxpr_of, opened
 from distributary.tracing._stages import Stages, cut, variables_of
 
 __all__ = ["sharded_map"]
@@ -110,10 +111,11 @@ def _run_stages(
     scattered = _scattered(stages, [out_parts[i] for i in stages.update_outputs], num_replicas)
     dims = [shard_dim(spec) for spec in scattered]
     sums = {v for v, dim in zip(cut_values, dims, strict=True) if dim is not None}
-    replica = _without_sums(stages.replica.jaxpr, sums)
+    consts = stages.replica.consts
+    replica = opened(jex_core.ClosedJaxpr(_without_sums(stages.replica.jaxpr, sums), consts))
 
     def of_replica(*own: Array) -> list[Array]:
-        outs = jax.core.eval_jaxpr(replica, stages.replica.consts, *own)
+        outs = eval_on_replica(replica, lax.axis_index(REPLICA_AXIS), [*consts, *own])
         taken = [
             value if dim is None else _scatter(value, dim, num_replicas)
             for value, dim in zip(outs[num_results:], dims, strict=True)
