@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
-from distributary.strategies._compiled import is_dynamic, signature_of, split_result
+from distributary.strategies._compiled import is_dynamic, signature_of, split_result, struct_of
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
-from distributary.strategies._staged import Place, Staged, struct_of
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
+    from distributary.strategies._staged import Place, Staged
     from distributary.strategies._tpu import TPUStrategy
     from distributary.strategies._tpu_system import (
         experimental_connect_to_cluster,
@@ -45,9 +45,11 @@ __all__ = [
 ]
 
 
-# With them come the cluster resolvers.
+# With most of them come the cluster resolvers; few programs need any.
 _LATER = {
     "MultiWorkerMirroredStrategy": "_multi_worker",
+    "Place": "_staged",
+    "Staged": "_staged",
     "TPUStrategy": "_tpu",
     "experimental_connect_to_cluster": "_tpu_system",
     "initialize_tpu_system": "_tpu_system",

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.strategies._cache import WeakIdentity
-from distributary.strategies._staged import StagedProgram
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
@@ -91,6 +90,8 @@ class Compiled:
         self._call: Any
         self._captures: Sequence[Sequence[Any]]
         if home is not None:
+            from distributary.strategies._staged import StagedProgram
+
             self._captures = program.captures
             self._token_of = _last_output
             self._call = StagedProgram(program, stacked, replicated.mesh, home)
@@ -340,3 +341,11 @@ def replica_shardings(mesh: Any) -> tuple[Any, Any]:
     """Shardings of values all replicas share, and of `[replica, *shape]`."""
     mesh = mesh_of_values(mesh)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))
+
+
+def struct_of(leaf: Any) -> Any:
+    """Shape and dtype of an array or number, without the place where it lies."""
+    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

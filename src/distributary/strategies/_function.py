@@ -18,8 +18,8 @@ from distributary.strategies._compiled import (
     is_dynamic,
     signature_of,
     split_result,
+    struct_of,
 )
-from distributary.strategies._staged import struct_of
 from distributary.tracing import FunctionProgram, current_scope
 
 

@@ -9,6 +9,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.strategies._compiled import struct_of
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
 
@@ -250,11 +251,3 @@ class StagedProgram:
         self._tree = jax.tree.structure(shapes)
         self._staged = Staged(closed, inputs, outputs, self._mesh, self._home)
         return self._staged
-
-
-def struct_of(leaf: Any) -> Any:
-    """Shape and dtype of an array or number, without the place where it lies."""
-    if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -1,5 +1,8 @@
 """Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from distributary.topology._cpu import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
@@ -7,7 +10,6 @@ from distributary.topology._cpu import (
     prepare_local_devices,
     set_logical_cpu_devices,
 )
-from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
 from distributary.topology._device_strings import (
     DeviceName,
     canonical_name,
@@ -63,7 +65,10 @@ from distributary.topology._target import (
     mesh_of_values,
 )
 from distributary.topology._thread_pool import num_cores
-from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
+
+if TYPE_CHECKING:
+    from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
+    from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
 __all__ = [
     "REPLICA_AXIS",
@@ -117,3 +122,17 @@ __all__ = [
     "stored_shards",
     "whole_shards",
 ]
+
+# What only TPUs need.
+_LATER = {
+    "DeviceAssignment": "_device_assignment",
+    "DeviceOrderMode": "_device_assignment",
+    "TPUSystemMetadata": "_tpu_topology",
+    "Topology": "_tpu_topology",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

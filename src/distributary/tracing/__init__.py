@@ -3,10 +3,12 @@
 The order of the passes is told in `docs/design/tracing.md`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened
-from distributary.tracing._one_device import OneDeviceProgram
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -24,9 +26,12 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
-from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
-from distributary.tracing._sharded import sharded_map
 from distributary.tracing._stages import Stages, cut, cut_around_mesh
+
+if TYPE_CHECKING:
+    from distributary.tracing._one_device import OneDeviceProgram
+    from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
+    from distributary.tracing._sharded import sharded_map
 
 __all__ = [
     "COLLECTIVES",
@@ -58,3 +63,19 @@ __all__ = [
     "trace",
     "user_stacklevel",
 ]
+
+# What few programs need.
+_LATER = {
+    "OneDeviceProgram": "_one_device",
+    "ServerPart": "_servers",
+    "ServerSplit": "_servers",
+    "push": "_servers",
+    "sharded_map": "_sharded",
+    "split_over_servers": "_servers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -56,7 +56,6 @@ from distributary.tracing._scope import (
     activate,
     location_of,
 )
-from distributary.tracing._sharded import sharded_map
 from distributary.tracing._stages import Stages, cut, uncut
 
 _MAX_TRACES = 10
@@ -458,6 +457,8 @@ class ReplicaProgram:
         out_specs = [split if out_split[i] else whole for i in outputs] + [whole] * stages.num_cut
         assert self._mesh is not None
         if any(shard_dim(handle.parts) is not None for handle in self.written):
+            from distributary.tracing._sharded import sharded_map
+
             parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
             parts += [whole] * len(args)
             new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]
