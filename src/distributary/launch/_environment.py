@@ -1,7 +1,6 @@
 """What a worker finds in its environment."""
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distributary.launch._options import LaunchOptions
+from distributary.topology import num_cores
 
 __all__ = [
     "RESTART_VARIABLE",
@@ -114,7 +114,7 @@ def worker_environ(
             for name, value in _ALLOCATOR.items():
                 result.setdefault(name, value)
         num_threads = _THREADS_PER_DEVICE * (options.devices_per_worker or 1)
-        if num_threads > _num_cores() and not any(v in environ for v in _THREAD_VARIABLES):
+        if num_threads > num_cores() and not any(v in environ for v in _THREAD_VARIABLES):
             result[_THREAD_VARIABLES[0]] = str(num_threads)
     return result
 
@@ -138,9 +138,3 @@ def replaced_settings(environ: Mapping[str, str], options: LaunchOptions) -> lis
                 f" JAX_NUM_CPU_DEVICES={devices}. Remove one of the two."
             )
     return sentences
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
