@@ -8,8 +8,9 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.errors import CancelledError, OutOfRangeError
+from distributary.errors import CancelledError, OutOfRangeError, UnsupportedError
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
@@ -163,3 +164,42 @@ def test_a_worker_has_values_of_its_own(cluster):
     found = coordinator.fetch(results)
     assert set(map(float, found)) <= {1.0, 10.0}
     np.testing.assert_array_equal(total, [sum(found)] * 2)
+
+
+def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def broken():
+        yield np.float32(1)
+        raise ValueError("the file is broken")
+
+    iterator = iter(coordinator.create_per_worker_dataset(broken))
+    values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(2)]
+    with pytest.raises(ValueError, match="the file is broken") as caught:
+        coordinator.join()
+    assert values[0].fetch() == 1
+    (note,) = caught.value.__notes__
+    assert "Raised at worker 0" in note
+    assert "in broken" in note
+
+
+def test_a_worker_that_cannot_be_reached_is_no_endless_wait(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def double(x):
+        return 2 * x
+
+    assert coordinator.schedule(double, args=(2.0,)).fetch() == 4
+    strategy._cluster.worker_links[0].kill()
+    value = coordinator.schedule(double, args=(3.0,))
+    with pytest.raises(ConnectionLostError):
+        coordinator.join()
+    with pytest.raises(ConnectionLostError):
+        value.fetch()
+
+
+def test_a_partitioner_is_refused():
+    with pytest.raises(UnsupportedError, match="variable_partitioner is 3"):
+        ParameterServerStrategy(local_cluster(1, 1), 3)

@@ -1,6 +1,5 @@
 """Gives closures to workers, and knows what has become of them."""
 
-import builtins
 import functools
 import itertools
 import threading
@@ -12,9 +11,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary import errors
 from distributary.coordinator._closures import Plan, current_trace, plan_of
-from distributary.coordinator._links import Link
+from distributary.coordinator._links import Link, exception_of
 from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
@@ -24,7 +22,7 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
-from distributary.strategies import is_dynamic, signature_of
+from distributary.strategies import is_dynamic, signature_of, struct_of
 from distributary.tracing import current_scope
 
 __all__ = ["ClusterCoordinator"]
@@ -69,7 +67,8 @@ class ClusterCoordinator:
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
         self._drivers = [
-            _Driver(self._queue, link, self._add_plan) for link in self._cluster.worker_links
+            _Driver(f"worker {i}", self._queue, link, self._add_plan)
+            for i, link in enumerate(self._cluster.worker_links)
         ]
 
     @property
@@ -193,7 +192,7 @@ class ClusterCoordinator:
             args, kwargs = jax.tree.unflatten(tree, parts)
             return fn(*args, **kwargs)
 
-        avals = [_aval(leaves[i]) for i in dynamic]
+        avals = [struct_of(leaves[i]) for i in dynamic]
         function = _Function(self._num_functions, call, avals)
         self._num_functions += 1
         self._add_plan(function, None)
@@ -293,11 +292,6 @@ class _Function:
     rebuild: Callable[..., Any] = field(default=list)
 
 
-def _aval(leaf: Any) -> Any:
-    array = np.asarray(leaf)
-    return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
-
-
 def _struct(shape: Any) -> Any:
     sizes, dtype = shape
     return jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype))
@@ -340,15 +334,14 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
 class _Driver:
     """The thread that gives closures to one worker."""
 
-    def __init__(self, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]) -> None:
+    def __init__(
+        self, name: str, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]
+    ) -> None:
+        self._name = name
         self._queue = queue
         self._link = link
         self._add_plan = add_plan
-        self._thread = threading.Thread(target=self._serve, name="distributary-driver", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
+        threading.Thread(target=self._serve, name="distributary-driver", daemon=True).start()
 
     def _serve(self) -> None:
         while closures := self._queue.take(_MAX_LEASED):
@@ -359,8 +352,6 @@ class _Driver:
         """Has the worker run some closures; returns those that are left."""
         function = closures[0].function
         leased = list(itertools.takewhile(lambda c: c.function is function, closures))
-        for closure in leased:
-            closure.num_attempts += 1
         message = Message(
             "run",
             {
@@ -371,35 +362,21 @@ class _Driver:
             },
             [arg for closure in leased for arg in closure.args],
         )
-        reply = self._link.call(message)
-        fields, results = reply.fields, reply.arrays
-        ended = leased[: fields["num_ended"]]
-        size = len(results) // max(1, len(ended))
-        for i, closure in enumerate(ended):
-            own = results[i * size : (i + 1) * size]
-            self._queue.succeed(closure, function.rebuild(own))
-        left = closures[len(ended) :]
-        if "error" in fields:
-            self._queue.fail(left[0], _error_of(*fields["error"]))
-            left = left[1:]
-            if left:
-                self._queue.put_back(left)
-            return []
-        if "shapes" in fields:
-            try:
+        left = list(closures)
+        try:
+            reply = self._link.call(message)
+            fields, results = reply.fields, reply.arrays
+            size = len(results) // max(1, fields["num_ended"])
+            for i in range(fields["num_ended"]):
+                value = function.rebuild(results[i * size : (i + 1) * size])
+                self._queue.succeed(left.pop(0), value)
+            if "error" in fields:
+                raise exception_of(fields["error"], self._name)
+            if "shapes" in fields:
                 self._add_plan(function, fields["shapes"])
-            except Exception as error:
-                self._queue.fail(left[0], error)
-                self._queue.put_back(left[1:])
-                return []
+        except Exception as error:
+            # Whoever waits for the closures gets it; nobody sees what a thread raises.
+            self._queue.fail(left[0], error)
+            self._queue.put_back(left[1:])
+            return []
         return left
-
-
-def _error_of(name: str, text: str, trace: str) -> BaseException:
-    """The error of a worker, with its traceback as a note."""
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        kind, text = RuntimeError, f"{name}: {text}"
-    error = kind(text)
-    error.add_note(f"On the worker:\n{trace}")
-    return error

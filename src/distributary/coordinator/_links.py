@@ -8,6 +8,7 @@ not want to wait behind a long one opens a second link.
 import itertools
 import threading
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol, final
@@ -26,6 +27,7 @@ __all__ = [
     "Service",
     "answer",
     "error_reply",
+    "exception_of",
     "wait",
 ]
 
@@ -190,7 +192,7 @@ class Calls:
         if future is None:  # the caller has given up
             return
         if message.kind == _ERROR_KIND:
-            future.set_exception(_exception(message, self.target))
+            future.set_exception(exception_of(message.fields, self.target))
         else:
             future.set_result(message)
 
@@ -238,8 +240,9 @@ def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Mess
     raise DeadlineError(f"{calls.target} has not replied within {timeout:g} s.")
 
 
-def _exception(reply: Message, target: str) -> Exception:
-    kind, text, trace = (reply.fields.get(name) for name in ("type", "text", "traceback"))
+def exception_of(fields: Mapping[str, JSON], target: str) -> Exception:
+    """The exception that `error_reply` has described in its fields, raised at `target`."""
+    kind, text, trace = (fields.get(name) for name in ("type", "text", "traceback"))
     cls = _EXCEPTIONS.get(str(kind), RuntimeError)
     error = cls(str(text))
     error.add_note(f"Raised at {target}:\n{trace}")

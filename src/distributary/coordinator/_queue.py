@@ -23,14 +23,12 @@ class Closure:
         function: What is called.
         args: Its arguments, flat.
         result: Receives what it returns.
-        num_attempts: How often it was given to a worker.
     """
 
     number: int
     function: Any
     args: list[Any]
     result: RemoteValue = field(default_factory=RemoteValue)
-    num_attempts: int = 0
 
 
 @final

@@ -10,7 +10,7 @@ import numpy as np
 from distributary.collectives import CrossDeviceOps, ReduceOp
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._cluster import Cluster
-from distributary.errors import InvalidTypeError
+from distributary.errors import InvalidTypeError, UnsupportedError
 from distributary.options import CommunicationOptions, RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import push
@@ -27,11 +27,12 @@ class ParameterServerStrategy(Strategy):
     Create a `ClusterCoordinator` of it, and schedule functions on the workers.
 
     Args:
-        cluster_resolver: `distributary.experimental.local_cluster(workers=2, ps=2)`.
-        variable_partitioner: Not there yet.
+        cluster_resolver: A cluster, such as `local_cluster(workers=2, ps=2)`.
+        variable_partitioner: Only None: variables cannot be divided yet.
 
     Raises:
         InvalidTypeError: for another cluster.
+        UnsupportedError: if `variable_partitioner` is given.
 
     Source: `tf.distribute.ParameterServerStrategy`.
     """
@@ -40,7 +41,12 @@ class ParameterServerStrategy(Strategy):
         if not isinstance(cluster_resolver, Cluster):
             raise InvalidTypeError(
                 f"ParameterServerStrategy: cluster_resolver is {cluster_resolver!r}, expected"
-                " distributary.experimental.local_cluster(workers=2, ps=2)."
+                " local_cluster(workers=2, ps=2)."
+            )
+        if variable_partitioner is not None:
+            raise UnsupportedError(
+                f"ParameterServerStrategy: variable_partitioner is {variable_partitioner!r}, but"
+                " variables cannot be divided between servers yet. Leave it out."
             )
         self._cluster = cluster_resolver
         self._coordinator: Any = None

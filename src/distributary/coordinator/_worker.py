@@ -1,7 +1,6 @@
 """A worker: brings data to the programs of closures, with variables pulled from the servers."""
 
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, final
 import jax
 import numpy as np
 
-from distributary.coordinator._links import Link
+from distributary.coordinator._links import Link, error_reply
 from distributary.coordinator._messages import Message
 from distributary.coordinator._programs import ProgramCache
 from distributary.errors import InvalidValueError, OutOfRangeError
@@ -161,7 +160,7 @@ class Worker:
                     break
                 outs = self._step(plan, closure, fields["finished"], data, args)
             except Exception as error:
-                reply["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+                reply["error"] = error_reply(error).fields
                 break
             results += outs
             num_ended += 1
