@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -84,6 +84,35 @@ def run_child(
     if child.returncode or not results:
         raise ChildFailedError(f"exit status {child.returncode} for {request}; see above")
     return json.loads(results[-1].removeprefix(_MARK))
+
+
+_NAMING = ("section", "workload", "replicas")  # what of a request says which one it is
+
+
+def run_children(
+    script: str | Path, requests: Iterable[tuple[Mapping[str, Json], int]], timeout_seconds: float
+) -> tuple[list[Json], bool]:
+    """Runs one child after the other; see `run_child`. Says on stderr which failed.
+
+    Args:
+        script: The program.
+        requests: What each is asked, and the number of its devices.
+        timeout_seconds: The time each has.
+
+    Returns:
+        What they hand back, and whether one failed.
+    """
+    rows: list[Json] = []
+    failed = False
+    for request, num_devices in requests:
+        what = [f"{name} {request[name]}" for name in _NAMING if name in request]
+        print(f"{', '.join(what)} ...", file=sys.stderr, flush=True)
+        try:
+            rows.append(run_child(script, request, num_devices, timeout_seconds))
+        except ChildFailedError as error:
+            print(f"FAILED: {error}", file=sys.stderr)
+            failed = True
+    return rows, failed
 
 
 def return_result(result: Json) -> None:

@@ -33,29 +33,24 @@ _MEBIBYTE = 2**20
 def main(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes; 1 if a measurement failed, else 0."""
     load_before = _report.load_average()
-    rows: list[dict[str, Json]] = []
-    failed = False
-    for workload in _workloads.select(arguments.only, WORKLOADS):
-        for num_replicas in arguments.replicas:
-            print(f"{workload.name}, {num_replicas} replicas ...", file=sys.stderr, flush=True)
-            request = {
+    requests = [
+        (
+            {
                 "workload": workload.name,
                 "replicas": num_replicas,
                 "rounds": arguments.rounds,
                 "block_seconds": 0.1 if arguments.quick else 0.4,
-            }
-            try:
-                row = _processes.run_child(
-                    __file__, request, num_replicas + 1, _CHILD_TIMEOUT_SECONDS
-                )
-            except _processes.ChildFailedError as error:
-                print(f"FAILED: {error}", file=sys.stderr)
-                failed = True
-                continue
-            if not row["loss_difference"] <= TOLERANCE:
-                print(f"FAILED: losses differ by {row['loss_difference']:.1e}", file=sys.stderr)
-                failed = True
-            rows.append(row)
+            },
+            num_replicas + 1,
+        )
+        for workload in _workloads.select(arguments.only, WORKLOADS)
+        for num_replicas in arguments.replicas
+    ]
+    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
+    for row in rows:
+        if not row["loss_difference"] <= TOLERANCE:
+            print(f"FAILED: losses differ by {row['loss_difference']:.1e}", file=sys.stderr)
+            failed = True
     print("\nMiB on one computing device; ratios are central / mirrored.\n")
     _report.print_table(
         [

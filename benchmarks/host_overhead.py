@@ -9,7 +9,6 @@ the time per call of a block of calls that ends with one wait, as in a training 
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -32,22 +31,19 @@ _CHILD_TIMEOUT_SECONDS = 300.0
 def main(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes; 1 if a measurement failed, else 0."""
     load_before = _report.load_average()
-    rows: list[dict[str, Json]] = []
-    failed = False
-    for num_replicas in arguments.replicas:
-        request = {
-            "replicas": num_replicas,
-            "rounds": arguments.rounds,
-            "calls": arguments.steps,
-            "peers": arguments.peers.split(","),
-        }
-        try:
-            rows.append(
-                _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
-            )
-        except _processes.ChildFailedError as error:
-            print(f"FAILED: {error}", file=sys.stderr)
-            failed = True
+    requests = [
+        (
+            {
+                "replicas": num_replicas,
+                "rounds": arguments.rounds,
+                "calls": arguments.steps,
+                "peers": arguments.peers.split(","),
+            },
+            num_replicas,
+        )
+        for num_replicas in arguments.replicas
+    ]
+    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
     print("Microseconds per call; host = until the call returns; medians of a round's calls.\n")
     _report.print_table(
         [

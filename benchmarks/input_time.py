@@ -250,10 +250,9 @@ def _measure(request: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes; 1 if a section failed, else 0."""
     load_before = _report.load_average()
-    rows, failed = [], False
-    for section in arguments.sections:
-        for num_replicas in arguments.replicas if section in ("devices", "overlap") else [1]:
-            request = {
+    requests = [
+        (
+            {
                 "section": section,
                 "replicas": num_replicas,
                 "rounds": arguments.rounds,
@@ -261,14 +260,13 @@ def main(arguments: argparse.Namespace) -> int:
                 "megabytes": 100 if arguments.quick else 1000,
                 "folder": str(arguments.folder) if arguments.folder else None,
                 "tensorflow": arguments.tensorflow_python,
-            }
-            try:
-                rows.append(
-                    _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
-                )
-            except _processes.ChildFailedError as error:
-                print(f"FAILED: {error}", file=sys.stderr)
-                failed = True
+            },
+            num_replicas,
+        )
+        for section in arguments.sections
+        for num_replicas in (arguments.replicas if section in ("devices", "overlap") else [1])
+    ]
+    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
     print("Ratios of speeds (at least) or of times (at most); median over rounds.\n")
     _report.print_table(
         ["section", "R", "ratio", "median", "quartiles", "bar", ""],

@@ -12,7 +12,6 @@ Two models in one process take turns in Keras' `fit`, one under a `MirroredStrat
 """
 
 import argparse
-import sys
 from typing import Any, TypeAlias
 
 import _command_line
@@ -34,24 +33,20 @@ _KIBIBYTE = 2**10
 def main(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes; 1 if a measurement failed, else 0."""
     load_before = _report.load_average()
-    rows: list[dict[str, Json]] = []
-    failed = False
-    for workload in _workloads.select(arguments.only, _WORKLOADS):
-        for num_replicas in arguments.replicas:
-            print(f"{workload.name}, {num_replicas} replicas ...", file=sys.stderr, flush=True)
-            request = {
+    requests = [
+        (
+            {
                 "workload": workload.name,
                 "replicas": num_replicas,
                 "rounds": arguments.rounds,
                 "block_seconds": 0.3 if arguments.quick else 2.0,
-            }
-            try:
-                rows.append(
-                    _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
-                )
-            except _processes.ChildFailedError as error:
-                print(f"FAILED: {error}", file=sys.stderr)
-                failed = True
+            },
+            num_replicas,
+        )
+        for workload in _workloads.select(arguments.only, _WORKLOADS)
+        for num_replicas in arguments.replicas
+    ]
+    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
     print("\nKiB per device, mirrored and sharded; times: sharded over mirrored.\n")
     header = ["workload", "R", "state", "", "x R", "bar", "", "program", "", "step", "loss"]
     _report.print_table(header, [_table_row(row) for row in rows])
