@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import random
 import signal
 import socket
@@ -273,6 +274,7 @@ def test_frozen_killed_and_restarted_processes(start_peer):
         link.call(Message("echo"), _SECONDS)
 
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # all its threads
         unlimited = link.start(Message("echo"))
         with pytest.raises(DeadlineError, match=rf"ps at {address} has not replied within 0\.5 s"):
             link.call(Message("echo"), 0.5)

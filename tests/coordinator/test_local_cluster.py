@@ -9,6 +9,7 @@ import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._messages import Limits
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import CancelledError, OutOfRangeError, UnsupportedError
 
@@ -17,9 +18,11 @@ X = RNG.normal(size=(32, 3)).astype(np.float32)
 Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
 
 
-@pytest.fixture
-def cluster():
-    return lambda workers, ps: ParameterServerStrategy(local_cluster(workers, ps))
+@pytest.fixture(params=[None, Limits()], ids=["objects", "frames"])
+def cluster(request):
+    return lambda workers, ps: ParameterServerStrategy(
+        local_cluster(workers, ps, limits=request.param)
+    )
 
 
 def _linear(strategy):

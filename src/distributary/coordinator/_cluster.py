@@ -8,8 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from distributary.coordinator._in_process import InProcessLink
-from distributary.coordinator._links import Link
-from distributary.coordinator._messages import Message
+from distributary.coordinator._links import Link, Service
+from distributary.coordinator._messages import Limits, Message
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import InvalidValueError
@@ -85,12 +85,16 @@ class Cluster:
 
 @final
 class _LocalCluster(Cluster):
-    def __init__(self, num_workers: int, num_servers: int) -> None:
+    def __init__(self, num_workers: int, num_servers: int, limits: Limits | None) -> None:
+        def link(service: Service, name: str) -> Link:
+            return InProcessLink(service, name=name, limits=limits)
+
         sources: dict[str, Callable[[], Any]] = {}
         self.servers = [ParameterServer(number) for number in range(num_servers)]
-        server_links: list[Link] = [InProcessLink(server) for server in self.servers]
+        server_links = [link(server, f"ps {server.number}") for server in self.servers]
         self._workers = [Worker(number, server_links, sources) for number in range(num_workers)]
-        super().__init__([InProcessLink(worker) for worker in self._workers], server_links, sources)
+        worker_links = [link(worker, f"worker {worker.number}") for worker in self._workers]
+        super().__init__(worker_links, server_links, sources)
 
     def close(self) -> None:
         super().close()
@@ -101,12 +105,14 @@ class _LocalCluster(Cluster):
         return f"local_cluster(workers={len(self.worker_links)}, ps={len(self.server_links)})"
 
 
-def local_cluster(workers: int = 2, ps: int = 1) -> Cluster:
+def local_cluster(workers: int = 2, ps: int = 1, *, limits: Limits | None = None) -> Cluster:
     """Workers and parameter servers in this process, for `ParameterServerStrategy`.
 
     Args:
         workers: Number of workers, each a thread.
         ps: Number of servers.
+        limits: If given, what the tasks send each other is encoded, checked and decoded as between
+            processes.
 
     Raises:
         InvalidValueError: if a number is not positive.
@@ -114,4 +120,4 @@ def local_cluster(workers: int = 2, ps: int = 1) -> Cluster:
     for name, number in (("workers", workers), ("ps", ps)):
         if number < 1:
             raise InvalidValueError(f"local_cluster: {name} is {number}, expected at least 1.")
-    return _LocalCluster(workers, ps)
+    return _LocalCluster(workers, ps, limits)

@@ -14,6 +14,7 @@ import numpy as np
 from distributary.coordinator._closures import Plan, current_trace, plan_of
 from distributary.coordinator._links import Link, exception_of
 from distributary.coordinator._messages import Message
+from distributary.coordinator._nests import tree_of
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import (
@@ -169,7 +170,8 @@ class ClusterCoordinator:
         reply = self._cluster.worker_links[0].call(
             Message("peek", {"kind": kind, "number": number})
         )
-        return [_struct(shape) for shape in reply.fields["shapes"]], reply.fields["tree"]
+        shapes, nest = reply.fields["shapes"], reply.fields["nest"]
+        return [_struct(shape) for shape in shapes], tree_of(nest)
 
     # Functions
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from distributary.coordinator._links import Link, error_reply
 from distributary.coordinator._messages import Message
+from distributary.coordinator._nests import nest_of
 from distributary.coordinator._programs import ProgramCache
 from distributary.errors import InvalidValueError, OutOfRangeError
 
@@ -53,7 +54,7 @@ class Worker:
 
         source   kind, number, name   "next": an iterator over the dataset called `name`;
                                       "value": what the function called `name` returns
-        peek     kind, number         -> shapes of what comes next
+        peek     kind, number         -> shapes and nest of what comes next
         function function, sources    what a function takes of this worker's data
         plan     function, shapes, program, inputs, num_results, pulls, servers;
                  arrays: constants; blobs: programs of the worker and of the servers
@@ -115,7 +116,7 @@ class Worker:
             element = self._values[number]
         else:
             element = self._iterators[number].peek()
-        fields = {"shapes": _shapes_of(_leaves(element)), "tree": jax.tree.structure(element)}
+        fields = {"shapes": _shapes_of(_leaves(element)), "nest": nest_of(element)}
         return Message("ok", fields)
 
     def _function(self, message: Message) -> Message:
@@ -135,7 +136,7 @@ class Worker:
             [(kind, number) for kind, number in fields["inputs"]],
             [jax.numpy.asarray(array) for array in message.arrays],
             fields["num_results"],
-            dict(fields["pulls"]),
+            dict(map(tuple, fields["pulls"])),
             servers,
         )
         return Message("ok")

@@ -1,0 +1,57 @@
+"""The structure of batches as JSON: what workers tell about their data."""
+
+from typing import Any
+
+import jax
+
+from distributary.coordinator._messages import JSON, WireError
+from distributary.errors import InvalidTypeError
+
+__all__ = ["nest_of", "tree_of"]
+
+
+def nest_of(value: Any) -> JSON:
+    """The structure of a nest of tuples, lists and dicts with names as keys.
+
+    Raises:
+        InvalidTypeError: if it has other containers.
+    """
+    if value is None:
+        return None
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return ["dict", [[key, nest_of(one)] for key, one in value.items()]]
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [nest_of(one) for one in value]]
+    if jax.tree.structure(value) == _LEAF:
+        return "leaf"
+    raise InvalidTypeError(
+        f"The batches of a per-worker dataset have a {type(value).__name__}. Expected arrays in"
+        " tuples, lists and dicts with str keys: what a worker tells the coordinator of its data"
+        " names no other classes."
+    )
+
+
+def tree_of(nest: JSON) -> Any:
+    """The `PyTreeDef` of what `nest_of` has described.
+
+    Raises:
+        WireError: if it describes nothing.
+    """
+    try:
+        return jax.tree.structure(_value_of(nest), is_leaf=lambda value: value is _LEAF)
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        raise WireError(f"A worker describes its data as {nest!r}"[:500]) from error
+
+
+def _value_of(nest: Any) -> Any:
+    if nest is None:
+        return None
+    if nest == "leaf":
+        return _LEAF
+    kind, items = nest
+    if kind == "dict":
+        return {key: _value_of(one) for key, one in items}
+    return {"tuple": tuple, "list": list}[kind](map(_value_of, items))
+
+
+_LEAF = jax.tree.structure(0)
