@@ -22,7 +22,7 @@ def nest_of(value: Any) -> JSON:
         return ["dict", [[key, nest_of(one)] for key, one in value.items()]]
     if type(value) in (tuple, list):
         return [type(value).__name__, [nest_of(one) for one in value]]
-    if jax.tree.structure(value) == _LEAF:
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         return "leaf"
     raise InvalidTypeError(
         f"The batches of a per-worker dataset have a {type(value).__name__}. Expected arrays in"
@@ -54,4 +54,4 @@ def _value_of(nest: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](map(_value_of, items))
 
 
-_LEAF = jax.tree.structure(0)
+_LEAF = object()
