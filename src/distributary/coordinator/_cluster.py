@@ -9,7 +9,8 @@ import numpy as np
 
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import Link, Service
-from distributary.coordinator._messages import Limits, Message
+from distributary.coordinator._messages import JSON, Limits, Message
+from distributary.coordinator._sources import LocalMakers
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import InvalidValueError
@@ -24,27 +25,20 @@ class Cluster:
     Args:
         worker_links: To the workers.
         server_links: To the servers, by their number.
-        sources: Functions that make data, by a name that the workers know, too.
+        describe: Describes functions that make data so that workers find them.
     """
 
     def __init__(
         self,
         worker_links: list[Link],
         server_links: list[Link],
-        sources: dict[str, Callable[[], Any]],
+        describe: Callable[[Any], JSON],
     ) -> None:
         self.worker_links = worker_links
         self.server_links = server_links
-        self._sources = sources
+        self.describe = describe
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-
-    def add_source(self, make: Callable[[], Any]) -> str:
-        """Makes a function that returns data known to the workers; returns its name."""
-        with self._lock:
-            name = f"source {len(self._sources)}"
-            self._sources[name] = make
-        return name
 
     def create(self, value: np.ndarray) -> tuple[int, int]:
         """A new variable, on the next server; returns the numbers of the server and of itself."""
@@ -89,12 +83,12 @@ class _LocalCluster(Cluster):
         def link(service: Service, name: str) -> Link:
             return InProcessLink(service, name=name, limits=limits)
 
-        sources: dict[str, Callable[[], Any]] = {}
+        makers = LocalMakers()
         self.servers = [ParameterServer(number) for number in range(num_servers)]
         server_links = [link(server, f"ps {server.number}") for server in self.servers]
-        self._workers = [Worker(number, server_links, sources) for number in range(num_workers)]
+        self._workers = [Worker(number, server_links, makers.find) for number in range(num_workers)]
         worker_links = [link(worker, f"worker {worker.number}") for worker in self._workers]
-        super().__init__(worker_links, server_links, sources)
+        super().__init__(worker_links, server_links, makers.describe)
 
     def close(self) -> None:
         super().close()

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +12,21 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from distributary.coordinator._closures import Plan, current_trace, plan_of
+from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._links import Link, exception_of
 from distributary.coordinator._messages import Message
-from distributary.coordinator._nests import tree_of
+from distributary.coordinator._nests import leaves_of, nest_of, structs_of, tree_of
+from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
 from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._sources import UnknownMakerError
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.strategies import is_dynamic, signature_of, struct_of
-from distributary.tracing import current_scope
 
 __all__ = ["ClusterCoordinator"]
 
 _MAX_LEASED = 16
+_MAX_FED_BYTES = 1 << 24  # of the closures of a lease, all but one
 
 
 @final
@@ -64,11 +62,13 @@ class ClusterCoordinator:
             weakref.WeakKeyDictionary()
         )
         self._num_functions = 0
-        self._num_sources = 0
+        self._source_numbers = itertools.count()
+        self._feeds: dict[int, Feed] = {}
+        self._has_warned_of_feeding = False
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
         self._drivers = [
-            _Driver(f"worker {i}", self._queue, link, self._add_plan)
+            _Driver(i, self._queue, link, self._add_plan)
             for i, link in enumerate(self._cluster.worker_links)
         ]
 
@@ -145,8 +145,7 @@ class ClusterCoordinator:
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
-        make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
-        return PerWorkerDataset(self, self._cluster.add_source(make))
+        return PerWorkerDataset(lambda: self._new_dataset(dataset_fn))
 
     def create_per_worker_value(self, value_fn: Callable[[], Any]) -> PerWorkerValues:
         """A value that every worker computes for itself, an argument of scheduled functions.
@@ -154,24 +153,53 @@ class ClusterCoordinator:
         Args:
             value_fn: Function without arguments that returns a nest of arrays.
         """
-        source = self._new_source("value", self._cluster.add_source(value_fn))
-        return PerWorkerValues(source.take)
+        number = self._new_source("value", value_fn)
+        if number is None:
+            number = next(self._source_numbers)
+            for link in self._cluster.worker_links:
+                value = value_fn()
+                fields = {"kind": "value", "number": number, "nest": nest_of(value)}
+                link.call(Message("source", fields, leaves_of(value)))
+        return PerWorkerValues(
+            RemoteSource("value", number, functools.partial(self._peek, "value", number)).take
+        )
 
-    def _new_source(self, kind: str, name: str) -> "RemoteSource":
-        source = RemoteSource(kind, self._num_sources, functools.partial(self._peek, kind))
-        self._num_sources += 1
-        fields = {"kind": kind, "number": source.number, "name": name}
-        for link in self._cluster.worker_links:
-            link.call(Message("source", fields))
-        return source
+    def _new_dataset(self, dataset_fn: Any) -> RemoteSource:
+        number = self._new_source("next", dataset_fn)
+        if number is not None:
+            return RemoteSource("next", number, functools.partial(self._peek, "next", number))
+        number, feed = next(self._source_numbers), Feed(dataset_fn)
+        self._feeds[number] = feed
+        return RemoteSource("fed", number, feed.peek)
+
+    def _new_source(self, kind: str, maker: Any) -> int | None:
+        """Has the workers call a function; its number, or None if they do not have it."""
+        number = next(self._source_numbers)
+        try:
+            fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
+            for link in self._cluster.worker_links:
+                reply = link.call(Message("source", fields))
+                if reply.kind == "unknown maker":
+                    raise UnknownMakerError(reply.fields["why"])
+        except UnknownMakerError as error:
+            if not self._has_warned_of_feeding:
+                self._has_warned_of_feeding = True
+                warnings.warn(
+                    f"The coordinator makes the data of {maker!r} and sends it to the workers,"
+                    f" because {error}. Workers make it themselves, and faster, if you pass a"
+                    " function without arguments at the top level of the script or of a module"
+                    " beside it.",
+                    DistributaryWarning,
+                    stacklevel=4,
+                )
+            return None
+        return number
 
     def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
-        """Shapes and dtypes of what a source brings next, and its structure."""
-        reply = self._cluster.worker_links[0].call(
-            Message("peek", {"kind": kind, "number": number})
-        )
-        shapes, nest = reply.fields["shapes"], reply.fields["nest"]
-        return [_struct(shape) for shape in shapes], tree_of(nest)
+        """Shapes and dtypes of what a worker brings next, and its structure."""
+        message = Message("peek", {"kind": kind, "number": number})
+        fields = self._cluster.worker_links[0].call(message).fields
+        return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions
 
@@ -202,76 +230,15 @@ class ClusterCoordinator:
 
     def _add_plan(self, function: "_Function", shapes: list[Any] | None) -> None:
         """Traces a function, for data of other shapes than at first, and tells the workers."""
-        data = None if shapes is None else [_struct(s) for s in shapes[: function.num_data]]
+        data = None if shapes is None else structs_of(shapes[: function.num_data])
         with self._tracing, self._strategy.scope():
             plan = plan_of(function.call, function.avals, data, self._cluster.place_of)
             function.num_data = sum(len(source.handles) for source in plan.sources)
+            function.feeds = [self._feeds[s.number] for s in plan.sources if s.kind == "fed"]
             function.rebuild = plan.rebuild
         for link in self._cluster.worker_links:
             for message in _messages_of(function, plan):
                 link.call(message)
-
-
-@final
-class PerWorkerDataset:
-    """A dataset of which every worker makes its own; `iter` gives what closures take.
-
-    Source: `tf.distribute.coordinator.PerWorkerValues` of `create_per_worker_dataset`.
-    """
-
-    def __init__(self, coordinator: ClusterCoordinator, name: str) -> None:
-        self._coordinator = coordinator
-        self._name = name
-
-    def __iter__(self) -> "PerWorkerIterator":
-        if current_scope() is not None:
-            raise ContextError(
-                "A per-worker dataset is iterated inside a function that is traced. Call iter()"
-                " outside, and pass the iterator to schedule."
-            )
-        return PerWorkerIterator(self._coordinator._new_source("next", self._name))
-
-
-@final
-class PerWorkerIterator:
-    """Iterators of the workers over their datasets; an argument of scheduled functions."""
-
-    def __init__(self, source: "RemoteSource") -> None:
-        self._source = source
-
-    def __iter__(self) -> "PerWorkerIterator":
-        return self
-
-    def __next__(self) -> Any:
-        return self._source.take()
-
-    def get_next(self) -> Any:
-        """The next batch of the worker, inside a scheduled function."""
-        return self._source.take()
-
-
-@final
-class RemoteSource:
-    """Data that every worker has of its own."""
-
-    def __init__(self, kind: str, number: int, peek: Callable[[int], Any]) -> None:
-        self.kind = kind
-        self.number = number
-        self._peek = peek
-        self._seen: tuple[list[Any], Any] | None = None
-
-    def take(self) -> Any:
-        """The data in a function that is traced."""
-        trace = current_trace()
-        if trace is None:
-            raise UnsupportedError(
-                "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
-                " a function, and schedule it with the iterator as an argument."
-            )
-        if self._seen is None:
-            self._seen = self._peek(self.number)
-        specs, tree = self._seen
-        return jax.tree.unflatten(tree, trace.take(self.kind, self.number, specs))
 
 
 @final
@@ -283,7 +250,8 @@ class _Function:
         number: Its name on the workers.
         call: From arrays to what it returns.
         avals: Shapes and dtypes of the arrays.
-        num_data: Number of leaves of data that workers bring to it.
+        num_data: Number of leaves of data that workers bring to it, or are sent with it.
+        feeds: What they are sent.
         rebuild: From the arrays that workers return to the result.
     """
 
@@ -291,12 +259,8 @@ class _Function:
     call: Callable[..., Any]
     avals: list[Any]
     num_data: int = 0
+    feeds: list[Feed] = field(default_factory=list)
     rebuild: Callable[..., Any] = field(default=list)
-
-
-def _struct(shape: Any) -> Any:
-    sizes, dtype = shape
-    return jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype))
 
 
 def _messages_of(function: _Function, plan: Plan) -> list[Message]:
@@ -310,7 +274,10 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
     return [
         Message(
             "function",
-            {"function": function.number, "sources": [(s.kind, s.number) for s in plan.sources]},
+            {
+                "function": function.number,
+                "sources": [(s.kind, s.number, len(s.handles)) for s in plan.sources],
+            },
         ),
         Message(
             "plan",
@@ -337,9 +304,9 @@ class _Driver:
     """The thread that gives closures to one worker."""
 
     def __init__(
-        self, name: str, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]
+        self, worker: int, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]
     ) -> None:
-        self._name = name
+        self._worker = worker
         self._queue = queue
         self._link = link
         self._add_plan = add_plan
@@ -353,19 +320,19 @@ class _Driver:
     def _run(self, closures: list[Closure]) -> list[Closure]:
         """Has the worker run some closures; returns those that are left."""
         function = closures[0].function
-        leased = list(itertools.takewhile(lambda c: c.function is function, closures))
-        message = Message(
-            "run",
-            {
-                "function": function.number,
-                "closures": [closure.number for closure in leased],
-                "num_args": len(function.avals),
-                "finished": self._queue.num_finished(),
-            },
-            [arg for closure in leased for arg in closure.args],
-        )
         left = list(closures)
         try:
+            leased, arrays = self._lease(closures)
+            message = Message(
+                "run",
+                {
+                    "function": function.number,
+                    "closures": [closure.number for closure in leased],
+                    "num_args": len(function.avals),
+                    "finished": self._queue.num_finished(),
+                },
+                arrays,
+            )
             reply = self._link.call(message)
             fields, results = reply.fields, reply.arrays
             size = len(results) // max(1, fields["num_ended"])
@@ -373,7 +340,7 @@ class _Driver:
                 value = function.rebuild(results[i * size : (i + 1) * size])
                 self._queue.succeed(left.pop(0), value)
             if "error" in fields:
-                raise exception_of(fields["error"], self._name)
+                raise exception_of(fields["error"], f"worker {self._worker}")
             if "shapes" in fields:
                 self._add_plan(function, fields["shapes"])
         except Exception as error:
@@ -382,3 +349,29 @@ class _Driver:
             self._queue.put_back(left[1:])
             return []
         return left
+
+    def _lease(self, closures: list[Closure]) -> tuple[list[Closure], list[Any]]:
+        """The first closures, all of one function, and for each arguments and what it is fed."""
+        function = closures[0].function
+        leased: list[Closure] = []
+        arrays: list[Any] = []
+        num_bytes = 0
+        for closure in itertools.takewhile(lambda c: c.function is function, closures):
+            if closure.fed is None:
+                closure.fed = self._feed(function)
+            if isinstance(closure.fed, Exception):
+                if not leased:
+                    raise closure.fed
+                break  # the next time it is the first
+            leased.append(closure)
+            arrays += [*closure.args, *closure.fed]
+            num_bytes += sum(array.nbytes for array in closure.fed)
+            if num_bytes > _MAX_FED_BYTES:
+                break
+        return leased, arrays
+
+    def _feed(self, function: _Function) -> list[Any] | Exception:
+        try:
+            return [array for feed in function.feeds for array in feed.next(self._worker)]
+        except Exception as error:
+            return error

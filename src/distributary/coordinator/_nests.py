@@ -1,13 +1,30 @@
-"""The structure of batches as JSON: what workers tell about their data."""
+"""Batches as arrays, and their structure as JSON: what workers tell about their data."""
 
 from typing import Any
 
 import jax
+import numpy as np
 
 from distributary.coordinator._messages import JSON, WireError
 from distributary.errors import InvalidTypeError
 
-__all__ = ["nest_of", "tree_of"]
+__all__ = ["leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
+
+
+def leaves_of(value: Any) -> list[np.ndarray]:
+    """The leaves of a nest, with the dtypes that JAX has for them."""
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
+    return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for a in arrays]
+
+
+def shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:
+    """Shape and name of the dtype of each array."""
+    return [(list(array.shape), str(array.dtype)) for array in arrays]
+
+
+def structs_of(shapes: JSON) -> list[jax.ShapeDtypeStruct]:
+    """What `shapes_of` has described."""
+    return [jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype)) for sizes, dtype in shapes]
 
 
 def nest_of(value: Any) -> JSON:

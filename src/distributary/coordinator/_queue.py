@@ -22,12 +22,14 @@ class Closure:
         number: Counts the closures of a coordinator; servers apply what each pushes once.
         function: What is called.
         args: Its arguments, flat.
+        fed: Arrays that the coordinator has taken from its datasets for it; or why it could not.
         result: Receives what it returns.
     """
 
     number: int
     function: Any
     args: list[Any]
+    fed: list[Any] | Exception | None = None
     result: RemoteValue = field(default_factory=RemoteValue)
 
 

@@ -1,7 +1,8 @@
 """A worker: brings data to the programs of closures, with variables pulled from the servers."""
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -10,10 +11,12 @@ import jax
 import numpy as np
 
 from distributary.coordinator._links import Link, error_reply
-from distributary.coordinator._messages import Message
-from distributary.coordinator._nests import nest_of
+from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
+from distributary.coordinator._per_worker import Peekable
 from distributary.coordinator._programs import ProgramCache
-from distributary.errors import InvalidValueError, OutOfRangeError
+from distributary.coordinator._sources import UnknownMakerError
+from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
 
@@ -52,34 +55,39 @@ class Worker:
 
     Messages, with the numbers that the coordinator has given:
 
-        source   kind, number, name   "next": an iterator over the dataset called `name`;
-                                      "value": what the function called `name` returns
+        source   kind, number, maker  "next": an iterator over the dataset that the function makes
+                                      which `maker` describes; "value": what it returns
+                                      -> "unknown maker" with why, if there is none
+                 kind "value", number, nest; arrays: the value
         peek     kind, number         -> shapes and nest of what comes next
-        function function, sources    what a function takes of this worker's data
+        function function, sources    what a function takes of this worker's data: kinds, numbers
+                                      and numbers of leaves
         plan     function, shapes, program, inputs, num_results, pulls, servers;
                  arrays: constants; blobs: programs of the worker and of the servers
-        run      function, closures, num_args, finished; arrays: arguments of all closures
+        run      function, closures, num_args, finished; arrays: for every closure its
+                 arguments and its batches of the kind "fed"
                                       -> num_ended; arrays: results; and if not all
                                       have ended: error, or the shapes that a plan is needed for
 
     Args:
         number: Of the task.
         links: To the servers, by their number.
-        sources: By name, functions that make datasets and values.
+        find: Returns the function that a `maker` describes.
     """
 
     def __init__(
-        self, number: int, links: list[Link], sources: dict[str, Callable[[], Any]]
+        self, number: int, links: list[Link], find: Callable[[JSON], Callable[[], Any]]
     ) -> None:
         self.number = number
         self._links = links
-        self._makers = sources
+        self._find = find
         self._programs = ProgramCache()
         self._server_programs: dict[str, bytes] = {}
-        self._functions: dict[int, list[tuple[str, int]]] = {}
+        self._functions: dict[int, list[tuple[str, int, int]]] = {}
         self._plans: dict[tuple[int, Shapes], _Plan] = {}
-        self._iterators: dict[int, _Peekable] = {}
-        self._values: dict[int, Any] = {}
+        self._iterators: dict[int, Peekable] = {}
+        # Leaves and structure.
+        self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
         # Data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
@@ -103,25 +111,32 @@ class Worker:
 
     def _source(self, message: Message) -> Message:
         fields = message.fields
-        made = self._makers[fields["name"]]()
+        number = fields["number"]
+        if "maker" not in fields:
+            self._values[number] = message.arrays, fields["nest"]
+            return Message("ok")
+        try:
+            made = self._find(fields["maker"])()
+        except UnknownMakerError as error:
+            return Message("unknown maker", {"why": str(error)})
         if fields["kind"] == "next":
-            self._iterators[fields["number"]] = _Peekable(iter(made))
+            self._iterators[number] = Peekable(iter(made))
         else:
-            self._values[fields["number"]] = made
+            self._values[number] = leaves_of(made), nest_of(made)
         return Message("ok")
 
     def _peek(self, message: Message) -> Message:
         number = message.fields["number"]
         if message.fields["kind"] == "value":
-            element = self._values[number]
+            leaves, nest = self._values[number]
         else:
             element = self._iterators[number].peek()
-        fields = {"shapes": _shapes_of(_leaves(element)), "nest": nest_of(element)}
-        return Message("ok", fields)
+            leaves, nest = leaves_of(element), nest_of(element)
+        return Message("ok", {"shapes": shapes_of(leaves), "nest": nest})
 
     def _function(self, message: Message) -> Message:
         fields = message.fields
-        self._functions[fields["function"]] = [(k, n) for k, n in fields["sources"]]
+        self._functions[fields["function"]] = [(k, i, n) for k, i, n in fields["sources"]]
         return Message("ok")
 
     def _plan(self, message: Message) -> Message:
@@ -144,16 +159,18 @@ class Worker:
     def _run(self, message: Message) -> Message:
         fields = message.fields
         closures, num_args = fields["closures"], fields["num_args"]
+        size = len(message.arrays) // len(closures)
         results: list[Any] = []
         num_ended = 0
         reply: dict[str, Any] = {}
         for i, closure in enumerate(closures):
-            args = message.arrays[i * num_args : (i + 1) * num_args]
+            arrays = message.arrays[i * size : (i + 1) * size]
+            args, fed = arrays[:num_args], arrays[num_args:]
             try:
                 data = self._waiting.pop(closure, None)
                 if data is None:
-                    data = self._data(fields["function"])
-                shapes = _as_shapes(_shapes_of([*data, *args]))
+                    data = self._data(fields["function"], fed)
+                shapes = _as_shapes(shapes_of([*data, *args]))
                 plan = self._plans.get((fields["function"], shapes))
                 if plan is None:
                     self._waiting[closure] = data
@@ -167,12 +184,17 @@ class Worker:
             num_ended += 1
         return Message("ok", {"num_ended": num_ended, **reply}, results)
 
-    def _data(self, function: int) -> list[np.ndarray]:
-        """What this worker brings to one closure."""
+    def _data(self, function: int, fed: list[np.ndarray]) -> list[np.ndarray]:
+        """What one closure gets besides its arguments."""
         leaves: list[np.ndarray] = []
-        for kind, number in self._functions[function]:
-            element = self._iterators[number].next() if kind == "next" else self._values[number]
-            leaves += _leaves(element)
+        left = iter(fed)
+        for kind, number, num_leaves in self._functions[function]:
+            if kind == "fed":
+                leaves += itertools.islice(left, num_leaves)
+            elif kind == "next":
+                leaves += leaves_of(self._iterators[number].next())
+            else:
+                leaves += self._values[number][0]
         return leaves
 
     def _step(
@@ -231,37 +253,6 @@ class Worker:
         "run": _run,
         "source": _source,
     }
-
-
-@final
-class _Peekable:
-    """An iterator whose next batch can be looked at."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._ahead: list[Any] = []
-
-    def peek(self) -> Any:
-        if not self._ahead:
-            self._ahead.append(self.next())
-        return self._ahead[0]
-
-    def next(self) -> Any:
-        if self._ahead:
-            return self._ahead.pop()
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            raise OutOfRangeError("The dataset of a worker has ended.") from None
-
-
-def _leaves(value: Any) -> list[np.ndarray]:
-    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
-    return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for a in arrays]
-
-
-def _shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:
-    return [(list(array.shape), str(array.dtype)) for array in arrays]
 
 
 def _as_shapes(shapes: Any) -> Shapes:

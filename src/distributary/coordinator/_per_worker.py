@@ -1,0 +1,148 @@
+"""Data that every worker has of its own."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from distributary.coordinator._closures import current_trace
+from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
+from distributary.coordinator._sources import as_maker
+from distributary.errors import ContextError, OutOfRangeError, UnsupportedError
+from distributary.tracing import current_scope
+
+__all__ = ["Feed", "Peekable", "PerWorkerDataset", "PerWorkerIterator", "RemoteSource"]
+
+
+@final
+class PerWorkerDataset:
+    """A dataset of which every worker makes its own; `iter` gives what closures take.
+
+    Source: `tf.distribute.coordinator.PerWorkerValues` of `create_per_worker_dataset`.
+    """
+
+    def __init__(self, new_source: Callable[[], "RemoteSource"]) -> None:
+        self._new_source = new_source
+
+    def __iter__(self) -> "PerWorkerIterator":
+        if current_scope() is not None:
+            raise ContextError(
+                "A per-worker dataset is iterated inside a function that is traced. Call iter()"
+                " outside, and pass the iterator to schedule."
+            )
+        return PerWorkerIterator(self._new_source())
+
+
+@final
+class PerWorkerIterator:
+    """Iterators of the workers over their datasets; an argument of scheduled functions."""
+
+    def __init__(self, source: "RemoteSource") -> None:
+        self._source = source
+
+    def __iter__(self) -> "PerWorkerIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return self._source.take()
+
+    def get_next(self) -> Any:
+        """The next batch of the worker, inside a scheduled function."""
+        return self._source.take()
+
+
+@final
+class RemoteSource:
+    """Data that every worker has of its own.
+
+    Args:
+        kind: `"next"` for batches of datasets that workers make, `"fed"` for those that they are
+            sent, `"value"`.
+        number: By which the workers know it.
+        peek: Returns shapes and dtypes of what comes next, and its structure.
+    """
+
+    def __init__(self, kind: str, number: int, peek: Callable[[], tuple[list[Any], Any]]) -> None:
+        self._kind = kind
+        self._number = number
+        self._peek = peek
+        self._seen: tuple[list[Any], Any] | None = None
+
+    def take(self) -> Any:
+        """The data in a function that is traced."""
+        trace = current_trace()
+        if trace is None:
+            raise UnsupportedError(
+                "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
+                " a function, and schedule it with the iterator as an argument."
+            )
+        if self._seen is None:
+            self._seen = self._peek()
+        specs, tree = self._seen
+        return jax.tree.unflatten(tree, trace.take(self._kind, self._number, specs))
+
+
+@final
+class Feed:
+    """Batches that the coordinator makes for the workers, with an iterator for each of them.
+
+    Args:
+        dataset: Function that returns an iterable of batches, or such an iterable.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._make = as_maker(dataset)
+        self._iterators: dict[int, Peekable] = {}
+        self._lock = threading.Lock()
+
+    def next(self, worker: int) -> list[np.ndarray]:
+        """The leaves of the next batch for a worker.
+
+        Raises:
+            OutOfRangeError: after the last one.
+        """
+        return leaves_of(self._iterator(worker).next())
+
+    def peek(self) -> tuple[list[Any], Any]:
+        """Shapes and dtypes of the first worker's next batch, and its structure."""
+        element = self._iterator(0).peek()
+        return structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
+
+    def _iterator(self, worker: int) -> "Peekable":
+        with self._lock:
+            if worker not in self._iterators:
+                self._iterators[worker] = Peekable(iter(self._make()))
+            return self._iterators[worker]
+
+
+@final
+class Peekable:
+    """An iterator whose next batch can be looked at."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._ahead: list[Any] = []
+        self._lock = threading.RLock()
+
+    def peek(self) -> Any:
+        """What comes next."""
+        with self._lock:
+            if not self._ahead:
+                self._ahead.append(self.next())
+            return self._ahead[0]
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            OutOfRangeError: after the last one.
+        """
+        with self._lock:
+            if self._ahead:
+                return self._ahead.pop()
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                raise OutOfRangeError("The dataset of a worker has ended.") from None

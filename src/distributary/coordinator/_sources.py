@@ -1,0 +1,176 @@
+"""How workers get functions that make datasets and values: by name, never as code.
+
+The coordinator describes a function at the top level of a module by the names of both, and a worker
+takes the function of that name from its own copy of the program. A worker in the same process is
+given the function itself. What cannot be described is called by the coordinator, which feeds the
+workers.
+"""
+
+import functools
+import importlib
+import importlib.machinery
+import json
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+from distributary.coordinator._messages import JSON
+from distributary.errors import DistributaryError
+
+__all__ = [
+    "LocalMakers",
+    "ScriptEndError",
+    "UnknownMakerError",
+    "as_maker",
+    "describe",
+    "find",
+    "is_reimporting",
+]
+
+_MAIN, _MAIN_COPY = "__main__", "__mp_main__"  # the second name is that of multiprocessing
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class UnknownMakerError(DistributaryError, LookupError):
+    """A function cannot be described, or a worker does not have it; the text says why."""
+
+
+class ScriptEndError(BaseException):
+    """Ends a script that a worker runs for its definitions, where the work of the chief begins."""
+
+
+class _ThreadState(threading.local):
+    is_reimporting = False
+
+
+_state = _ThreadState()
+
+
+def is_reimporting() -> bool:
+    """Whether this thread runs the main script again, for its definitions."""
+    return _state.is_reimporting
+
+
+def as_maker(value: Any) -> Callable[[], Any]:
+    """A function that returns data, for one or for the data itself."""
+    return value if callable(value) else lambda: value
+
+
+@final
+class LocalMakers:
+    """Functions for workers in the same process."""
+
+    def __init__(self) -> None:
+        self._makers: dict[int, Any] = {}
+
+    def describe(self, maker: Any) -> JSON:
+        """A number for a function, or for data."""
+        self._makers[id(maker)] = maker
+        return id(maker)
+
+    def find(self, description: JSON) -> Callable[[], Any]:
+        """The function of a number."""
+        return as_maker(self._makers[description])
+
+
+def describe(maker: Any) -> JSON:
+    """The names of a function and of its module, and its arguments if it is a `partial`.
+
+    Raises:
+        UnknownMakerError: if it is something else than a function at the top level of a module, or
+            its arguments are no JSON.
+    """
+    args, kwargs = [], {}
+    if isinstance(maker, functools.partial):
+        maker, args, kwargs = maker.func, list(maker.args), dict(maker.keywords)
+    if not isinstance(maker, types.FunctionType):
+        raise UnknownMakerError(f"it is no function, but a {type(maker).__name__}")
+    module, name = maker.__module__, maker.__qualname__
+    if _attribute(sys.modules.get(module), name) is not maker:
+        raise UnknownMakerError(f"{name} is not at the top level of a module")
+    try:
+        is_json = json.loads(json.dumps([args, kwargs])) == [args, kwargs]
+    except (TypeError, ValueError):
+        is_json = False
+    if not is_json:
+        raise UnknownMakerError(f"the arguments of {name} are no JSON: {args}, {kwargs}")
+    return {"module": module, "name": name, "args": args, "kwargs": kwargs}
+
+
+def find(description: JSON) -> Callable[[], Any]:
+    """The function that another process has described.
+
+    Only functions of the main script, of modules in its folder and of its own package: a
+    description must not be a way to call anything else.
+
+    Raises:
+        UnknownMakerError: if there is no such function here.
+        Exception: what a module raises when it is imported.
+    """
+    module_name, name = description["module"], description["name"]
+    modules = [_import(module_name)] if module_name != _MAIN else [sys.modules[_MAIN]]
+    function = _attribute(modules[0], name)
+    reason = ""
+    if function is None and module_name == _MAIN:
+        # Not reached yet: a script calls Server.join() before its other definitions.
+        module, reason = _main_copy()
+        function = _attribute(module, name)
+    if not isinstance(function, types.FunctionType) or (
+        function.__module__.replace(_MAIN_COPY, _MAIN),
+        function.__qualname__,
+    ) != (module_name, name):
+        raise UnknownMakerError(f"a worker has no function {name} in {module_name}{reason}")
+    return functools.partial(function, *description["args"], **description["kwargs"])
+
+
+def _attribute(module: Any, qualified_name: str) -> Any:
+    value = module
+    for name in qualified_name.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _import(name: str) -> types.ModuleType:
+    main = sys.modules[_MAIN]
+    package = (main.__package__ or "").partition(".")[0]
+    try:
+        if not package or name.partition(".")[0] != package:
+            _check_is_beside(main, name)
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UnknownMakerError(f"a worker cannot import {name}: {error}") from error
+
+
+def _check_is_beside(main: types.ModuleType, name: str) -> None:
+    folder = Path(getattr(main, "__file__", None) or "/nowhere").resolve().parent
+    # Found without being run.
+    spec = importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [str(folder)])
+    places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
+    if not places or any(part in str(place) for place in places for part in _INSTALLED):
+        raise UnknownMakerError(
+            f"{name} is no module in the folder {folder} of a worker's script: write a function in"
+            " the script that calls it"
+        )
+
+
+@functools.cache
+def _main_copy() -> tuple[types.ModuleType, str]:
+    """The main script run under another name, and for messages where it has ended, if it has."""
+    main = sys.modules[_MAIN]
+    file = getattr(main, "__file__", None)
+    if file is None:
+        raise UnknownMakerError("a worker has no script")
+    module = types.ModuleType(_MAIN_COPY)
+    module.__file__, module.__package__ = file, main.__package__
+    sys.modules[_MAIN_COPY] = module  # as for multiprocessing, whose children look for it
+    _state.is_reimporting = True
+    try:
+        exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))
+    except (Exception, ScriptEndError, SystemExit) as error:
+        return module, f" above the line that raises {type(error).__name__}: {error}"
+    finally:
+        _state.is_reimporting = False
+    return module, ""
