@@ -31,8 +31,12 @@ class ParameterServer:
         push     closure, program, states, outputs, ids, arrays; finished
                                                 -> arrays of ids, after the push
 
+    Workers may send what `for_workers` names, the chief everything.
+
     A closure has a number; all below `finished` have ended and will not be pushed again.
     """
+
+    for_workers = frozenset(("program", "push", "read"))
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -9,8 +9,8 @@ import numpy as np
 
 from distributary.collectives import CrossDeviceOps, ReduceOp
 from distributary.coordinator._closures import current_trace
-from distributary.coordinator._cluster import Cluster
-from distributary.errors import InvalidTypeError, UnsupportedError
+from distributary.coordinator._processes import cluster_of
+from distributary.errors import UnsupportedError
 from distributary.options import CommunicationOptions, RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import push
@@ -27,28 +27,26 @@ class ParameterServerStrategy(Strategy):
     Create a `ClusterCoordinator` of it, and schedule functions on the workers.
 
     Args:
-        cluster_resolver: A cluster, such as `local_cluster(workers=2, ps=2)`.
+        cluster_resolver: Names the workers and servers, each a process with a `Server`; or a
+            cluster in this process, `local_cluster(workers=2, ps=2)`.
         variable_partitioner: Only None: variables cannot be divided yet.
 
     Raises:
-        InvalidTypeError: for another cluster.
+        InvalidTypeError: if it is neither.
+        InvalidValueError: if there are no workers or no servers, or this process is not the chief.
+        ClusterError: if tasks do not come in time, or have other versions of packages.
         UnsupportedError: if `variable_partitioner` is given.
 
     Source: `tf.distribute.ParameterServerStrategy`.
     """
 
     def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None) -> None:
-        if not isinstance(cluster_resolver, Cluster):
-            raise InvalidTypeError(
-                f"ParameterServerStrategy: cluster_resolver is {cluster_resolver!r}, expected"
-                " local_cluster(workers=2, ps=2)."
-            )
         if variable_partitioner is not None:
             raise UnsupportedError(
                 f"ParameterServerStrategy: variable_partitioner is {variable_partitioner!r}, but"
                 " variables cannot be divided between servers yet. Leave it out."
             )
-        self._cluster = cluster_resolver
+        self._cluster = cluster_of(cluster_resolver)
         self._coordinator: Any = None
         super().__init__(
             StrategyExtended(

@@ -75,6 +75,8 @@ class Worker:
         find: Returns the function that a `maker` describes.
     """
 
+    for_workers: frozenset[str] = frozenset()  # only the chief sends messages
+
     def __init__(
         self, number: int, links: list[Link], find: Callable[[JSON], Callable[[], Any]]
     ) -> None:

@@ -1,0 +1,167 @@
+"""Clusters whose workers and servers are processes of their own."""
+
+import concurrent.futures
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
+from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._cluster import Cluster
+from distributary.coordinator._grpc import GrpcLink
+from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._messages import Message
+from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+
+__all__ = ["CONNECT_VARIABLE", "IDENTIFY", "cluster_of", "tasks_of", "versions"]
+
+_log = logging.getLogger(__name__)
+
+CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
+IDENTIFY: Final = "identify"  # -> name of the task, versions; of every task, to everybody
+_CONNECT_SECONDS = 120.0
+_PACKAGES = ("distributary", "jax", "jaxlib", "keras")
+
+
+def cluster_of(cluster_resolver: Any) -> Cluster:
+    """The cluster for a strategy: a `local_cluster`, or the processes that a resolver names.
+
+    Waits until all of these are there, `DISTRIBUTARY_CONNECT_SECONDS` (120) at most.
+
+    Raises:
+        InvalidTypeError: if it is something else.
+        InvalidValueError: if the cluster has no workers or no servers, or this process is not its
+            chief.
+        ClusterError: if tasks do not come in time, or have other versions of packages.
+    """
+    if isinstance(cluster_resolver, Cluster):
+        return cluster_resolver
+    if not isinstance(cluster_resolver, ClusterResolver):
+        raise InvalidTypeError(
+            f"ParameterServerStrategy: cluster_resolver is {cluster_resolver!r}, expected a"
+            " ClusterResolver such as TFConfigClusterResolver(), or local_cluster(workers=2, ps=2)"
+            " for workers and servers in this process."
+        )
+    if is_reimporting():
+        raise ScriptEndError("a worker does not create the strategy")
+    peers = tasks_of(cluster_resolver.cluster_spec())
+    task_type = cluster_resolver.task_type
+    if task_type not in (None, "chief"):
+        raise InvalidValueError(
+            f"ParameterServerStrategy: this process is {task_type} {cluster_resolver.task_id} of"
+            " the cluster, and only the chief creates the strategy. Workers and servers call"
+            " Server(cluster_resolver).join() instead."
+        )
+    return _connect(peers, os.environ)
+
+
+def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
+    """The workers and servers of a cluster.
+
+    Raises:
+        InvalidValueError: if there are none of one kind, if there are unknown kinds or several
+            chiefs, or numbers are left out.
+    """
+    for task_type in ("worker", "ps"):
+        if task_type not in cluster_spec.jobs:
+            raise InvalidValueError(
+                f'The cluster has no "{task_type}": {cluster_spec.as_dict()}. Expected at least one'
+                ' address each of "worker" and "ps". local_cluster(workers=2, ps=2) does without'
+                " other processes."
+            )
+    if None in cluster_spec.job_tasks("ps"):
+        raise InvalidValueError(
+            f'The cluster has gaps between its "ps": {cluster_spec.as_dict()["ps"]}. Number the'
+            " servers from 0."
+        )
+    first = cluster_spec.task_indices("worker")[0]
+    peers = multi_worker(cluster_spec, "worker", first).peers
+    return [peer for peer in peers if peer.task_type in ("worker", "ps")]
+
+
+def versions() -> dict[str, str]:
+    """Versions of packages that all tasks must have in common, of those that are installed."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
+    credentials = Credentials.from_environ("chief", environ)
+    links = {peer: GrpcLink(peer.address, peer.task_type, credentials) for peer in peers}
+    try:
+        _meet(links, _seconds(environ))
+    except BaseException:
+        for link in links.values():
+            link.close()
+        raise
+    of_type = {t: [links[p] for p in peers if p.task_type == t] for t in ("worker", "ps")}
+    return Cluster([*of_type["worker"]], [*of_type["ps"]], describe)
+
+
+def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:
+    """Waits for all tasks, and checks that they are who they should be."""
+    _log.info("Waiting for %s", ", ".join(map(str, links)))
+    end = time.monotonic() + seconds
+    calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
+    reasons: dict[Peer, Exception] = {}
+    while calls:
+        done, _ = concurrent.futures.wait(
+            calls, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
+        )
+        if not done:
+            raise ClusterError(_missing([*calls.values()], reasons, seconds))
+        for call in done:
+            peer = calls.pop(call)
+            try:
+                _check(peer, call.result().fields)
+            except ConnectionLostError as error:
+                reasons[peer] = error
+                calls[links[peer].start(Message(IDENTIFY))] = peer
+
+
+def _check(peer: Peer, fields: dict[str, Any]) -> None:
+    if fields["task"] != peer.name:
+        raise ClusterError(
+            f"{peer.address} should be {peer.name}, and says that it is {fields['task']}. Give all"
+            " tasks the same cluster, and each its own task."
+        )
+    own, others = versions(), fields["versions"]
+    different = [
+        f"{package} {others[package]} and the chief {version}"
+        for package, version in own.items()
+        if others.get(package, version) != version
+    ]
+    if different:
+        raise ClusterError(
+            f"{peer} has {', '.join(different)}. Install the same versions for all tasks."
+        )
+
+
+def _missing(peers: list[Peer], reasons: dict[Peer, Exception], seconds: float) -> str:
+    listing = "".join(
+        f"\n  {peer}: {reasons.get(peer, 'no answer')}" for peer in sorted(peers, key=str)
+    )
+    return (
+        f"ParameterServerStrategy: after {seconds:g} s, there is no connection to{listing}\n"
+        "Start a process with Server(cluster_resolver).join() at each address;"
+        f" {CONNECT_VARIABLE} sets how many seconds the chief waits for them."
+    )
+
+
+def _seconds(environ: Mapping[str, str]) -> float:
+    text = environ.get(CONNECT_VARIABLE, str(_CONNECT_SECONDS))
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"{CONNECT_VARIABLE} is {text!r}, expected a number of seconds."
+        ) from None
