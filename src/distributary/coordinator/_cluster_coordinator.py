@@ -22,6 +22,7 @@ from distributary.coordinator._sources import UnknownMakerError
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.strategies import is_dynamic, signature_of, struct_of
+from distributary.tracing import user_stacklevel
 
 __all__ = ["ClusterCoordinator"]
 
@@ -190,7 +191,7 @@ class ClusterCoordinator:
                     " function without arguments at the top level of the script or of a module"
                     " beside it.",
                     DistributaryWarning,
-                    stacklevel=4,
+                    stacklevel=user_stacklevel(),
                 )
             return None
         return number

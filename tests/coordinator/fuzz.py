@@ -1,0 +1,82 @@
+"""What a task might be sent by somebody who means no good."""
+
+import contextlib
+import random
+
+import numpy as np
+
+from distributary.coordinator._chunks import split
+from distributary.coordinator._messages import Limits, Message, encode
+from tests.coordinator.frames import damaged_frames
+
+_KINDS = {
+    "ps": ["create", "read", "assign", "delete", "program", "push", "identify", "nothing"],
+    "worker": ["source", "peek", "function", "plan", "run", "identify", "nothing"],
+}
+_FIELDS = {
+    "ids": [[], [0], [1, 1], [-1], ["a"], 5, None],
+    "operation": ["assign", "assign_add", "", None, 3],
+    "closure": [0, -1, 1 << 70, "a", None],
+    "finished": [0, 1 << 70, -5, None, []],
+    "program": ["", "0" * 64, None, 7],
+    "states": [[], [0], [[]], None],
+    "outputs": [[], [0], [1 << 80], {}],
+    "kind": ["next", "value", "fed", None],
+    "number": [0, -1, "0", None, 1.5],
+    "maker": [
+        None,
+        {},
+        {"module": "os", "name": "abort", "args": [], "kwargs": {}},
+        {"module": "subprocess", "name": "getoutput", "args": ["kill 0"], "kwargs": {}},
+        {"module": "__main__", "name": "Server.join", "args": [None], "kwargs": {}},
+    ],
+    "nest": ["leaf", None, ["tuple", []], [[[]]]],
+    "function": [0, 1, None, []],
+    "sources": [[], [["next", 0, 1]], [[]], "abc"],
+    "shapes": [[], [[[1], "float32"]], [[[-1], "no"]], None],
+    "inputs": [[], [["data", 0]], [["state", 10**9]], [[]]],
+    "num_results": [0, 1, 1 << 60, None],
+    "pulls": [[], [[0, [0]]], [[9, [9]]], None],
+    "servers": [[], [[0, "", [], [], []]], [[]]],
+    "closures": [[], [0], [0, 1], None],
+    "num_args": [0, 1, -1, 1 << 60, None],
+}
+
+
+def strange_messages(task_type, num_messages):
+    """Messages that a task can read, and that make no sense."""
+    generator = random.Random(2)
+    for _ in range(num_messages):
+        names = generator.sample(sorted(_FIELDS), generator.randrange(len(_FIELDS) + 1))
+        yield Message(
+            generator.choice(_KINDS[task_type]),
+            {name: generator.choice(_FIELDS[name]) for name in names},
+            [np.zeros(generator.randrange(9), np.float32)] * generator.randrange(4),
+            [generator.randbytes(generator.randrange(99))] * generator.randrange(3),
+        )
+
+
+@contextlib.contextmanager
+def strange_streams(link):
+    """A function that sends the i-th input, and returns whether the task has refused it."""
+    grpc = link._grpc
+    frames = list(damaged_frames(1000))
+    good = b"".join(encode(Message("identify"), Limits()))
+    generator = random.Random(3)
+    with link._channel() as channel:
+        talk = channel.stream_stream("/distributary.Link/Talk")
+
+        def send(i):
+            frame = frames[i % len(frames)] or b"\0"
+            if i % 3 == 0:
+                chunks = [generator.randbytes(generator.randrange(60))]
+            else:
+                chunks = [*split(i, [good if i % 5 == 0 else frame])]
+            call = talk(iter(chunks), timeout=60)
+            with contextlib.suppress(grpc.RpcError):
+                list(call)
+            code = call.code()
+            assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), call.details()
+            return code != grpc.StatusCode.OK
+
+        yield send

@@ -1,0 +1,266 @@
+"""Training with workers and servers in processes of their own."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import distributary as dist
+from distributary.cluster_resolver import (
+    ClusterSpec,
+    SimpleClusterResolver,
+)
+from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._grpc import GrpcLink, GrpcServer
+from distributary.coordinator._messages import Message
+from distributary.coordinator._processes import cluster_of
+from distributary.coordinator._server import RoleCheck, Server
+from distributary.coordinator._store import ParameterServer
+from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.errors import (
+    ClusterError,
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+)
+from distributary.launch._environment import free_addresses
+from tests.coordinator.fuzz import strange_messages, strange_streams
+
+_TASK = Path(__file__).parent / "programs" / "task.py"
+_JOB = Path(__file__).parent / "programs" / "job.py"
+_SECONDS = 60.0  # more than anything takes
+_NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1500"))
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -2.0, 3.0], np.float32)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def tasks(certificates):
+    """The cluster of a worker and two servers with certificates, and their processes by name."""
+    chief, worker, *servers = free_addresses("127.0.0.1", 4)
+    cluster = {"chief": [chief], "worker": [worker], "ps": servers}
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for task_type, index in (("worker", 0), ("ps", 0), ("ps", 1)):
+            config = {"cluster": cluster, "task": {"type": task_type, "index": index}}
+            environ = {
+                **os.environ,
+                "DISTRIBUTARY_CERTS": str(certificates),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "TF_CONFIG": json.dumps(config),
+            }
+            process = subprocess.Popen([sys.executable, _TASK], env=environ)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            processes[f"{task_type} {index}"] = process
+        yield ClusterSpec(cluster), processes
+
+
+@pytest.fixture
+def strategy(tasks, certificates, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
+    strategy = ParameterServerStrategy(SimpleClusterResolver(tasks[0], task_type="chief"))
+    yield strategy
+    strategy._cluster.close()
+
+
+def _link(tasks, certificates, role, task_type="ps"):
+    address = tasks[0].task_address(task_type, 0)
+    return GrpcLink(address, task_type, Credentials.load(certificates, role))
+
+
+def test_training_equals_numpy(strategy):
+    with strategy.scope():
+        w = dist.Variable(np.zeros(3, np.float32), name="w")
+        b = dist.Variable(np.float32(0), name="b")
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)] * 5
+    coordinator = ClusterCoordinator(strategy)
+    with pytest.warns(DistributaryWarning, match="sends it .* because it is no function, but a li"):
+        iterator = iter(coordinator.create_per_worker_dataset(batches))
+    scale = coordinator.create_per_worker_value(lambda: np.float32(0.1))
+
+    def step(batch, scale):
+        x, y = batch
+        with dist.GradientTape() as tape:
+            loss = ((x @ w + b - y) ** 2).mean()
+        gradients = dist.get_replica_context().all_reduce("SUM", tape.gradient(loss, [w, b]))
+        for variable, gradient in zip((w, b), gradients, strict=True):
+            variable.assign_sub(scale * gradient)
+        return loss
+
+    def closure(iterator, scale):
+        return strategy.run(step, args=(next(iterator), scale))
+
+    losses = [coordinator.schedule(closure, args=(iterator, scale)) for _ in range(20)]
+    coordinator.join()
+
+    expected = np.zeros(3), 0.0
+    for (x, y), loss in zip(batches, losses, strict=True):
+        error = x @ expected[0] + expected[1] - y
+        np.testing.assert_allclose(loss.fetch(), (error**2).mean(), rtol=1e-4, atol=1e-6)
+        expected = (
+            expected[0] - 0.1 * 2 * (error[:, None] * x).mean(0),
+            expected[1] - 0.1 * 2 * error.mean(),
+        )
+    np.testing.assert_allclose(w.numpy(), expected[0], rtol=1e-4)
+    np.testing.assert_allclose(b.numpy(), expected[1], rtol=1e-3, atol=1e-5)
+
+
+def test_messages_are_for_roles(tasks, certificates):
+    with contextlib.ExitStack() as stack:
+
+        def link(role, task_type="ps"):
+            link = _link(tasks, certificates, role, task_type)
+            stack.callback(link.close)
+            return link
+
+        chief, worker, ps = link("chief"), link("worker"), link("ps")
+        create = Message("create", {"ids": [1 << 40]}, [np.float32(3)])
+        read = Message("read", {"ids": [1 << 40]})
+        for other in (worker, ps):
+            with pytest.raises(PermissionError, match=r"ps 0 got 'create' from (worker|ps) at"):
+                other.call(create, _SECONDS)
+        chief.call(create, _SECONDS)
+        assert worker.call(read, _SECONDS).arrays == [3]
+        with pytest.raises(PermissionError, match=r"'read' from ps at .* only the chief may"):
+            ps.call(read, _SECONDS)
+        for role in ("worker", "ps"):
+            with pytest.raises(PermissionError, match="worker 0 got 'source' from"):
+                link(role, "worker").call(Message("source"), _SECONDS)
+
+
+def test_a_port_in_use_is_named(tasks, certificates, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
+    address = tasks[0].task_address("ps", 1)
+
+    with pytest.raises(ClusterError, match=f"Cannot listen at {address}.*Is the port in use"):
+        Server(tasks[0], "ps", 1)
+
+
+@pytest.mark.parametrize("task_type", ["ps", "worker"])
+def test_nothing_that_is_sent_does_harm(task_type, tasks, certificates):
+    process = psutil.Process(tasks[1][f"{task_type} 0"].pid)
+    link = _link(tasks, certificates, "chief", task_type)
+    with contextlib.closing(link):
+        link.call(Message("identify"), _SECONDS)
+        for message in strange_messages(task_type, 200):  # whatever is allocated once
+            link.start(message)
+        bytes_before = process.memory_info().rss
+        with strange_streams(link) as send:
+            num_refused = sum(send(i) for i in range(_NUM_FUZZ_INPUTS // 2))
+        calls = [link.start(m) for m in strange_messages(task_type, _NUM_FUZZ_INPUTS // 2)]
+        errors = [type(call.exception(_SECONDS)) for call in calls]
+
+        assert num_refused > _NUM_FUZZ_INPUTS // 4
+        assert errors.count(type(None)) < len(errors) / 2
+        name = link.call(Message("identify"), _SECONDS).fields["task"]
+        assert name == f"{task_type} 0"
+        assert process.memory_info().rss - bytes_before < 1 << 26
+
+
+def test_a_task_ends_well_when_it_is_told_to(tasks):
+    _, processes = tasks
+    for process, number in zip(processes.values(), (2, 15, 15), strict=True):
+        process.send_signal(number)
+
+    assert [process.wait(_SECONDS) for process in processes.values()] == [0, 0, 0]
+
+
+def test_missing_tasks_are_named(monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0.2")
+    worker, ps = free_addresses("127.0.0.1", 2)
+    server = GrpcServer(RoleCheck("ps 0", ParameterServer(0)), ps)
+    try:
+        with pytest.raises(ClusterError) as caught:
+            cluster_of(SimpleClusterResolver(ClusterSpec({"worker": [worker], "ps": [ps]})))
+    finally:
+        server.close()
+
+    assert f"worker 0 at {worker}: No connection" in str(caught.value)
+    assert "ps 0" not in str(caught.value)
+
+
+class _Stranger:
+    """Says that it is somebody else."""
+
+    def __init__(self, **fields):
+        self._fields = fields
+
+    def handle(self, message, peer):
+        return Message("ok", self._fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"task": "ps 0", "versions": {"jax": "0.1"}}, r"ps 0 at .* has jax 0\.1 and the chief 0"),
+        ({"task": "worker 1", "versions": {}}, "should be ps 0, and says that it is worker 1"),
+    ],
+)
+def test_tasks_that_do_not_fit_are_refused(fields, text):
+    workers = free_addresses("127.0.0.1", 1)
+    server = GrpcServer(_Stranger(**fields), "127.0.0.1:0")
+    spec = ClusterSpec({"worker": workers, "ps": [server.address]})
+    try:
+        with pytest.raises(ClusterError, match=text):
+            cluster_of(SimpleClusterResolver(spec))
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "text"),
+    [
+        ({"worker": ["a:1"]}, {}, 'The cluster has no "ps"'),
+        ({"ps": ["a:1"]}, {}, 'The cluster has no "worker"'),
+        ({}, {}, 'The cluster has no "worker"'),
+        ({"worker": ["a:1"], "ps": {0: "a:2", 2: "a:3"}}, {}, "gaps"),
+        ({"worker": ["a:1"], "ps": ["a:2"], "gpu": ["a:3"]}, {}, '"gpu"'),
+        ({"worker": ["a:1"], "ps": ["a:2"], "chief": ["a:3", "a:4"]}, {}, "2 tasks"),
+        (
+            {"worker": ["a:1"], "ps": ["a:2"]},
+            {"task_type": "worker", "task_id": 0},
+            r"this process is worker 0 .* Server\(",
+        ),
+    ],
+)
+def test_clusters_that_cannot_be(cluster, task, text):
+    with pytest.raises(InvalidValueError, match=text):
+        ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(cluster), **task))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("worker", 1), InvalidValueError, "1"),
+        (("chief", 0), InvalidValueError, 'only "worker" and "ps" serve'),
+        ((None, None), InvalidValueError, "task_type is None"),
+        (("ps", 0, "grpc+verbs"), InvalidValueError, r"grpc\+verbs"),
+    ],
+)
+def test_servers_that_cannot_be(arguments, error, text):
+    spec = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
+    with pytest.raises(error, match=text):
+        Server(spec, *arguments)
+    with pytest.raises(InvalidTypeError, match="the cluster is 3"):
+        Server(3)
+
+
+def test_a_server_knows_who_it_is():
+    spec = ClusterSpec({"worker": ["10.1.2.3:5"], "ps": ["127.0.0.1:3"]})
+
+    server = Server(spec, "worker", start=False)
+
+    assert (server.target, server.server_def.task_index) == ("grpc://10.1.2.3:5", 0)
+    assert Server(server.server_def, start=False).server_def == server.server_def
+    with pytest.raises(ClusterError, match=r"10\.1\.2\.3"):
+        server.start()
