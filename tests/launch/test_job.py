@@ -10,6 +10,7 @@ from distributary.launch._job import (
     Job,
     Prepare,
     Ready,
+    Restart,
     Start,
     Stop,
     Stopped,
@@ -67,6 +68,15 @@ def test_the_first_failure_counts():
     exit_ = Exit(3, "worker 1 ended", 1, ["why"])
     assert commands == [(0, exit_), (1, exit_)]
     assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []
+
+
+def test_a_task_that_others_can_do_without_restarts_alone():
+    job = _running(max_restarts=2)
+    failed = Failed(0, 3, "ps 0 ended", [], "ps 0")
+
+    assert job.report(1, failed) == [(1, Restart(1, "ps 0", "ps 0 ended"))]
+    stop = Stop(2, "chief 0 ended", 0)
+    assert job.report(0, Failed(0, 4, "chief 0 ended", [])) == [(0, stop), (1, stop)]
 
 
 def test_a_failure_restarts_all_hosts_when_all_have_stopped():

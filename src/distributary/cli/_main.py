@@ -18,6 +18,7 @@ _EPILOG = """\
 examples:
   distributary launch --workers 4 train.py --epochs 3
   distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
+  distributary launch --workers 2 --ps 1 train.py
   distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
 """
 
@@ -83,6 +84,13 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, default=1, metavar="N", help="workers on this host (default: 1)")
     add(
+        "--ps",
+        type=int,
+        default=0,
+        metavar="M",
+        help="parameter servers; if there are any, there is a chief, too (default: 0)",
+    )
+    add(
         "--devices-per-worker",
         type=int,
         metavar="K",
@@ -93,7 +101,8 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="M",
-        help="how often all workers are started again after a failure (default: 0)",
+        help="how often all workers, or with --ps the one that failed, are started again"
+        " (default: 0)",
     )
     add(
         "--grace-seconds",
@@ -135,6 +144,7 @@ def _launch_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -
     return LaunchOptions(
         command=(*python, namespace.script, *namespace.arguments),
         num_workers=namespace.workers,
+        num_servers=namespace.ps,
         devices_per_worker=namespace.devices_per_worker,
         max_restarts=namespace.max_restarts,
         grace_seconds=namespace.grace_seconds,

@@ -76,8 +76,8 @@ def worker_environ(
     environ: Mapping[str, str],
     options: LaunchOptions,
     task: Task,
-    workers: Sequence[str],
-    generation: int,
+    cluster: Mapping[str, Sequence[str]],
+    num_restarts: int,
     status_fd: int,
 ) -> dict[str, str]:
     """The environment of one worker.
@@ -92,19 +92,19 @@ def worker_environ(
         environ: Environment of the launcher.
         options: The job.
         task: Which task the worker is.
-        workers: Address of every worker of the job, in the order of their numbers.
-        generation: How often the job was restarted.
+        cluster: Addresses of the tasks of the job by type, in the order of their numbers.
+        num_restarts: How often the job, or a task of it, was started again.
         status_fd: Descriptor for `report`.
     """
     result = dict(environ)
     result.pop(TOKEN_VARIABLE, None)
     result["TF_CONFIG"] = json.dumps(
         {
-            "cluster": {"worker": list(workers)},
+            "cluster": {task_type: list(addresses) for task_type, addresses in cluster.items()},
             "task": {"type": task.task_type, "index": task.task_id},
         }
     )
-    result[RESTART_VARIABLE] = str(generation)
+    result[RESTART_VARIABLE] = str(num_restarts)
     result[STATUS_VARIABLE] = str(status_fd)
     result.setdefault("PYTHONUNBUFFERED", "1")
     if options.devices_per_worker is not None:

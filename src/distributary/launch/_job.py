@@ -3,7 +3,7 @@
 One `Job` decides for all hosts; it knows no sockets, no processes and no clock:
 
     gathering --all ready--> running --all finished--> over
-        ^                       |
+        ^                       |  (a task that others can do without fails: it starts again)
         |                       v a worker fails, a host is lost
         +----all stopped--- stopping        (without restarts left: over)
 """
@@ -25,6 +25,7 @@ __all__ = [
     "Prepare",
     "Ready",
     "Report",
+    "Restart",
     "Start",
     "Stop",
     "Stopped",
@@ -47,9 +48,9 @@ class Start:
     """Command: start the workers of this host.
 
     Args:
-        generation: How often the job was restarted.
-        workers: Address of every worker of the job.
-        first: Number of this host's first worker.
+        generation: The attempt: how often something was started again before.
+        workers: Address of every worker of the job, or of every task if there are servers.
+        first: Number of this host's first address.
     """
 
     generation: int
@@ -71,6 +72,22 @@ class Stop:
     generation: int
     text: str
     origin: int
+
+
+@final
+@dataclass(frozen=True)
+class Restart:
+    """Command: start a task of this host again, with the addresses that the job has.
+
+    Args:
+        num_restarts: How often the job, or a task of it, was started again.
+        task: Its name.
+        text: Why, for the user.
+    """
+
+    num_restarts: int
+    task: str
+    text: str
 
 
 @final
@@ -110,12 +127,14 @@ class Failed:
         code: Its exit code.
         text: Which worker ended how.
         last_lines: What it has written last.
+        task: Its name, if the others can go on and it may be started again alone.
     """
 
     generation: int
     code: int
     text: str
     last_lines: Sequence[str]
+    task: str = ""
 
 
 @final
@@ -143,12 +162,12 @@ class Interrupted:
     text: str
 
 
-Command = Prepare | Start | Stop | Exit
+Command = Prepare | Start | Restart | Stop | Exit
 Report = Ready | Failed | Finished | Stopped | Interrupted
 
 _TYPES: dict[str, type[Any]] = {
     cls.__name__: cls
-    for cls in (Prepare, Start, Stop, Exit, Ready, Failed, Finished, Stopped, Interrupted)
+    for cls in (Prepare, Start, Restart, Stop, Exit, Ready, Failed, Finished, Stopped, Interrupted)
 }
 
 
@@ -186,13 +205,15 @@ class Job:
 
     Args:
         num_hosts: Number of hosts.
-        max_restarts: How often all workers may be started again.
+        max_restarts: How often all workers, or one that others can do without, may be started
+            again.
     """
 
     def __init__(self, num_hosts: int, max_restarts: int) -> None:
         self._num_hosts = num_hosts
         self._max_restarts = max_restarts
         self._generation = 0
+        self._num_restarts = 0
         self._state = _State.STOPPING  # nothing runs, and nobody has joined
         self._joined: set[int] = set()
         self._stopped: set[int] = set()
@@ -235,8 +256,8 @@ class Job:
             case Stopped(generation) if generation == self._generation:
                 self._stopped.add(host)
                 return self._gather_if_possible()
-            case Failed(generation, code, text, lines) if generation == self._generation:
-                return self._fail(code, text, host, lines)
+            case Failed(generation, code, text, lines, task) if generation == self._generation:
+                return self._fail(code, text, host, lines, task)
             case Ready(generation, addresses) if generation == self._generation:
                 self._addresses[host] = addresses
                 return self._start_if_possible()
@@ -271,13 +292,16 @@ class Job:
         return [(host, Start(self._generation, workers, first[host])) for host in hosts]
 
     def _fail(
-        self, code: int, text: str, host: int, lines: Sequence[str]
+        self, code: int, text: str, host: int, lines: Sequence[str], task: str = ""
     ) -> list[tuple[int, Command]]:
         if self._state not in (_State.GATHERING, _State.RUNNING):
             return []  # others that fail because of the first
-        if self._generation == self._max_restarts:
+        if self._num_restarts == self._max_restarts:
             return self._exit(Exit(code, text, host, lines))
-        self._generation += 1
+        self._num_restarts += 1
+        if task:
+            return [(host, Restart(self._num_restarts, task, text))]
+        self._generation = self._num_restarts
         stop = Stop(self._generation, text, host)
         self._state = _State.STOPPING
         self._stopped.clear()

@@ -71,8 +71,10 @@ class LaunchOptions:
     Args:
         command: Command line of a worker.
         num_workers: Number of workers on this host.
+        num_servers: Number of parameter servers. If there are any, there is a chief, too, with
+            whose end the job ends, and workers and servers that fail are started again alone.
         devices_per_worker: CPU devices of each worker; None leaves that to the environment.
-        max_restarts: How often the job is started again after a failure.
+        max_restarts: How often the job, or a task of it, is started again after a failure.
         grace_seconds: Seconds between TERM and KILL for processes that are to end.
         log_dir: Folder for one file per worker and attempt; None writes none.
         evaluator: Whether host 0 also runs the task `"evaluator"`.
@@ -86,6 +88,7 @@ class LaunchOptions:
 
     command: tuple[str, ...]
     num_workers: int = 1
+    num_servers: int = 0
     devices_per_worker: int | None = None
     max_restarts: int = 0
     grace_seconds: float = 5.0
@@ -98,6 +101,13 @@ class LaunchOptions:
         if not self.command:
             raise InvalidValueError("launch: there is no command to run. Name a Python script.")
         _check_whole("num_workers", self.num_workers, 1)
+        _check_whole("num_servers", self.num_servers, 0)
+        if self.num_servers and self.hosts is not None:
+            raise InvalidValueError(
+                f"launch: num_servers is {self.num_servers} in a job on {self.hosts.num_hosts}"
+                " hosts, but jobs with parameter servers are launched on one host only. Start every"
+                " task on its host, with TF_CONFIG in its environment."
+            )
         if self.devices_per_worker is not None:
             _check_whole("devices_per_worker", self.devices_per_worker, 1)
         _check_whole("max_restarts", self.max_restarts, 0)

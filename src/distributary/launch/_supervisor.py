@@ -3,7 +3,7 @@
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,6 +17,7 @@ from distributary.launch._job import (
     Interrupted,
     Prepare,
     Ready,
+    Restart,
     Start,
     Stop,
     Stopped,
@@ -45,7 +46,9 @@ class _Running:
     worker: Worker
     output: TaskOutput
     status: StatusReader
+    number: int  # decides the colour
     has_reported_nonsense: bool = False
+    is_to_restart: bool = False
 
 
 @final
@@ -76,6 +79,10 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._running: list[_Running] = []
         self._generation = 0
+        self._num_restarts = 0
+        self._cluster: dict[str, Sequence[str]] = {}
+        # The job ends with the tasks of this type.
+        self._main_type = "chief" if options.num_servers else "worker"
         self._stop: Stop | None = None  # set while workers end for a restart
         self._exit: Exit | None = None  # set while workers end for good
         self._has_finished = False  # and has said so
@@ -112,18 +119,28 @@ class Supervisor:
         running = self._running
         if not running:
             return ""
-        num_alive = sum(r.worker.ending is None for r in running)
-        parts = [f"{num_alive} of {len(running)} running"]
+        parts = [f"{self._count(running)} running"]
         if self._stop is not None or self._exit is not None:
             parts[0] += ", ending"
         if self._options.max_restarts:
-            parts.append(f"restart {self._generation} of {self._options.max_restarts}")
+            parts.append(f"restart {self._num_restarts} of {self._options.max_restarts}")
         parts.append(f"{time.monotonic() - self._started_at:.0f} s")
         for r in running:
             state = str(r.status) if r.worker.ending is None else str(r.worker.ending)
             if state:
                 parts.append(f"{r.worker.task}: {state}")
         return " · ".join(parts)
+
+    def _count(self, running: list[_Running]) -> str:
+        """How many of which run: `"3 of 4"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps"`."""
+        if not self._options.num_servers:
+            return f"{sum(r.worker.ending is None for r in running)} of {len(running)}"
+        parts = []
+        for task_type, noun in (("chief", "chiefs"), ("worker", "workers"), ("ps", "ps")):
+            of_type = [r for r in running if r.worker.task.task_type == task_type]
+            num_alive = sum(r.worker.ending is None for r in of_type)
+            parts.append(f"{num_alive} of {len(of_type)} {noun}")
+        return ", ".join(parts)
 
     def _wait(self) -> None:
         timeout = None
@@ -154,10 +171,21 @@ class Supervisor:
             return
         match command:
             case Prepare(generation):
-                addresses = free_addresses(self._link.address, self._options.num_workers)
-                self._link.send(Ready(generation, addresses))
+                num_servers = self._options.num_servers
+                num_tasks = self._options.num_workers + (num_servers and 1 + num_servers)
+                self._link.send(Ready(generation, free_addresses(self._link.address, num_tasks)))
             case Start():
                 self._start(command)
+            case Restart(num_restarts, task, text):
+                self._num_restarts = num_restarts
+                self._output.say(
+                    f"{text}; starting it again, restart {num_restarts} of"
+                    f" {self._options.max_restarts}."
+                )
+                for running in self._running:
+                    if str(running.worker.task) == task:
+                        running.is_to_restart = True
+                        self._restart_if_gone(running)
             case Stop(generation, text, origin):
                 self._stop = command
                 self._output.say(
@@ -171,40 +199,49 @@ class Supervisor:
 
     def _start(self, command: Start) -> None:
         options = self._options
-        self._generation = command.generation
+        self._generation = self._num_restarts = command.generation
         self._has_finished = False
         self._follower = None
-        ids = range(command.first, command.first + options.num_workers)
-        tasks = [Task("worker", task_id) for task_id in ids]
+        self._cluster = {"worker": command.workers}
+        tasks = [Task("worker", command.first + i) for i in range(options.num_workers)]
+        if options.num_servers:
+            chief, *others = command.workers
+            workers, servers = others[: options.num_workers], others[options.num_workers :]
+            self._cluster = {"chief": [chief], "worker": workers, "ps": servers}
+            tasks = [Task("chief", 0), *tasks, *(Task("ps", i) for i in range(len(servers)))]
+        for number, task in enumerate(tasks, command.first):
+            self._running.append(self._start_task(task, number))
         if options.evaluator and options.is_first_host:
-            tasks.append(Task("evaluator", 0))
-        for task in tasks:
-            status = StatusReader()
-            worker = Worker(
-                task,
-                options.command,
-                worker_environ(
-                    self._environ,
-                    options,
-                    task,
-                    command.workers,
-                    command.generation,
-                    status.write_fd,
-                ),
-                options.grace_seconds,
-                status.write_fd,
-            )
-            status.close_write_end()
-            log_path = None
-            if options.log_dir is not None:
-                name = f"{task.file_stem}.restart-{command.generation}.log"
-                log_path = options.log_dir / name
-            number = task.task_id if task.task_type == "worker" else len(command.workers)
-            output = self._output.attach(str(task), number, *worker.take_output(), log_path)
-            running = _Running(worker, output, status)
-            self._running.append(running)
-            self._watch(worker, lambda running=running: self._on_worker(running))
-            self._watch(status, lambda running=running: self._on_status(running))
+            self._running.append(self._start_task(Task("evaluator", 0), len(command.workers)))
+
+    def _start_task(self, task: Task, number: int) -> _Running:
+        options = self._options
+        status = StatusReader()
+        worker = Worker(
+            task,
+            options.command,
+            worker_environ(
+                self._environ, options, task, self._cluster, self._num_restarts, status.write_fd
+            ),
+            options.grace_seconds,
+            status.write_fd,
+        )
+        status.close_write_end()
+        log_path = None
+        if options.log_dir is not None:
+            log_path = options.log_dir / f"{task.file_stem}.restart-{self._num_restarts}.log"
+        output = self._output.attach(str(task), number, *worker.take_output(), log_path)
+        running = _Running(worker, output, status, number)
+        self._watch(worker, lambda: self._on_worker(running))
+        self._watch(status, lambda: self._on_status(running))
+        return running
+
+    def _restart_if_gone(self, running: _Running) -> None:
+        """Starts a task again when all processes of the one before have ended."""
+        is_ending = self._exit is not None or self._stop is not None
+        if running.is_to_restart and running.worker.is_gone and not is_ending:
+            new = self._start_task(running.worker.task, running.number)
+            self._running[self._running.index(running)] = new
 
     def _on_worker(self, running: _Running) -> None:
         worker = running.worker
@@ -212,6 +249,7 @@ class Supervisor:
         worker.receive()
         if worker.is_gone:
             self._selector.unregister(worker)
+            self._restart_if_gone(running)
         if worker.ending is None or had_ended:
             return
         if self._stop is not None or self._exit is not None:
@@ -221,7 +259,10 @@ class Supervisor:
             now = time.monotonic()
             text = f"{worker.task} {worker.ending} after {now - worker.started_at:.1f} s"
             code, lines = worker.ending.exit_code, running.output.last_lines()
-            if code != WorkerLostError.exit_code:
+            if self._options.num_servers and worker.task.task_type != self._main_type:
+                failed = Failed(self._generation, code, text, lines, str(worker.task))
+                self._link.send(failed)
+            elif code != WorkerLostError.exit_code:
                 self._fail(Failed(self._generation, code, text, lines))
             elif self._follower is None:
                 prefix = WorkerLostError.line_prefix
@@ -232,7 +273,7 @@ class Supervisor:
         elif not self._has_finished and all(
             r.worker.ending is not None and not r.worker.ending.returncode
             for r in self._running
-            if r.worker.task.task_type == "worker"
+            if r.worker.task.task_type == self._main_type
         ):
             self._has_finished = True
             self._link.send(Finished(self._generation))

@@ -1,0 +1,92 @@
+"""Jobs with a chief, workers and parameter servers."""
+
+import pytest
+
+from distributary.errors import InvalidValueError
+from distributary.launch import HostOptions, LaunchOptions
+
+
+def test_every_task_finds_itself_and_the_others(launch):
+    script = """
+print(sorted((t, len(a)) for t, a in config["cluster"].items()), config["task"])
+if name == "chief0":
+    wait_for("ps0.0.pid"), wait_for("worker0.0.pid"), wait_for("worker1.0.pid")
+    sys.exit(0)
+run_forever()
+"""
+    result = launch(script, num_workers=2, num_servers=1)
+
+    assert (result.code, result.stderr) == (0, "")
+    cluster = "[('chief', 1), ('ps', 1), ('worker', 2)]"
+    assert sorted(result.stdout.splitlines()) == [
+        f"[chief 0] {cluster} {{'type': 'chief', 'index': 0}}",
+        f"[ps 0] {cluster} {{'type': 'ps', 'index': 0}}",
+        f"[worker 0] {cluster} {{'type': 'worker', 'index': 0}}",
+        f"[worker 1] {cluster} {{'type': 'worker', 'index': 1}}",
+    ]
+
+
+def test_workers_and_servers_are_started_again_alone(launch, tmp_path):
+    script = """
+put(f"{name}.{restart}", config["cluster"])
+if name == "worker1" and restart == 0:
+    wait_for("chief0.0"), wait_for("worker0.0"), wait_for("ps0.0")
+    subprocess.Popen(["sleep", "1000"])  # ends, too, before the next one starts
+    os.kill(os.getpid(), signal.SIGKILL)
+if name == "ps0" and restart == 0:
+    wait_for("worker1.1")
+    sys.exit(3)
+if name == "chief0":
+    wait_for("ps0.2")
+    sys.exit(9)
+run_forever()
+"""
+    result = launch(script, num_workers=2, num_servers=1, max_restarts=2, log_dir=tmp_path / "log")
+
+    assert result.code == 9
+    assert "[launcher] worker 1 was ended by SIGKILL (9) after" in result.stderr
+    assert "; starting it again, restart 1 of 2." in result.stderr
+    assert "[launcher] ps 0 ended with exit code 3 after" in result.stderr
+    assert "[launcher] chief 0 ended with exit code 9 after" in result.stderr
+    names = ["chief0.0", "ps0.0", "ps0.2", "worker0.0", "worker1.0", "worker1.1"]
+    assert sorted(p.name for p in tmp_path.glob("*[0-9].[0-9]")) == names
+    assert len({(tmp_path / name).read_text() for name in names}) == 1
+    logs = sorted(path.name for path in (tmp_path / "log").iterdir())
+    assert [n for n in logs if "restart-0" not in n] == [
+        "ps-0.restart-2.log",
+        "worker-1.restart-1.log",
+    ]
+
+
+def test_without_restarts_left_a_lost_server_ends_the_job(launch):
+    script = """
+if name == "ps0":
+    sys.exit(5)
+run_forever()
+"""
+    result = launch(script, num_servers=1)
+
+    assert result.code == 5
+    assert "ps 0 ended with exit code 5 after" in result.stderr
+
+
+def test_the_chief_starts_again_with_all_others(launch, tmp_path):
+    script = """
+put(f"{name}.{restart}")
+if name == "chief0":
+    wait_for(f"worker0.{restart}"), wait_for(f"ps0.{restart}")
+    sys.exit(restart == 0)
+run_forever()
+"""
+    result = launch(script, num_servers=1, max_restarts=1)
+
+    assert result.code == 0
+    assert "ending all workers for restart 1 of 1" in result.stderr
+
+
+def test_several_hosts_are_refused():
+    hosts = HostOptions(2, 0, "10.0.0.1:1", "x" * 16)
+    with pytest.raises(InvalidValueError, match="num_servers is 1 in a job on 2 hosts"):
+        LaunchOptions(("true",), num_servers=1, hosts=hosts)
+    with pytest.raises(InvalidValueError, match="num_servers is -1"):
+        LaunchOptions(("true",), num_servers=-1)
