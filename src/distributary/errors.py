@@ -16,6 +16,9 @@ same situation, so `except ValueError` and friends keep working:
     ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
     ├── CancelledError (RuntimeError)          a closure was not run because another one failed
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
+    ├── UnavailableError (RuntimeError)        tasks that a coordinator needs cannot be reached
+    │   ├── CoordinatorReplacedError           another coordinator has taken over the tasks
+    │   └── PSUnavailableError                 a parameter server is gone, and its variables
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
     ├── CompileError (RuntimeError)            a step cannot be compiled for another machine
@@ -33,6 +36,7 @@ __all__ = [
     "ClusterError",
     "CompileError",
     "ContextError",
+    "CoordinatorReplacedError",
     "DeviceError",
     "DistributaryError",
     "DistributaryWarning",
@@ -41,8 +45,10 @@ __all__ = [
     "LaunchError",
     "MissingPackageError",
     "OutOfRangeError",
+    "PSUnavailableError",
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
+    "UnavailableError",
     "UnsupportedError",
     "WorkerLostError",
 ]
@@ -101,6 +107,24 @@ class CancelledError(DistributaryError, RuntimeError):
 
 class LaunchError(DistributaryError, RuntimeError):
     """The launcher cannot start the job or join it."""
+
+
+class UnavailableError(DistributaryError, RuntimeError):
+    """Tasks that a coordinator needs cannot be reached, or end again and again.
+
+    Source: `tf.errors.UnavailableError`.
+    """
+
+
+class CoordinatorReplacedError(UnavailableError):
+    """Another coordinator has taken over the workers and servers of this one."""
+
+
+class PSUnavailableError(UnavailableError):
+    """A parameter server cannot be reached, or was started again without its variables.
+
+    What has been trained since the last checkpoint is lost: create the strategy again, and restore.
+    """
 
 
 class WorkerLostError(DistributaryError, RuntimeError):

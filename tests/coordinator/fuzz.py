@@ -9,12 +9,15 @@ from distributary.coordinator._chunks import split
 from distributary.coordinator._messages import Limits, Message, encode
 from tests.coordinator.frames import damaged_frames
 
+_KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
 _KINDS = {
-    "ps": ["create", "read", "assign", "delete", "program", "push", "identify", "nothing"],
-    "worker": ["source", "peek", "function", "plan", "run", "identify", "nothing"],
+    "ps": ["create", "read", "assign", "delete", "finish", "program", "push", *_KINDS_OF_ALL],
+    "worker": ["source", "peek", "function", "plan", "run", *_KINDS_OF_ALL],
 }
 _FIELDS = {
     "ids": [[], [0], [1, 1], [-1], ["a"], 5, None],
+    "request": [1, 0, "a", None],
+    "seconds": [0, -1, "a", None, []],
     "operation": ["assign", "assign_add", "", None, 3],
     "closure": [0, -1, 1 << 70, "a", None],
     "finished": [0, 1 << 70, -5, None, []],
@@ -43,14 +46,16 @@ _FIELDS = {
 }
 
 
-def strange_messages(task_type, num_messages):
-    """Messages that a task can read, and that make no sense."""
+def strange_messages(task_type, num_messages, session):
+    """Messages that a task can read, and that make no sense; most of a session."""
     generator = random.Random(2)
+    sessions = [*[session] * 20, [1, "older"], [1, 2], "session", None]
     for _ in range(num_messages):
         names = generator.sample(sorted(_FIELDS), generator.randrange(len(_FIELDS) + 1))
         yield Message(
             generator.choice(_KINDS[task_type]),
-            {name: generator.choice(_FIELDS[name]) for name in names},
+            {name: generator.choice(_FIELDS[name]) for name in names}
+            | {"session": generator.choice(sessions)},
             [np.zeros(generator.randrange(9), np.float32)] * generator.randrange(4),
             [generator.randbytes(generator.randrange(99))] * generator.randrange(3),
         )

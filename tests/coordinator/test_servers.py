@@ -22,6 +22,7 @@ from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._messages import Message
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._server import RoleCheck, Server
+from distributary.coordinator._sessions import hello, new_session
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
@@ -124,11 +125,15 @@ def test_messages_are_for_roles(tasks, certificates):
             return link
 
         chief, worker, ps = link("chief"), link("worker"), link("ps")
-        create = Message("create", {"ids": [1 << 40]}, [np.float32(3)])
-        read = Message("read", {"ids": [1 << 40]})
+        session = new_session()
+        create = Message("create", {"session": session, "ids": [1]}, [np.float32(3)])
+        read = Message("read", {"session": session, "ids": [1]})
         for other in (worker, ps):
             with pytest.raises(PermissionError, match=r"ps 0 got 'create' from (worker|ps) at"):
                 other.call(create, _SECONDS)
+        with pytest.raises(PermissionError, match="'hello' from worker"):
+            worker.call(hello(session), _SECONDS)
+        chief.call(hello(session), _SECONDS)
         chief.call(create, _SECONDS)
         assert worker.call(read, _SECONDS).arrays == [3]
         with pytest.raises(PermissionError, match=r"'read' from ps at .* only the chief may"):
@@ -151,13 +156,15 @@ def test_nothing_that_is_sent_does_harm(task_type, tasks, certificates):
     process = psutil.Process(tasks[1][f"{task_type} 0"].pid)
     link = _link(tasks, certificates, "chief", task_type)
     with contextlib.closing(link):
-        link.call(Message("identify"), _SECONDS)
-        for message in strange_messages(task_type, 200):  # whatever is allocated once
+        session = new_session()
+        link.call(hello(session), _SECONDS)
+        for message in strange_messages(task_type, 200, session):  # whatever is allocated once
             link.start(message)
         bytes_before = process.memory_info().rss
         with strange_streams(link) as send:
             num_refused = sum(send(i) for i in range(_NUM_FUZZ_INPUTS // 2))
-        calls = [link.start(m) for m in strange_messages(task_type, _NUM_FUZZ_INPUTS // 2)]
+        messages = strange_messages(task_type, _NUM_FUZZ_INPUTS // 2, session)
+        calls = [link.start(message) for message in messages]
         errors = [type(call.exception(_SECONDS)) for call in calls]
 
         assert num_refused > _NUM_FUZZ_INPUTS // 4

@@ -1,51 +1,113 @@
 """The tasks of a job with parameter servers, and where its variables are."""
 
+import contextlib
+import functools
 import itertools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
 from distributary.coordinator._in_process import InProcessLink
-from distributary.coordinator._links import Link, Service
+from distributary.coordinator._links import Link
 from distributary.coordinator._messages import JSON, Limits, Message
+from distributary.coordinator._sessions import (
+    Heartbeat,
+    Patience,
+    ServerLink,
+    SessionId,
+    SessionLink,
+    SessionService,
+    Tenant,
+    hello,
+    new_session,
+)
 from distributary.coordinator._sources import LocalMakers
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
-from distributary.errors import InvalidValueError
+from distributary.errors import CancelledError, InvalidValueError, UnavailableError
 from distributary.tracing import Handle
 
-__all__ = ["Cluster", "local_cluster"]
+__all__ = ["Cluster", "LocalCluster", "Session", "Task", "local_cluster"]
 
 
-class Cluster:
-    """Links to workers and servers, and the variables on these.
+@final
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A worker or server as the coordinator knows it.
+
+    Attributes:
+        name: With its address, for messages.
+        connect: Makes a link to it.
+    """
+
+    name: str
+    connect: Callable[[], Link]
+
+
+@final
+class Session:
+    """The workers and servers of a coordinator, and its variables on these.
 
     Args:
-        worker_links: To the workers.
-        server_links: To the servers, by their number.
+        workers: By their number.
+        servers: By their number.
         describe: Describes functions that make data so that workers find them.
+        patience: How long it waits for tasks.
+        session: What the tasks know it by.
+
+    Attributes:
+        setup: What a worker has to know before it can run closures, in the order of creation; from
+            the number of the worker to a message.
+        server_links: To the servers, by their number.
     """
 
     def __init__(
         self,
-        worker_links: list[Link],
-        server_links: list[Link],
+        workers: Sequence[Task],
+        servers: Sequence[Task],
         describe: Callable[[Any], JSON],
+        patience: Patience,
+        session: SessionId,
     ) -> None:
-        self.worker_links = worker_links
-        self.server_links = server_links
+        self.workers = workers
+        self.servers = servers
+        self.patience = patience
+        self.id = session
+        self.setup: list[Callable[[int], Message]] = []
+        self.server_links = [self._connect(server) for server in servers]
+        self._heartbeats: list[Heartbeat] = []
+        self._on_end: Callable[[Exception], None] = lambda error: None
         self.describe = describe
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+
+    def watch(self, on_end: Callable[[Exception], None]) -> None:
+        """Calls a function with the error when a server is lost, or the session closed."""
+        seconds = self.patience.heartbeat_seconds
+        self._on_end = on_end
+        self._heartbeats = [
+            Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
+        ]
+
+    def finish(self, finished: int) -> None:
+        """Has the servers refuse pushes of closures with smaller numbers."""
+        for link in self.server_links:
+            with contextlib.suppress(UnavailableError):  # its heartbeat is missed as well
+                link.call(Message("finish", {"finished": finished}))
+
+    def _connect(self, server: Task) -> ServerLink:
+        return ServerLink(SessionLink(server.connect(), server.name, self.id), self.patience)
 
     def create(self, value: np.ndarray) -> tuple[int, int]:
         """A new variable, on the next server; returns the numbers of the server and of itself."""
         with self._lock:
             number = next(self._numbers)
         server = number % len(self.server_links)
-        self.server_links[server].call(Message("create", {"ids": [number]}, [value]))
+        self.server_links[server].call_once(Message("create", {"ids": [number]}, [value]))
         return server, number
 
     def read(self, place: tuple[int, int]) -> np.ndarray:
@@ -58,7 +120,7 @@ class Cluster:
         """Changes a variable: assign, assign_add or assign_sub."""
         server, number = place
         fields = {"ids": [number], "operation": operation}
-        self.server_links[server].call(Message("assign", fields, [value]))
+        self.server_links[server].call_once(Message("assign", fields, [value]))
 
     def place_of(self, handle: Handle) -> tuple[int, int]:
         """Where the variable of a handle is."""
@@ -72,34 +134,173 @@ class Cluster:
         return found
 
     def close(self) -> None:
-        """Ends what belongs to the cluster in this process."""
-        for link in (*self.worker_links, *self.server_links):
+        """Ends its threads and those of its coordinator, which runs no closures any more."""
+        self._on_end(CancelledError("The coordinator was closed."))
+        for heartbeat in self._heartbeats:
+            heartbeat.stop()
+        for link in self.server_links:
             link.close()
 
 
-@final
-class _LocalCluster(Cluster):
-    def __init__(self, num_workers: int, num_servers: int, limits: Limits | None) -> None:
-        def link(service: Service, name: str) -> Link:
-            return InProcessLink(service, name=name, limits=limits)
+class Cluster:
+    """The tasks of a job, as its coordinator reaches them.
 
-        makers = LocalMakers()
-        self.servers = [ParameterServer(number) for number in range(num_servers)]
-        server_links = [link(server, f"ps {server.number}") for server in self.servers]
-        self._workers = [Worker(number, server_links, makers.find) for number in range(num_workers)]
-        worker_links = [link(worker, f"worker {worker.number}") for worker in self._workers]
-        super().__init__(worker_links, server_links, makers.describe)
+    Args:
+        workers: By their number.
+        servers: By their number.
+        describe: Describes functions that make data so that workers find them.
+        patience: How long a coordinator waits for tasks.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Task],
+        servers: Sequence[Task],
+        describe: Callable[[Any], JSON],
+        patience: Patience,
+    ) -> None:
+        self._workers = workers
+        self._servers = servers
+        self.describe = describe
+        self._patience = patience
+
+    def open(self) -> Session:
+        """Begins a session at all servers, and ends older ones; workers are told by their thread.
+
+        Raises:
+            ConnectionLostError: if a server cannot be reached.
+        """
+        session: SessionId | None = None
+        while True:
+            session = new_session(session)
+            newer = [found for server in self._servers if (found := _greet(server, session))]
+            if not newer:
+                break
+            # By the clock of another machine, or because two coordinators start at once.
+            session = max(newer)
+        return Session(self._workers, self._servers, self.describe, self._patience, session)
 
     def close(self) -> None:
-        super().close()
-        for worker in self._workers:
-            worker.close()
+        """Ends what belongs to the cluster in this process."""
+
+
+def _greet(task: Task, session: SessionId) -> SessionId | None:
+    """Begins a session at a task; returns the newer one that it has, if it has."""
+    link = task.connect()
+    try:
+        found: SessionId | None = link.call(hello(session)).fields.get("session")
+    finally:
+        link.close()
+    return found
+
+
+@final
+class LocalCluster(Cluster):
+    """Tasks in this process; made by `local_cluster`.
+
+    Attributes:
+        fault: Called for every message with the names of its sender and of the task that it is
+            for, and as the `fault` of an `InProcessLink`.
+    """
+
+    fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
+
+    def __init__(
+        self, num_workers: int, num_servers: int, limits: Limits | None, patience: Patience
+    ) -> None:
+        self._limits = limits
+        self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._link_lock = threading.Lock()
+        servers = [f"ps {number}" for number in range(num_servers)]
+        workers = [f"worker {number}" for number in range(num_workers)]
+        makers = LocalMakers()
+
+        def make_server(number: int, session: SessionId) -> ParameterServer:
+            return ParameterServer(number)
+
+        def make_worker(number: int, session: SessionId) -> Worker:
+            links = [
+                ServerLink(
+                    SessionLink(self._connect(workers[number], server), server, session), patience
+                )
+                for server in servers
+            ]
+            return Worker(number, links, makers.find)
+
+        self._makers: dict[str, Callable[[SessionId], Tenant]] = {
+            **{name: functools.partial(make_server, i) for i, name in enumerate(servers)},
+            **{name: functools.partial(make_worker, i) for i, name in enumerate(workers)},
+        }
+        self._services: dict[str, SessionService | None] = {}
+        for name in self._makers:
+            self.restart(name)
+
+        def tasks(names: list[str]) -> list[Task]:
+            return [Task(name, functools.partial(self._connect, "chief", name)) for name in names]
+
+        super().__init__(tasks(workers), tasks(servers), makers.describe, patience)
+
+    def kill(self, name: str) -> None:
+        """Breaks all connections of a task, as if its process had been killed.
+
+        Args:
+            name: `"worker 0"` or `"ps 0"`.
+        """
+        with self._link_lock:
+            service, self._services[name] = self._services[name], None
+            links = [link for link, ends in self._links.items() if name in ends]
+        for link in links:
+            link.kill()
+        if service is not None:
+            service.close()
+
+    def restart(self, name: str) -> None:
+        """Starts a task again, which has forgotten everything."""
+        with self._link_lock:
+            self._services[name] = SessionService(name, self._makers[name])
+
+    def cut(self, source: str, target: str) -> None:
+        """Breaks the connections of one task to another one; new ones can be made.
+
+        Args:
+            source: `"chief"` or the name of a worker.
+            target: Name of a worker or server.
+        """
+        with self._link_lock:
+            links = [link for link, ends in self._links.items() if ends == (source, target)]
+        for link in links:
+            link.cut()
+
+    def close(self) -> None:
+        """Ends all tasks."""
+        for name in self._makers:
+            self.kill(name)
+
+    def _connect(self, source: str, target: str) -> Link:
+        def fault(message: Message, deliver: Callable[[Message], Message]) -> Message:
+            if self.fault is None:
+                return deliver(message)
+            return self.fault(source, target, message, deliver)
+
+        with self._link_lock:
+            service = self._services[target]
+            link = InProcessLink(service, name=target, limits=self._limits, fault=fault)
+            self._links[link] = source, target
+        return link
 
     def __repr__(self) -> str:
-        return f"local_cluster(workers={len(self.worker_links)}, ps={len(self.server_links)})"
+        return f"local_cluster(workers={len(self._workers)}, ps={len(self._servers)})"
 
 
-def local_cluster(workers: int = 2, ps: int = 1, *, limits: Limits | None = None) -> Cluster:
+def local_cluster(
+    workers: int = 2,
+    ps: int = 1,
+    *,
+    limits: Limits | None = None,
+    patience: Patience | None = None,
+) -> LocalCluster:
     """Workers and parameter servers in this process, for `ParameterServerStrategy`.
 
     Args:
@@ -107,6 +308,7 @@ def local_cluster(workers: int = 2, ps: int = 1, *, limits: Limits | None = None
         ps: Number of servers.
         limits: If given, what the tasks send each other is encoded, checked and decoded as between
             processes.
+        patience: How long is waited for tasks that are not heard.
 
     Raises:
         InvalidValueError: if a number is not positive.
@@ -114,4 +316,4 @@ def local_cluster(workers: int = 2, ps: int = 1, *, limits: Limits | None = None
     for name, number in (("workers", workers), ("ps", ps)):
         if number < 1:
             raise InvalidValueError(f"local_cluster: {name} is {number}, expected at least 1.")
-    return _LocalCluster(workers, ps, limits)
+    return LocalCluster(workers, ps, limits, patience or Patience())

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from distributary.coordinator._closures import Plan, plan_of
-from distributary.coordinator._links import Link, exception_of
+from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._nests import leaves_of, nest_of, structs_of, tree_of
 from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
-from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._queue import ClosureQueue
 from distributary.coordinator._sources import UnknownMakerError
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
@@ -25,9 +25,6 @@ from distributary.strategies import is_dynamic, signature_of, struct_of
 from distributary.tracing import user_stacklevel
 
 __all__ = ["ClusterCoordinator"]
-
-_MAX_LEASED = 16
-_MAX_FED_BYTES = 1 << 24  # of the closures of a lease, all but one
 
 
 @final
@@ -57,7 +54,7 @@ class ClusterCoordinator:
     def _start(self, strategy: Any) -> None:
         self._strategy = strategy
         self._cluster = strategy._cluster
-        self._queue = ClosureQueue()
+        self._queue = ClosureQueue(self._cluster.patience.max_losses, self._cluster.finish)
         # By function, then by structure of the arguments.
         self._functions: weakref.WeakKeyDictionary[Any, dict[Any, _Function]] = (
             weakref.WeakKeyDictionary()
@@ -68,10 +65,8 @@ class ClusterCoordinator:
         self._has_warned_of_feeding = False
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
-        self._drivers = [
-            _Driver(i, self._queue, link, self._add_plan)
-            for i, link in enumerate(self._cluster.worker_links)
-        ]
+        self._workers = Workers(self._cluster, self._queue, self._add_plan)
+        self._cluster.watch(self._queue.end)
 
     @property
     def strategy(self) -> Any:
@@ -102,6 +97,9 @@ class ClusterCoordinator:
             InvalidTypeError: if `fn` is not callable.
             InvalidValueError: if an argument is a `RemoteValue`.
             Exception: the first error of an earlier closure, once. What was queued is cancelled.
+        UnavailableError: if there is no worker for too long, or workers end as they run a closure.
+        PSUnavailableError: if a server is lost, again and again.
+        CoordinatorReplacedError: if another coordinator uses the cluster, again and again.
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
         """
@@ -122,7 +120,7 @@ class ClusterCoordinator:
         """Waits until all closures have ended.
 
         Raises:
-            Exception: the first error of a closure, once. What was queued is cancelled.
+            Exception: as `schedule`.
         """
         self._queue.join()
 
@@ -157,10 +155,16 @@ class ClusterCoordinator:
         number = self._new_source("value", value_fn)
         if number is None:
             number = next(self._source_numbers)
-            for link in self._cluster.worker_links:
-                value = value_fn()
-                fields = {"kind": "value", "number": number, "nest": nest_of(value)}
-                link.call(Message("source", fields, leaves_of(value)))
+            values = [value_fn() for _ in self._cluster.workers]
+            messages = [
+                Message(
+                    "source",
+                    {"kind": "value", "number": number, "nest": nest_of(value)},
+                    leaves_of(value),
+                )
+                for value in values
+            ]
+            self._workers.tell(messages.__getitem__)
         return PerWorkerValues(
             RemoteSource("value", number, functools.partial(self._peek, "value", number)).take
         )
@@ -178,10 +182,10 @@ class ClusterCoordinator:
         number = next(self._source_numbers)
         try:
             fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
-            for link in self._cluster.worker_links:
-                reply = link.call(Message("source", fields))
-                if reply.kind == "unknown maker":
-                    raise UnknownMakerError(reply.fields["why"])
+            message = Message("source", fields)
+            reply = self._workers.tell(lambda worker: message)
+            if reply.kind == "unknown maker":
+                raise UnknownMakerError(reply.fields["why"])
         except UnknownMakerError as error:
             if not self._has_warned_of_feeding:
                 self._has_warned_of_feeding = True
@@ -199,7 +203,7 @@ class ClusterCoordinator:
     def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
         """Shapes and dtypes of what a worker brings next, and its structure."""
         message = Message("peek", {"kind": kind, "number": number})
-        fields = self._cluster.worker_links[0].call(message).fields
+        fields = self._workers.call(lambda worker: message).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions
@@ -224,7 +228,8 @@ class ClusterCoordinator:
             return fn(*args, **kwargs)
 
         avals = [struct_of(leaves[i]) for i in dynamic]
-        function = _Function(self._num_functions, call, avals)
+        name = getattr(fn, "__qualname__", None) or repr(fn)
+        function = _Function(self._num_functions, name, call, avals)
         self._num_functions += 1
         self._add_plan(function, None)
         return function
@@ -237,9 +242,8 @@ class ClusterCoordinator:
             function.num_data = sum(len(source.handles) for source in plan.sources)
             function.feeds = [self._feeds[s.number] for s in plan.sources if s.kind == "fed"]
             function.rebuild = plan.rebuild
-        for link in self._cluster.worker_links:
-            for message in _messages_of(function, plan):
-                link.call(message)
+        for message in _messages_of(function, plan):
+            self._workers.tell_later(message)
 
 
 @final
@@ -248,7 +252,8 @@ class _Function:
     """A function of closures.
 
     Attributes:
-        number: Its name on the workers.
+        number: What workers know it by.
+        name: For messages.
         call: From arrays to what it returns.
         avals: Shapes and dtypes of the arrays.
         num_data: Number of leaves of data that workers bring to it, or are sent with it.
@@ -257,6 +262,7 @@ class _Function:
     """
 
     number: int
+    name: str
     call: Callable[..., Any]
     avals: list[Any]
     num_data: int = 0
@@ -298,81 +304,3 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
             [plan.program.content, *(s.program.content for s in plan.servers.values())],
         ),
     ]
-
-
-@final
-class _Driver:
-    """The thread that gives closures to one worker."""
-
-    def __init__(
-        self, worker: int, queue: ClosureQueue, link: Link, add_plan: Callable[..., None]
-    ) -> None:
-        self._worker = worker
-        self._queue = queue
-        self._link = link
-        self._add_plan = add_plan
-        threading.Thread(target=self._serve, name="distributary-driver", daemon=True).start()
-
-    def _serve(self) -> None:
-        while closures := self._queue.take(_MAX_LEASED):
-            while closures:
-                closures = self._run(closures)
-
-    def _run(self, closures: list[Closure]) -> list[Closure]:
-        """Has the worker run some closures; returns those that are left."""
-        function = closures[0].function
-        left = list(closures)
-        try:
-            leased, arrays = self._lease(closures)
-            message = Message(
-                "run",
-                {
-                    "function": function.number,
-                    "closures": [closure.number for closure in leased],
-                    "num_args": len(function.avals),
-                    "finished": self._queue.num_finished(),
-                },
-                arrays,
-            )
-            reply = self._link.call(message)
-            fields, results = reply.fields, reply.arrays
-            size = len(results) // max(1, fields["num_ended"])
-            for i in range(fields["num_ended"]):
-                value = function.rebuild(results[i * size : (i + 1) * size])
-                self._queue.succeed(left.pop(0), value)
-            if "error" in fields:
-                raise exception_of(fields["error"], f"worker {self._worker}")
-            if "shapes" in fields:
-                self._add_plan(function, fields["shapes"])
-        except Exception as error:
-            # Whoever waits for the closures gets it; nobody sees what a thread raises.
-            self._queue.fail(left[0], error)
-            self._queue.put_back(left[1:])
-            return []
-        return left
-
-    def _lease(self, closures: list[Closure]) -> tuple[list[Closure], list[Any]]:
-        """The first closures, all of one function, and for each arguments and what it is fed."""
-        function = closures[0].function
-        leased: list[Closure] = []
-        arrays: list[Any] = []
-        num_bytes = 0
-        for closure in itertools.takewhile(lambda c: c.function is function, closures):
-            if closure.fed is None:
-                closure.fed = self._feed(function)
-            if isinstance(closure.fed, Exception):
-                if not leased:
-                    raise closure.fed
-                break  # the next time it is the first
-            leased.append(closure)
-            arrays += [*closure.args, *closure.fed]
-            num_bytes += sum(array.nbytes for array in closure.fed)
-            if num_bytes > _MAX_FED_BYTES:
-                break
-        return leased, arrays
-
-    def _feed(self, function: _Function) -> list[Any] | Exception:
-        try:
-            return [array for feed in function.feeds for array in feed.next(self._worker)]
-        except Exception as error:
-            return error

@@ -1,6 +1,8 @@
 """Links over gRPC: one stream for every link, which lasts as long as its connection."""
 
+import errno
 import ipaddress
+import os
 import queue
 import random
 import socket
@@ -19,6 +21,7 @@ from distributary.coordinator._links import (
     Calls,
     ConnectionLostError,
     Peer,
+    RefusedError,
     Service,
     answer,
     error_reply,
@@ -30,6 +33,7 @@ from distributary.errors import ClusterError, MissingPackageError
 __all__ = ["GrpcLink", "GrpcServer"]
 
 _SERVICE, _METHOD = "distributary.Link", "Talk"
+_REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all that can go wrong
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 _PING_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
@@ -164,7 +168,8 @@ class GrpcLink:
                 f". Its certificate must be that of role {self._role!r}, and of the same authority"
                 " as that of this task"
             )
-        return ConnectionLostError(f"No connection to {self._name}: {reason}.")
+        kind = RefusedError if _REFUSED in reason else ConnectionLostError
+        return kind(f"No connection to {self._name}: {reason}.")
 
     def _closed_error(self) -> ConnectionLostError:
         return ConnectionLostError(f"The link to {self._name} is closed.")

@@ -11,6 +11,7 @@ from distributary.coordinator._links import (
     Calls,
     ConnectionLostError,
     Peer,
+    RefusedError,
     Service,
     answer,
     error_reply,
@@ -26,7 +27,7 @@ class InProcessLink:
     """A `Link` to a service in the same process; a thread handles the requests.
 
     Args:
-        service: Who is called.
+        service: Who is called; None for a process that has ended.
         peer: As whom the service sees the caller.
         name: The name of the other end in messages, `"ps 0"`.
         limits: Messages are encoded, checked and decoded, as if they went over a wire; None hands
@@ -39,7 +40,7 @@ class InProcessLink:
 
     def __init__(
         self,
-        service: Service,
+        service: Service | None,
         peer: Peer = LOCAL,
         *,
         name: str = "the service",
@@ -52,6 +53,8 @@ class InProcessLink:
         self._fault = fault
         self._lock = threading.Lock()
         self._connection = self._connect(service)
+        if service is None:
+            self._connection.end(RefusedError(f"Nothing listens at {name}."))
 
     def start(self, message: Message) -> "Future[Message]":
         """Sends a request; see `Link`."""
@@ -133,8 +136,8 @@ class InProcessLink:
                 return
             self._connection = self._connect(service)
             if service is None:
-                self._connection.end(reason)
-        old.end(reason)
+                self._connection.end(RefusedError(reason))
+        old.end(ConnectionLostError(reason))
 
 
 @final
@@ -144,6 +147,6 @@ class _Connection:
         self.service = service
         self.requests: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
 
-    def end(self, reason: str) -> None:
-        self.calls.end(ConnectionLostError(reason))
+    def end(self, error: ConnectionLostError) -> None:
+        self.calls.end(error)
         self.requests.put(None)

@@ -24,6 +24,7 @@ __all__ = [
     "DeadlineError",
     "Link",
     "Peer",
+    "RefusedError",
     "Service",
     "answer",
     "error_reply",
@@ -71,6 +72,10 @@ _BUILTINS = (
 
 class ConnectionLostError(DistributaryError, ConnectionError):
     """A call has no reply because the connection broke: it was handled once or not at all."""
+
+
+class RefusedError(ConnectionLostError):
+    """There is no connection because nothing listens at the other end: its process has ended."""
 
 
 class DeadlineError(DistributaryError, TimeoutError):

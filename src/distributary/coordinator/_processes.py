@@ -1,6 +1,7 @@
 """Clusters whose workers and servers are processes of their own."""
 
 import concurrent.futures
+import functools
 import importlib.metadata
 import logging
 import os
@@ -10,10 +11,11 @@ from typing import Any, Final
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
 from distributary.coordinator._certificates import Credentials
-from distributary.coordinator._cluster import Cluster
+from distributary.coordinator._cluster import Cluster, Task
 from distributary.coordinator._grpc import GrpcLink
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Message
+from distributary.coordinator._sessions import Patience
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
@@ -96,15 +98,25 @@ def versions() -> dict[str, str]:
 
 def _connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     credentials = Credentials.from_environ("chief", environ)
-    links = {peer: GrpcLink(peer.address, peer.task_type, credentials) for peer in peers}
+
+    def link(peer: Peer) -> GrpcLink:
+        return GrpcLink(peer.address, peer.task_type, credentials)
+
+    links = {peer: link(peer) for peer in peers}
     try:
         _meet(links, _seconds(environ))
-    except BaseException:
-        for link in links.values():
-            link.close()
-        raise
-    of_type = {t: [links[p] for p in peers if p.task_type == t] for t in ("worker", "ps")}
-    return Cluster([*of_type["worker"]], [*of_type["ps"]], describe)
+    finally:
+        for one in links.values():
+            one.close()
+
+    def tasks(task_type: str) -> list[Task]:
+        return [
+            Task(str(peer), functools.partial(link, peer))
+            for peer in peers
+            if peer.task_type == task_type
+        ]
+
+    return Cluster(tasks("worker"), tasks("ps"), describe, Patience())
 
 
 def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:

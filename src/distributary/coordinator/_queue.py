@@ -2,15 +2,17 @@
 
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from distributary.coordinator._values import RemoteValue
-from distributary.errors import CancelledError
+from distributary.errors import CancelledError, UnavailableError
 
 __all__ = ["Closure", "ClosureQueue"]
 
 _MAX_QUEUED = 262_144  # as in TensorFlow
+_MAX_LEASED = 16
 
 
 @final
@@ -24,6 +26,7 @@ class Closure:
         args: Its arguments, flat.
         fed: Arrays that the coordinator has taken from its datasets for it; or why it could not.
         result: Receives what it returns.
+        lost: The workers that were lost while they ran it.
     """
 
     number: int
@@ -31,6 +34,7 @@ class Closure:
     args: list[Any]
     fed: list[Any] | Exception | None = None
     result: RemoteValue = field(default_factory=RemoteValue)
+    lost: list[str] = field(default_factory=list)
 
 
 @final
@@ -38,109 +42,209 @@ class ClosureQueue:
     """Closures in the order in which they were scheduled, and the first error among them.
 
     After an error nothing that is queued runs any more. The error is raised once, by whoever comes
-    next and when nothing is running; then everything is as at the beginning.
+    next and when nothing is running; then everything is as at the beginning. After `end` it is
+    raised again and again, and `closed` is set.
+
+    Args:
+        max_losses: A closure that was running when so many workers were lost is an error.
+        settle: Called with `num_finished` when closures were cancelled that a worker, which is
+            believed to be lost, may still run.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(
+        self, max_losses: int = 3, settle: Callable[[int], None] = lambda finished: None
+    ) -> None:
+        self._max_losses = max_losses
+        self._settle = settle
+        lock = threading.RLock()
+        self._has_work = threading.Condition(lock)
+        self._has_room = threading.Condition(lock)
+        self._has_ended = threading.Condition(lock)
+        self._lock = lock
         self._queued: deque[Closure] = deque()
         self._running: set[Closure] = set()
         self._error: BaseException | None = None
+        self.closed = threading.Event()
+        self._is_unsettled = False
         self._next_number = 0
-        self._is_closed = False
+        # All below `_finished` have ended, and those in `_ended`.
+        self._finished = 0
+        self._ended: set[int] = set()
 
     def put(self, function: Any, args: list[Any]) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
-        with self._changed:
+        with self._lock:
+            # Also bounds the set of those that have ended, here and on the servers.
+            self._has_room.wait_for(
+                lambda: self._error or self._next_number - self._finished < _MAX_QUEUED
+            )
             self._raise_error()
-            self._changed.wait_for(lambda: len(self._queued) < _MAX_QUEUED)
             closure = Closure(self._next_number, function, args)
             self._next_number += 1
             self._queued.append(closure)
-            self._changed.notify_all()
+            self._has_work.notify()
         return closure.result
 
-    def take(self, max_closures: int) -> list[Closure]:
-        """Some closures for a worker, at least one; none when the queue is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queued or self._is_closed)
-            if self._is_closed:
+    def take(self, num_workers: int, is_lost: Callable[[], bool]) -> list[Closure]:
+        """Some closures for a worker.
+
+        Args:
+            num_workers: Number of workers that share what is queued.
+            is_lost: Whether the worker has been lost, of which `wake` tells.
+
+        Returns:
+            At least one; none if the worker is lost or the queue closed.
+        """
+        with self._lock:
+            self._has_work.wait_for(lambda: self._queued or self.closed.is_set() or is_lost())
+            if self.closed.is_set() or is_lost():
                 return []
-            taken = [self._queued.popleft() for _ in range(min(max_closures, len(self._queued)))]
+            # Of closures that have lost a worker, any may be what has ended it: only one at a time.
+            share = 1 if self._queued[0].lost else len(self._queued) // max(1, num_workers)
+            taken = [self._queued.popleft()]
+            while len(taken) < min(share, _MAX_LEASED) and not self._queued[0].lost:
+                taken.append(self._queued.popleft())
             self._running.update(taken)
-            self._changed.notify_all()
         return taken
+
+    def wake(self) -> None:
+        """Has those who wait in `take` look again whether their worker is lost."""
+        with self._lock:
+            self._has_work.notify_all()
 
     def succeed(self, closure: Closure, value: Any) -> None:
         """A closure has returned `value`."""
-        closure.result._set(value)
-        self._end(closure)
+        with self._lock:
+            if closure not in self._running:  # after `end`
+                return
+            closure.result._set(value)
+            self._stop([closure])
+            self._finish(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """A closure has raised."""
-        closure.result._fail(error)
-        with self._changed:
-            if self._error is None:
-                self._error = error
-                self._cancel(error)
-        self._end(closure)
+        with self._lock:
+            if closure not in self._running:
+                return
+            closure.result._fail(error)
+            self._set_error(error)
+            self._stop([closure])
+            self._finish(closure)
 
-    def put_back(self, closures: list[Closure]) -> None:
-        """The worker of running closures was lost: another one has to run them."""
-        with self._changed:
-            self._running.difference_update(closures)
+    def put_back(self, closures: Sequence[Closure]) -> None:
+        """Some worker has to run closures that were running."""
+        with self._lock:
+            closures = [closure for closure in closures if closure in self._running]
             if self._error is None:
                 self._queued.extendleft(reversed(closures))
+                self._has_work.notify(len(closures))
             else:
-                self._cancel_all(closures, self._error)
-            self._changed.notify_all()
+                self._is_unsettled = True
+                self._cancel(closures, self._error)
+            self._stop(closures)
+
+    def lose(self, closures: Sequence[Closure], worker: str, error: BaseException) -> None:
+        """Puts back closures that were running when their worker was lost.
+
+        Args:
+            closures: The closures.
+            worker: The worker.
+            error: Why it is believed to be lost.
+        """
+        with self._lock:
+            for closure in closures:
+                closure.lost.append(worker)
+                if len(closure.lost) >= self._max_losses:
+                    self.fail(closure, _error_of_losses(closure, error))
+            self.put_back(closures)
+
+    def fail_queued(self, error: BaseException) -> None:
+        """Nobody can run what is queued: raises an error for it, if there is anything."""
+        with self._lock:
+            if self._queued:
+                self._set_error(error)
+                self._has_ended.notify_all()
+
+    def end(self, error: BaseException) -> None:
+        """Nothing can run any more, not even what is running."""
+        with self._lock:
+            if self.closed.is_set():
+                return
+            self.closed.set()
+            self._error = None  # this one explains it
+            self._set_error(error)
+            self._cancel(list(self._running), error)
+            self._running.clear()
+            for condition in (self._has_work, self._has_room, self._has_ended):
+                condition.notify_all()
 
     def join(self) -> None:
         """Waits until all closures have ended; raises the first error."""
-        with self._changed:
-            self._changed.wait_for(
+        with self._lock:
+            self._has_ended.wait_for(
                 lambda: self._error is not None or not (self._queued or self._running)
             )
             self._raise_error()
 
     def is_done(self) -> bool:
         """Whether all closures have ended; raises the first error."""
-        with self._changed:
+        with self._lock:
             self._raise_error()
             return not (self._queued or self._running)
 
     def num_finished(self) -> int:
         """All closures with a smaller number have ended."""
-        with self._changed:
-            unfinished = [closure.number for closure in (*self._running, *self._queued)]
-            return min(unfinished, default=self._next_number)
+        return self._finished
 
-    def close(self) -> None:
-        """Lets `take` return at once, and cancels what is queued."""
-        with self._changed:
-            self._is_closed = True
-            self._cancel(None)
-            self._changed.notify_all()
+    def _set_error(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            self._cancel(self._queued, error)
+            self._queued.clear()
 
-    def _end(self, closure: Closure) -> None:
-        with self._changed:
-            self._running.discard(closure)
-            self._changed.notify_all()
-
-    def _cancel(self, cause: BaseException | None) -> None:
-        self._cancel_all(self._queued, cause)
-        self._queued.clear()
-
-    def _cancel_all(self, closures: Any, cause: BaseException | None) -> None:
-        why = "the coordinator was closed" if cause is None else f"another one failed: {cause!r}"
+    def _cancel(self, closures: Iterable[Closure], cause: BaseException) -> None:
         for closure in closures:
-            error = CancelledError(f"This closure was not run, because {why}.")
+            error = CancelledError(
+                f"This closure was not run, because another one failed: {cause!r}"
+            )
             error.__cause__ = cause
             closure.result._fail(error)
+            self._finish(closure)
+
+    def _stop(self, closures: Sequence[Closure]) -> None:
+        self._running.difference_update(closures)
+        if not self._running:
+            self._has_ended.notify_all()
+
+    def _finish(self, closure: Closure) -> None:
+        self._ended.add(closure.number)
+        if closure.number == self._finished:
+            while self._finished in self._ended:
+                self._ended.remove(self._finished)
+                self._finished += 1
+            self._has_room.notify_all()
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            self._changed.wait_for(lambda: not self._running)
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            self._has_ended.wait_for(lambda: not self._running)
+            error = self._error
+            if error is None:  # another thread has raised it
+                return
+            if not self.closed.is_set():
+                self._error = None
+                if self._is_unsettled:
+                    self._is_unsettled = False
+                    self._settle(self._finished)
+            raise error
+
+
+def _error_of_losses(closure: Closure, error: BaseException) -> BaseException:
+    if isinstance(error, UnavailableError):  # it is not that the workers have ended
+        return error
+    poison = UnavailableError(
+        f"Closure {closure.number}, a call of {closure.function.name}, was running on"
+        f" {', '.join(closure.lost)} when these were lost. It is not tried again, as it seems to"
+        f" end its workers: look at their output. The last error: {error}"
+    )
+    poison.__cause__ = error
+    return poison

@@ -5,16 +5,24 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, NoReturn, final
 
 import jax
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
 from distributary.coordinator._certificates import Credentials
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
-from distributary.coordinator._links import Link, Peer, Service
+from distributary.coordinator._links import Peer, Service
 from distributary.coordinator._messages import Message
 from distributary.coordinator._processes import IDENTIFY, tasks_of, versions
+from distributary.coordinator._sessions import (
+    Patience,
+    ServerLink,
+    SessionId,
+    SessionLink,
+    SessionService,
+    Tenant,
+)
 from distributary.coordinator._sources import find, is_reimporting
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
@@ -96,8 +104,7 @@ class Server:
         self._server_def = _server_def(server_or_cluster_def, job_name, task_index, protocol)
         self._insecure = insecure
         self._server: GrpcServer | None = None
-        self._links: list[Link] = []
-        self._worker: Worker | None = None
+        self._service: SessionService | None = None
         if start:
             self.start()
 
@@ -119,17 +126,31 @@ class Server:
         this = self._server_def
         peers = tasks_of(this.cluster)
         credentials = Credentials.from_environ(this.job_name, os.environ)
-        service: _Task
+        name = f"{this.job_name} {this.task_index}"
         if this.job_name == "ps":
             _keep_off_accelerators()
-            service = ParameterServer(this.task_index)
+
+            def make(session: SessionId) -> Tenant:
+                return ParameterServer(this.task_index)
+
         else:
             servers = [peer for peer in peers if peer.task_type == "ps"]
-            self._links = [GrpcLink(peer.address, "ps", credentials) for peer in servers]
-            service = self._worker = Worker(this.task_index, self._links, find)
+
+            def make(session: SessionId) -> Tenant:
+                links = [
+                    ServerLink(
+                        SessionLink(GrpcLink(peer.address, "ps", credentials), str(peer), session),
+                        Patience(),
+                    )
+                    for peer in servers
+                ]
+                return Worker(this.task_index, links, find)
+
+        self._service = SessionService(name, make)
+        for_workers = ParameterServer.for_workers if this.job_name == "ps" else frozenset()
         try:
             self._server = GrpcServer(
-                RoleCheck(f"{this.job_name} {this.task_index}", service),
+                RoleCheck(name, self._service, for_workers),
                 self._address,
                 credentials,
                 max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
@@ -167,35 +188,31 @@ class Server:
         return this.cluster.task_address(this.job_name, this.task_index)
 
     def _close(self) -> None:
-        for link in self._links:  # first: what waits for a server's reply ends
-            link.close()
+        if self._service is not None:  # first: what waits for a server's reply ends
+            self._service.close()
         if self._server is not None:
             self._server.close()
-        if self._worker is not None:
-            self._worker.close()
-
-
-class _Task(Service, Protocol):
-    """A service that says what workers may ask it."""
-
-    for_workers: frozenset[str]
 
 
 @final
 class RoleCheck:
     """Lets a service see only messages that the role of the sender allows, and says who it is.
 
-    The chief may send everything, a worker what the service has in `for_workers`. A sender without
+    The chief may send everything, a worker some kinds of messages. A sender without
     a certificate, which came to an address of loopback, may send everything.
 
     Args:
         name: The task, `"ps 0"`.
         service: The service.
+        for_workers: The kinds that a worker may send.
     """
 
-    def __init__(self, name: str, service: _Task) -> None:
+    def __init__(
+        self, name: str, service: Service, for_workers: frozenset[str] = frozenset()
+    ) -> None:
         self._name = name
         self._service = service
+        self._for_workers = for_workers
 
     def handle(self, message: Message, peer: Peer) -> Message:
         """The reply to a message.
@@ -207,7 +224,7 @@ class RoleCheck:
         if message.kind == IDENTIFY:
             return Message("ok", {"task": self._name, "versions": versions()})
         may = peer.role in ("chief", "local") or (
-            peer.role == "worker" and message.kind in self._service.for_workers
+            peer.role == "worker" and message.kind in self._for_workers
         )
         if not may:
             raise PermissionError(

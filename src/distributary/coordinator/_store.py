@@ -28,12 +28,14 @@ class ParameterServer:
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
         delete   ids
         program  blobs                          a program that pushes refer to
+        finish   finished
         push     closure, program, states, outputs, ids, arrays; finished
                                                 -> arrays of ids, after the push
 
     Workers may send what `for_workers` names, the chief everything.
 
-    A closure has a number; all below `finished` have ended and will not be pushed again.
+    A closure has a number; all below `finished` have ended: what is still pushed for them is
+    refused as a repetition.
     """
 
     for_workers = frozenset(("program", "push", "read"))
@@ -47,6 +49,11 @@ class ParameterServer:
         self._applied: set[int] = set()
         self.num_applied = 0
         self.num_repeated = 0
+
+    def close(self) -> None:
+        """Forgets the variables."""
+        with self._lock:
+            self._state.clear()
 
     def handle(self, message: Message, peer: Any) -> Message:
         """The reply to a message.
@@ -108,7 +115,7 @@ class ParameterServer:
         if fields["program"] not in self._programs:
             return Message("unknown program")
         with self._lock:
-            self._finish(fields["finished"])
+            self._forget(fields["finished"])
             closure = fields["closure"]
             if closure < self._finished or closure in self._applied:
                 self.num_repeated += 1
@@ -121,7 +128,12 @@ class ParameterServer:
             arrays = self._arrays(fields["ids"])
         return Message("ok", arrays=arrays)
 
-    def _finish(self, finished: int) -> None:
+    def _finish(self, message: Message) -> Message:
+        with self._lock:
+            self._forget(message.fields["finished"])
+        return Message("ok")
+
+    def _forget(self, finished: int) -> None:
         if finished > self._finished:
             self._finished = finished
             self._applied = {closure for closure in self._applied if closure >= finished}
@@ -130,6 +142,7 @@ class ParameterServer:
         "assign": _assign,
         "create": _create,
         "delete": _delete,
+        "finish": _finish,
         "program": _program,
         "push": _push,
         "read": _read,

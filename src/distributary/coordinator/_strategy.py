@@ -46,7 +46,7 @@ class ParameterServerStrategy(Strategy):
                 f"ParameterServerStrategy: variable_partitioner is {variable_partitioner!r}, but"
                 " variables cannot be divided between servers yet. Leave it out."
             )
-        self._cluster = cluster_of(cluster_resolver)
+        self._cluster = cluster_of(cluster_resolver).open()
         self._coordinator: Any = None
         super().__init__(
             StrategyExtended(
@@ -77,8 +77,8 @@ class ParameterServerStrategy(Strategy):
     def __repr__(self) -> str:
         cluster = self._cluster
         return (
-            f"<ParameterServerStrategy: {len(cluster.worker_links)} workers,"
-            f" {len(cluster.server_links)} parameter servers>"
+            f"<ParameterServerStrategy: {len(cluster.workers)} workers,"
+            f" {len(cluster.servers)} parameter servers>"
         )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,16 +11,18 @@ from typing import Any, ClassVar, final
 import jax
 import numpy as np
 
-from distributary.coordinator._links import Link, error_reply
+from distributary.coordinator._links import error_reply
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
 from distributary.coordinator._per_worker import Peekable
 from distributary.coordinator._programs import ProgramCache
+from distributary.coordinator._sessions import ServerLink
 from distributary.coordinator._sources import UnknownMakerError
 from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
 
+_MAX_SECONDS = 0.1
 # Shape and name of the dtype of every leaf.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -67,7 +70,8 @@ class Worker:
         run      function, closures, num_args, finished; arrays: for every closure its
                  arguments and its batches of the kind "fed"
                                       -> num_ended; arrays: results; and if not all
-                                      have ended: error, or the shapes that a plan is needed for
+                                      have ended: error, or the shapes that a plan is needed for,
+                                      or nothing if there was not the time
 
     Args:
         number: Of the task.
@@ -75,10 +79,8 @@ class Worker:
         find: Returns the function that a `maker` describes.
     """
 
-    for_workers: frozenset[str] = frozenset()  # only the chief sends messages
-
     def __init__(
-        self, number: int, links: list[Link], find: Callable[[JSON], Callable[[], Any]]
+        self, number: int, links: list[ServerLink], find: Callable[[JSON], Callable[[], Any]]
     ) -> None:
         self.number = number
         self._links = links
@@ -96,8 +98,10 @@ class Worker:
         self._threads = ThreadPoolExecutor(max(1, len(links)), "distributary-worker")
 
     def close(self) -> None:
-        """Ends its threads."""
-        self._threads.shutdown()
+        """Ends its threads, and what they do."""
+        for link in self._links:
+            link.close()
+        self._threads.shutdown(wait=False)
 
     def handle(self, message: Message, peer: Any) -> Message:
         """The reply to a message.
@@ -162,8 +166,11 @@ class Worker:
         fields = message.fields
         closures, num_args = fields["closures"], fields["num_args"]
         size = len(message.arrays) // len(closures)
+        for closure in [number for number in self._waiting if number < fields["finished"]]:
+            del self._waiting[closure]
         results: list[Any] = []
         num_ended = 0
+        end = time.monotonic() + _MAX_SECONDS
         reply: dict[str, Any] = {}
         for i, closure in enumerate(closures):
             arrays = message.arrays[i * size : (i + 1) * size]
@@ -184,6 +191,8 @@ class Worker:
                 break
             results += outs
             num_ended += 1
+            if time.monotonic() > end:  # others may be idle, and somebody may wait for a result
+                break
         return Message("ok", {"num_ended": num_ended, **reply}, results)
 
     def _data(self, function: int, fed: list[np.ndarray]) -> list[np.ndarray]:

@@ -1,0 +1,361 @@
+"""Gives closures to the workers, and to others when a worker is lost."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+from distributary.coordinator._cluster import Session, Task
+from distributary.coordinator._links import ConnectionLostError, DeadlineError, exception_of
+from distributary.coordinator._messages import Message
+from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
+from distributary.errors import CoordinatorReplacedError, PSUnavailableError, UnavailableError
+
+__all__ = ["Workers"]
+
+_LOST = (ConnectionLostError, DeadlineError)
+_MAX_FED_BYTES = 1 << 24  # of the closures of a lease, all but one
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+
+
+@final
+class Workers:
+    """The workers of a coordinator, with a thread for each.
+
+    Args:
+        session: Of the coordinator.
+        queue: Where the closures come from.
+        add_plan: Called with a function of closures and the shapes of data for which a worker has
+            no plan; appends one to the setup of the session.
+    """
+
+    def __init__(
+        self, session: Session, queue: ClosureQueue, add_plan: Callable[[Any, Any], None]
+    ) -> None:
+        self._session = session
+        self._queue = queue
+        self._changed = threading.Condition()
+        self._live: list[_Driver] = []
+        self._none_since = time.monotonic()
+        self._telling = threading.Lock()
+        self._drivers = [
+            _Driver(i, task, session, queue, add_plan, self)
+            for i, task in enumerate(session.workers)
+        ]
+
+    def tell(self, message: Callable[[int], Message]) -> Message:
+        """Tells a worker what to know, and if it replies "ok" all others before they run closures.
+
+        Args:
+            message: From the number of a worker to the message for it.
+
+        Returns:
+            The reply.
+
+        Raises:
+            Exception: as `call`.
+        """
+        with self._telling:
+            reply, driver = self._call(message)
+            if reply.kind == "ok":
+                self._session.setup.append(message)
+                driver.skip(len(self._session.setup))
+        return reply
+
+    def tell_later(self, message: Message) -> None:
+        """Tells all workers before they run closures."""
+        with self._telling:
+            self._session.setup.append(lambda worker: message)
+
+    def call(self, message: Callable[[int], Message]) -> Message:
+        """The reply of some worker.
+
+        Args:
+            message: From the number of the worker to the message.
+
+        Raises:
+            UnavailableError: if there is none for too long.
+            Exception: as `Link.call`.
+        """
+        return self._call(message)[0]
+
+    def _call(self, message: Callable[[int], Message]) -> "tuple[Message, _Driver]":
+        while True:
+            with self._changed:
+                patience = self._session.patience.no_worker_seconds
+                if not self._changed.wait_for(lambda: self._live, patience):
+                    raise self._error()
+                driver = self._live[0]
+            try:
+                return driver.call(message), driver
+            except _LOST as error:
+                driver.lose(error)
+                self.remove(driver)
+
+    def num_live(self) -> int:
+        """How many workers can be reached."""
+        return len(self._live)
+
+    def add(self, driver: "_Driver") -> None:
+        """A worker can be reached."""
+        with self._changed:
+            self._live.append(driver)
+            self._changed.notify_all()
+
+    def remove(self, driver: "_Driver") -> None:
+        """A worker cannot be reached any more."""
+        with self._changed:
+            if driver in self._live:
+                self._live.remove(driver)
+                self._none_since = time.monotonic()
+
+    def check(self) -> None:
+        """Raises an error for what is queued if there is no worker for too long."""
+        with self._changed:
+            seconds = time.monotonic() - self._none_since
+            if self._live or seconds < self._session.patience.no_worker_seconds:
+                return
+        if all(driver.is_given_up for driver in self._drivers):
+            self._queue.end(self._error())
+        else:
+            self._queue.fail_queued(self._error())
+
+    def _error(self) -> UnavailableError:
+        seconds = time.monotonic() - self._none_since
+        reasons = "; ".join(f"{driver.name}: {driver.error}" for driver in self._drivers)
+        return UnavailableError(
+            f"No worker has been reached for {seconds:.0f} s, so no closure can run. {reasons}"
+        )
+
+
+@final
+class _Driver:
+    """The thread that gives closures to one worker, and connects to it again when it was lost."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        session: Session,
+        queue: ClosureQueue,
+        add_plan: Callable[[Any, Any], None],
+        workers: Workers,
+    ) -> None:
+        self.name = task.name
+        self.error: Exception | None = None
+        self.is_given_up = False
+        self._number = number
+        self._task = task
+        self._session = session
+        self._queue = queue
+        self._add_plan = add_plan
+        self._workers = workers
+        self._connection: _Connection | None = None
+        threading.Thread(target=self._drive, name="distributary-driver", daemon=True).start()
+
+    def call(self, message: Callable[[int], Message]) -> Message:
+        """The reply of the worker, which knows all that it has to; raises as `Link.call`."""
+        assert self._connection is not None  # it is alive
+        return self._connection.call(message(self._number))
+
+    def skip(self, num_told: int) -> None:
+        """The worker knows as much of the setup as that."""
+        assert self._connection is not None
+        self._connection.num_told = num_told
+
+    def lose(self, error: Exception) -> None:
+        """The worker does not reply: its thread connects again."""
+        assert self._connection is not None
+        self._connection.lose(error)
+
+    def _drive(self) -> None:
+        try:
+            self._drive_to_end()
+        except Exception as error:  # such as that of another coordinator
+            self._queue.end(error)
+        finally:
+            self._workers.remove(self)
+            if self._connection is not None:
+                self._connection.close()
+
+    def _drive_to_end(self) -> None:
+        running: list[Closure] = []
+        pause = _MIN_PAUSE_SECONDS
+        lost_since = time.monotonic()
+        while not self._queue.closed.is_set():
+            is_same = self._connect()
+            if is_same:
+                self._queue.put_back(running)
+            elif running:
+                assert self.error is not None
+                self._queue.lose(running, self.name, self.error)
+            running = []
+            if is_same is None:
+                seconds = time.monotonic() - lost_since
+                self.is_given_up = seconds > self._session.patience.worker_seconds
+                self._workers.check()
+                if self.is_given_up:
+                    return
+                self._queue.closed.wait(pause * random.uniform(0.5, 1))
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+            else:
+                self._workers.add(self)
+                running = self._serve()
+                self._workers.remove(self)
+                pause = _MIN_PAUSE_SECONDS
+                lost_since = time.monotonic()
+
+    def _connect(self) -> bool | None:
+        """Whether the worker still is what it was before; None if it cannot be reached."""
+        old = self._connection
+        if old is not None:
+            old.close()
+        try:
+            new = _Connection(self._number, self._task, self._session, self._queue)
+        except _LOST as error:
+            self.error = error
+            return None
+        self._connection = new
+        if old is None or old.incarnation != new.incarnation:
+            return False
+        new.num_told = old.num_told
+        return True
+
+    def _serve(self) -> list[Closure]:
+        """Has the worker run closures until it is lost; returns those that were running."""
+        connection = self._connection
+        assert connection is not None
+        while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
+            try:
+                while closures and self._run(connection, closures):
+                    pass
+            except _LOST as error:
+                connection.lose(error)
+                self.error = connection.error
+                return closures
+        self.error = connection.error
+        return []
+
+    def _run(self, connection: "_Connection", closures: list[Closure]) -> bool:
+        """Has the worker run some closures, and removes those that have ended from the list.
+
+        Returns:
+            Whether it has to run the others, too.
+        """
+        function = closures[0].function
+        try:
+            leased, arrays = self._lease(closures)
+            message = Message(
+                "run",
+                {
+                    "function": function.number,
+                    "closures": [closure.number for closure in leased],
+                    "num_args": len(function.avals),
+                    "finished": self._queue.num_finished(),
+                },
+                arrays,
+            )
+            reply = connection.call(message)
+            fields, results = reply.fields, reply.arrays
+            size = len(results) // max(1, fields["num_ended"])
+            for i in range(fields["num_ended"]):
+                value = function.rebuild(results[i * size : (i + 1) * size])
+                self._queue.succeed(closures.pop(0), value)
+            if "error" in fields:
+                raise exception_of(fields["error"], self.name)
+            if "shapes" in fields:
+                self._add_plan(function, fields["shapes"])
+                return True  # it has taken the data for them
+        except (*_LOST, CoordinatorReplacedError):
+            raise
+        except PSUnavailableError as error:
+            # If this worker alone cannot reach the server, others can.
+            self._queue.lose([closures.pop(0)], self.name, error)
+            self._queue.closed.wait(_MAX_PAUSE_SECONDS * random.random())
+        except Exception as error:
+            # Whoever waits for the closure gets it; nobody sees what a thread raises.
+            self._queue.fail(closures.pop(0), error)
+        self._queue.put_back(closures)
+        return False
+
+    def _lease(self, closures: list[Closure]) -> tuple[list[Closure], list[Any]]:
+        """The first closures, all of one function, and for each arguments and what it is fed."""
+        function = closures[0].function
+        leased: list[Closure] = []
+        arrays: list[Any] = []
+        num_bytes = 0
+        for closure in itertools.takewhile(lambda c: c.function is function, closures):
+            if closure.fed is None:
+                closure.fed = self._feed(function)
+            if isinstance(closure.fed, Exception):
+                if not leased:
+                    raise closure.fed
+                break  # the next time it is the first
+            leased.append(closure)
+            arrays += [*closure.args, *closure.fed]
+            num_bytes += sum(array.nbytes for array in closure.fed)
+            if num_bytes > _MAX_FED_BYTES:
+                break
+        return leased, arrays
+
+    def _feed(self, function: Any) -> list[Any] | Exception:
+        try:
+            return [array for feed in function.feeds for array in feed.next(self._number)]
+        except Exception as error:
+            return error
+
+
+@final
+class _Connection:
+    """To a worker, until it is lost.
+
+    Raises:
+        ConnectionLostError: if there is none, or `DeadlineError`.
+        CoordinatorReplacedError: if the worker works for a newer coordinator.
+
+    Attributes:
+        incarnation: Another one when the worker has forgotten everything.
+        num_told: How much of the setup of the session the worker knows.
+        error: Why it was lost.
+    """
+
+    def __init__(self, number: int, task: Task, session: Session, queue: ClosureQueue) -> None:
+        self._number = number
+        self.num_told = 0
+        self.error: Exception | None = None
+        self._session = session
+        self._queue = queue
+        self._lock = threading.Lock()
+        self._link = SessionLink(task.connect(), task.name, session.id)
+        seconds = session.patience.heartbeat_seconds
+        try:
+            reply = self._link.call(hello(session.id), seconds)
+        except BaseException:
+            self._link.close()
+            raise
+        self.incarnation = reply.fields["incarnation"]
+        self._heartbeat = Heartbeat(
+            SessionLink(task.connect(), task.name, session.id), seconds, self.lose
+        )
+
+    def call(self, message: Message) -> Message:
+        with self._lock:
+            for one in self._session.setup[self.num_told :]:
+                self._link.call(one(self._number))
+                self.num_told += 1
+        return self._link.call(message)
+
+    def is_lost(self) -> bool:
+        return self.error is not None
+
+    def lose(self, error: Exception) -> None:
+        self.error = self.error or error
+        self._link.close()  # ends calls
+        self._queue.wake()
+
+    def close(self) -> None:
+        self._heartbeat.stop()
+        self._link.close()
