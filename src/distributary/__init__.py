@@ -34,7 +34,8 @@ from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerR
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import checkpoint, cluster_resolver, data, tpu
+    from distributary import checkpoint, cluster_resolver, coordinator, data, tpu
+    from distributary.coordinator import ParameterServerStrategy, Server
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
@@ -55,12 +56,14 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "PerReplicaSpec",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
     "RunOptions",
+    "Server",
     "StepStatistics",
     "Strategy",
     "StrategyExtended",
@@ -73,6 +76,7 @@ __all__ = [
     "checkpoint",
     "cluster_resolver",
     "config",
+    "coordinator",
     "data",
     "errors",
     "experimental",
@@ -87,13 +91,15 @@ __all__ = [
     "value_and_grad",
 ]
 
-_MODULES = ("checkpoint", "cluster_resolver", "data", "tpu")
+_MODULES = ("checkpoint", "cluster_resolver", "coordinator", "data", "tpu")
 # Reading these takes a tenth of the time that importing jax takes.
 _LATER = {
     "DistributedDataset": "distributary.inputs",
     "DistributedIterator": "distributary.inputs",
     "MultiWorkerMirroredStrategy": "distributary.strategies",
+    "ParameterServerStrategy": "distributary.coordinator",
     "PerReplicaSpec": "distributary.inputs",
+    "Server": "distributary.coordinator",
     "TPUStrategy": "distributary.strategies",
 }
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import CancelledError, OutOfRangeError, UnsupportedError
+from distributary.experimental import local_cluster
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)

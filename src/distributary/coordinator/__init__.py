@@ -1,1 +1,22 @@
 """Asynchronous training: a coordinator gives work to workers, servers keep the variables."""
+
+from distributary.coordinator._cluster import local_cluster
+from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._per_worker import experimental_get_current_worker_index
+from distributary.coordinator._server import Server
+from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.coordinator._values import PerWorkerValues, RemoteValue
+
+__all__ = [
+    "ClusterCoordinator",
+    "ParameterServerStrategy",
+    "PerWorkerValue",
+    "PerWorkerValues",
+    "RemoteValue",
+    "Server",
+    "experimental_get_current_worker_index",
+    "local_cluster",
+]
+
+#: The name in `tf.distribute.coordinator`; `PerWorkerValues` is that in its `experimental`.
+PerWorkerValue = PerWorkerValues

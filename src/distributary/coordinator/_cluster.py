@@ -83,6 +83,7 @@ class Session:
         self._on_end: Callable[[Exception], None] = lambda error: None
         self.describe = describe
         self._numbers = itertools.count()
+        self._next_server = itertools.cycle(range(len(servers)))
         self._lock = threading.Lock()
 
     def watch(self, on_end: Callable[[Exception], None]) -> None:
@@ -102,11 +103,16 @@ class Session:
     def _connect(self, server: Task) -> ServerLink:
         return ServerLink(SessionLink(server.connect(), server.name, self.id), self.patience)
 
-    def create(self, value: np.ndarray) -> tuple[int, int]:
-        """A new variable, on the next server; returns the numbers of the server and of itself."""
+    def create(self, value: np.ndarray, beside: tuple[int, int] | None = None) -> tuple[int, int]:
+        """A new variable; returns the numbers of its server and of itself.
+
+        Args:
+            value: Its initial value.
+            beside: Place of the variable whose server takes it; None for the next server.
+        """
         with self._lock:
             number = next(self._numbers)
-        server = number % len(self.server_links)
+            server = next(self._next_server) if beside is None else beside[0]
         self.server_links[server].call_once(Message("create", {"ids": [number]}, [value]))
         return server, number
 

@@ -13,7 +13,14 @@ from distributary.coordinator._sources import as_maker
 from distributary.errors import ContextError, OutOfRangeError, UnsupportedError
 from distributary.tracing import current_scope
 
-__all__ = ["Feed", "Peekable", "PerWorkerDataset", "PerWorkerIterator", "RemoteSource"]
+__all__ = [
+    "Feed",
+    "Peekable",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "RemoteSource",
+    "experimental_get_current_worker_index",
+]
 
 
 @final
@@ -51,6 +58,25 @@ class PerWorkerIterator:
     def get_next(self) -> Any:
         """The next batch of the worker, inside a scheduled function."""
         return self._source.take()
+
+
+def experimental_get_current_worker_index() -> Any:
+    """The number of the worker that runs the scheduled function, an int32 scalar.
+
+    Raises:
+        ContextError: outside of a function that is traced for `ClusterCoordinator.schedule`.
+
+    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`, which gives an int64
+        and knows the index in dataset functions, too.
+    """
+    trace = current_trace()
+    if trace is None:
+        raise ContextError(
+            "experimental_get_current_worker_index was called outside of a scheduled function."
+            " Call it inside the function that is given to ClusterCoordinator.schedule."
+        )
+    (index,) = trace.take("index", 0, [jax.ShapeDtypeStruct((), np.int32)])
+    return index
 
 
 @final

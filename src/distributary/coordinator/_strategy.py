@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.collectives import CrossDeviceOps, ReduceOp
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.errors import UnsupportedError
-from distributary.options import CommunicationOptions, RunOptions
+from distributary.options import RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import push
-from distributary.values import IndexedSlices, PerReplica
-from distributary.variables import Variable
+from distributary.variables import Variable, neighbor
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -52,7 +50,6 @@ class ParameterServerStrategy(Strategy):
             StrategyExtended(
                 self,
                 [jax.local_devices(backend="cpu")[0]],
-                _Push(),
                 distributed=False,
                 kind_of_variables=_ServerVariable,
             )
@@ -74,41 +71,17 @@ class ParameterServerStrategy(Strategy):
             fn = trace.repeatable(fn)
         return super().run(fn, args, kwargs, options)
 
+    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+        """Like `Strategy.reduce`; what the servers make of the result is theirs to compute."""
+        result = super().reduce(reduce_op, value, axis)
+        return result if current_trace() is None else jax.tree.map(push, result)
+
     def __repr__(self) -> str:
         cluster = self._cluster
         return (
             f"<ParameterServerStrategy: {len(cluster.workers)} workers,"
             f" {len(cluster.servers)} parameter servers>"
         )
-
-
-@final
-class _Push(CrossDeviceOps):
-    """What a worker's only replica combines is what it sends to the servers."""
-
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: PerReplica,
-        destinations: Any,
-        options: CommunicationOptions,
-    ) -> Any:
-        return push(per_replica_value.values[0])
-
-    def all_reduce(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        num_replicas: int,
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        combined = super().all_reduce(op, leaves, num_replicas, options)
-        return [
-            IndexedSlices(push(leaf.values), push(leaf.indices), leaf.dense_shape)
-            if isinstance(leaf, IndexedSlices)
-            else push(leaf)
-            for leaf in combined
-        ]
 
 
 class _ServerVariable(Variable):
@@ -118,7 +91,8 @@ class _ServerVariable(Variable):
 
     def _initial_state(self, initial: Any) -> Any:
         cluster = self._layout.strategy._cluster
-        self._place = cluster.create(np.asarray(initial, self._dtype))
+        beside = getattr(neighbor(), "_place", None)
+        self._place = cluster.create(np.asarray(initial, self._dtype), beside)
         return None
 
     @property

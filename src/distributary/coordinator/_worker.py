@@ -64,7 +64,7 @@ class Worker:
                  kind "value", number, nest; arrays: the value
         peek     kind, number         -> shapes and nest of what comes next
         function function, sources    what a function takes of this worker's data: kinds, numbers
-                                      and numbers of leaves
+                                      and numbers of leaves; "index" is the worker's number
         plan     function, shapes, program, inputs, num_results, pulls, servers;
                  arrays: constants; blobs: programs of the worker and of the servers
         run      function, closures, num_args, finished; arrays: for every closure its
@@ -200,7 +200,9 @@ class Worker:
         leaves: list[np.ndarray] = []
         left = iter(fed)
         for kind, number, num_leaves in self._functions[function]:
-            if kind == "fed":
+            if kind == "index":
+                leaves.append(np.asarray(self.number, np.int32))
+            elif kind == "fed":
                 leaves += itertools.islice(left, num_leaves)
             elif kind == "next":
                 leaves += leaves_of(self._iterators[number].next())

@@ -1,5 +1,6 @@
 """Names that may still change."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from distributary.inputs import ValueContext
@@ -7,7 +8,9 @@ from distributary.options import CommunicationImplementation, CommunicationOptio
 from distributary.strategies import CentralStorageStrategy
 
 if TYPE_CHECKING:
+    from distributary import coordinator
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
+    from distributary.coordinator import ParameterServerStrategy, local_cluster
     from distributary.datasets import Optional
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
@@ -17,10 +20,14 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "Optional",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
+    "coordinator",
+    "local_cluster",
+    "partitioners",
 ]
 
 
@@ -30,6 +37,14 @@ def __getattr__(name: str) -> Any:
         from distributary.datasets import Optional
 
         return Optional
+    if name == "coordinator":
+        return importlib.import_module("distributary.coordinator")
+    if name == "partitioners":
+        return importlib.import_module("distributary.experimental.partitioners")
+    if name in ("ParameterServerStrategy", "local_cluster"):
+        from distributary import coordinator
+
+        return getattr(coordinator, name)
     if name in ("MultiWorkerMirroredStrategy", "TPUStrategy"):
         from distributary import strategies
 

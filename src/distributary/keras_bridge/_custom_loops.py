@@ -18,7 +18,7 @@ from keras.src.backend.common.variables import initialize_all_variables
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError
 from distributary.keras_bridge._replica import in_optimizer
-from distributary.keras_bridge._variables import place, sharding_of
+from distributary.keras_bridge._variables import keeps_on_servers, place, sharding_of
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope
 from distributary.variables import ForeignVariable, VariableAggregation, across_replicas
@@ -64,6 +64,11 @@ class KerasVariable(ForeignVariable):
     @_value.setter
     def _value(self, value: Any) -> None:
         self.variable._value = value
+
+    @property
+    def _place(self) -> Any:
+        """Where a variable on servers is."""
+        return getattr(self._value, "_place", None)
 
 
 def resolve(value: Any) -> KerasVariable | None:
@@ -122,6 +127,8 @@ class TracedVariables(keras.StatelessScope):
         if self.original_scope is not None or not created:
             return
         for variable in created:
+            if keeps_on_servers(self._strategy):
+                continue
             if variable._layout is None and self._strategy.extended.num_workers == 1:
                 variable._layout = sharding_of(self._strategy)
         with jax.ensure_compile_time_eval():

@@ -43,6 +43,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "JaxVariable._initialize_with_initializer",
         _variables.initialize_with_initializer,
     ),
+    ("keras.src.backend.jax.core", "JaxVariable._direct_assign", _variables.direct_assign),
     ("keras.src.backend.jax.distribution_lib", "distribute_tensor", _variables.distribute_tensor),
     ("keras.src.backend.common.variables", "Variable.value", _variables.value),
     # Models know their strategy and train under it.
@@ -98,6 +99,11 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         "keras.src.optimizers.base_optimizer",
         "BaseOptimizer.add_variable",
         _optimizers.add_variable,
+    ),
+    (
+        "keras.src.optimizers.base_optimizer",
+        "BaseOptimizer.add_variable_from_reference",
+        _optimizers.add_variable_from_reference,
     ),
     (
         "keras.src.optimizers.base_optimizer",

@@ -12,15 +12,18 @@ import keras
 from jax import lax
 
 from distributary.collectives import ReduceOp
-from distributary.context import get_strategy, has_strategy
+from distributary.context import current_mode, get_strategy, has_strategy
 from distributary.keras_bridge._replica import (
     in_optimizer,
     in_trainer,
+    is_for_servers,
     is_sharing,
     optimizing,
     replica_context,
 )
 from distributary.topology import REPLICA_AXIS
+from distributary.tracing import push
+from distributary.variables import Variable, colocated_with
 
 
 def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,9 +45,28 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_variable
 
 
+def add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
+    """On servers, what an optimizer keeps for a variable lies beside it."""
+
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        beside = getattr(reference_variable, "_value", None)
+        if not isinstance(beside, Variable):
+            return original(self, reference_variable, name, initializer)
+        with colocated_with(beside):
+            variable = original(self, reference_variable, name, initializer)
+        variable._distributary_beside = beside  # while a function is traced it is created later
+        return variable
+
+    return add_variable_from_reference
+
+
 def _must_combine() -> bool:
     """Whether the gradients an optimizer is given are those of one replica."""
-    return not in_optimizer() and (replica_context() is not None or is_sharing())
+    if in_optimizer():
+        return False
+    return replica_context() is not None or is_sharing() or is_for_servers()
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
@@ -55,7 +77,9 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     """
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     present = [gradients[i] for i in given]
-    if is_sharing():
+    if is_for_servers() and current_mode().role != "replica":
+        reduced = [push(value) for value in present]
+    elif is_sharing():
         # All are equal, but only a collective says so: what follows it is computed once.
         is_first = lax.axis_index(REPLICA_AXIS) == 0
         parts = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]

@@ -18,6 +18,7 @@ from distributary.context import (
     pop,
     push,
 )
+from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
 from distributary.variables import VariableAggregation, across_replicas
@@ -58,6 +59,11 @@ def in_optimizer() -> bool:
 def is_sharing() -> bool:
     """Whether the replicas compute the same on a whole batch, and one optimizer updates for all."""
     return _state.is_sharing
+
+
+def is_for_servers() -> bool:
+    """Whether what is traced is a step whose updates are computed by parameter servers."""
+    return current_scope() is not None and keeps_on_servers(current_mode().strategy)
 
 
 def is_uneven() -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
+from distributary.variables import Variable, colocated_with
 
 
 def sharding_of(strategy: Any) -> Any:
@@ -44,6 +45,8 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
         if self._layout is None and has_strategy():
             strategy = get_strategy()
             self._distributary_strategy = strategy
+            if keeps_on_servers(strategy):
+                return
             # With several workers the value is computed by each, see `initialize`.
             if strategy.extended.num_workers == 1:
                 self._layout = sharding_of(strategy)
@@ -55,6 +58,11 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Variables created in a scope start with the chief's value on all workers."""
 
     def _initialize(self: Any, value: Any) -> None:
+        if has_strategy() and keeps_on_servers(get_strategy()):
+            self._distributary_strategy = get_strategy()
+            self._shape = self._validate_shape(value.shape)
+            self._value = on_servers(self, value)
+            return
         if has_strategy() and get_strategy().extended.num_workers > 1:
             value = get_strategy().extended.variable_layout().initial(value)
             if shard_dim(self._layout) is None:
@@ -103,9 +111,35 @@ def value(original: property) -> property:
     read = original.fget
 
     def value(self: Any) -> Any:
-        return whole_value(self, read(self))
+        result = read(self)
+        return result.value() if isinstance(result, Variable) else whole_value(self, result)
 
     return property(value, doc=original.__doc__)
+
+
+def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is assigned to a variable on servers goes there."""
+
+    def _direct_assign(self: Any, value: Any) -> None:
+        current = getattr(self, "_value", None)
+        if isinstance(current, Variable):
+            current.assign(value)
+        else:
+            original(self, value)
+
+    return _direct_assign
+
+
+def keeps_on_servers(strategy: Any) -> bool:
+    """Whether variables of a strategy are kept elsewhere than in this process."""
+    return strategy.extended.variable_layout().kind is not None
+
+
+def on_servers(variable: Any, value: Any) -> Variable:
+    """What keeps the value of a Keras variable of a strategy with servers."""
+    beside = getattr(variable, "_distributary_beside", None)
+    with get_strategy().scope(), nullcontext() if beside is None else colocated_with(beside):
+        return Variable(value, bool(variable._trainable), variable.path, variable._dtype)
 
 
 def whole_value(variable: Any, value: Any) -> Any:
@@ -156,7 +190,14 @@ def together(model: Any) -> Iterator[None]:
 
 
 def place(variable: Any, strategy: Any) -> None:
-    """Moves a variable created elsewhere to the devices of a strategy."""
+    """Moves a variable created elsewhere to the devices or servers of a strategy."""
+    if keeps_on_servers(strategy):
+        value = variable._value
+        if value is not None and not isinstance(value, Variable):
+            with strategy.scope(), jax.ensure_compile_time_eval():
+                variable._value = on_servers(variable, whole_value(variable, value))
+                variable._layout = None
+        return
     sharding = sharding_of(strategy)
     if sharding is None:
         return

@@ -52,7 +52,7 @@ from distributary.topology import (
     shard_spec,
     short_name,
 )
-from distributary.tracing import current_scope, in_role
+from distributary.tracing import current_scope, in_role, push as push_to_servers
 from distributary.values import (
     DistributedValues,
     Mirrored,
@@ -62,7 +62,7 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
-from distributary.variables import Variable, VariableComponent, VariableLayout
+from distributary.variables import Variable, VariableComponent, VariableLayout, colocated_with
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import MultiWorker
@@ -339,8 +339,8 @@ class StrategyExtended:
             raise InvalidValueError(
                 f"colocate_vars_with: {v!r} is not a variable of {self._strategy!r}."
             )
-        # All variables of a strategy lie on the same devices.
-        yield
+        with colocated_with(v):
+            yield
 
     def value_container(self, value: Any) -> Any:
         """The variable a component belongs to; everything else as it is."""
@@ -648,10 +648,14 @@ class StrategyExtended:
         merged = self.options.merge(options)
         if self.num_replicas == 1:
             reduced = reduce_alone(op, value)
-            if self.home is None or current_scope() is None:
+            if current_scope() is None:
                 return reduced
             # What follows a collective is computed where the variables lie.
-            return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
+            if self.home is not None:
+                return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
+            if self._layout.kind is not None:
+                return jax.tree.map(push_to_servers, reduced)
+            return reduced
         return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
 
     def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:

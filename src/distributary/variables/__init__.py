@@ -14,7 +14,7 @@ from distributary.variables._foreign import (
     register_foreign_objects,
     register_foreign_variables,
 )
-from distributary.variables._layout import VariableLayout
+from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._saving import is_per_replica, put_back, stored_arrays
 from distributary.variables._variable import Variable
 
@@ -29,8 +29,10 @@ __all__ = [
     "VariableSynchronization",
     "across_replicas",
     "as_variable",
+    "colocated_with",
     "foreign_parts",
     "is_per_replica",
+    "neighbor",
     "put_back",
     "register_foreign_objects",
     "register_foreign_variables",

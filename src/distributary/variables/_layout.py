@@ -1,6 +1,8 @@
 """Where the value of a variable lies."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -75,6 +77,28 @@ class VariableLayout:
         if sharding is None or array.sharding.device_set == sharding.device_set:
             return array
         return put_replicated(array, sharding)
+
+
+class _ThreadState(threading.local):
+    neighbor: Any = None
+
+
+_state = _ThreadState()
+
+
+@contextmanager
+def colocated_with(variable: Any) -> Iterator[None]:
+    """Variables created inside lie where `variable` does, if a strategy has several places."""
+    before, _state.neighbor = _state.neighbor, variable
+    try:
+        yield
+    finally:
+        _state.neighbor = before
+
+
+def neighbor() -> Any:
+    """The variable beside which variables are created, or None."""
+    return _state.neighbor
 
 
 def array_of(value: Any, what: str) -> Any:
