@@ -19,7 +19,7 @@ from distributary.coordinator._sessions import Patience
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
-__all__ = ["CONNECT_VARIABLE", "IDENTIFY", "cluster_of", "tasks_of", "versions"]
+__all__ = ["CONNECT_VARIABLE", "IDENTIFY", "cluster_of", "connect", "tasks_of", "versions"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def cluster_of(cluster_resolver: Any) -> Cluster:
             " the cluster, and only the chief creates the strategy. Workers and servers call"
             " Server(cluster_resolver).join() instead."
         )
-    return _connect(peers, os.environ)
+    return connect(peers, os.environ)
 
 
 def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
@@ -96,7 +96,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
+def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
+    """The cluster of some workers and servers, as their chief, when all of them are there.
+
+    Args:
+        peers: The tasks.
+        environ: The environment.
+
+    Raises:
+        ClusterError: see `cluster_of`.
+    """
     credentials = Credentials.from_environ("chief", environ)
 
     def link(peer: Peer) -> GrpcLink:
