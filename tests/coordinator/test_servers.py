@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,12 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
 )
+from distributary.launch import LaunchOptions, run
 from distributary.launch._environment import free_addresses
 from tests.coordinator.fuzz import strange_messages, strange_streams
 
 _TASK = Path(__file__).parent / "programs" / "task.py"
+_JOB = Path(__file__).parent / "programs" / "job.py"
 _JOB = Path(__file__).parent / "programs" / "job.py"
 _SECONDS = 60.0  # more than anything takes
 _NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1500"))
@@ -184,6 +187,25 @@ def test_a_task_ends_well_when_it_is_told_to(tasks):
         process.send_signal(number)
 
     assert [process.wait(_SECONDS) for process in processes.values()] == [0, 0, 0]
+
+
+def test_a_script_is_launched_as_all_tasks_and_survives_a_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    options = LaunchOptions(
+        (sys.executable, str(_JOB)), num_workers=2, num_servers=1, max_restarts=1
+    )
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        code = run(options, stdout_fd=out.fileno(), stderr_fd=err.fileno())
+        output, errors = (file.seek(0) or file.read() for file in (out, err))
+
+    assert code == 7, errors
+    # What the killed worker has pushed counts, although others have repeated it with other batches.
+    first, second = output.splitlines()
+    assert re.fullmatch(r"\[chief 0\] 50 \d+ \d+ \[1, 3, 5\]", first)
+    assert re.fullmatch(r"\[chief 0\] 100 (\d+) \1 \[10, 11, 12\]", second)
+    assert "worker 0 was ended by SIGKILL" in errors
+    assert "starting it again, restart 1 of 1" in errors
+    assert "DistributaryWarning" not in errors
 
 
 def test_missing_tasks_are_named(monkeypatch):

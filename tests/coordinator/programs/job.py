@@ -1,0 +1,51 @@
+"""A job as `distributary launch --ps` runs it: every task runs this script."""
+
+import functools
+import os
+import signal
+
+import batches  # beside the script
+import numpy as np
+
+import distributary as dist
+from distributary.cluster_resolver import TFConfigClusterResolver
+from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._server import Server
+from distributary.coordinator._strategy import ParameterServerStrategy
+
+resolver = TFConfigClusterResolver()
+if resolver.task_type != "chief":
+    Server(resolver).join()
+
+
+def dataset(start, step):
+    """Numbers; the first worker is killed as it makes the fifth."""
+    for i in range(1000):
+        if i == 4 and resolver.task_id == 0 and os.environ["DISTRIBUTARY_RESTART"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield np.float32(start + i * step)
+
+
+strategy = ParameterServerStrategy(resolver)
+with strategy.scope():
+    total = dist.Variable(np.float32(0))
+    count = dist.Variable(0)
+coordinator = ClusterCoordinator(strategy)
+
+
+def step(iterator, value):
+    number = next(iterator)
+    total.assign_add(number * value)
+    count.assign_add(1)
+    return number
+
+
+for dataset_fn in (functools.partial(dataset, 1, step=2), batches.make):
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    value = coordinator.create_per_worker_value(batches.value)
+    total.assign(0)
+    results = [coordinator.schedule(step, args=(iterator, value)) for _ in range(50)]
+    coordinator.join()
+    numbers = [int(number) for number in coordinator.fetch(results)]
+    print(count.numpy(), int(total.numpy()), 10 * sum(numbers), sorted(set(numbers))[:3])
+raise SystemExit(7)
