@@ -3,10 +3,13 @@
 import contextlib
 import random
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._chunks import split
 from distributary.coordinator._messages import Limits, Message, encode
+from distributary.coordinator._programs import export_jaxpr
 from tests.coordinator.frames import damaged_frames
 
 _KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
@@ -49,6 +52,7 @@ _FIELDS = {
 def strange_messages(task_type, num_messages, session):
     """Messages that a task can read, and that make no sense; most of a session."""
     generator = random.Random(2)
+    program = export_jaxpr(jax.make_jaxpr(lambda x: [jnp.sort(x)])(np.zeros(4))).content
     sessions = [*[session] * 20, [1, "older"], [1, 2], "session", None]
     for _ in range(num_messages):
         names = generator.sample(sorted(_FIELDS), generator.randrange(len(_FIELDS) + 1))
@@ -57,8 +61,18 @@ def strange_messages(task_type, num_messages, session):
             {name: generator.choice(_FIELDS[name]) for name in names}
             | {"session": generator.choice(sessions)},
             [np.zeros(generator.randrange(9), np.float32)] * generator.randrange(4),
-            [generator.randbytes(generator.randrange(99))] * generator.randrange(3),
+            [
+                generator.choice([_damaged(program, generator), generator.randbytes(9)])
+                for _ in range(generator.randrange(3))
+            ],
         )
+
+
+def _damaged(program, generator):
+    damaged = bytearray(program)
+    for _ in range(generator.choice([1, 2, 30])):
+        damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+    return bytes(damaged)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from distributary.errors import InvalidValueError
 
 __all__ = ["Program", "ProgramCache", "export_jaxpr"]
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,19 @@ class Program:
     """A serialized program.
 
     Attributes:
-        name: Hash of its content.
-        content: The serialized `jax.export.Exported`.
+        name: Hash of the serialized `jax.export.Exported`.
+        content: The hash, and what was serialized.
     """
 
     name: str
     content: bytes
+
+    @classmethod
+    def of(cls, exported: jax.export.Exported) -> "Program":
+        """The program of an exported function."""
+        serialized = bytes(exported.serialize())
+        digest = hashlib.sha256(serialized).digest()
+        return cls(digest.hex(), digest + serialized)
 
 
 def export_jaxpr(closed: Any) -> Program:
@@ -37,8 +46,8 @@ def export_jaxpr(closed: Any) -> Program:
         return outs
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    content = bytes(jax.export.export(jax.jit(run), platforms=["cpu"])(*avals).serialize())
-    return Program(hashlib.sha256(content).hexdigest(), content)
+    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(*avals)
+    return Program.of(exported)
 
 
 @final
@@ -53,15 +62,20 @@ class ProgramCache:
         return name in self._calls
 
     def add(self, content: bytes) -> str:
-        """Adds a serialized program; returns its name.
+        """Adds the content of a program; returns its name.
 
         Raises:
-            InvalidValueError: if it calls custom code that is not known to be harmless.
+            InvalidValueError: if it has been damaged, or calls custom code that is not known to be
+                harmless.
         """
-        name = hashlib.sha256(content).hexdigest()
+        digest, serialized = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        # XLA's parser crashes on damaged programs.
+        if hashlib.sha256(serialized).digest() != digest:
+            raise InvalidValueError(f"A program of {len(content)} bytes has been damaged.")
+        name = digest.hex()
         with self._lock:
             if name not in self._calls:
-                exported = jax.export.deserialize(bytearray(content))
+                exported = jax.export.deserialize(bytearray(serialized))
                 _check_custom_calls(exported)
                 self._calls[name] = jax.jit(exported.call)
         return name
