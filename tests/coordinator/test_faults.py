@@ -1,6 +1,8 @@
 """Training goes on when workers are lost, and says why when it cannot."""
 
 import contextlib
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -8,17 +10,27 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Limits
 from distributary.coordinator._sessions import Patience
 from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.errors import (
+    CancelledError,
+    CoordinatorReplacedError,
+    OutOfRangeError,
+    PSUnavailableError,
+    UnavailableError,
+)
+
+_SECONDS = 60.0  # more than anything takes
 
 
 class _Job:
-    """A cluster in this process with a counter on each server, and a step that increases them."""
+    """A cluster in this process, with a counter on each server and a step that increases them."""
 
-    def __init__(self, workers=2, ps=2, **patience):
-        self.cluster = local_cluster(
-            workers, ps, limits=Limits(), patience=Patience(heartbeat_seconds=0.3, **patience)
+    def __init__(self, workers=2, ps=2, cluster=None, **patience):
+        self.cluster = cluster or local_cluster(
+            workers, ps, limits=Limits(), patience=Patience(**patience)
         )
         self.strategy = ParameterServerStrategy(self.cluster)
         with self.strategy.scope():
@@ -36,6 +48,12 @@ class _Job:
         self.num_scheduled += num_steps
         return [self.coordinator.schedule(self.step, args=(np.int32(i),)) for i in numbers]
 
+    def run(self, num_steps=1):
+        values = self.schedule(num_steps)
+        self.coordinator.join()
+        expected = range(self.num_scheduled - num_steps, self.num_scheduled)
+        assert [int(value.fetch()) for value in values] == [*expected]
+
     def counts(self):
         return [int(counter.numpy()) for counter in self.counters]
 
@@ -43,6 +61,7 @@ class _Job:
 @pytest.fixture
 def new_job():
     """A function that makes jobs, which are ended after the test."""
+    threads_before = set(threading.enumerate())
     with contextlib.ExitStack() as stack:
 
         def new(**options):
@@ -52,18 +71,280 @@ def new_job():
             return job
 
         yield new
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join(_SECONDS)
+        assert not thread.is_alive(), thread.name
 
 
-def test_a_worker_that_is_killed_and_restarted(new_job):
+def _lose_request(message, deliver):
+    raise ConnectionLostError
+
+
+def _lose_reply(message, deliver):
+    deliver(message)
+    raise ConnectionLostError
+
+
+def _duplicate(message, deliver):
+    deliver(message)
+    return deliver(message)
+
+
+def _every_third(kinds, fault):
+    """A fault of every third message of some kinds."""
+    numbers = itertools.count()
+
+    def act(source, target, message, deliver):
+        if message.kind in kinds and next(numbers) % 3 == 0:
+            return fault(message, deliver)
+        return deliver(message)
+
+    return act
+
+
+@pytest.mark.parametrize("fault", [_lose_request, _lose_reply, _duplicate])
+@pytest.mark.parametrize("kinds", [("push", "read"), ("run",), ("assign", "create")])
+def test_messages_are_lost_and_doubled(kinds, fault, new_job):
     job = new_job()
-    job.schedule(1)[0].fetch()
-    for _ in range(3):
-        values = job.schedule(50)
-        job.cluster.kill("worker 0")
-        values += job.schedule(50)
-        job.cluster.restart("worker 0")
-        job.coordinator.join()
-        expected = range(job.num_scheduled - 100, job.num_scheduled)
-        assert [int(value.fetch()) for value in values] == list(expected)
+    job.cluster.fault = _every_third(kinds, fault)
+    if "assign" in kinds:
+        for counter in job.counters:
+            for _ in range(9):
+                counter.assign_add(1)
+        with job.strategy.scope():
+            assert dist.Variable(3).numpy() == 3
+        assert job.counts() == [9, 9]
+    else:
+        job.run(60)
+        assert job.counts() == [60, 60]
 
-    assert job.counts() == [301, 301]
+
+def test_workers_come_back_with_all_that_they_need(new_job):
+    job = new_job()
+    started = []
+
+    def batches():
+        started.append(threading.current_thread().name)
+        return ((np.full(size, 1, np.float32),) for size in itertools.cycle((2, 3)))
+
+    iterator = iter(job.coordinator.create_per_worker_dataset(batches))
+    ten = job.coordinator.create_per_worker_value(lambda: np.float32(10))
+
+    def step(iterator, ten):
+        (batch,) = next(iterator)
+        job.step(0)
+        return ten * batch.sum()
+
+    def run():
+        values = [job.coordinator.schedule(step, args=(iterator, ten)) for _ in range(20)]
+        job.coordinator.join()
+        assert {float(value.fetch()) for value in values} <= {20.0, 30.0}
+
+    run()
+    for round_number in range(3):
+        for name in ("worker 0", "worker 1"):
+            job.cluster.kill(name)
+            job.cluster.restart(name)
+        run()
+        assert job.counts() == [20 * (round_number + 2)] * 2
+    assert len(started) >= 4
+
+
+def test_workers_are_killed_while_others_work(new_job):
+    job = new_job(workers=3, max_losses=1000)
+    ended = threading.Event()
+
+    def kill():
+        for name in itertools.cycle(("worker 0", "worker 1", "worker 2")):
+            job.cluster.kill(name)
+            if ended.wait(0.03):
+                return
+            job.cluster.restart(name)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        job.run(300)
+    finally:
+        ended.set()
+        thread.join()
+
+    assert job.counts() == [300, 300]
+
+
+def test_a_closure_that_ends_its_workers_is_an_error(new_job):
+    job = new_job()
+    job.run()
+    killed = []
+
+    def fault(source, target, message, deliver):
+        if message.kind == "run" and 20 in map(int, message.arrays):
+            killed.append(target)
+            job.cluster.kill(target)
+            job.cluster.restart(target)
+            raise ConnectionLostError
+        return deliver(message)
+
+    job.cluster.fault = fault
+    values = job.schedule(100)
+    with pytest.raises(UnavailableError) as caught:
+        job.coordinator.join()
+
+    assert str(caught.value).startswith(
+        f"Closure 20, a call of _Job.step, was running on {', '.join(killed)} when these were lost."
+    )
+    assert len(killed) == 3
+    with pytest.raises(UnavailableError, match="Closure 20"):
+        values[19].fetch()
+    num_ended = 0
+    for value in values:
+        with contextlib.suppress(CancelledError, UnavailableError):
+            value.fetch()
+            num_ended += 1
+    assert job.counts() == [num_ended + 1] * 2
+    job.run(10)
+    assert job.counts() == [num_ended + 11] * 2
+
+
+def test_no_worker_is_an_error_and_one_that_comes_back_works(new_job):
+    job = new_job(no_worker_seconds=0.2)
+    job.run()
+    for name in ("worker 0", "worker 1"):
+        job.cluster.kill(name)
+    (value,) = job.schedule(1)
+    with pytest.raises(UnavailableError, match=r"No worker .* worker 0: .* worker 1: Nothing lis"):
+        job.coordinator.join()
+    with pytest.raises(CancelledError, match="No worker has been reached"):
+        value.fetch()
+
+    job.cluster.restart("worker 1")
+    workers = job.coordinator._workers
+    with workers._changed:
+        assert workers._changed.wait_for(workers.num_live, _SECONDS)
+    job.run(5)
+
+    assert job.counts() == [6, 6]
+
+
+def test_workers_that_stay_away_are_given_up(new_job):
+    job = new_job(no_worker_seconds=0.1, worker_seconds=0.1)
+    job.run()
+    for name in ("worker 0", "worker 1"):
+        job.cluster.kill(name)
+    assert job.coordinator._queue.closed.wait(_SECONDS)
+
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="No worker has been reached"):
+            job.schedule(1)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_lost_server_is_named_and_another_strategy_goes_on(restarts, new_job):
+    job = new_job()
+    job.run(5)
+    saved = job.counts()
+    values = job.schedule(1000)
+    job.cluster.kill("ps 1")
+    if restarts:
+        job.cluster.restart("ps 1")
+    with pytest.raises(PSUnavailableError, match=r"ps 1 (cannot be reached|was star).* restore"):
+        job.coordinator.join()
+    for call in (job.coordinator.join, job.coordinator.done, lambda: job.schedule(1)):
+        with pytest.raises(PSUnavailableError, match="ps 1"):
+            call()
+    with pytest.raises((CancelledError, PSUnavailableError)):
+        values[-1].fetch()
+    with pytest.raises(PSUnavailableError, match="ps 1"):
+        job.counters[1].numpy()
+
+    if not restarts:
+        job.cluster.restart("ps 1")
+    other = new_job(cluster=job.cluster)
+    for counter, value in zip(other.counters, saved, strict=True):
+        counter.assign(value)
+    other.run(5)
+
+    assert other.counts() == [10, 10]
+
+
+def test_a_second_coordinator_takes_over(new_job):
+    first = new_job()
+    first.run(5)
+    values = first.schedule(1000)
+    second = new_job(cluster=first.cluster)
+
+    second.run(50)
+
+    with pytest.raises(CoordinatorReplacedError, match=r"(ps|worker) \d works for another coord"):
+        first.coordinator.join()
+    with pytest.raises(CoordinatorReplacedError, match="ps 0 works for another coordinator"):
+        first.counters[0].assign_add(1)
+    with pytest.raises(CoordinatorReplacedError):
+        first.schedule(1)
+    with pytest.raises(CancelledError, match="works for another coordinator"):
+        values[-1].fetch()
+    assert second.counts() == [50, 50]
+
+
+class _Freeze:
+    """Holds back all messages of a worker from its next push on, until `thaw`."""
+
+    def __init__(self, cluster, servers):
+        self.frozen, self.thawed = threading.Event(), threading.Event()
+        self.pushed = threading.Semaphore(0)
+        self._servers = servers
+        self._lock = threading.Lock()
+        self._worker = None
+        cluster.fault = self
+
+    def __call__(self, source, target, message, deliver):
+        is_push = message.kind == "push" and target in self._servers
+        with self._lock:
+            if is_push and self._worker is None:
+                self._worker = source
+                self.frozen.set()
+        if self._worker not in (source, target) or not (is_push or target == self._worker):
+            return deliver(message)
+        self.thawed.wait(_SECONDS)
+        try:
+            return deliver(message)
+        finally:
+            if is_push:
+                self.pushed.release()
+
+
+def test_what_a_frozen_worker_pushes_when_it_goes_on_is_refused(new_job):
+    job = new_job(heartbeat_seconds=0.1)
+    job.run(4)
+    freeze = _Freeze(job.cluster, ["ps 1"])  # ps 0 has its push
+    job.run(100)
+    assert freeze.frozen.is_set()
+    assert job.counts() == [104, 104]
+
+    freeze.thawed.set()
+    assert freeze.pushed.acquire(timeout=_SECONDS)
+    job.run(50)
+
+    assert job.counts() == [154, 154]
+
+
+def test_what_was_cancelled_is_not_applied_when_its_worker_goes_on(new_job):
+    job = new_job(heartbeat_seconds=0.1)
+    job.run(1)
+    freeze = _Freeze(job.cluster, ["ps 0", "ps 1"])
+    one = iter(job.coordinator.create_per_worker_dataset(lambda: [np.float32(1)]))
+    (value,) = job.schedule(1)
+    assert freeze.frozen.wait(_SECONDS)
+    for _ in range(2):
+        job.coordinator.schedule(lambda it: next(it), args=(one,))
+    with pytest.raises(OutOfRangeError):
+        job.coordinator.join()
+    with pytest.raises(CancelledError):
+        value.fetch()
+
+    freeze.thawed.set()
+    for _ in range(2):
+        assert freeze.pushed.acquire(timeout=_SECONDS)
+    assert job.counts() == [1, 1]
+    job.run(10)
+    assert job.counts() == [11, 11]
