@@ -1,16 +1,27 @@
 """From the function of a closure to programs for workers and servers."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from distributary.coordinator._programs import Program, export_jaxpr
+from distributary.coordinator._programs import Program, export_function, export_jaxpr
+from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
 from distributary.strategies import split_result
-from distributary.tracing import Handle, current_scope, purify, split_over_servers, trace
+from distributary.tracing import (
+    Handle,
+    ServerPart,
+    SparseUpdate,
+    current_scope,
+    purify,
+    rows_of,
+    rows_of_update,
+    split_over_servers,
+    trace,
+)
 
 __all__ = ["ClosureTrace", "Plan", "ServerPlan", "Source", "current_trace", "plan_of"]
 
@@ -25,12 +36,14 @@ class ServerPlan:
         states: Numbers of the variables it starts from.
         pushes: Which of the pushed values it takes.
         outputs: Numbers of the variables it changes.
+        rows: What of all this is rows.
     """
 
     program: Program
     states: list[int]
     pushes: list[int]
     outputs: list[int]
+    rows: list[PushedRows]
 
 
 @final
@@ -59,11 +72,14 @@ class Plan:
         program: What it runs.
         inputs: Where each of the program's inputs comes from: `("data", i)` is the i-th leaf of the
             data of all sources, `("argument", i)` of the arguments, `("state", n)` is variable n,
-            `("constant", i)` one of `constants`.
+            `("constant", i)` one of `constants`, `("rows", i)` the rows of the i-th buffer of
+            `rows`, `("position", i)` where the numbers of its i-th lookup are among them.
         constants: Arrays that the function has captured.
         num_results: The first outputs, that are returned; the others are pushed.
         servers: What each server does with them, by its number.
         server_of: By the number of a variable that of its server.
+        rows: What it takes rows of, if it does.
+        refusals: By the name of a variable of which rows are looked up, why it travels as a whole.
         rebuild: From the results to what the function returns.
     """
 
@@ -74,6 +90,8 @@ class Plan:
     num_results: int
     servers: dict[int, ServerPlan]
     server_of: dict[int, int]
+    rows: tuple[RowPlan, Program] | None
+    refusals: dict[str, str]
     rebuild: Callable[..., Any]
 
 
@@ -151,6 +169,7 @@ def plan_of(
     avals: Sequence[Any],
     data_avals: Sequence[Any] | None,
     place_of: Callable[[Handle], tuple[int, int]],
+    sparse_update: SparseUpdate = "exact",
 ) -> Plan:
     """Traces the function of a closure; to be called in the scope of its strategy.
 
@@ -159,6 +178,7 @@ def plan_of(
         avals: Shapes and dtypes of the arguments.
         data_avals: Those of the data that workers bring; None for those of its sources.
         place_of: From the handle of a variable to the numbers of its server and of itself.
+        sparse_update: What servers do with rows that are not pushed.
 
     Raises:
         InvalidTypeError: if it returns something that is no array.
@@ -199,6 +219,11 @@ def plan_of(
         assert place is not None
         return int(place[1])
 
+    def table_part(position: int, start: int) -> TablePart:
+        place = places[position - num_captures]
+        assert place is not None
+        return TablePart(*place, start, pure.handles[position - num_captures].shape[0])
+
     def origin(position: int) -> tuple[str, int]:
         if position < num_captures:
             return "constant", position
@@ -209,23 +234,75 @@ def plan_of(
             return "data", data.index(handle)
         return "state", number_of(position)
 
+    states = [i for i, place in enumerate(places, num_captures) if place is not None]
+    rows, refusals = rows_of(split, states)
     written = [number_of(num_captures + pure.handles.index(handle)) for handle in pure.written]
     servers = {
-        server: ServerPlan(
-            export_jaxpr(part.update),
+        server: _server_plan(
+            part,
             [number_of(i) for i in part.states],
-            part.pushes,
             [written[i - pure.num_outs] for i in part.outputs],
+            rows.pushes if rows else {},
+            [space.capacity for space in rows.spaces] if rows else [],
+            sparse_update,
         )
         for server, part in split.servers.items()
     }
+    inputs = [origin(i) for i in (rows or split).inputs]
+    row_plan = None
+    if rows is not None:
+        inputs += [("rows", i) for i in range(len(rows.buffers))]
+        inputs += [("position", i) for i in range(len(rows.ids.jaxpr.outvars))]
+        program = export_jaxpr(rows.ids)
+        buffers = [
+            (buffer.space, [table_part(i, start) for i, start in buffer.parts])
+            for buffer in rows.buffers
+        ]
+        origins = [origin(i) for i in rows.ids_inputs]
+        row_plan = RowPlan(program.name, origins, rows.spaces, buffers), program
     return Plan(
         closure.sources,
-        export_jaxpr(split.worker),
-        [origin(i) for i in split.inputs],
+        export_jaxpr((rows or split).worker),
+        inputs,
         [np.asarray(capture) for capture in pure.captures],
         pure.num_outs,
         servers,
         {number: server for server, number in filter(None, places)},
+        row_plan,
+        {pure.handles[i - num_captures].name: why for i, why in refusals.items()},
         rebuilds[0],
+    )
+
+
+def _server_plan(
+    part: ServerPart,
+    states: list[int],
+    outputs: list[int],
+    pushes: Mapping[int, tuple[int, int]],
+    capacities: Sequence[int],
+    sparse_update: SparseUpdate,
+) -> ServerPlan:
+    of_output = [states.index(number) if number in states else None for number in outputs]
+    update = rows_of_update(part, of_output, pushes, sparse_update)
+    rows = [
+        PushedRows(
+            own.space,
+            own.start,
+            own.size,
+            own.states,
+            own.pushes,
+            own.outputs,
+            own.is_whole,
+            bucket_of(min(own.size, capacities[own.space])),
+        )
+        for own in update.rows
+    ]
+    avals = part.update.in_avals
+    buckets: list[int | None] = [None] * len(avals)
+    for own in rows:
+        if not own.is_whole:
+            for i in (*own.states, *(len(states) + i for i in own.pushes)):
+                buckets[i] = own.bucket
+    return ServerPlan(
+        export_function(update.run, avals, buckets), states, part.pushes, outputs, rows
     )

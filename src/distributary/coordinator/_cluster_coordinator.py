@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, final
 
 import jax
@@ -63,6 +63,7 @@ class ClusterCoordinator:
         self._source_numbers = itertools.count()
         self._feeds: dict[int, Feed] = {}
         self._has_warned_of_feeding = False
+        self._warned_of_rows: set[str] = set()
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
         self._workers = Workers(self._cluster, self._queue, self._add_plan)
@@ -238,12 +239,30 @@ class ClusterCoordinator:
         """Traces a function, for data of other shapes than at first, and tells the workers."""
         data = None if shapes is None else structs_of(shapes[: function.num_data])
         with self._tracing, self._strategy.scope():
-            plan = plan_of(function.call, function.avals, data, self._cluster.place_of)
+            plan = plan_of(
+                function.call,
+                function.avals,
+                data,
+                self._cluster.place_of,
+                self._strategy._sparse_update,
+            )
             function.num_data = sum(len(source.handles) for source in plan.sources)
             function.feeds = [self._feeds[s.number] for s in plan.sources if s.kind == "fed"]
             function.rebuild = plan.rebuild
+        self._warn_of_refusals(plan.refusals)
         for message in _messages_of(function, plan):
             self._workers.tell_later(message)
+
+    def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
+        for name in refusals.keys() - self._warned_of_rows:
+            self._warned_of_rows.add(name)
+            warnings.warn(
+                f"Rows of variable {name!r} are looked up, but all of it travels in every step:"
+                f" {refusals[name]}. Only rows travel of a variable that is read by table[ids],"
+                " jnp.take or embedding_lookup alone, with ids that depend on no variable.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
 
 
 @final
@@ -296,11 +315,23 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
                 "num_results": plan.num_results,
                 "pulls": list(pulls.items()),
                 "servers": [
-                    (number, server.program.name, server.states, server.pushes, server.outputs)
+                    (
+                        number,
+                        server.program.name,
+                        server.states,
+                        server.pushes,
+                        server.outputs,
+                        [astuple(rows) for rows in server.rows],
+                    )
                     for number, server in plan.servers.items()
                 ],
+                "rows": plan.rows and plan.rows[0].to_json(),
             },
             plan.constants,
-            [plan.program.content, *(s.program.content for s in plan.servers.values())],
+            [
+                plan.program.content,
+                *(s.program.content for s in plan.servers.values()),
+                *([plan.rows[1].content] if plan.rows else []),
+            ],
         ),
     ]

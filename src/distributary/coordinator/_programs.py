@@ -12,7 +12,7 @@ import jax.export
 
 from distributary.errors import InvalidValueError
 
-__all__ = ["Program", "ProgramCache", "export_jaxpr"]
+__all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr"]
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -45,9 +45,32 @@ def export_jaxpr(closed: Any) -> Program:
         outs: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
         return outs
 
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(*avals)
-    return Program.of(exported)
+    return export_function(run, closed.in_avals, [None] * len(closed.in_avals))
+
+
+def export_function(
+    run: Callable[..., list[Any]], avals: Sequence[Any], buckets: Sequence[int | None]
+) -> Program:
+    """A program of a function, from a flat list of arrays to one.
+
+    Args:
+        run: The function.
+        avals: Shapes and dtypes of its arrays.
+        buckets: For every array, None or a number: all arrays with an equal number have, instead
+            of that in the shape, any equal number of rows.
+    """
+    names = sorted({bucket for bucket in buckets if bucket is not None})
+    sizes: dict[int | None, Any] = {}
+    if names:
+        symbols = jax.export.symbolic_shape(",".join(f"rows_{name}" for name in names))
+        sizes.update(zip(names, symbols, strict=True))
+    structs = [
+        jax.ShapeDtypeStruct(
+            aval.shape if bucket is None else (sizes[bucket], *aval.shape[1:]), aval.dtype
+        )
+        for aval, bucket in zip(avals, buckets, strict=True)
+    ]
+    return Program.of(jax.export.export(jax.jit(run), platforms=["cpu"])(*structs))
 
 
 @final
@@ -88,7 +111,7 @@ class ProgramCache:
 # What JAX lowers numeric functions to on CPUs; none of them touches anything but its operands.
 _HARMLESS = re.compile(
     r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|ducc_fft|(lapack_\w+_ffi)|mhlo\.\w+|TopK"
-    r"|ApproxTopK|cpu_threefry2x32"
+    r"|ApproxTopK|cpu_threefry2x32|shape_assertion"
 )
 _CUSTOM_CALL = re.compile(r'custom_call @"?([^"\s(]+)|call_target_name = "([^"]*)"')
 

@@ -6,9 +6,17 @@ from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from distributary.coordinator._messages import Message
+from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._programs import ProgramCache
+from distributary.coordinator._rows import (
+    PushedRows,
+    bucket_sizes,
+    padded,
+    rows_in_zeros,
+    take_rows,
+)
 from distributary.errors import InvalidValueError
 
 __all__ = ["ParameterServer"]
@@ -19,18 +27,21 @@ class ParameterServer:
     """The state of one task `ps`, and the only one that changes it.
 
     A push is applied as a whole, once for each closure, whatever is sent again. Arrays are replaced
-    and never changed, so what is read is the state between two pushes.
+    and never changed, but for tables, of which rows change in place; what is read is the state
+    between two pushes.
 
     Messages, with the numbers of variables in `ids`:
 
         create   ids, arrays                    new variables
-        read     ids                            -> arrays
+        read     ids; arrays                    -> arrays; of the last variables rows, with the
+                                                numbers that the arrays have
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
         delete   ids
         program  blobs                          a program that pushes refer to
         finish   finished
-        push     closure, program, states, outputs, ids, arrays; finished
-                                                -> arrays of ids, after the push
+        push     closure, program, states, outputs, rows, ids, arrays; finished
+                                                -> arrays of ids, after the push. The arrays are
+                                                what is pushed, then numbers of the `rows`
 
     Workers may send what `for_workers` names, the chief everything.
 
@@ -42,7 +53,7 @@ class ParameterServer:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._state: dict[int, jax.Array] = {}
+        self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
         self._lock = threading.Lock()
         self._finished = 0
@@ -75,9 +86,13 @@ class ParameterServer:
         return Message("ok")
 
     def _read(self, message: Message) -> Message:
+        ids, rows = message.fields["ids"], message.arrays
+        num_whole = len(ids) - len(rows)
         with self._lock:
-            arrays = self._arrays(message.fields["ids"])
-        return Message("ok", arrays=arrays)
+            arrays = self._arrays(ids)
+            whole = [_frozen(array) for array in arrays[:num_whole]]
+            taken = map(take_rows, arrays[num_whole:], rows)
+            return Message("ok", arrays=[*whole, *taken])
 
     def _arrays(self, ids: list[int]) -> list[Any]:
         for number in ids:
@@ -120,13 +135,47 @@ class ParameterServer:
             if closure < self._finished or closure in self._applied:
                 self.num_repeated += 1
             else:
-                states = self._arrays(fields["states"])
-                new = self._programs.run(fields["program"], [*states, *message.arrays])
-                self._state.update(zip(fields["outputs"], new, strict=True))
+                self._update(fields, message.arrays)
                 self._applied.add(closure)
                 self.num_applied += 1
-            arrays = self._arrays(fields["ids"])
+            arrays = [_frozen(array) for array in self._arrays(fields["ids"])]
         return Message("ok", arrays=arrays)
+
+    def _update(self, fields: dict[str, JSON], arrays: list[np.ndarray]) -> None:
+        """Runs the program of a push."""
+        tables = [PushedRows(*own) for own in fields["rows"]]
+        states, outputs = fields["states"], fields["outputs"]
+        num_pushes = len(arrays) - len(tables)
+        numbers = arrays[num_pushes:]
+        inputs: list[Any] = [*self._arrays(states), *arrays[:num_pushes]]
+        sizes = bucket_sizes(tables, numbers)
+        rows_of_output: dict[int, np.ndarray] = {}
+        for own, rows in zip(tables, numbers, strict=True):
+            for i in own.states:
+                inputs[i] = take_rows(inputs[i], rows, sizes[own.bucket])
+            for i in (len(states) + i for i in own.pushes):
+                inputs[i] = (
+                    rows_in_zeros(inputs[i], rows, own.size)
+                    if own.is_whole
+                    else padded(inputs[i], sizes[own.bucket])
+                )
+            rows_of_output.update(dict.fromkeys(own.outputs, rows))
+        new = self._programs.run(fields["program"], inputs)
+        for i, (number, value) in enumerate(zip(outputs, new, strict=True)):
+            if i in rows_of_output:
+                rows = rows_of_output[i]
+                self._table(number)[rows] = np.asarray(value)[: len(rows)]
+            else:
+                self._state[number] = value
+        # XLA may still read tables that the next push changes.
+        jax.block_until_ready(new)
+
+    def _table(self, number: int) -> np.ndarray:
+        """A variable as an array that may be changed."""
+        array = self._state[number]
+        if not isinstance(array, np.ndarray):
+            array = self._state[number] = np.array(array)
+        return array
 
     def _finish(self, message: Message) -> Message:
         with self._lock:
@@ -147,6 +196,11 @@ class ParameterServer:
         "push": _push,
         "read": _read,
     }
+
+
+def _frozen(array: Any) -> Any:
+    """An array that does not change any more."""
+    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

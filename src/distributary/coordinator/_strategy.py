@@ -12,7 +12,7 @@ from distributary.coordinator._processes import cluster_of
 from distributary.errors import UnsupportedError
 from distributary.options import RunOptions
 from distributary.strategies import Strategy, StrategyExtended
-from distributary.tracing import push
+from distributary.tracing import SparseUpdate, push
 from distributary.variables import Variable, neighbor
 
 __all__ = ["ParameterServerStrategy"]
@@ -46,6 +46,7 @@ class ParameterServerStrategy(Strategy):
             )
         self._cluster = cluster_of(cluster_resolver).open()
         self._coordinator: Any = None
+        self._sparse_update: SparseUpdate = "exact"
         super().__init__(
             StrategyExtended(
                 self,

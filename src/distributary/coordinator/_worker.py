@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, ClassVar, final
 
 import jax
@@ -16,6 +16,7 @@ from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
 from distributary.coordinator._per_worker import Peekable
 from distributary.coordinator._programs import ProgramCache
+from distributary.coordinator._rows import FoundRows, PushedRows, RowPlan
 from distributary.coordinator._sessions import ServerLink
 from distributary.coordinator._sources import UnknownMakerError
 from distributary.errors import InvalidValueError
@@ -37,6 +38,7 @@ class _Server:
     states: list[int]
     pushes: list[int]
     outputs: list[int]
+    rows: list[PushedRows]
 
 
 @final
@@ -50,6 +52,7 @@ class _Plan:
     num_results: int
     pulls: dict[int, list[int]]  # by server
     servers: list[_Server]
+    rows: RowPlan | None
 
 
 @final
@@ -65,8 +68,9 @@ class Worker:
         peek     kind, number         -> shapes and nest of what comes next
         function function, sources    what a function takes of this worker's data: kinds, numbers
                                       and numbers of leaves; "index" is the worker's number
-        plan     function, shapes, program, inputs, num_results, pulls, servers;
-                 arrays: constants; blobs: programs of the worker and of the servers
+        plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
+                 arrays: constants; blobs: programs of the worker, of the servers and, if there
+                 are rows, of their numbers
         run      function, closures, num_args, finished; arrays: for every closure its
                  arguments and its batches of the kind "fed"
                                       -> num_ended; arrays: results; and if not all
@@ -147,9 +151,15 @@ class Worker:
 
     def _plan(self, message: Message) -> Message:
         fields = message.fields
-        self._programs.add(message.blobs[0])
-        servers = [_Server(*server) for server in fields["servers"]]
-        for server, content in zip(servers, message.blobs[1:], strict=True):
+        servers = [
+            _Server(number, program, states, pushes, outputs, [PushedRows(*own) for own in rows])
+            for number, program, states, pushes, outputs, rows in fields["servers"]
+        ]
+        content, *of_servers = message.blobs
+        self._programs.add(content)
+        if fields["rows"] is not None:
+            self._programs.add(of_servers.pop())
+        for server, content in zip(servers, of_servers, strict=True):
             self._server_programs[server.program] = content
         key = fields["function"], _as_shapes(fields["shapes"])
         self._plans[key] = _Plan(
@@ -159,6 +169,7 @@ class Worker:
             fields["num_results"],
             dict(map(tuple, fields["pulls"])),
             servers,
+            fields["rows"] and RowPlan.from_json(fields["rows"]),
         )
         return Message("ok")
 
@@ -214,35 +225,72 @@ class Worker:
         self, plan: _Plan, closure: int, finished: int, data: list[Any], args: list[Any]
     ) -> list[Any]:
         """Pulls, computes, pushes; the results."""
-        state = self._pull(plan.pulls)
-        given: dict[str, Any] = {
-            "data": data,
-            "argument": args,
-            "constant": plan.constants,
-            "state": state,
-        }
-        inputs = [given[kind][number] for kind, number in plan.inputs]
-        outs = self._programs.run(plan.program, inputs)
+        given: dict[str, Any] = {"data": data, "argument": args, "constant": plan.constants}
+
+        def inputs_of(origins: list[tuple[str, int]]) -> list[Any]:
+            return [given[kind][number] for kind, number in origins]
+
+        found: list[FoundRows] = []
+        if plan.rows is not None:
+            found = plan.rows.find(
+                self._programs.run(plan.rows.program, inputs_of(plan.rows.inputs))
+            )
+            given["position"] = [position for own in found for position in own.positions]
+        given["state"], given["rows"] = self._pull(plan, found)
+        outs = self._programs.run(plan.program, inputs_of(plan.inputs))
         pushed = outs[plan.num_results :]
         list(
             self._threads.map(
-                lambda server: self._push(server, closure, finished, pushed), plan.servers
+                lambda server: self._push(server, closure, finished, pushed, found), plan.servers
             )
         )
         return [np.asarray(out) for out in outs[: plan.num_results]]
 
-    def _pull(self, pulls: dict[int, list[int]]) -> dict[int, Any]:
-        def read(server: int, ids: list[int]) -> list[np.ndarray]:
-            return self._links[server].call(Message("read", {"ids": ids})).arrays
+    def _pull(self, plan: _Plan, found: list[FoundRows]) -> tuple[dict[int, Any], list[np.ndarray]]:
+        """Variables by number, and the rows of all buffers."""
+        asked = {server: list(ids) for server, ids in plan.pulls.items()}
+        numbers: dict[int, list[np.ndarray]] = {}
+        places: dict[int, list[tuple[int, slice]]] = {}
+        buffers = plan.rows.buffers if plan.rows is not None else []
+        for i, (space, parts) in enumerate(buffers):
+            for part in parts:
+                where, rows = found[space].part(part.start, part.size)
+                asked.setdefault(part.server, []).append(part.number)
+                numbers.setdefault(part.server, []).append(rows)
+                places.setdefault(part.server, []).append((i, where))
+
+        def read(server: int) -> list[np.ndarray]:
+            message = Message("read", {"ids": asked[server]}, numbers.get(server, []))
+            return self._links[server].call(message).arrays
 
         state: dict[int, Any] = {}
-        replies = self._threads.map(read, pulls, pulls.values())
-        for ids, arrays in zip(pulls.values(), replies, strict=True):
-            state.update(zip(ids, arrays, strict=True))
-        return state
+        filled: list[Any] = [None] * len(buffers)
+        for server, arrays in zip(asked, self._threads.map(read, asked), strict=True):
+            ids = plan.pulls.get(server, [])
+            state.update(zip(ids, arrays, strict=False))
+            for (i, where), rows in zip(places.get(server, []), arrays[len(ids) :], strict=True):
+                if filled[i] is None:
+                    capacity = plan.rows.spaces[buffers[i][0]].capacity  # type: ignore[union-attr]
+                    filled[i] = np.zeros((capacity, *rows.shape[1:]), rows.dtype)
+                filled[i][where] = rows
+        return state, filled
 
-    def _push(self, server: _Server, closure: int, finished: int, pushed: list[Any]) -> None:
+    def _push(
+        self,
+        server: _Server,
+        closure: int,
+        finished: int,
+        pushed: list[Any],
+        found: list[FoundRows],
+    ) -> None:
         link = self._links[server.number]
+        arrays = [np.asarray(pushed[i]) for i in server.pushes]
+        numbers = []
+        for own in server.rows:
+            where, rows = found[own.space].part(own.start, own.size)
+            numbers.append(rows)
+            for i in own.pushes:
+                arrays[i] = arrays[i][where]
         message = Message(
             "push",
             {
@@ -251,9 +299,10 @@ class Worker:
                 "program": server.program,
                 "states": server.states,
                 "outputs": server.outputs,
+                "rows": [astuple(own) for own in server.rows],
                 "ids": [],
             },
-            [np.asarray(pushed[i]) for i in server.pushes],
+            [*arrays, *numbers],
         )
         if link.call(message).kind == "unknown program":
             link.call(Message("program", blobs=[self._server_programs[server.program]]))

@@ -30,6 +30,14 @@ from distributary.tracing._stages import Stages, cut, cut_around_mesh
 
 if TYPE_CHECKING:
     from distributary.tracing._one_device import OneDeviceProgram
+    from distributary.tracing._parts import in_parts
+    from distributary.tracing._rows import (
+        Lookup,
+        RowSpace,
+        SparseUpdate,
+        rows_of,
+        rows_of_update,
+    )
     from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
     from distributary.tracing._sharded import sharded_map
 
@@ -38,10 +46,13 @@ __all__ = [
     "Array",
     "FunctionProgram",
     "Handle",
+    "Lookup",
     "OneDeviceProgram",
     "ReplicaProgram",
+    "RowSpace",
     "ServerPart",
     "ServerSplit",
+    "SparseUpdate",
     "Stages",
     "TapeRecord",
     "TraceScope",
@@ -52,11 +63,14 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
+    "in_parts",
     "in_role",
     "opened",
     "purify",
     "push",
     "register_around_traces",
+    "rows_of",
+    "rows_of_update",
     "sharded_map",
     "spec_of_split",
     "split_over_servers",
@@ -66,10 +80,16 @@ __all__ = [
 
 # What few programs need.
 _LATER = {
+    "Lookup": "_rows",
     "OneDeviceProgram": "_one_device",
+    "RowSpace": "_rows",
     "ServerPart": "_servers",
     "ServerSplit": "_servers",
+    "SparseUpdate": "_rows",
+    "in_parts": "_parts",
     "push": "_servers",
+    "rows_of": "_rows",
+    "rows_of_update": "_rows",
     "sharded_map": "_sharded",
     "split_over_servers": "_servers",
 }

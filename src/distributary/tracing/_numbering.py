@@ -6,7 +6,7 @@ on all replicas; this module compares the programs. Values get equal numbers if 
 from equal values in the same way (global value numbering).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
@@ -21,9 +21,17 @@ from distributary.tracing._markers import Array, Equation, open_jaxpr, walk
 
 @final
 class Numbering:
-    """Numbers of the values of several programs; equal numbers mean equal values."""
+    """Numbers of the values of several programs; equal numbers mean equal values.
 
-    def __init__(self) -> None:
+    Args:
+        simplify: From an equation with one result and the numbers of its operands to the number of
+            the result, where more is known of it than what it is computed from; else to None.
+    """
+
+    def __init__(
+        self, simplify: Callable[[Equation, Sequence[int]], int | None] | None = None
+    ) -> None:
+        self._simplify = simplify
         self._numbers: dict[Hashable, int] = {}
         self._num_joined = 0
 
@@ -36,7 +44,11 @@ class Numbering:
                 same value there.
         """
         self._num_joined = 0
-        return self._jaxpr(jaxpr, [], [self._number(("input", key)) for key in inputs])
+        return self._jaxpr(jaxpr, [], [self.input(key) for key in inputs])
+
+    def input(self, key: Hashable) -> int:
+        """The number of an input; see `outputs`."""
+        return self._number(("input", key))
 
     def constant(self, value: Array) -> Hashable:
         """Something equal for equal constants."""
@@ -64,6 +76,10 @@ class Numbering:
         return [lookup(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Equation, operands: tuple[int, ...]) -> list[int]:
+        if self._simplify is not None and len(eqn.outvars) == 1:
+            known = self._simplify(eqn, operands)
+            if known is not None:
+                return [known]
         call = call_of(eqn)
         if call is not None:
             return self._jaxpr(*open_jaxpr(call), operands)

@@ -1,0 +1,221 @@
+"""Rows of tables on their way between workers and servers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from distributary.coordinator._messages import JSON
+from distributary.errors import InvalidValueError
+from distributary.tracing import Lookup, RowSpace
+
+__all__ = [
+    "FoundRows",
+    "PushedRows",
+    "RowPlan",
+    "TablePart",
+    "bucket_of",
+    "bucket_sizes",
+    "padded",
+    "rows_in_zeros",
+    "take_rows",
+]
+
+_MIN_BUCKET = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """A variable that is some rows of a space.
+
+    Attributes:
+        server: Number of its server.
+        number: Of the variable.
+        start: Its first row in the space.
+        size: Number of its rows.
+    """
+
+    server: int
+    number: int
+    start: int
+    size: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Which rows a closure needs.
+
+    Attributes:
+        program: Name of the program that computes their numbers.
+        inputs: Where its inputs come from, as in `Plan`.
+        spaces: What is looked up together.
+        buffers: For every table that the worker takes rows of: its space, and where the rows are.
+    """
+
+    program: str
+    inputs: list[tuple[str, int]]
+    spaces: list[RowSpace]
+    buffers: list[tuple[int, list[TablePart]]]
+
+    def find(self, numbers: Sequence[Any]) -> "list[FoundRows]":
+        """The rows of every space.
+
+        Args:
+            numbers: What `program` has returned.
+        """
+        left = iter(numbers)
+        return [
+            _find(space, [np.asarray(next(left)) for _ in space.lookups]) for space in self.spaces
+        ]
+
+    def to_json(self) -> JSON:
+        """What `from_json` makes the plan of."""
+        spaces = [
+            (space.capacity, [(at.start, at.size, at.is_clipped) for at in space.lookups])
+            for space in self.spaces
+        ]
+        buffers = [
+            (space, [(part.server, part.number, part.start, part.size) for part in parts])
+            for space, parts in self.buffers
+        ]
+        return self.program, self.inputs, spaces, buffers
+
+    @classmethod
+    def from_json(cls, value: JSON) -> "RowPlan":
+        """The plan that `to_json` has described."""
+        program, inputs, spaces, buffers = value
+        return cls(
+            program,
+            [(kind, number) for kind, number in inputs],
+            [RowSpace([Lookup(*at) for at in lookups], capacity) for capacity, lookups in spaces],
+            [(space, [TablePart(*part) for part in parts]) for space, parts in buffers],
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """The rows that a closure takes of a space.
+
+    Attributes:
+        rows: Their numbers, int64, each once and in order.
+        positions: For every lookup where its numbers are among `rows`, int32 of its shape; those
+            of no row are at the capacity.
+    """
+
+    rows: np.ndarray
+    positions: list[np.ndarray]
+
+    def part(self, start: int, size: int) -> tuple[slice, np.ndarray]:
+        """Which of the rows a variable has, and their numbers there."""
+        low, high = np.searchsorted(self.rows, (start, start + size))
+        return slice(low, high), self.rows[low:high] - start
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PushedRows:
+    """Rows that are pushed to a server; see `UpdatedRows`.
+
+    Attributes:
+        space: Number of the space.
+        start: First row of the variables in the space.
+        size: Number of rows of the variables.
+        states: Positions among the states of the server's program that are rows.
+        pushes: Positions among its pushes that are.
+        outputs: Positions among its outputs that are.
+        is_whole: Whether the program takes whole variables, the pushed rows put into zeros.
+        bucket: Those with an equal number are padded to an equal number of rows.
+    """
+
+    space: int
+    start: int
+    size: int
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+    is_whole: bool
+    bucket: int
+
+
+def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> np.ndarray:
+    """Rows of an array, and zeros after them up to a number of rows, if one is given.
+
+    Raises:
+        InvalidValueError: if there are no such rows.
+    """
+    source = np.asarray(array)
+    _check_rows(numbers, source.shape)
+    return source[numbers] if num_rows is None else padded(source[numbers], num_rows)
+
+
+def _check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
+    """Refuses what are no numbers of rows, each once and in order, of an array.
+
+    Raises:
+        InvalidValueError: if they are not.
+    """
+    if numbers.ndim != 1 or numbers.dtype != np.int64 or not shape:
+        raise InvalidValueError(
+            f"Rows of a variable of shape {tuple(shape)} are asked for by an array {numbers.dtype}"
+            f"{list(numbers.shape)}, expected int64[number of rows]."
+        )
+    if len(numbers) and not (
+        numbers[0] >= 0 and numbers[-1] < shape[0] and (np.diff(numbers) > 0).all()
+    ):
+        raise InvalidValueError(
+            f"Rows {numbers.min()} to {numbers.max()} of a variable of shape {tuple(shape)} are"
+            f" asked for, expected numbers from 0 to {shape[0] - 1}, each once and in order."
+        )
+
+
+def padded(rows: np.ndarray, num_rows: int) -> np.ndarray:
+    """Rows, and zeros after them."""
+    out = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
+    out[: len(rows)] = rows
+    return out
+
+
+def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarray:
+    """An array of `size` rows, zeros but for those with the numbers."""
+    _check_rows(numbers, (size,))
+    out = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    out[numbers] = rows
+    return out
+
+
+def bucket_of(num_rows: int) -> int:
+    """To how many rows a number of rows is padded, so that few programs are compiled."""
+    return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
+
+
+def bucket_sizes(rows: Sequence[PushedRows], numbers: Sequence[np.ndarray]) -> Mapping[int, int]:
+    """By bucket, the number of rows to pad to."""
+    sizes: dict[int, int] = {}
+    for own, found in zip(rows, numbers, strict=True):
+        sizes[own.bucket] = max(sizes.get(own.bucket, 0), bucket_of(len(found)))
+    return sizes
+
+
+def _find(space: RowSpace, numbers: list[np.ndarray]) -> FoundRows:
+    end = max(at.start + at.size for at in space.lookups)  # the number of no row
+    flat = []
+    for at, given in zip(space.lookups, numbers, strict=True):
+        own = given.reshape(-1).astype(np.int64)
+        if at.is_clipped:
+            flat.append(own.clip(0, at.size - 1) + at.start)
+        else:
+            flat.append(np.where((own >= 0) & (own < at.size), own + at.start, end))
+    rows, inverse = np.unique(np.concatenate(flat), return_inverse=True)
+    if len(rows) and rows[-1] == end:
+        rows = rows[:-1]
+        inverse = np.where(inverse == len(rows), space.capacity, inverse)
+    positions = np.split(
+        inverse.reshape(-1).astype(np.int32), np.cumsum([len(own) for own in flat])[:-1]
+    )
+    return FoundRows(
+        rows, [own.reshape(given.shape) for own, given in zip(positions, numbers, strict=True)]
+    )

@@ -1,0 +1,184 @@
+"""Operations that compute every row of their result from the same row of their operands."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.tracing._markers import Array, Equation, jaxpr_of
+from distributary.tracing._numbering import Numbering
+
+__all__ = ["bind_rows", "numbers_of_other_rows", "row_operands", "with_rows"]
+
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge
+    gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not optimization_barrier or pow push real reduce_precision rem round rsqrt select_n sign sin
+    sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+_REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+    """.split()  # noqa: SIM905
+)
+# Zero where their first operand is.
+_ZERO_OF_ZERO = frozenset(
+    """
+    abs asin asinh atan atanh broadcast_in_dim cbrt ceil convert_element_type div erf expm1
+    floor imag log1p neg real reduce_max reduce_min reduce_precision reduce_sum reshape round
+    sign sin sinh slice split sqrt square squeeze tan tanh transpose
+    """.split()  # noqa: SIM905
+)
+_ZERO: Any = "zero"
+
+
+def row_operands(eqn: Equation) -> list[Any] | None:
+    """The operands of which row i makes row i of the results; the others belong to every row.
+
+    Returns:
+        The variables, each with as many rows as every result; None if the equation does not work
+        row by row.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    arrays = [
+        v
+        for v in eqn.invars
+        if not isinstance(v, jex_core.Literal) and hasattr(v.aval, "shape") and v.aval.shape
+    ]
+    shape = tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else ()
+    if not shape or (not arrays and name != "broadcast_in_dim"):
+        return None
+    num_rows = shape[0]
+    if name == "broadcast_in_dim":
+        if not arrays or 0 not in params["broadcast_dimensions"]:
+            return [] if len(eqn.invars) == 1 else None
+        first = params["broadcast_dimensions"][0] == 0
+        rows_stay = first and arrays[0].aval.shape[0] == num_rows
+    elif name in _ELEMENTWISE:
+        rows_stay = True
+    elif name in _REDUCTIONS:
+        rows_stay = 0 not in params["axes"]
+    elif name.startswith("cum"):
+        rows_stay = params.get("axis", 0) != 0
+    elif name == "reshape":
+        rows_stay = params["dimensions"] is None and len(arrays) == len(eqn.invars)
+    elif name == "squeeze":
+        rows_stay = 0 not in params["dimensions"]
+    elif name == "transpose":
+        rows_stay = params["permutation"][0] == 0
+    elif name == "concatenate":
+        rows_stay = params["dimension"] != 0 and len(arrays) == len(eqn.invars)
+    elif name == "split":
+        rows_stay = params["axis"] != 0
+    elif name == "slice":
+        strides = params["strides"]
+        rows_stay = strides is None or strides[0] == 1
+    else:
+        return None
+    if rows_stay and all(v.aval.shape[0] == num_rows for v in arrays):
+        return arrays
+    return None
+
+
+def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:
+    """The parameters of an equation that works row by row, for another number of rows.
+
+    Args:
+        eqn: The equation.
+        num_rows: Number of rows, which may be symbolic.
+    """
+    params = dict(eqn.params)
+    name = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(
+        eqn.primitive.name
+    )
+    if name is not None:
+        params[name] = (num_rows, *params[name][1:])
+    return params
+
+
+def bind_rows(eqn: Equation, operands: Sequence[Any], num_rows: Any) -> list[Array]:
+    """The results of an equation that works row by row, from operands with that many rows."""
+    outs = eqn.primitive.bind(*operands, **with_rows(eqn, num_rows))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[Any]) -> list[Any]:
+    """What values are in the rows where some variables are known to be zero.
+
+    Args:
+        jaxpr: A jaxpr.
+        values: Of its variables, those asked for.
+        zeros: Variables that are zero in these rows.
+
+    Returns:
+        For every value `"zero"`, or something equal for equal values, for an input the input.
+        Numbers are taken for finite: zero times anything is zero.
+    """
+    numbering = Numbering(lambda eqn, operands: _simplified(eqn, operands, zero, zeros))
+    zero = numbering.input(_ZERO)
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    inputs = [_ZERO if v in zeros else v for v in invars]
+    numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
+    of_inputs = {zero: _ZERO, **{numbering.input(v): v for v in inputs}}
+    return [of_inputs.get(number, number) for number in numbers]
+
+
+def _simplified(
+    eqn: Equation, operands: Sequence[int], zero: int, zeros: Collection[Any]
+) -> int | None:
+    """The number of the result if it is zero or one of the operands."""
+    if len(eqn.outvars) == 1 and eqn.outvars[0] in zeros:
+        return zero
+    name = eqn.primitive.name
+    is_null = [
+        number == zero or _literal(atom) == 0
+        for number, atom in zip(operands, eqn.invars, strict=True)
+    ]
+    if name in ("add", "add_any", "sub") and is_null[1]:
+        return operands[0]
+    if name in ("add", "add_any") and is_null[0]:
+        return operands[1]
+    if name in ("sub", "max", "min") and operands[0] == operands[1]:
+        return zero if name == "sub" else operands[0]
+    if name == "mul" and any(is_null):
+        return zero
+    if name in ("mul", "div") and _literal(eqn.invars[1]) == 1:
+        return operands[0]
+    if name == "mul" and _literal(eqn.invars[0]) == 1:
+        return operands[1]
+    if name == "integer_pow" and is_null[0] and eqn.params["y"] > 0:
+        return zero
+    if name == "pow" and is_null[0] and _literal(eqn.invars[1]) > 0:
+        return zero
+    if name in ("max", "min") and any(is_null):
+        others = [_literal(v) for v, null in zip(eqn.invars, is_null, strict=True) if not null]
+        if all(bound <= 0 if name == "max" else bound >= 0 for bound in others):
+            return zero
+    if name == "clamp" and is_null[1] and _literal(eqn.invars[0]) <= 0 <= _literal(eqn.invars[2]):
+        return zero
+    if name == "select_n" and len(set(operands[1:])) == 1:
+        return operands[1]
+    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        return operands[0]
+    if name in ("copy", "push", "optimization_barrier", "stop_gradient") and len(operands) == 1:
+        return operands[0]
+    if name == "concatenate" and all(is_null):
+        return zero
+    if name in _ZERO_OF_ZERO and is_null[0]:
+        return zero
+    return None
+
+
+def _literal(atom: Any) -> float:
+    """The value of a real scalar literal, else NaN."""
+    if isinstance(atom, jex_core.Literal) and np.ndim(atom.val) == 0:
+        value = np.asarray(atom.val)
+        if jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value):
+            return float(value)
+    return math.nan

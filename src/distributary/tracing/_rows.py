@@ -1,0 +1,465 @@
+"""Steps that look up rows of large variables, so that only these rows travel.
+
+A worker need not have a whole table if it only gathers rows, by numbers that do not depend on
+variables, and a gradient that is a scatter into zeros is zero in all other rows. Both are found in
+the jaxpr of the worker, which is then run on as many rows as there are numbers. Of a server's
+update it is asked the same: whether it treats rows alone, and whether it leaves them alone where
+the gradient is zero.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from distributary.tracing._interpreter import evaluate
+from distributary.tracing._markers import Array, Equation, jaxpr_of
+from distributary.tracing._numbering import Numbering
+from distributary.tracing._row_flow import RowFlow
+from distributary.tracing._row_wise import bind_rows, numbers_of_other_rows, row_operands
+from distributary.tracing._servers import ServerPart, ServerSplit
+from distributary.tracing._stages import variables_of
+
+__all__ = [
+    "Lookup",
+    "RowBuffer",
+    "RowSpace",
+    "RowSplit",
+    "RowUpdate",
+    "SparseUpdate",
+    "UpdatedRows",
+    "rows_of",
+    "rows_of_update",
+]
+
+SparseUpdate = Literal["exact", "lazy"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Numbers of rows of a part of a space.
+
+    Attributes:
+        start: The row of the space that is row 0 of the part.
+        size: Number of rows of the part.
+        is_clipped: Whether numbers out of range mean the nearest row; else they mean none.
+    """
+
+    start: int
+    size: int
+    is_clipped: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """Rows that tables have in common: some of them, by number, are what a step works on.
+
+    Attributes:
+        lookups: Numbers that a step takes rows of, in the order of the outputs of `RowSplit.ids`
+            over all spaces.
+        capacity: As many rows are worked on at most.
+    """
+
+    lookups: list[Lookup]
+    capacity: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowBuffer:
+    """Rows of a table, or of one that lies on several servers, as an input of the worker.
+
+    Attributes:
+        space: Number of the space.
+        parts: Positions of its states among the inputs of the whole, with their first row.
+    """
+
+    space: int
+    parts: list[tuple[int, int]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowSplit:
+    """What a worker does with rows instead of tables.
+
+    Attributes:
+        worker: Closed jaxpr; like `ServerSplit.worker`, but its inputs are those of the whole at
+            `inputs`, then rows `[capacity, *row]` of `buffers`, then for every lookup where its
+            numbers are among them, int32 of the shape of the numbers.
+        inputs: Positions among the inputs of the whole.
+        ids: Closed jaxpr from the inputs of the whole at `ids_inputs` to the numbers `[..., 1]` of
+            all lookups.
+        ids_inputs: Positions among the inputs of the whole.
+        spaces: What `buffers` and `pushes` refer to.
+        buffers: The tables.
+        pushes: By number, the pushed values that are rows: the space and the first row.
+    """
+
+    worker: Any
+    inputs: list[int]
+    ids: Any
+    ids_inputs: list[int]
+    spaces: list[RowSpace]
+    buffers: list[RowBuffer]
+    pushes: dict[int, tuple[int, int]]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UpdatedRows:
+    """Rows of the variables of one server that change together.
+
+    Attributes:
+        space: Number of the space.
+        start: First row of the variables in the space.
+        size: Number of rows of the variables.
+        states: Positions among the states of the server part.
+        pushes: Positions among its pushes.
+        outputs: Positions among its outputs.
+        is_whole: Whether the update changes other rows, too; the pushed rows are to be put into
+            zeros.
+    """
+
+    space: int
+    start: int
+    size: int
+    states: list[int]
+    pushes: list[int]
+    outputs: list[int]
+    is_whole: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """What a server does with pushed rows.
+
+    Attributes:
+        rows: The variables that rows are pushed for.
+        run: The update, as a function of flat arrays: of the states and pushes in `rows`, if it is
+            not `is_whole`, only some rows.
+    """
+
+    rows: list[UpdatedRows]
+    run: Callable[..., list[Array]]
+
+
+def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | None, dict[int, str]]:
+    """Finds tables of which a worker needs only rows.
+
+    Args:
+        split: The step.
+        states: Positions of variables among the inputs of the whole.
+
+    Returns:
+        The worker's part with rows, None if there are none; and by the position of a variable that
+        is looked up and travels as a whole, why.
+    """
+    jaxpr = split.worker.jaxpr
+    tables = {
+        v: position
+        for v, position in zip(jaxpr.invars, split.inputs, strict=True)
+        if position in states and v.aval.ndim
+    }
+    flow = RowFlow(jaxpr, tables.keys(), is_worker=True)
+    num_results = len(jaxpr.outvars) - split.num_pushes
+    for v in variables_of(jaxpr.outvars[:num_results]):
+        flow.refuse(v, "it is returned")
+    # In rows that are not looked up these must be zero.
+    pushed = [v for v in variables_of(jaxpr.outvars[num_results:]) if v not in flow.same]
+    whole = [*flow.sums, *pushed]
+    numbers = numbers_of_other_rows(jaxpr, whole, flow.scatters)
+    for i, (v, number) in enumerate(zip(whole, numbers, strict=True)):
+        if number != "zero":
+            flow.refuse(v, "a sum needs all of it" if i < len(flow.sums) else "all of it is pushed")
+    spaces = _Spaces(jaxpr, flow)
+    refusals = {tables[v]: why for v, why in spaces.refusals.items() if v in tables}
+    if not spaces.spaces:
+        return None, refusals
+
+    taken = {v: place for v in tables if (place := spaces.place(v)) is not None}
+    buffers = _buffers_of(jaxpr, taken)
+    plain = [v for v in jaxpr.invars if v not in taken]
+    ids = _closed(jaxpr, split.worker.consts, spaces.ids)
+    num_plain, num_buffers = len(plain), len(buffers)
+
+    def run(*arrays: Array) -> list[Array]:
+        values = dict(zip(jaxpr.constvars, split.worker.consts, strict=True))
+        values.update(zip(plain, arrays, strict=False))
+        for group, array in zip(buffers, arrays[num_plain:], strict=False):
+            values.update(dict.fromkeys(group, array))
+        inverse = spaces.inverse(arrays[num_plain + num_buffers :])
+        return _evaluated(jaxpr, flow, values, spaces.capacities(), inverse)
+
+    capacity_of = [spaces.spaces[taken[next(iter(group))][0]].capacity for group in buffers]
+    worker = jax.make_jaxpr(run)(
+        *(_struct(v.aval.shape, v.aval.dtype) for v in plain),
+        *(
+            _struct((capacity, *aval.shape[1:]), aval.dtype)
+            for capacity, aval in zip(
+                capacity_of, [next(iter(group)).aval for group in buffers], strict=True
+            )
+        ),
+        *(_struct(v.aval.shape, jnp.int32) for v in spaces.ids),
+    )
+    position = dict(zip(jaxpr.invars, split.inputs, strict=True))
+    pushes = {
+        i: place
+        for i, v in enumerate(jaxpr.outvars[num_results:])
+        if v in pushed and (place := spaces.place(v)) is not None
+    }
+    return (
+        RowSplit(
+            worker,
+            [position[v] for v in plain],
+            ids,
+            [position[v] for v in ids.jaxpr.invars],
+            spaces.spaces,
+            [
+                RowBuffer(
+                    taken[next(iter(group))][0],
+                    sorted([(position[v], taken[v][1]) for v in group], key=lambda part: part[1]),
+                )
+                for group in buffers
+            ],
+            pushes,
+        ),
+        refusals,
+    )
+
+
+def rows_of_update(
+    part: ServerPart,
+    state_of_output: Sequence[int | None],
+    pushes: Mapping[int, tuple[int, int]],
+    sparse_update: SparseUpdate,
+) -> RowUpdate:
+    """What a server has to do when some of the pushed values are rows.
+
+    Args:
+        part: What it does with whole values.
+        state_of_output: For every output of the part, which of its states it replaces.
+        pushes: Of the `RowSplit`.
+        sparse_update: "lazy" leaves rows alone that are not pushed; "exact" only where the update
+            does so.
+    """
+    jaxpr = part.update.jaxpr
+    states, given = jaxpr.invars[: len(part.states)], jaxpr.invars[len(part.states) :]
+    flow = RowFlow(jaxpr, {*jaxpr.invars}, is_worker=False)
+    tagged = {
+        v: pushes[number] for v, number in zip(given, part.pushes, strict=True) if number in pushes
+    }
+    numbers = numbers_of_other_rows(jaxpr, jaxpr.outvars, tagged)
+    groups: dict[Any, list[Any]] = {}
+    for v in tagged:
+        groups.setdefault(flow.find(v), []).append(v)
+    rows = []
+    inputs_of: dict[Any, Any] = {}  # by table, an input with its rows
+    for (root, start), own in groups.items():
+        outputs = [
+            i
+            for i, v in enumerate(jaxpr.outvars)
+            if not isinstance(v, jex_core.Literal) and flow.find(v)[0] is root
+        ]
+        olds = [state_of_output[i] for i in outputs]
+        of_root = [v for v in jaxpr.invars if flow.find(v)[0] is root]
+        can_be_rows = (
+            flow.reason(root) is None
+            and len({tagged[v] for v in own}) == 1
+            and all(v in own or v in states for v in of_root)
+            and all(flow.find(v)[1] == start for v in of_root)
+            and all(k is not None and states[k] in of_root for k in olds)
+        )
+        is_exact = can_be_rows and all(
+            numbers[i] is states[k] for i, k in zip(outputs, olds, strict=True) if k is not None
+        )
+        is_whole = not (is_exact or (can_be_rows and sparse_update == "lazy"))
+        if not is_whole:
+            inputs_of[root] = own[0]
+        for place in sorted({tagged[v] for v in own}):
+            rows.append(
+                UpdatedRows(
+                    *place,
+                    own[0].aval.shape[0],
+                    [] if is_whole else [i for i, v in enumerate(states) if v in of_root],
+                    [i for i, v in enumerate(given) if v in own and tagged[v] == place],
+                    [] if is_whole else outputs,
+                    is_whole,
+                )
+            )
+
+    def run(*arrays: Array) -> list[Array]:
+        values = dict(zip(jaxpr.invars, arrays, strict=True))
+        sizes = {root: values[v].shape[0] for root, v in inputs_of.items()}
+        values.update(zip(jaxpr.constvars, part.update.consts, strict=True))
+        return _evaluated(jaxpr, flow, values, sizes, {})
+
+    return RowUpdate(rows, run)
+
+
+@final
+class _Spaces:
+    """The numbers of rows that a worker looks up, by table.
+
+    Attributes:
+        spaces: Tables that are looked up by the same numbers share one.
+        ids: The variables with the numbers, for every lookup of every space.
+        refusals: By variable, why its table is none of them, although it is looked up.
+    """
+
+    def __init__(self, jaxpr: Any, flow: RowFlow) -> None:
+        self.spaces: list[RowSpace] = []
+        self.ids: list[Any] = []
+        self.refusals: dict[Any, str] = {}
+        self._flow = flow
+        self._of_root: dict[Any, tuple[int, int]] = {}
+        self._lookups: dict[Any, int] = {}  # by equation, its number
+        uses = [*((eqn.invars[0], eqn) for eqn in flow.lookups), *flow.scatters.items()]
+        variables = [eqn.invars[1] for _, eqn in uses]
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        # The same numbers may be computed twice.
+        numbers = Numbering().outputs(jaxpr_of(inputs, variables, jaxpr.eqns), inputs)
+        of_root: dict[Any, dict[Any, list[Equation]]] = {}
+        for (v, eqn), number in zip(uses, numbers, strict=True):
+            root, start = flow.find(v)
+            is_clipped = eqn.params["mode"] is not GatherScatterMode.FILL_OR_DROP
+            key = number, start, v.aval.shape[0], is_clipped
+            of_root.setdefault(root, {}).setdefault(key, []).append(eqn)
+        found: dict[Any, tuple[int, int]] = {}
+        for root, keys in of_root.items():
+            members = flow.members(root)
+            first = min(flow.find(v)[1] for v in members)
+            num_rows = max(flow.find(v)[1] + v.aval.shape[0] for v in members) - first
+            capacity = sum(math.prod(eqns[0].invars[1].aval.shape[:-1]) for eqns in keys.values())
+            if capacity >= num_rows:
+                continue
+            if flow.reason(root) is not None:
+                self._refuse(root, {number for number, *_ in keys}, of_root)
+                continue
+            shifted = tuple([(n, start - first, size, clips) for n, start, size, clips in keys])
+            if shifted not in found:
+                found[shifted] = len(self.spaces), len(self.ids)
+                self.spaces.append(RowSpace([Lookup(*key[1:]) for key in shifted], capacity))
+                self.ids += [eqns[0].invars[1] for eqns in keys.values()]
+            space, start = found[shifted]
+            self._of_root[root] = space, first
+            for i, eqns in enumerate(keys.values(), start):
+                self._lookups.update((id(eqn), i) for eqn in eqns)
+
+    def place(self, v: Any) -> tuple[int, int] | None:
+        """The space of a variable, and its first row in it."""
+        root, start = self._flow.find(v)
+        if root not in self._of_root:
+            return None
+        space, first = self._of_root[root]
+        return space, start - first
+
+    def capacities(self) -> dict[Any, int]:
+        """The number of rows a worker has of every table."""
+        return {root: self.spaces[space].capacity for root, (space, _) in self._of_root.items()}
+
+    def inverse(self, arrays: Sequence[Array]) -> dict[int, Array]:
+        """By equation, what it takes instead of numbers of rows."""
+        return {eqn: arrays[i] for eqn, i in self._lookups.items()}
+
+    def _refuse(self, root: Any, numbers: Collection[int], of_root: Mapping[Any, Any]) -> None:
+        """A gradient is refused for the tables that it is of."""
+        reason = self._flow.reason(root)
+        assert reason is not None
+        if not self._flow.scatters.keys().isdisjoint(self._flow.members(root)):
+            reason = f"of its gradient {reason}"
+        for table in {self._flow.find(eqn.invars[0])[0] for eqn in self._flow.lookups}:
+            if table is root or not {number for number, *_ in of_root[table]}.isdisjoint(numbers):
+                self.refusals.update((v, reason) for v in self._flow.members(table))
+
+
+def _buffers_of(jaxpr: Any, taken: Collection[Any]) -> list[list[Any]]:
+    """The inputs that are tables, those together that are joined."""
+    group_of: dict[Any, dict[Any, None]] = {v: {v: None} for v in taken}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "concatenate" and group_of.keys() >= {*variables_of(eqn.invars)}:
+            merged: dict[Any, None] = {}
+            for v in eqn.invars:
+                merged.update(group_of[v])
+            group_of.update(dict.fromkeys(merged, merged))
+    return [list(group) for group in {id(group): group for group in group_of.values()}.values()]
+
+
+def _evaluated(
+    jaxpr: Any,
+    flow: RowFlow,
+    values: dict[Any, Array],
+    sizes: Mapping[Any, Any],
+    inverse: Mapping[int, Array],
+) -> list[Array]:
+    """The outputs of a jaxpr of which some tables have fewer rows.
+
+    Args:
+        jaxpr: The jaxpr.
+        flow: Its tables.
+        values: Of its inputs.
+        sizes: By table, the number of rows it has.
+        inverse: By equation, what it takes instead of numbers of rows.
+    """
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def value(atom: Any) -> Array:
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    def in_rows(atom: Any, num_rows: Any) -> Array:
+        if atom not in flow.same:
+            return values[atom]
+        eqn = makers[atom]
+        row = bind_rows(eqn, operands(eqn, 1), 1)[eqn.outvars.index(atom)]
+        return jnp.broadcast_to(row, (num_rows, *row.shape[1:]))
+
+    def operands(eqn: Equation, num_rows: Any) -> list[Array]:
+        of_rows = set(row_operands(eqn) or ())
+        return [
+            value(v)
+            if isinstance(v, jex_core.Literal) or v not in of_rows
+            else in_rows(v, num_rows)
+            for v in eqn.invars
+        ]
+
+    for eqn in jaxpr.eqns:
+        num_rows = sizes.get(flow.find(eqn.outvars[0])[0]) if eqn.outvars else None
+        if id(eqn) in inverse:
+            first, _, *rest = eqn.invars
+            given = [in_rows(first, num_rows), inverse[id(eqn)], *map(value, rest)]
+            outs = [eqn.primitive.bind(*given, **eqn.params)]
+        elif num_rows is None:
+            outs = evaluate([eqn], eqn.outvars, values)
+        elif row_operands(eqn) is None:  # tables are joined or parted
+            outs = [values[eqn.invars[0]]]
+        else:
+            outs = bind_rows(eqn, operands(eqn, num_rows), num_rows)
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _closed(jaxpr: Any, consts: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """What of a jaxpr makes some of its variables, from the inputs that this needs."""
+    wanted = set(outputs)
+    eqns: list[Equation] = []
+    for eqn in reversed(jaxpr.eqns):
+        if not wanted.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            wanted.update(variables_of(eqn.invars))
+    own = dict(zip(jaxpr.constvars, consts, strict=True))
+    constvars = [v for v in own if v in wanted]
+    invars = [v for v in jaxpr.invars if v in wanted]
+    opened = jaxpr_of(invars, outputs, eqns[::-1], constvars)
+    return jex_core.ClosedJaxpr(opened, [own[v] for v in constvars])
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
