@@ -29,6 +29,7 @@ class RowFlow:
     Attributes:
         same: Variables of which all rows are equal, whatever their number.
         lookups: Equations that gather rows by numbers that depend on no state.
+        refused_lookups: Those whose numbers depend on some.
         scatters: Variables that are zeros with rows added at such numbers, with the equation.
         sums: Variables of which some equation adds up the rows.
     """
@@ -36,6 +37,7 @@ class RowFlow:
     def __init__(self, jaxpr: Any, states: Collection[Any], is_worker: bool) -> None:
         self.same: set[Any] = set()
         self.lookups: list[Equation] = []
+        self.refused_lookups: list[Equation] = []
         self.scatters: dict[Any, Equation] = {}
         self.sums: list[Any] = []
         # Row r of the variable is row r + the number of its parent.
@@ -90,10 +92,19 @@ class RowFlow:
         elif operands is not None:
             for v in (*operands, *eqn.outvars[1:]):
                 self._join(v, eqn.outvars[0], 0)
-        elif name == "gather" and self._has_pure_rows(eqn) and _takes_rows(eqn):
-            self.lookups.append(eqn)
+        elif name == "gather" and self._is_worker and _takes_rows(eqn):
             self.refuse(eqn.outvars[0], _DATA)
-        elif name == "scatter-add" and self._has_pure_rows(eqn) and _adds_rows(eqn, self._zeros):
+            if self._has_pure_rows(eqn):
+                self.lookups.append(eqn)
+            else:
+                self.refused_lookups.append(eqn)
+                self.refuse(operand, "the ids depend on a variable")
+        elif (
+            name == "scatter-add"
+            and self._is_worker
+            and _adds_rows(eqn, self._zeros)
+            and self._has_pure_rows(eqn)
+        ):
             self.scatters[eqn.outvars[0]] = eqn
         elif name == "concatenate" and self._is_worker and self._states.issuperset(eqn.invars):
             start = 0
@@ -111,9 +122,7 @@ class RowFlow:
 
     def _has_pure_rows(self, eqn: Equation) -> bool:
         numbers = eqn.invars[1]
-        return self._is_worker and not (
-            isinstance(numbers, jex_core.Literal) or numbers in self._of_states
-        )
+        return not isinstance(numbers, jex_core.Literal) and numbers not in self._of_states
 
     def _join(self, v: Any, other: Any, start: int) -> None:
         """Row r of `v` is row r + start of `other`."""

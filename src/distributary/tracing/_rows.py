@@ -167,7 +167,7 @@ def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | Non
     tables = {
         v: position
         for v, position in zip(jaxpr.invars, split.inputs, strict=True)
-        if position in states and v.aval.ndim
+        if position in states
     }
     flow = RowFlow(jaxpr, tables.keys(), is_worker=True)
     num_results = len(jaxpr.outvars) - split.num_pushes
@@ -318,7 +318,6 @@ class _Spaces:
     def __init__(self, jaxpr: Any, flow: RowFlow) -> None:
         self.spaces: list[RowSpace] = []
         self.ids: list[Any] = []
-        self.refusals: dict[Any, str] = {}
         self._flow = flow
         self._of_root: dict[Any, tuple[int, int]] = {}
         self._lookups: dict[Any, int] = {}  # by equation, its number
@@ -342,7 +341,6 @@ class _Spaces:
             if capacity >= num_rows:
                 continue
             if flow.reason(root) is not None:
-                self._refuse(root, {number for number, *_ in keys}, of_root)
                 continue
             shifted = tuple([(n, start - first, size, clips) for n, start, size, clips in keys])
             if shifted not in found:
@@ -353,6 +351,9 @@ class _Spaces:
             self._of_root[root] = space, first
             for i, eqns in enumerate(keys.values(), start):
                 self._lookups.update((id(eqn), i) for eqn in eqns)
+        self.refusals = self._refusals(
+            {id(eqn): number for (_, eqn), number in zip(uses, numbers, strict=True)}
+        )
 
     def place(self, v: Any) -> tuple[int, int] | None:
         """The space of a variable, and its first row in it."""
@@ -370,15 +371,26 @@ class _Spaces:
         """By equation, what it takes instead of numbers of rows."""
         return {eqn: arrays[i] for eqn, i in self._lookups.items()}
 
-    def _refuse(self, root: Any, numbers: Collection[int], of_root: Mapping[Any, Any]) -> None:
-        """A gradient is refused for the tables that it is of."""
-        reason = self._flow.reason(root)
-        assert reason is not None
-        if not self._flow.scatters.keys().isdisjoint(self._flow.members(root)):
-            reason = f"of its gradient {reason}"
-        for table in {self._flow.find(eqn.invars[0])[0] for eqn in self._flow.lookups}:
-            if table is root or not {number for number, *_ in of_root[table]}.isdisjoint(numbers):
-                self.refusals.update((v, reason) for v in self._flow.members(table))
+    def _refusals(self, numbers_of: Mapping[int, int]) -> dict[Any, str]:
+        """By variable, why its table is not there, although it is looked up.
+
+        Args:
+            numbers_of: By equation, something equal for equal numbers of rows.
+        """
+        flow = self._flow
+        of_gradients = {
+            numbers_of[id(eqn)]: f"of its gradient {why}"
+            for v, eqn in flow.scatters.items()
+            if (why := flow.reason(flow.find(v)[0])) is not None
+        }
+        refusals: dict[Any, str] = {}
+        for eqn in (*flow.lookups, *flow.refused_lookups):
+            root, _ = flow.find(eqn.invars[0])
+            why = flow.reason(root) or of_gradients.get(numbers_of.get(id(eqn), -1))
+            num_ids = math.prod(eqn.invars[1].aval.shape[:-1])
+            if why is not None and num_ids < eqn.invars[0].aval.shape[0]:
+                refusals.update((v, why) for v in flow.members(root))
+        return refusals
 
 
 def _buffers_of(jaxpr: Any, taken: Collection[Any]) -> list[list[Any]]:
