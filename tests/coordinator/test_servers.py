@@ -18,14 +18,12 @@ from distributary.cluster_resolver import (
     SimpleClusterResolver,
 )
 from distributary.coordinator._certificates import Credentials
-from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._messages import Message
 from distributary.coordinator._processes import cluster_of, connect, tasks_of
-from distributary.coordinator._server import RoleCheck, Server
+from distributary.coordinator._server import RoleCheck
 from distributary.coordinator._sessions import hello, new_session
 from distributary.coordinator._store import ParameterServer
-from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
     ClusterError,
     DistributaryWarning,
@@ -74,7 +72,7 @@ def tasks(certificates):
 @pytest.fixture
 def strategy(tasks, certificates, monkeypatch):
     monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
-    strategy = ParameterServerStrategy(SimpleClusterResolver(tasks[0], task_type="chief"))
+    strategy = dist.ParameterServerStrategy(SimpleClusterResolver(tasks[0], task_type="chief"))
     yield strategy
     strategy._cluster.close()
 
@@ -89,7 +87,7 @@ def test_training_equals_numpy(strategy):
         w = dist.Variable(np.zeros(3, np.float32), name="w")
         b = dist.Variable(np.float32(0), name="b")
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)] * 5
-    coordinator = ClusterCoordinator(strategy)
+    coordinator = dist.coordinator.ClusterCoordinator(strategy)
     with pytest.warns(DistributaryWarning, match="sends it .* because it is no function, but a li"):
         iterator = iter(coordinator.create_per_worker_dataset(batches))
     scale = coordinator.create_per_worker_value(lambda: np.float32(0.1))
@@ -153,7 +151,7 @@ def test_a_port_in_use_is_named(tasks, certificates, monkeypatch):
     address = tasks[0].task_address("ps", 1)
 
     with pytest.raises(ClusterError, match=f"Cannot listen at {address}.*Is the port in use"):
-        Server(tasks[0], "ps", 1)
+        dist.Server(tasks[0], "ps", 1)
 
 
 @pytest.mark.parametrize("task_type", ["ps", "worker"])
@@ -268,7 +266,7 @@ def test_tasks_that_do_not_fit_are_refused(fields, text):
 )
 def test_clusters_that_cannot_be(cluster, task, text):
     with pytest.raises(InvalidValueError, match=text):
-        ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(cluster), **task))
+        dist.ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(cluster), **task))
 
 
 @pytest.mark.parametrize(
@@ -283,17 +281,17 @@ def test_clusters_that_cannot_be(cluster, task, text):
 def test_servers_that_cannot_be(arguments, error, text):
     spec = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
     with pytest.raises(error, match=text):
-        Server(spec, *arguments)
+        dist.Server(spec, *arguments)
     with pytest.raises(InvalidTypeError, match="the cluster is 3"):
-        Server(3)
+        dist.Server(3)
 
 
 def test_a_server_knows_who_it_is():
     spec = ClusterSpec({"worker": ["10.1.2.3:5"], "ps": ["127.0.0.1:3"]})
 
-    server = Server(spec, "worker", start=False)
+    server = dist.Server(spec, "worker", start=False)
 
     assert (server.target, server.server_def.task_index) == ("grpc://10.1.2.3:5", 0)
-    assert Server(server.server_def, start=False).server_def == server.server_def
+    assert dist.Server(server.server_def, start=False).server_def == server.server_def
     with pytest.raises(ClusterError, match=r"10\.1\.2\.3"):
         server.start()

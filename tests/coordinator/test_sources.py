@@ -57,12 +57,11 @@ def as_script(tmp_path, monkeypatch):
 def test_functions_are_found_by_name(as_script, tmp_path):
     as_script(
         "from subprocess import getoutput\n"
-        "from distributary.coordinator._server import Server\n"
+        "from distributary import ParameterServerStrategy, Server\n"
         "spec = {'worker': ['127.0.0.1:1'], 'ps': ['127.0.0.1:2']}\n"
         "Server(spec, 'ps').join()\n"
         "def make(start, count=3): return [start] * count\n"
         "from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver\n"
-        "from distributary.coordinator._strategy import ParameterServerStrategy\n"
         "ParameterServerStrategy(SimpleClusterResolver(ClusterSpec(spec)))\n"
         "def too_late(): pass\n"
     )
@@ -74,7 +73,7 @@ def test_functions_are_found_by_name(as_script, tmp_path):
     assert found("__main__", "make", 7, count=2) == [7, 7]
     assert found("train_data", "make") == [5]
     for module, name, reason in (
-        ("__main__", "too_late", "ScriptEndError: a worker does not create the strategy"),
+        ("__main__", "too_late", "ScriptEndError: only the chief creates the strategy"),
         ("__main__", "getoutput", "no function getoutput in __main__"),
         ("__main__", "spec", "no function spec"),
         ("train_data", "os.getpid", "no function os.getpid in train_data"),

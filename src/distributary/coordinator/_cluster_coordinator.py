@@ -193,8 +193,8 @@ class ClusterCoordinator:
                 warnings.warn(
                     f"The coordinator makes the data of {maker!r} and sends it to the workers,"
                     f" because {error}. Workers make it themselves, and faster, if you pass a"
-                    " function without arguments at the top level of the script or of a module"
-                    " beside it.",
+                    " function of a module beside the script, or one at the top level of the"
+                    " script, above the line that creates the strategy.",
                     DistributaryWarning,
                     stacklevel=user_stacklevel(),
                 )

@@ -49,7 +49,7 @@ def cluster_of(cluster_resolver: Any) -> Cluster:
             " for workers and servers in this process."
         )
     if is_reimporting():
-        raise ScriptEndError("a worker does not create the strategy")
+        raise ScriptEndError("only the chief creates the strategy")
     peers = tasks_of(cluster_resolver.cluster_spec())
     task_type = cluster_resolver.task_type
     if task_type not in (None, "chief"):

@@ -8,14 +8,10 @@ import batches  # beside the script
 import numpy as np
 
 import distributary as dist
-from distributary.cluster_resolver import TFConfigClusterResolver
-from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._server import Server
-from distributary.coordinator._strategy import ParameterServerStrategy
 
-resolver = TFConfigClusterResolver()
+resolver = dist.cluster_resolver.TFConfigClusterResolver()
 if resolver.task_type != "chief":
-    Server(resolver).join()
+    dist.Server(resolver).join()
 
 
 def dataset(start, step):
@@ -26,11 +22,11 @@ def dataset(start, step):
         yield np.float32(start + i * step)
 
 
-strategy = ParameterServerStrategy(resolver)
+strategy = dist.ParameterServerStrategy(resolver)
 with strategy.scope():
     total = dist.Variable(np.float32(0))
     count = dist.Variable(0)
-coordinator = ClusterCoordinator(strategy)
+coordinator = dist.coordinator.ClusterCoordinator(strategy)
 
 
 def step(iterator, value):

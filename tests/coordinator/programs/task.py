@@ -1,6 +1,5 @@
 """A worker or a parameter server, as TF_CONFIG says."""
 
-from distributary.cluster_resolver import TFConfigClusterResolver
-from distributary.coordinator._server import Server
+import distributary as dist
 
-Server(TFConfigClusterResolver()).join()
+dist.Server(dist.cluster_resolver.TFConfigClusterResolver()).join()
