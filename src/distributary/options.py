@@ -49,8 +49,8 @@ class CommunicationOptions:
         hierarchical: Whether arrays are reduced inside hosts (or TPU slices) first: reduce-scatter
             inside, all-reduce across, all-gather inside. The sums are the same up to rounding, and
             less travels between the hosts. Without effect unless there are several hosts with
-            several devices each. By default it is one all-reduce, in which the transport chooses
-            the route.
+            several devices each. None does so for TPU slices, where the compiler would cut one
+            all-reduce into several; elsewhere it is one, in which the transport chooses the route.
         heartbeat_timeout_seconds: Seconds of silence after which a worker that still has its
             connections counts as lost, 3 or more: it is frozen, or its machine or network is gone.
             A worker that is busy in C code without letting Python's threads run is silent, too.
@@ -67,7 +67,7 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     heartbeat_timeout_seconds: float = 20.0
-    hierarchical: bool = False
+    hierarchical: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bytes_per_pack, bool) or not isinstance(self.bytes_per_pack, int):

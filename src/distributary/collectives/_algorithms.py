@@ -21,6 +21,8 @@ Array: TypeAlias = Any
 Sum: TypeAlias = Callable[[list[Array]], list[Array]]
 # Replica ids, every one in one group.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
+# Elements of a float32 vector that a TPU keeps together.
+_TILE = 1024
 
 
 def all_reduce(arrays: list[Array]) -> list[Array]:
@@ -72,7 +74,10 @@ def two_level(groups: Groups) -> Sum:
     across = [list(members) for members in zip(*groups, strict=True)]
 
     def one(vector: Array) -> Array:
-        padded = jnp.pad(vector, (0, -vector.size % len(inside[0])))
+        # Libtpu scatters and gathers whole tiles only, for others it all-reduces twice.
+        whole_tiles = _TILE * len(inside[0])
+        multiple = whole_tiles if vector.size >= whole_tiles else len(inside[0])
+        padded = jnp.pad(vector, (0, -vector.size % multiple))
         part = lax.psum_scatter(padded, REPLICA_AXIS, axis_index_groups=inside, tiled=True)
         part = lax.psum(part, REPLICA_AXIS, axis_index_groups=across)
         whole = lax.all_gather(part, REPLICA_AXIS, axis_index_groups=inside, tiled=True)

@@ -282,6 +282,8 @@ class _Summing(CrossDeviceOps):
 
     # The replicas of every host, where there are several hosts with several replicas each.
     _hosts: algorithms.Groups = ()
+    # Whether these are slices of TPUs.
+    _are_slices = False
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
         hosts = host_groups(devices)
@@ -289,6 +291,7 @@ class _Summing(CrossDeviceOps):
             return self
         bound = copy.copy(self)
         bound._hosts = hosts
+        bound._are_slices = bool(hosts) and devices[0].platform == "tpu"
         return bound
 
     @abc.abstractmethod
@@ -336,18 +339,24 @@ class _Summing(CrossDeviceOps):
     ) -> algorithms.Sum:
         if options.implementation is CommunicationImplementation.RING:
             add = algorithms.ring(num_replicas)
-        elif options.hierarchical and self._hosts:
-            add = algorithms.two_level(self._hosts)
+        elif groups := self._levels(options):
+            add = algorithms.two_level(groups)
         if options.bytes_per_pack:
             add = algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
         return add
 
+    def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
+        """The groups inside which arrays are reduced first, empty if all replicas are one."""
+        chosen = self._are_slices if options.hierarchical is None else options.hierarchical
+        return self._hosts if chosen else ()
+
     def _collectives(self, options: CommunicationOptions | None) -> str:
-        if options is not None and options.implementation is CommunicationImplementation.RING:
+        options = options or CommunicationOptions()
+        if options.implementation is CommunicationImplementation.RING:
             return "XLA reduce-scatter and all-gather"
-        if options is not None and options.hierarchical and self._hosts:
+        if groups := self._levels(options):
             return (
-                f"XLA reduce-scatter in groups of {len(self._hosts[0])}, all-reduce across them and"
+                f"XLA reduce-scatter in groups of {len(groups[0])}, all-reduce across them and"
                 " all-gather"
             )
         return "XLA all-reduce"

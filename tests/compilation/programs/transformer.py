@@ -9,8 +9,7 @@ import distributary as dist
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 256, 16, 128, 4, 1
 
 rng = np.random.default_rng(0)
-options = dist.experimental.CommunicationOptions(hierarchical=True)
-strategy = dist.MultiWorkerMirroredStrategy(communication_options=options)
+strategy = dist.MultiWorkerMirroredStrategy()
 
 
 def weight(name, *shape):
