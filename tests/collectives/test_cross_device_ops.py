@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -221,6 +222,27 @@ def test_strategies_say_which_reduction_they_use():
     assert "all-reduce" in repr(_strategy(2))
     assert "hierarchical" in repr(_strategy(2, dist.HierarchicalCopyAllReduce()))
     assert "replica order" in repr(_strategy(2, dist.ReductionToOneDevice()))
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen", "has_levels"),
+    [
+        ("tpu", None, True),
+        ("tpu", False, False),
+        ("tpu", True, True),
+        ("gpu", None, False),
+        ("gpu", True, True),
+    ],
+)
+def test_slices_of_tpus_are_reduced_inside_first_unless_told_otherwise(
+    platform, chosen, has_levels
+):
+    devices = [SimpleNamespace(platform=platform, slice_index=i // 2) for i in range(4)]
+    options = dist.experimental.CommunicationOptions(hierarchical=chosen)
+
+    described = dist.NcclAllReduce().for_devices(devices).describe(platform, 2, options)
+
+    assert ("reduce-scatter in groups of 2" in described) == has_levels
 
 
 def test_equal_steps_of_two_strategies_use_each_its_own_algorithm():

@@ -30,18 +30,18 @@ def _installed(module: str) -> bool:
 
 
 @pytest.fixture
-def compile_all() -> Callable[[list[list[str]]], list[Outcome]]:
-    """A function that runs several command lines in one process."""
+def run_program() -> Callable[..., str]:
+    """A function that runs a program with arguments and stdin, and returns its stdout."""
     if not (_installed("libtpu") and _installed("jax_plugins.xla_cuda13")):
         pytest.skip("needs pip install 'distributary[compile]'")
 
     # The programs run in their folder, where relative folders of the path are not.
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
-    def run(commands: list[list[str]]) -> list[Outcome]:
+    def run(name: str, *arguments: str, stdin: str = "") -> str:
         process = subprocess.run(
-            [sys.executable, _PROGRAMS / "cases.py"],
-            input="".join(json.dumps(command) + "\n" for command in commands),
+            [sys.executable, _PROGRAMS / name, *arguments],
+            input=stdin,
             cwd=_PROGRAMS,
             env=environ,
             capture_output=True,
@@ -49,6 +49,18 @@ def compile_all() -> Callable[[list[list[str]]], list[Outcome]]:
             timeout=_SECONDS,
         )
         assert process.returncode == 0, process.stderr
-        return [Outcome(*json.loads(line)) for line in process.stdout.splitlines()]
+        return process.stdout
+
+    return run
+
+
+@pytest.fixture
+def compile_all(run_program: Callable[..., str]) -> Callable[[list[list[str]]], list[Outcome]]:
+    """A function that runs several command lines in one process."""
+
+    def run(commands: list[list[str]]) -> list[Outcome]:
+        lines = "".join(json.dumps(command) + "\n" for command in commands)
+        printed = run_program("cases.py", stdin=lines)
+        return [Outcome(*json.loads(line)) for line in printed.splitlines()]
 
     return run

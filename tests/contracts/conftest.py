@@ -34,6 +34,10 @@ STRATEGIES = {
     "TPU 1 of 4 cores": lambda: _tpu(1, 4),
     "TPU 2 of 2 cores": lambda: _tpu(2, 2),
     "central 1": lambda: dist.CentralStorageStrategy(["CPU:1"], "CPU:2"),
+    "central host": lambda: dist.CentralStorageStrategy(
+        ["CPU:0", "CPU:1"],
+        jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
+    ),
     "central 4": lambda: dist.CentralStorageStrategy([f"CPU:{i}" for i in range(4)]),
 }
 

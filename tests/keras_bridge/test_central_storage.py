@@ -43,15 +43,19 @@ class _Copies(keras.callbacks.Callback):
         self.seen.append(Counter(kernels))
 
 
-@pytest.mark.parametrize("compute", [COMPUTE, ["CPU:1"]], ids=["2 replicas", "1 replica"])
+@pytest.mark.parametrize(
+    ("compute", "memory"),
+    [(COMPUTE, "device"), (["CPU:1"], "device"), (COMPUTE, "pinned_host")],
+    ids=["2 replicas", "1 replica", "host memory"],
+)
 def test_training_equals_one_device_with_one_copy(
-    compute, train, assert_same_training, assert_same_evaluation, monkeypatch, tmp_path
+    compute, memory, train, assert_same_training, assert_same_evaluation, monkeypatch, tmp_path
 ):
     fetched = []
     real = jax.device_put
 
     def device_put(x, device=None, **kwargs):
-        if isinstance(x, list) and device.device_set == {
+        if isinstance(x, list) and getattr(device, "device_set", None) == {
             jax.devices()[int(d[-1])] for d in compute
         }:
             fetched.append(Counter(np.shape(leaf) for leaf in x)[UNITS, UNITS])
@@ -59,7 +63,8 @@ def test_training_equals_one_device_with_one_copy(
 
     alone = train(_build, X, Y, epochs=2)
     expected = Counter({0: 3})  # kernel, momentum, velocity
-    strategy = dist.CentralStorageStrategy(compute, "CPU:0")
+    home = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
+    strategy = dist.CentralStorageStrategy(compute, home)
     copies = _Copies()
     gc.collect()
     monkeypatch.setattr(jax, "device_put", device_put)
@@ -72,7 +77,9 @@ def test_training_equals_one_device_with_one_copy(
     assert [seen - before for seen in copies.seen] == [expected] * 6
     assert fetched.count(1) >= 6, "the kernel was not fetched"
     assert max(fetched) == 1, "a slot was fetched"
-    assert {d.id for v in central.model.optimizer.variables for d in v.value.devices()} == {0}
+    stored = [v._value for v in central.model.optimizer.variables]
+    assert {(d.id, x.sharding.memory_kind) for x in stored for d in x.devices()} == {(0, memory)}
+    assert {v.value.sharding.memory_kind for v in central.model.variables} == {"device"}
 
     central.model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -1,5 +1,6 @@
 """Where the state of `CentralStorageStrategy` lies; numbers are in tests/contracts/."""
 
+import copy
 import gc
 from collections import Counter
 
@@ -7,20 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import distributary as dist
+from distributary.errors import DeviceError
+from distributary.strategies._host_memory import update_in_parts
 
 SIZE = 64
+PART_BYTES = "distributary.strategies._host_memory._PART_BYTES"
 COMPUTE = ["CPU:1", "CPU:2", "CPU:3"]
 ON_READ = dist.VariableSynchronization.ON_READ
 SUM = dist.VariableAggregation.SUM
 
 
+def _host_memory():
+    return SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
 def _copies() -> Counter:
-    """Number of arrays of the size of the weights on each device."""
+    """Number of arrays of the size of the weights in each memory."""
     gc.collect()
-    shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards]
-    return Counter(shard.device.id for shard in shards if shard.data.shape == (SIZE, SIZE))
+    arrays = [array for array in jax.live_arrays() if array.shape == (SIZE, SIZE)]
+    return Counter(
+        f"{array.sharding.memory_kind} {device.id}"
+        for array in arrays
+        for device in array.devices()
+    )
 
 
 class _Training:
@@ -62,12 +75,18 @@ def _batches(*sizes):
 
 @pytest.mark.parametrize("compute", [COMPUTE, ["CPU:1"]], ids=["3 replicas", "1 replica"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
-def test_there_is_one_copy_and_the_optimizer_runs_where_it_lies(compute, compiled):
-    strategy = dist.CentralStorageStrategy(compute, "CPU:0")
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_there_is_one_copy_and_the_optimizer_runs_where_it_lies(
+    compute, compiled, memory, monkeypatch
+):
+    monkeypatch.setattr(PART_BYTES, 1)
+    strategy = dist.CentralStorageStrategy(
+        compute, "CPU:0" if memory == "device" else _host_memory()
+    )
     dist.get_strategy().run(lambda: jnp.zeros(()))  # the latest program's output is kept
     before = _copies()
     training = _Training(strategy)
-    state = Counter({0: 2})
+    state = Counter({f"{memory} 0": 2})
     assert _copies() - before == state
     run = lambda x, number: strategy.run(training.step, (x, number))
     run = dist.function(run) if compiled else run
@@ -92,6 +111,51 @@ def test_there_is_one_copy_and_the_optimizer_runs_where_it_lies(compute, compile
     assert training.momentum._value.sharding.device_set == home
     losses = strategy.experimental_local_results(loss)
     assert all(home.isdisjoint(value.devices()) for value in losses)
+
+
+def test_state_in_host_memory_visits_its_device_in_parts(monkeypatch):
+    def update(shared, a, b, c, gradient):
+        sums = [shared + x for x in (a, b)]  # all of them before what they are for
+        return *[total * gradient for total in sums], c, c, jnp.float32(3) * shared
+
+    monkeypatch.setattr(PART_BYTES, 8)
+    closed = jax.make_jaxpr(update)(*[jnp.ones(4)] * 5)
+    run = update_in_parts(closed, [True] * 4 + [False], [True, True, True, False, False])
+    values = [jnp.arange(4.0) + i for i in range(5)]
+    host = [*(jax.device_put(x, _host_memory()) for x in values[:4]), values[4]]
+
+    traced = jax.make_jaxpr(run)(*host)
+    results = jax.jit(run)(*host)
+
+    assert str(traced).count("optimization_barrier") == 1  # b waits for what became of a
+    for result, expected in zip(results, update(*values), strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_variables_in_host_memory_are_read_and_assigned_on_their_device():
+    strategy = dist.CentralStorageStrategy(["CPU:0", "CPU:1"], _host_memory())
+    with strategy.scope():
+        v = dist.Variable(jnp.arange(3))
+        copied = copy.deepcopy(v)
+
+    read = v.value()
+    v.assign_add(read * 2)
+    strategy.run(lambda: v.assign_add([1, 1, 1]))
+    v.scatter_add(dist.IndexedSlices(jnp.array([5]), jnp.array([0])))
+    v.assign(v.value() + 1)
+
+    np.testing.assert_array_equal(read, [0, 1, 2])
+    np.testing.assert_array_equal(v.numpy(), [7, 5, 8])
+    np.testing.assert_array_equal(v.values[0].numpy() + copied, [7, 6, 10])
+    assert v.value().sharding.memory_kind == "device"
+    assert {x.sharding.memory_kind for x in (v, copied)} == {"pinned_host"}
+    assert "variables in the host memory of CPU:0" in repr(strategy)
+
+
+def test_other_kinds_of_memory_are_refused():
+    sharding = SingleDeviceSharding(jax.devices()[1], memory_kind="unpinned_host")
+    with pytest.raises(DeviceError, match="expected memory_kind='pinned_host'"):
+        dist.CentralStorageStrategy(COMPUTE, sharding)
 
 
 def test_default_devices():

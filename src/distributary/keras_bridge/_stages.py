@@ -61,7 +61,13 @@ def in_stages(
 
 
 def staged_call(
-    function: Callable[..., Any], state: Any, data: Any, sharding: Any, mesh: Any, home: Any
+    function: Callable[..., Any],
+    state: Any,
+    data: Any,
+    sharding: Any,
+    mesh: Any,
+    home: Any,
+    storage: Any,
 ) -> Callable[..., Any]:
     """A step that reads and leaves its state on the parameter device.
 
@@ -72,6 +78,7 @@ def staged_call(
         sharding: Where the data is put.
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
+        storage: Sharding of the state there.
 
     Returns:
         The same function, compiled for these shapes. It consumes the state.
@@ -81,14 +88,14 @@ def staged_call(
     )
     before, after = jax.tree.leaves(state), jax.tree.leaves(shapes[1])
     inputs = [
-        *[Place(home) for _ in before],
+        *[Place(storage) for _ in before],
         *[Place(sharding, is_data=True) for _ in jax.tree.leaves(data)],
     ]
     outputs = [
         *[Place() for _ in jax.tree.leaves(shapes[0])],
-        *[Place(home, replaces=i) for i in range(len(after))],
+        *[Place(storage, replaces=i) for i in range(len(after))],
     ]
-    staged = Staged(closed, inputs, outputs, mesh, home)
+    staged = Staged(closed, inputs, outputs, mesh, home, storage)
     tree = jax.tree.structure(shapes)
 
     def call(state: Any, data: Any) -> Any:

@@ -184,7 +184,7 @@ class StepFunction:
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
         # Operations of one worker's own need arrays of its own. All compute the same.
         if self._share.num_workers == 1:
-            data = jax.device_put(data, self._stored)
+            data = jax.device_put(data, self._home or self._stored)
         out, new = self._run(("one", 1), self._for_all(whole_value, state), data)
         self.latest = out, self._for_all(stored_value, new)
         return self.latest
@@ -235,7 +235,7 @@ class StepFunction:
             kind = ProgramKind(
                 f"{self._trainer.name}.{_METHODS[self._kind]}", self._kind == "train"
             )
-            stages = None if self._home is None else (self._mesh, self._home)
+            stages = None if self._home is None else (self._mesh, self._home, self._stored)
             program = self._programs[key] = _Program(
                 self._function(*key),
                 self._mesh,
@@ -412,7 +412,8 @@ class _Program:
         out_sharding: Where the logs go; None leaves it to XLA.
         eager: Whether it runs operation by operation.
         kind: What it is.
-        stages: Mesh of the replicas and sharding of the parameter device, if the state lies there.
+        stages: Mesh of the replicas, sharding of the parameter device and that of the state, if it
+            lies there.
     """
 
     def __init__(
@@ -424,7 +425,7 @@ class _Program:
         out_sharding: Any,
         eager: bool,
         kind: ProgramKind,
-        stages: tuple[Any, Any] | None,
+        stages: tuple[Any, Any, Any] | None,
     ) -> None:
         self._eager = eager
         self._sharding = sharding

@@ -14,6 +14,8 @@ from distributary.context import get_strategy, has_strategy
 from distributary.errors import UnsupportedError
 from distributary.topology import (
     fetch_whole,
+    in_device_memory,
+    in_host_memory,
     local_copy,
     make_mesh,
     put_replicated,
@@ -105,7 +107,7 @@ def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 def value(original: property) -> property:
     """Outside of a step, a variable of several workers has the value of this one's copy.
 
-    One that is stored in parts is put together for every read.
+    One in host memory comes to its device for every read, one stored in parts is put together.
     """
     assert original.fget is not None
     read = original.fget
@@ -151,7 +153,7 @@ def whole_value(variable: Any, value: Any) -> Any:
         or isinstance(value, jax.core.Tracer)
         or value.is_fully_replicated
     ):
-        return local_copy(value)
+        return in_device_memory(local_copy(value))
     with jax.ensure_compile_time_eval():
         whole = fetch_whole(value, variable.shape)
         if layout.is_fully_addressable:
@@ -202,7 +204,10 @@ def place(variable: Any, strategy: Any) -> None:
     if sharding is None:
         return
     value = variable._value
-    is_elsewhere = value is not None and value.sharding.device_set != sharding.device_set
+    is_elsewhere = value is not None and (
+        value.sharding.device_set != sharding.device_set
+        or in_host_memory(value.sharding) != in_host_memory(sharding)
+    )
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
     if is_elsewhere:

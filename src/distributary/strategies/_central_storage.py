@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from typing import final
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
+from distributary.errors import DeviceError, UnsupportedError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
-from distributary.topology import replica_devices
+from distributary.topology import (
+    HOST_MEMORY,
+    current_target,
+    has_host_memory,
+    replica_devices,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -30,11 +37,16 @@ class CentralStorageStrategy(Strategy):
     Args:
         compute_devices: Devices of the replicas, like `devices` of `MirroredStrategy`. None takes
             all GPUs, else all TPUs, else all CPU devices.
-        parameter_device: Device of the variables, such as `"CPU:0"`. None takes the only compute
-            device, else `"CPU:0"`.
+        parameter_device: Device of the variables, such as `"CPU:0"`. A
+            `jax.sharding.SingleDeviceSharding` with `memory_kind="pinned_host"` names the memory
+            of a device's host instead of its own: the device computes updates, and keeps nothing.
+            None takes the only compute device, host memory of the first of several GPUs or TPUs
+            if JAX has it there, and else `"CPU:0"`.
 
     Raises:
-        DeviceError: for devices that do not exist, are named twice or mixed.
+        DeviceError: for devices that do not exist, are named twice or mixed, and for other kinds
+            of memory.
+        UnsupportedError: under `distributary compile`.
 
     Source: `tf.distribute.experimental.CentralStorageStrategy`.
     """
@@ -42,19 +54,41 @@ class CentralStorageStrategy(Strategy):
     def __init__(
         self,
         compute_devices: Sequence[str | jax.Device] | None = None,
-        parameter_device: str | jax.Device | None = None,
+        parameter_device: str | jax.Device | SingleDeviceSharding | None = None,
     ) -> None:
+        if current_target() is not None:
+            raise UnsupportedError(
+                "CentralStorageStrategy: `distributary compile` reports steps that are one program,"
+                " and these are two. Take MirroredStrategy for the report: the replicas compute the"
+                " same."
+            )
         devices = replica_devices(compute_devices)
-        if parameter_device is None:
-            parameter_device = devices[0] if len(devices) == 1 else "CPU:0"
-        (home,) = replica_devices([parameter_device])
         several = len(devices) > 1
+        in_host_memory = False
+        if isinstance(parameter_device, SingleDeviceSharding):
+            in_host_memory = _names_host_memory(parameter_device)
+            (parameter_device,) = parameter_device.device_set
+        elif parameter_device is None:
+            accelerated = several and devices[0].platform != "cpu"
+            in_host_memory = accelerated and has_host_memory(devices[0])
+            parameter_device = devices[0] if in_host_memory or not several else "CPU:0"
+        (home,) = replica_devices([parameter_device])
         super().__init__(
             StrategyExtended(
                 self,
                 devices,
                 distributed=several,
-                parameter_device=home if devices != (home,) else None,
+                parameter_device=home if in_host_memory or devices != (home,) else None,
+                in_host_memory=in_host_memory,
             )
         )
         _log.info("Using %r", self)
+
+
+def _names_host_memory(sharding: SingleDeviceSharding) -> bool:
+    if sharding.memory_kind not in (None, "device", HOST_MEMORY):
+        raise DeviceError(
+            f"parameter_device is {sharding!r}, expected memory_kind={HOST_MEMORY!r}, the memory of"
+            " the device's host, or 'device', its own."
+        )
+    return sharding.memory_kind == HOST_MEMORY

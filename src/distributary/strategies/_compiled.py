@@ -51,6 +51,7 @@ class Compiled:
         rebuild: From the program's outputs to the function's result.
         name: Name of the function.
         home: Sharding of the device of the variables; None if they lie where replicas compute.
+        storage: Sharding of the variables there.
     """
 
     __slots__ = (
@@ -77,6 +78,7 @@ class Compiled:
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
         home: Any = None,
+        storage: Any = None,
     ) -> None:
         self.program = program
         self._rebuild = rebuild
@@ -94,7 +96,7 @@ class Compiled:
 
             self._captures = program.captures
             self._token_of = _last_output
-            self._call = StagedProgram(program, stacked, replicated.mesh, home)
+            self._call = StagedProgram(program, stacked, replicated.mesh, home, storage)
             return
         self._captures = [
             [self._place(capture) for capture in captures] for captures in program.captures

@@ -42,6 +42,7 @@ from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import (
+    HOST_MEMORY,
     REPLICA_AXIS,
     canonical_name,
     current_target,
@@ -89,6 +90,7 @@ class StrategyExtended:
         kind_of_variables: Their class, if they do not hold their value themselves.
         shard_optimizer_state: Whether every device holds a part of what optimizers keep.
         parameter_device: The device of the variables; None if they lie where the replicas compute.
+        in_host_memory: Whether the variables lie in the host memory of `parameter_device`.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -105,6 +107,7 @@ class StrategyExtended:
         kind_of_variables: Any = None,
         shard_optimizer_state: bool = False,
         parameter_device: jax.Device | None = None,
+        in_host_memory: bool = False,
     ) -> None:
         if shard_optimizer_state and current_target() is not None:
             raise UnsupportedError(
@@ -144,6 +147,8 @@ class StrategyExtended:
         self._parameter_device = parameter_device
         #: Sharding of the device of the variables; None if they lie where the replicas compute.
         self.home = home
+        #: Sharding of the variables themselves, there.
+        self.storage = home.with_memory_kind(HOST_MEMORY) if in_host_memory else home
         if mesh is not None and (self.num_replicas > 1 or distributed or home):
             replicated, stacked = replica_shardings(mesh)
             if home is not None and not distributed:
@@ -158,7 +163,7 @@ class StrategyExtended:
             strategy,
             self.num_replicas,
             distributed,
-            home or replicated,
+            self.storage or replicated,
             stacked,
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
@@ -173,6 +178,7 @@ class StrategyExtended:
             dispatcher,
             first_replica,
             home,
+            self.storage,
         )
         self.combine = CrossReplica(
             strategy,
@@ -267,7 +273,8 @@ class StrategyExtended:
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self._parameter_device is not None:
-            names += f", variables on {short_name(self._parameter_device)}"
+            place = "on" if self.storage is self.home else "in the host memory of"
+            names += f", variables {place} {short_name(self._parameter_device)}"
         if self.num_replicas == 1:
             return f"1 replica on {names}{self._cores_text()}"
         platform = devices[0].platform

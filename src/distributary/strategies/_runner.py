@@ -66,8 +66,10 @@ class ReplicaRunner:
         dispatcher: Dispatcher,
         first_replica: int = 0,
         home: Any = None,
+        storage: Any = None,
     ) -> None:
         self._home = home
+        self._storage = storage
         self._first_replica = first_replica
         self._strategy = strategy
         self._num_replicas = num_replicas
@@ -183,6 +185,7 @@ class ReplicaRunner:
             rebuild,
             name,
             self._home,
+            self._storage,
         )
 
     def _program(self, step: "_Step") -> ReplicaProgram:

@@ -44,28 +44,36 @@ class Staged:
         outputs: Where its outputs are wanted.
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
+        storage: Sharding of the variables there: `home`, or its host memory.
     """
 
     def __init__(
-        self, closed: Any, inputs: Sequence[Place], outputs: Sequence[Place], mesh: Any, home: Any
+        self,
+        closed: Any,
+        inputs: Sequence[Place],
+        outputs: Sequence[Place],
+        mesh: Any,
+        home: Any,
+        storage: Any,
     ) -> None:
         self._home = home
+        self._storage = storage
         self._replicated = NamedSharding(mesh, P())
         self._num_consts = len(closed.consts)
         self._inputs = [*(Place() for _ in closed.consts), *inputs]
         self._outputs = list(outputs)
         self._stages = cut_around_mesh(closed, [place.is_data for place in inputs])
         first, second = self._stages.replica_inputs, self._stages.update_inputs
-        self._fetched = [i for i in first if self._inputs[i].sharding is home]
+        self._fetched = [i for i in first if self._inputs[i].sharding is storage]
         self._sent = [
-            i for i in second if i >= self._num_consts and self._inputs[i].sharding is not home
+            i for i in second if i >= self._num_consts and self._inputs[i].sharding is not storage
         ]
         self._on_mesh = self._consts(closed, first, self._replicated)
         self._at_home = self._consts(closed, second, home)
         self._returned = [
             k
             for k, i in enumerate(self._stages.replica_outputs)
-            if self._outputs[i].sharding is home
+            if self._outputs[i].sharding is storage
         ]
         self._first = self._compiled_first(mesh)
         self._second = self._compiled_second()
@@ -90,9 +98,9 @@ class Staged:
         once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
         return jax.jit(
             run,
-            in_shardings=[self._replicated if s is self._home else s for s in places],
+            in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
-                *(None if s is self._home else s for s in wanted),
+                *(None if s is self._storage else s for s in wanted),
                 *[None] * stages.num_cut,
                 token,
             ],
@@ -104,9 +112,18 @@ class Staged:
         if not stages.update_outputs:
             return None
         kept = set(stages.update_inputs).difference(self._sent)
+        is_stored = [self._outputs[i].sharding is self._storage for i in stages.update_outputs]
+        update: Any = jex_core.jaxpr_as_fun(stages.update)
+        if self._storage is not self._home:
+            from distributary.strategies._host_memory import update_in_parts
+
+            from_storage = [self._inputs[i].sharding is self._storage for i in stages.update_inputs]
+            update = update_in_parts(
+                stages.update, [*from_storage, *[False] * stages.num_cut], is_stored
+            )
         return jax.jit(
-            jex_core.jaxpr_as_fun(stages.update),
-            out_shardings=self._home,
+            update,
+            out_shardings=[self._storage if stored else self._home for stored in is_stored],
             donate_argnums=self._replaced(stages.update_inputs, stages.update_outputs, kept),
         )
 
@@ -135,6 +152,7 @@ class Staged:
         if moved:
             moved = jax.device_put([_one_copy(value) for value in moved], self._home)
         num_returned = len(self._returned)
+        moved[:num_returned] = jax.device_put(moved[:num_returned], self._storage)
         for k, value in zip(self._returned, moved[:num_returned], strict=True):
             made[k] = value
         outputs: list[Any] = [None] * len(self._outputs)
@@ -146,7 +164,7 @@ class Staged:
             updated = self._second(*given, *moved[num_returned + len(sent) :])
             for i, value in zip(self._stages.update_outputs, updated, strict=True):
                 wanted = self._outputs[i].sharding
-                away = wanted is not None and wanted is not self._home
+                away = wanted is not None and wanted is not self._storage
                 outputs[i] = jax.device_put(value, wanted) if away else value
         return outputs, token
 
@@ -160,7 +178,9 @@ class Staged:
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
         """Inputs of the first stage."""
         stored = [values[i - self._num_consts] for i in self._fetched]
-        known = dict(zip(self._fetched, jax.device_put(stored, self._replicated), strict=True))
+        # From host memory to its own device first, and from there to the others.
+        fetched = jax.device_put(jax.device_put(stored, self._home), self._replicated)
+        known = dict(zip(self._fetched, fetched, strict=True))
         return self._given(self._stages.replica_inputs, known | self._on_mesh, values)
 
     def _given(
@@ -185,15 +205,22 @@ class StagedProgram:
         stacked: Sharding of `[replica, *shape]`; None with one replica.
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
+        storage: Sharding of the variables there, see `Staged`.
     """
 
     def __init__(
-        self, program: ReplicaProgram | FunctionProgram, stacked: Any, mesh: Any, home: Any
+        self,
+        program: ReplicaProgram | FunctionProgram,
+        stacked: Any,
+        mesh: Any,
+        home: Any,
+        storage: Any,
     ) -> None:
         self._program = program
         self._stacked = stacked
         self._mesh = mesh
         self._home = home
+        self._storage = storage
         self._staged: Staged | None = None
         self._tree: Any = None
 
@@ -235,13 +262,13 @@ class StagedProgram:
         is_function = isinstance(program, FunctionProgram)
         inputs = [
             *[
-                Place(self._stacked, is_data=True) if handle.per_replica else Place(self._home)
+                Place(self._stacked, is_data=True) if handle.per_replica else Place(self._storage)
                 for handle in (*program.written, *program.read_only)
             ],
             *[Place(is_data=is_function and jnp.ndim(x) > 0) for x in jax.tree.leaves(args)],
         ]
         outputs = [
-            Place(self._stacked if handle.per_replica else self._home, replaces=i)
+            Place(self._stacked if handle.per_replica else self._storage, replaces=i)
             for i, handle in enumerate(program.written)
         ]
         for k, result in enumerate(shapes[1]):
@@ -249,5 +276,5 @@ class StagedProgram:
             rows = self._stacked if is_split and not isinstance(result, list) else None
             outputs += [Place(rows) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
-        self._staged = Staged(closed, inputs, outputs, self._mesh, self._home)
+        self._staged = Staged(closed, inputs, outputs, self._mesh, self._home, self._storage)
         return self._staged

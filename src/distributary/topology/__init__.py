@@ -38,6 +38,10 @@ from distributary.topology._jax_private import (
     inside_jax_trace,
 )
 from distributary.topology._placement import (
+    HOST_MEMORY,
+    has_host_memory,
+    in_device_memory,
+    in_host_memory,
     local_copy,
     local_devices,
     num_local_replicas,
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
 __all__ = [
+    "HOST_MEMORY",
     "REPLICA_AXIS",
     "DeviceAssignment",
     "DeviceName",
@@ -92,7 +97,10 @@ __all__ = [
     "dispatcher_for",
     "fetch_whole",
     "for_target",
+    "has_host_memory",
     "host_groups",
+    "in_device_memory",
+    "in_host_memory",
     "inside_jax_trace",
     "job_programs",
     "latest_program",

@@ -10,6 +10,10 @@ from distributary.topology._discovery import num_logical_devices
 from distributary.topology._jax_private import put_rows
 
 __all__ = [
+    "HOST_MEMORY",
+    "has_host_memory",
+    "in_device_memory",
+    "in_host_memory",
     "local_copy",
     "local_devices",
     "num_local_replicas",
@@ -17,6 +21,31 @@ __all__ = [
     "put_replicated",
     "put_stacked",
 ]
+
+HOST_MEMORY = "pinned_host"
+"""JAX's memory kind of the memory of a device's host, as far as the device reaches it itself."""
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Whether arrays of a device can lie in the memory of its host."""
+    return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
+
+
+def in_host_memory(sharding: Any) -> bool:
+    """Whether arrays of a sharding lie in the memory of their device's host."""
+    return getattr(sharding, "memory_kind", None) == HOST_MEMORY
+
+
+def in_device_memory(value: Any) -> Any:
+    """A value with which JAX computes: of an array in host memory, a copy on its device.
+
+    For shardings, that of such a copy.
+    """
+    if isinstance(value, jax.sharding.Sharding):
+        return value.with_memory_kind("device") if in_host_memory(value) else value
+    if isinstance(value, jax.core.Tracer) or not in_host_memory(getattr(value, "sharding", None)):
+        return value
+    return jax.device_put(value, in_device_memory(value.sharding))
 
 
 def local_devices(sharding: Any) -> list[jax.Device]:

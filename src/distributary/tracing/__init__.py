@@ -26,7 +26,14 @@ from distributary.tracing._scope import (
     in_role,
     user_stacklevel,
 )
-from distributary.tracing._stages import Stages, cut, cut_around_mesh
+from distributary.tracing._stages import (
+    Stages,
+    cut,
+    cut_around_mesh,
+    in_order_of_outputs,
+    part_of_program,
+    variables_of,
+)
 
 if TYPE_CHECKING:
     from distributary.tracing._one_device import OneDeviceProgram
@@ -63,9 +70,11 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
+    "in_order_of_outputs",
     "in_parts",
     "in_role",
     "opened",
+    "part_of_program",
     "purify",
     "push",
     "register_around_traces",
@@ -76,6 +85,7 @@ __all__ = [
     "split_over_servers",
     "trace",
     "user_stacklevel",
+    "variables_of",
 ]
 
 # What few programs need.

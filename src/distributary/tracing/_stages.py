@@ -21,6 +21,8 @@ __all__ = [
     "Stages",
     "cut",
     "cut_around_mesh",
+    "in_order_of_outputs",
+    "part_of_program",
     "stage_of_equations",
     "uncut",
     "variables_of",
@@ -283,6 +285,40 @@ def _has_collective(eqn: Equation) -> bool:
 
 def _is_on_mesh(eqn: Equation) -> bool:
     return any(inner.primitive.name == "shard_map" for inner in walk([eqn]))
+
+
+def in_order_of_outputs(jaxpr: Any) -> list[Equation]:
+    """The equations of a jaxpr that its outputs need, those of the first output first."""
+    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    order: list[int] = []
+    seen: set[int] = set()
+    for output in jaxpr.outvars:
+        found: list[int] = []
+        needed = [output]
+        while needed:
+            i = None if isinstance(v := needed.pop(), jex_core.Literal) else made_by.get(v)
+            if i is not None and i not in seen:
+                seen.add(i)
+                found.append(i)
+                needed += jaxpr.eqns[i].invars
+        order += sorted(found)
+    return [jaxpr.eqns[i] for i in order]
+
+
+def part_of_program(
+    eqns: Sequence[Equation], wanted: Collection[Any]
+) -> tuple[Any, list[Any], list[Any]]:
+    """Some equations of a program as a jaxpr, with the variables of its inputs and outputs.
+
+    Args:
+        eqns: The equations, in order.
+        wanted: The variables that somebody may need.
+    """
+    made = {v for eqn in eqns for v in eqn.outvars}
+    used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars))
+    given = [v for v in used if v not in made]
+    outs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+    return jaxpr_of(given, outs, eqns), given, outs
 
 
 def variables_of(atoms: Iterable[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import put_replicated
+from distributary.topology import in_device_memory
 from distributary.tracing import Array, TraceScope, check_not_frozen, current_scope
 from distributary.values import (
     ArrayOperators,
@@ -33,7 +33,7 @@ class DistributedVariable(Variable, DistributedValues):
         scope = current_scope()
         if scope is None:
             check_not_frozen(self._name, "read")
-            copies = self._copies(self._value)
+            copies = self._copies(in_device_memory(self._value))
         else:
             self._check_strategy("read")
             copies = self._copies_traced(scope)
@@ -143,7 +143,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
         aggregation_rules.check_readable(self._aggregation, self._name)
         rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return put_replicated(rows.values[0], self._layout.replicated)
+            return self._layout.bring(rows.values[0])
         # A program of all replicas, which must go through the strategy's dispatcher.
         op = ReduceOp.from_variable_aggregation(self._aggregation)
         return self._layout.strategy.extended.combine.reduce(op, rows, None)

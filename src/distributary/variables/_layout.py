@@ -12,7 +12,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidTypeError
-from distributary.topology import local_copy, put_replicated, put_stacked
+from distributary.topology import (
+    in_device_memory,
+    in_host_memory,
+    local_copy,
+    put_replicated,
+    put_stacked,
+)
 from distributary.values import ArrayOperators
 
 
@@ -26,7 +32,7 @@ class VariableLayout:
         num_replicas: Number of replicas.
         mirrored: Whether variables are distributed values; False for strategies with one device.
         replicated: Sharding of a value all replicas share, on all their devices or on one device
-            for all of them; None leaves it to JAX.
+            for all of them, perhaps in its host's memory; None leaves it to JAX.
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
         first_replica: Number of the first replica of this process.
         from_chief: Gives all workers the chief's arrays; None with one worker.
@@ -61,6 +67,9 @@ class VariableLayout:
                 return put_stacked(host, sharding, self.first_replica)
             return put_replicated(host, sharding)
         if isinstance(value, jax.Array):
+            if in_host_memory(sharding):
+                converted = jax.lax.convert_element_type(in_device_memory(value), dtype)
+                return jax.device_put(converted, sharding, may_alias=False)
             placed = value if sharding is None else jax.device_put(value, sharding)
             if placed.dtype == dtype and not placed.weak_type:
                 return jnp.copy(placed)
@@ -73,7 +82,11 @@ class VariableLayout:
     def bring(self, value: Any, dtype: Any = None, stacked: bool = False) -> jax.Array:
         """`value` where it can be combined with a variable; not necessarily a copy."""
         array = jnp.asarray(value, dtype)
-        sharding = NamedSharding(self.stacked.mesh, P()) if stacked else self.replicated
+        if stacked:
+            sharding = NamedSharding(self.stacked.mesh, P())
+        else:
+            sharding = in_device_memory(self.replicated)
+            array = in_device_memory(array)
         if sharding is None or array.sharding.device_set == sharding.device_set:
             return array
         return put_replicated(array, sharding)

@@ -23,7 +23,7 @@ from distributary.errors import (
     ReplicaDivergenceError,
     UnsupportedError,
 )
-from distributary.topology import local_copy
+from distributary.topology import in_device_memory, in_host_memory, local_copy
 from distributary.tracing import (
     Array,
     Handle,
@@ -288,12 +288,13 @@ class Variable(ArrayOperators):
         return scope.read(self._handle)
 
     def _read_eager(self) -> Array:
-        self._shared = True
-        return local_copy(self._value)
+        value = in_device_memory(local_copy(self._value))
+        self._shared = self._shared or not in_host_memory(self._layout.replicated)
+        return value
 
     def _peek(self) -> Array:
         """The eager value, for use before the next step only."""
-        return local_copy(self._value)
+        return in_device_memory(local_copy(self._value))
 
     def _copy(self) -> Array:
         """The stored array for a program that donates it, while others may hold it."""
@@ -369,8 +370,14 @@ class Variable(ArrayOperators):
         if kind == "assign":
             self._value = self._layout.place(value, self._dtype)
         else:
-            self._value = combine(kind, self._value, self._layout.bring(value, self._dtype))
+            value = self._layout.bring(value, self._dtype)
+            self._store(combine(kind, in_device_memory(self._value), value))
         self._shared = False
+
+    def _store(self, new: Array) -> None:
+        """Keeps a new value where variables lie."""
+        sharding = self._layout.replicated
+        self._value = jax.device_put(new, sharding) if in_host_memory(sharding) else new
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         converted = jnp.asarray(self._convert(kind, value), self._dtype)
@@ -496,7 +503,7 @@ class Variable(ArrayOperators):
             check_has_value(f"Variable {self._name!r}: {kind}", slices.values, slices.indices)
             rows = self._layout.bring(slices.values)
             ids = self._layout.bring(slices.indices)
-            self._value = SCATTER[kind](self._value.at[ids], rows)
+            self._store(SCATTER[kind](in_device_memory(self._value).at[ids], rows))
             self._shared = False
             return self
         slices = self._aggregate_slices(scope, self._convert_slices(kind, slices))

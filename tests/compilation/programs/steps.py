@@ -19,7 +19,11 @@ if name in DEVICES:
     dist.MirroredStrategy(DEVICES[name]())
 if name == "no_step":
     sys.exit()
-STRATEGIES = {"one_device": lambda: dist.OneDeviceStrategy("TPU:3"), "all_hosts": dist.TPUStrategy}
+STRATEGIES = {
+    "one_device": lambda: dist.OneDeviceStrategy("TPU:3"),
+    "all_hosts": dist.TPUStrategy,
+    "central": dist.CentralStorageStrategy,
+}
 strategy = STRATEGIES.get(name, dist.MirroredStrategy)()
 with strategy.scope():
     w = dist.Variable(jnp.eye(64), name="w")

@@ -1,0 +1,105 @@
+"""Updates of state that lies in the host memory of the device that computes them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import jax
+
+from distributary.tracing import Array, in_order_of_outputs, part_of_program, variables_of
+
+# So much state may come to the device before what was made of it has gone back.
+_PART_BYTES = 1 << 26
+
+
+@final
+@dataclass(slots=True)
+class _Part:
+    """Equations that run between a transfer to the device and one back.
+
+    Attributes:
+        reads: State that they are the first to need.
+        eqns: The equations.
+        stores: New state that they make.
+        num_bytes: Size of `reads`.
+    """
+
+    reads: list[Any] = field(default_factory=list)
+    eqns: list[Any] = field(default_factory=list)
+    stores: list[Any] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def update_in_parts(
+    closed: Any, stored_inputs: Sequence[bool], stored_outputs: Sequence[bool]
+) -> Callable[..., list[Array]]:
+    """A program that brings state from host memory part by part, and every part back before more.
+
+    Without an order XLA brings as much as there is room for, and libtpu 0.0.42.1 even more: then it
+    says that the device is out of memory.
+
+    Args:
+        closed: Closed jaxpr without side effects.
+        stored_inputs: For every input, whether it is in host memory.
+        stored_outputs: For every output, whether it is wanted there.
+
+    Returns:
+        From the inputs to the outputs, for `jax.jit`.
+    """
+    jaxpr = closed.jaxpr
+    state = {v for v, stored in zip(jaxpr.invars, stored_inputs, strict=True) if stored}
+    new = set(variables_of(v for v, s in zip(jaxpr.outvars, stored_outputs, strict=True) if s))
+    parts = _parts(in_order_of_outputs(jaxpr), state, new)
+    wanted = set(variables_of(jaxpr.outvars)).union(
+        *(variables_of(eqn.invars) for part in parts for eqn in part.eqns)
+    )
+    programs = [part_of_program(part.eqns, wanted) for part in parts]
+
+    def run(*values: Array) -> list[Array]:
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *values], strict=True))
+        kept: dict[Any, Array] = {}
+        gone: list[Array] = []
+        for part, (program, given, made) in zip(parts, programs, strict=True):
+            arriving = [known[v] for v in part.reads]
+            if gone and arriving:
+                arriving, _ = jax.lax.optimization_barrier((arriving, gone))
+            known.update(
+                zip(part.reads, jax.device_put(arriving, jax.memory.Space.Device), strict=True)
+            )
+            outs = jax.core.eval_jaxpr(program, (), *(known[v] for v in given))
+            known.update(zip(made, outs, strict=True))
+            gone = jax.device_put([known[v] for v in part.stores], jax.memory.Space.Host)
+            kept.update(zip(part.stores, gone, strict=True))
+
+        def output(atom: Any, stored: bool) -> Array:
+            if not variables_of([atom]):
+                value = jax.numpy.asarray(atom.val, atom.aval.dtype)
+            elif stored and atom in kept:
+                return kept[atom]
+            else:
+                value = known[atom]
+            return jax.device_put(
+                value, jax.memory.Space.Host if stored else jax.memory.Space.Device
+            )
+
+        return list(map(output, jaxpr.outvars, stored_outputs))
+
+    return run
+
+
+def _parts(eqns: Sequence[Any], state: set[Any], new: set[Any]) -> list[_Part]:
+    parts = [_Part()]
+    seen: set[Any] = set()
+    for eqn in eqns:
+        reads = [v for v in dict.fromkeys(variables_of(eqn.invars)) if v in state and v not in seen]
+        part = parts[-1]
+        if reads and part.stores and part.num_bytes >= _PART_BYTES:
+            part = _Part()
+            parts.append(part)
+        seen.update(reads)
+        part.reads += reads
+        part.num_bytes += sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in reads)
+        part.eqns.append(eqn)
+        part.stores += [v for v in eqn.outvars if v in new]
+    return parts
