@@ -101,10 +101,10 @@ def test_central_state_stays_in_host_memory_and_visits_its_device_in_parts(run_p
     weights, state = 16 * leaf, 3 * 16 * leaf
     assert replicas["host_argument"] == replicas["host_output"] == 0
     assert weights < replicas["argument"] < weights + leaf
-    assert (update["host_argument"], update["host_output"]) == (state, state)
-    assert update["host_alias"] == state
+    assert 4 <= update["host_argument"] - state <= 512  # the number of the step
+    assert update["host_argument"] == update["host_output"] == update["host_alias"]
     assert (update["argument"], update["output"] < 1024) == (weights, True)  # the gradients
-    assert update["temp"] < 5 * leaf
+    assert update["temp"] < 8 * leaf
 
 
 ACCEPTED = [

@@ -32,7 +32,7 @@ def gradients_of(weights, x):
     return jax.lax.psum(jax.grad(loss)(weights), REPLICA_AXIS)
 
 
-def step(weights, momenta, velocities, x):
+def step(count, weights, momenta, velocities, x):
     specs = (P(), P(REPLICA_AXIS))
     on_mesh = jax.shard_map(gradients_of, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     gradients = on_mesh(weights, x)
@@ -40,23 +40,29 @@ def step(weights, momenta, velocities, x):
     momenta = [0.9 * m + 0.1 * g for m, g in zip(momenta, gradients, strict=True)]
     velocities = [0.99 * v + 0.01 * g * g for v, g in zip(velocities, gradients, strict=True)]
     updates = [m / (jnp.sqrt(v) + 1e-7) for m, v in zip(momenta, velocities, strict=True)]
-    weights = [w - 0.001 * u for w, u in zip(weights, updates, strict=True)]
-    return weights, momenta, velocities
+    rate = 0.001 * 0.9**count
+    weights = [w - rate * u for w, u in zip(weights, updates, strict=True)]
+    return count + 1, weights, momenta, velocities
 
 
 def aval(sharding, rows=WIDTH):
     return jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32, sharding=sharding)
 
 
+def count_aval(sharding):
+    return jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+
+
 weights = [aval(None)] * NUM_LAYERS
-closed = jax.make_jaxpr(step)(weights, weights, weights, aval(None, 64))
-num_state = 3 * NUM_LAYERS
+closed = jax.make_jaxpr(step)(count_aval(None), weights, weights, weights, aval(None, 64))
+num_state = 1 + 3 * NUM_LAYERS
 inputs = [*[Place(storage)] * num_state, Place(rows, is_data=True)]
 outputs = [Place(storage, replaces=i) for i in range(num_state)]
 staged = Staged(closed, inputs, outputs, mesh, home, storage)
 
 on_replicas = [*[aval(NamedSharding(mesh, P()))] * NUM_LAYERS, aval(rows, 64)]
-at_home = [*[aval(storage)] * num_state, *[aval(home)] * NUM_LAYERS]
+state = [count_aval(storage), *[aval(storage)] * 3 * NUM_LAYERS]
+at_home = [*state, *[aval(home)] * NUM_LAYERS]
 compiled = [
     staged._first.lower(*on_replicas).compile(),
     staged._second.lower(*at_home).compile(),
