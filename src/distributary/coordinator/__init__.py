@@ -4,16 +4,24 @@ from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._per_worker import experimental_get_current_worker_index
 from distributary.coordinator._server import Server
+from distributary.coordinator._statistics import (
+    CoordinatorStatistics,
+    ServerStatistics,
+    WorkerStatistics,
+)
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 
 __all__ = [
     "ClusterCoordinator",
+    "CoordinatorStatistics",
     "ParameterServerStrategy",
     "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",
     "Server",
+    "ServerStatistics",
+    "WorkerStatistics",
     "experimental_get_current_worker_index",
     "local_cluster",
 ]

@@ -26,6 +26,7 @@ from distributary.coordinator._sessions import (
     new_session,
 )
 from distributary.coordinator._sources import LocalMakers
+from distributary.coordinator._statistics import ServerStatistics
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import CancelledError, InvalidValueError, UnavailableError
@@ -138,6 +139,17 @@ class Session:
             )
         found: tuple[int, int] = place
         return found
+
+    def statistics(self) -> tuple[ServerStatistics, ...]:
+        """What each server has done.
+
+        Raises:
+            PSUnavailableError: if one is lost.
+        """
+        return tuple(
+            ServerStatistics(task.name, **link.call(Message("statistics")).fields)
+            for task, link in zip(self.servers, self.server_links, strict=True)
+        )
 
     def close(self) -> None:
         """Ends its threads and those of its coordinator, which runs no closures any more."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import threading
 import warnings
 import weakref
@@ -15,10 +16,12 @@ import numpy as np
 from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
+from distributary.coordinator._metrics import MetricsServer, lines_of
 from distributary.coordinator._nests import leaves_of, nest_of, structs_of, tree_of
 from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
 from distributary.coordinator._queue import ClosureQueue
 from distributary.coordinator._sources import UnknownMakerError
+from distributary.coordinator._statistics import CoordinatorStatistics
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.strategies import is_dynamic, signature_of, struct_of
@@ -67,7 +70,15 @@ class ClusterCoordinator:
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
         self._workers = Workers(self._cluster, self._queue, self._add_plan)
-        self._cluster.watch(self._queue.end)
+        self._metrics = MetricsServer.from_environ(
+            os.environ, lambda: lines_of("coordinator", self.statistics())
+        )
+        self._cluster.watch(self._end)
+
+    def _end(self, error: Exception) -> None:
+        self._queue.end(error)
+        if self._metrics is not None:
+            self._metrics.close()
 
     @property
     def strategy(self) -> Any:
@@ -133,6 +144,17 @@ class ClusterCoordinator:
         """A nest with the values of the `RemoteValue`s in it; waits for them."""
         return jax.tree.map(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Numbers about the closures, workers and servers until now.
+
+        Raises:
+            PSUnavailableError: if a server is lost.
+        """
+        counts = {f"num_{name}": number for name, number in self._queue.counts().items()}
+        return CoordinatorStatistics(
+            **counts, workers=self._workers.statistics(), servers=self._cluster.statistics()
         )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":

@@ -12,6 +12,7 @@ from distributary.coordinator._links import ConnectionLostError, DeadlineError, 
 from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
+from distributary.coordinator._statistics import Tally, WorkerStatistics
 from distributary.errors import CoordinatorReplacedError, PSUnavailableError, UnavailableError
 
 __all__ = ["Workers"]
@@ -123,6 +124,10 @@ class Workers:
         else:
             self._queue.fail_queued(self._error())
 
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """What each has done."""
+        return tuple(driver.statistics(driver in self._live) for driver in self._drivers)
+
     def _error(self) -> UnavailableError:
         seconds = time.monotonic() - self._none_since
         reasons = "; ".join(f"{driver.name}: {driver.error}" for driver in self._drivers)
@@ -154,6 +159,11 @@ class _Driver:
         self._add_plan = add_plan
         self._workers = workers
         self._connection: _Connection | None = None
+        self._is_running = False
+        self._num_losses = 0
+        self._num_closures = 0
+        self._past = Tally()  # of its former incarnations
+        self._tally = Tally().sums
         threading.Thread(target=self._drive, name="distributary-driver", daemon=True).start()
 
     def call(self, message: Callable[[int], Message]) -> Message:
@@ -170,6 +180,19 @@ class _Driver:
         """The worker does not reply: its thread connects again."""
         assert self._connection is not None
         self._connection.lose(error)
+
+    def statistics(self, is_live: bool) -> WorkerStatistics:
+        """What the worker has done."""
+        if is_live:
+            state = "running" if self._is_running else "idle"
+        elif self._num_losses or self._connection:
+            state = "given up" if self.is_given_up else "lost"
+        else:
+            state = "connecting"
+        sums = Tally()
+        sums.add(self._past.sums)
+        sums.add(self._tally)
+        return WorkerStatistics(self.name, state, self._num_losses, self._num_closures, **sums.sums)
 
     def _drive(self) -> None:
         try:
@@ -205,6 +228,7 @@ class _Driver:
                 self._workers.add(self)
                 running = self._serve()
                 self._workers.remove(self)
+                self._num_losses += 1
                 pause = _MIN_PAUSE_SECONDS
                 lost_since = time.monotonic()
 
@@ -220,6 +244,8 @@ class _Driver:
             return None
         self._connection = new
         if old is None or old.incarnation != new.incarnation:
+            self._past.add(self._tally)
+            self._tally = Tally().sums
             return False
         new.num_told = old.num_told
         return True
@@ -229,6 +255,7 @@ class _Driver:
         connection = self._connection
         assert connection is not None
         while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
+            self._is_running = True
             try:
                 while closures and self._run(connection, closures):
                     pass
@@ -236,6 +263,8 @@ class _Driver:
                 connection.lose(error)
                 self.error = connection.error
                 return closures
+            finally:
+                self._is_running = False
         self.error = connection.error
         return []
 
@@ -260,10 +289,12 @@ class _Driver:
             )
             reply = connection.call(message)
             fields, results = reply.fields, reply.arrays
+            self._tally = fields["tally"]
             size = len(results) // max(1, fields["num_ended"])
             for i in range(fields["num_ended"]):
                 value = function.rebuild(results[i * size : (i + 1) * size])
                 self._queue.succeed(closures.pop(0), value)
+                self._num_closures += 1
             if "error" in fields:
                 raise exception_of(fields["error"], self.name)
             if "shapes" in fields:

@@ -70,6 +70,7 @@ class ClosureQueue:
         # All below `_finished` have ended, and those in `_ended`.
         self._finished = 0
         self._ended: set[int] = set()
+        self._counts = dict.fromkeys(("done", "failed", "cancelled", "retried"), 0)
 
     def put(self, function: Any, args: list[Any]) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
@@ -118,6 +119,7 @@ class ClosureQueue:
             if closure not in self._running:  # after `end`
                 return
             closure.result._set(value)
+            self._counts["done"] += 1
             self._stop([closure])
             self._finish(closure)
 
@@ -127,6 +129,7 @@ class ClosureQueue:
             if closure not in self._running:
                 return
             closure.result._fail(error)
+            self._counts["failed"] += 1
             self._set_error(error)
             self._stop([closure])
             self._finish(closure)
@@ -156,6 +159,8 @@ class ClosureQueue:
                 closure.lost.append(worker)
                 if len(closure.lost) >= self._max_losses:
                     self.fail(closure, _error_of_losses(closure, error))
+                else:
+                    self._counts["retried"] += 1
             self.put_back(closures)
 
     def fail_queued(self, error: BaseException) -> None:
@@ -192,6 +197,11 @@ class ClosureQueue:
             self._raise_error()
             return not (self._queued or self._running)
 
+    def counts(self) -> dict[str, int]:
+        """Numbers of closures: queued, running, done, failed, cancelled, retried."""
+        with self._lock:
+            return {"queued": len(self._queued), "running": len(self._running), **self._counts}
+
     def num_finished(self) -> int:
         """All closures with a smaller number have ended."""
         return self._finished
@@ -209,6 +219,7 @@ class ClosureQueue:
             )
             error.__cause__ = cause
             closure.result._fail(error)
+            self._counts["cancelled"] += 1
             self._finish(closure)
 
     def _stop(self, closures: Sequence[Closure]) -> None:

@@ -14,6 +14,7 @@ from distributary.coordinator._certificates import Credentials
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._links import Peer, Service
 from distributary.coordinator._messages import Message
+from distributary.coordinator._metrics import MetricsServer, lines_of
 from distributary.coordinator._processes import IDENTIFY, tasks_of, versions
 from distributary.coordinator._sessions import (
     Patience,
@@ -105,6 +106,7 @@ class Server:
         self._insecure = insecure
         self._server: GrpcServer | None = None
         self._service: SessionService | None = None
+        self._metrics: MetricsServer | None = None
         if start:
             self.start()
 
@@ -146,11 +148,14 @@ class Server:
                 ]
                 return Worker(this.task_index, links, find)
 
-        self._service = SessionService(name, make)
+        self._service = service = SessionService(name, make)
         for_workers = ParameterServer.for_workers if this.job_name == "ps" else frozenset()
         try:
+            self._metrics = MetricsServer.from_environ(
+                os.environ, lambda: lines_of(this.job_name, service.statistics())
+            )
             self._server = GrpcServer(
-                RoleCheck(name, self._service, for_workers),
+                RoleCheck(name, service, for_workers),
                 self._address,
                 credentials,
                 max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
@@ -192,6 +197,8 @@ class Server:
             self._service.close()
         if self._server is not None:
             self._server.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
 @final

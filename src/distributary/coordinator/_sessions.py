@@ -79,6 +79,9 @@ class Tenant(Service, Protocol):
     def close(self) -> None:
         """The session has ended: frees what was kept for it."""
 
+    def statistics(self) -> dict[str, float]:
+        """Numbers about what was done, by name."""
+
 
 def new_session(after: SessionId | None = None) -> SessionId:
     """A session that is newer than others."""
@@ -146,6 +149,11 @@ class SessionService:
             return Message("ok")
         return stay.handle(message, peer)
 
+    def statistics(self) -> dict[str, float]:
+        """Numbers about what was done in the session, by name."""
+        stay = self._stay
+        return {} if stay is None else stay.tenant.statistics()
+
     def close(self) -> None:
         """Ends the session."""
         with self._lock:
@@ -171,7 +179,7 @@ class _Stay:
         self.session = session
         self.incarnation = secrets.token_hex(8)
         self.ended = threading.Event()
-        self._tenant = tenant
+        self.tenant = tenant
         self._once = threading.Lock()
         self._request = 0
         self._reply = Message("ok")
@@ -179,16 +187,16 @@ class _Stay:
     def handle(self, message: Message, peer: Peer) -> Message:
         request = message.fields.get("request")
         if request is None:
-            return self._tenant.handle(message, peer)
+            return self.tenant.handle(message, peer)
         with self._once:
             if request != self._request:
-                self._reply = self._tenant.handle(message, peer)
+                self._reply = self.tenant.handle(message, peer)
                 self._request = request
             return self._reply
 
     def end(self) -> None:
         self.ended.set()
-        self._tenant.close()
+        self.tenant.close()
 
 
 @final
@@ -238,6 +246,10 @@ class ServerLink:
     Args:
         link: To the server.
         patience: How long a break may take.
+
+    Attributes:
+        sent_bytes: Of the arrays of requests.
+        received_bytes: Of the arrays of replies.
     """
 
     def __init__(self, link: SessionLink, patience: Patience) -> None:
@@ -245,6 +257,8 @@ class ServerLink:
         self._patience = patience
         self._once = threading.Lock()
         self._requests = itertools.count(1)
+        self.sent_bytes = 0
+        self.received_bytes = 0
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
         """The reply to a request, which may be sent several times.
@@ -257,7 +271,10 @@ class ServerLink:
         broken: float | None = None
         while True:
             try:
-                return self._link.call(message, timeout)
+                reply = self._link.call(message, timeout)
+                self.sent_bytes += sum(array.nbytes for array in message.arrays)
+                self.received_bytes += sum(array.nbytes for array in reply.arrays)
+                return reply
             except SessionLostError as error:
                 raise self._lost("was started again, and has lost its variables") from error
             except DeadlineError as error:

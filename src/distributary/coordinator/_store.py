@@ -34,14 +34,15 @@ class ParameterServer:
 
         create   ids, arrays                    new variables
         read     ids; arrays                    -> arrays; of the last variables rows, with the
-                                                numbers that the arrays have
+                                                numbers that the arrays have; version
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
         delete   ids
         program  blobs                          a program that pushes refer to
         finish   finished
-        push     closure, program, states, outputs, rows, ids, arrays; finished
+        push     closure, program, states, outputs, rows, ids, arrays; finished; version
                                                 -> arrays of ids, after the push. The arrays are
                                                 what is pushed, then numbers of the `rows`
+        statistics                              -> fields of `ServerStatistics`
 
     Workers may send what `for_workers` names, the chief everything.
 
@@ -58,13 +59,25 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._finished = 0
         self._applied: set[int] = set()
-        self.num_applied = 0
-        self.num_repeated = 0
+        self._num_pushes = 0
+        self._num_repeated = 0
+        self._staleness_sum = 0
+        self._max_staleness = 0
 
     def close(self) -> None:
         """Forgets the variables."""
         with self._lock:
             self._state.clear()
+
+    def statistics(self) -> dict[str, float]:
+        """What it has done; see `ServerStatistics`."""
+        with self._lock:
+            return {
+                "num_pushes": self._num_pushes,
+                "num_repeated": self._num_repeated,
+                "staleness_sum": self._staleness_sum,
+                "max_staleness": self._max_staleness,
+            }
 
     def handle(self, message: Message, peer: Any) -> Message:
         """The reply to a message.
@@ -92,7 +105,7 @@ class ParameterServer:
             arrays = self._arrays(ids)
             whole = [_frozen(array) for array in arrays[:num_whole]]
             taken = map(take_rows, arrays[num_whole:], rows)
-            return Message("ok", arrays=[*whole, *taken])
+            return Message("ok", {"version": self._num_pushes}, [*whole, *taken])
 
     def _arrays(self, ids: list[int]) -> list[Any]:
         for number in ids:
@@ -133,11 +146,15 @@ class ParameterServer:
             self._forget(fields["finished"])
             closure = fields["closure"]
             if closure < self._finished or closure in self._applied:
-                self.num_repeated += 1
+                self._num_repeated += 1
             else:
+                # Without a version, the worker has read nothing here.
+                staleness = self._num_pushes - fields.get("version", self._num_pushes)
                 self._update(fields, message.arrays)
                 self._applied.add(closure)
-                self.num_applied += 1
+                self._staleness_sum += staleness
+                self._max_staleness = max(self._max_staleness, staleness)
+                self._num_pushes += 1
             arrays = [_frozen(array) for array in self._arrays(fields["ids"])]
         return Message("ok", arrays=arrays)
 
@@ -182,6 +199,9 @@ class ParameterServer:
             self._forget(message.fields["finished"])
         return Message("ok")
 
+    def _statistics(self, message: Message) -> Message:
+        return Message("ok", self.statistics())
+
     def _forget(self, finished: int) -> None:
         if finished > self._finished:
             self._finished = finished
@@ -195,6 +215,7 @@ class ParameterServer:
         "program": _program,
         "push": _push,
         "read": _read,
+        "statistics": _statistics,
     }
 
 

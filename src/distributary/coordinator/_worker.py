@@ -19,6 +19,7 @@ from distributary.coordinator._programs import ProgramCache
 from distributary.coordinator._rows import FoundRows, PushedRows, RowPlan
 from distributary.coordinator._sessions import ServerLink
 from distributary.coordinator._sources import UnknownMakerError
+from distributary.coordinator._statistics import Tally
 from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
@@ -73,7 +74,7 @@ class Worker:
                  are rows, of their numbers
         run      function, closures, num_args, finished; arrays: for every closure its
                  arguments and its batches of the kind "fed"
-                                      -> num_ended; arrays: results; and if not all
+                                      -> num_ended; tally; arrays: results; and if not all
                                       have ended: error, or the shapes that a plan is needed for,
                                       or nothing if there was not the time
 
@@ -98,6 +99,7 @@ class Worker:
         self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
         # Data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
+        self._tally = Tally()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max(1, len(links)), "distributary-worker")
 
@@ -106,6 +108,14 @@ class Worker:
         for link in self._links:
             link.close()
         self._threads.shutdown(wait=False)
+
+    def statistics(self) -> dict[str, float]:
+        """What it has spent; see `Tally`."""
+        return {
+            **self._tally.sums,
+            "received_bytes": sum(link.received_bytes for link in self._links),
+            "sent_bytes": sum(link.sent_bytes for link in self._links),
+        }
 
     def handle(self, message: Message, peer: Any) -> Message:
         """The reply to a message.
@@ -189,7 +199,8 @@ class Worker:
             try:
                 data = self._waiting.pop(closure, None)
                 if data is None:
-                    data = self._data(fields["function"], fed)
+                    with self._tally.time("data"):
+                        data = self._data(fields["function"], fed)
                 shapes = _as_shapes(shapes_of([*data, *args]))
                 plan = self._plans.get((fields["function"], shapes))
                 if plan is None:
@@ -204,7 +215,8 @@ class Worker:
             num_ended += 1
             if time.monotonic() > end:  # others may be idle, and somebody may wait for a result
                 break
-        return Message("ok", {"num_ended": num_ended, **reply}, results)
+        reply |= {"num_ended": num_ended, "tally": self.statistics()}
+        return Message("ok", reply, results)
 
     def _data(self, function: int, fed: list[np.ndarray]) -> list[np.ndarray]:
         """What one closure gets besides its arguments."""
@@ -232,22 +244,31 @@ class Worker:
 
         found: list[FoundRows] = []
         if plan.rows is not None:
-            found = plan.rows.find(
-                self._programs.run(plan.rows.program, inputs_of(plan.rows.inputs))
-            )
+            with self._tally.time("compute"):
+                numbers = self._programs.run(plan.rows.program, inputs_of(plan.rows.inputs))
+                found = plan.rows.find(numbers)
             given["position"] = [position for own in found for position in own.positions]
-        given["state"], given["rows"] = self._pull(plan, found)
-        outs = self._programs.run(plan.program, inputs_of(plan.inputs))
+        with self._tally.time("pull"):
+            given["state"], given["rows"], versions = self._pull(plan, found)
+        with self._tally.time("compute"):
+            outs = jax.block_until_ready(self._programs.run(plan.program, inputs_of(plan.inputs)))
         pushed = outs[plan.num_results :]
-        list(
-            self._threads.map(
-                lambda server: self._push(server, closure, finished, pushed, found), plan.servers
-            )
-        )
+
+        def push(server: _Server) -> None:
+            # By closure, the server applies it once; by version, it knows how stale it is.
+            fields = {"closure": closure, "finished": finished}
+            if server.number in versions:
+                fields["version"] = versions[server.number]
+            self._push(server, fields, pushed, found)
+
+        with self._tally.time("push"):
+            list(self._threads.map(push, plan.servers))
         return [np.asarray(out) for out in outs[: plan.num_results]]
 
-    def _pull(self, plan: _Plan, found: list[FoundRows]) -> tuple[dict[int, Any], list[np.ndarray]]:
-        """Variables by number, and the rows of all buffers."""
+    def _pull(
+        self, plan: _Plan, found: list[FoundRows]
+    ) -> tuple[dict[int, Any], list[np.ndarray], dict[int, int]]:
+        """Variables by number, the rows of all buffers, and the versions of the servers."""
         asked = {server: list(ids) for server, ids in plan.pulls.items()}
         numbers: dict[int, list[np.ndarray]] = {}
         places: dict[int, list[tuple[int, slice]]] = {}
@@ -259,13 +280,15 @@ class Worker:
                 numbers.setdefault(part.server, []).append(rows)
                 places.setdefault(part.server, []).append((i, where))
 
-        def read(server: int) -> list[np.ndarray]:
+        def read(server: int) -> Message:
             message = Message("read", {"ids": asked[server]}, numbers.get(server, []))
-            return self._links[server].call(message).arrays
+            return self._links[server].call(message)
 
         state: dict[int, Any] = {}
         filled: list[Any] = [None] * len(buffers)
-        for server, arrays in zip(asked, self._threads.map(read, asked), strict=True):
+        versions: dict[int, int] = {}
+        for server, reply in zip(asked, self._threads.map(read, asked), strict=True):
+            versions[server], arrays = reply.fields["version"], reply.arrays
             ids = plan.pulls.get(server, [])
             state.update(zip(ids, arrays, strict=False))
             for (i, where), rows in zip(places.get(server, []), arrays[len(ids) :], strict=True):
@@ -273,13 +296,12 @@ class Worker:
                     capacity = plan.rows.spaces[buffers[i][0]].capacity  # type: ignore[union-attr]
                     filled[i] = np.zeros((capacity, *rows.shape[1:]), rows.dtype)
                 filled[i][where] = rows
-        return state, filled
+        return state, filled, versions
 
     def _push(
         self,
         server: _Server,
-        closure: int,
-        finished: int,
+        fields: dict[str, int],
         pushed: list[Any],
         found: list[FoundRows],
     ) -> None:
@@ -294,8 +316,7 @@ class Worker:
         message = Message(
             "push",
             {
-                "closure": closure,
-                "finished": finished,
+                **fields,
                 "program": server.program,
                 "states": server.states,
                 "outputs": server.outputs,
