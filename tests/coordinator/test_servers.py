@@ -179,8 +179,16 @@ def test_nothing_that_is_sent_does_harm(task_type, tasks, certificates):
         assert process.memory_info().rss - bytes_before < 1 << 26
 
 
-def test_a_task_ends_well_when_it_is_told_to(tasks):
+def test_a_task_ends_well_when_it_is_told_to(tasks, certificates, tmp_path):
     _, processes = tasks
+    session, path = new_session(), tmp_path / "waits"
+    maker = {"module": "__main__", "name": "wait", "args": [str(path)], "kwargs": {}}
+    fields = {"session": session, "kind": "value", "number": 0, "maker": maker}
+    with contextlib.closing(_link(tasks, certificates, "chief", "worker")) as link:
+        link.call(hello(session), _SECONDS)
+        call = link.start(Message("source", fields))
+        while not path.exists():
+            assert not call.done(), call.exception()
     for process, number in zip(processes.values(), (2, 15, 15), strict=True):
         process.send_signal(number)
 
@@ -234,7 +242,7 @@ class _Stranger:
     ("fields", "text"),
     [
         ({"task": "ps 0", "versions": {"jax": "0.1"}}, r"ps 0 at .* has jax 0\.1 and the chief 0"),
-        ({"task": "worker 1", "versions": {}}, "should be ps 0, and says that it is worker 1"),
+        ({"task": "worker 1", "versions": {}}, "should be ps 0, and is worker 1"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused(fields, text):

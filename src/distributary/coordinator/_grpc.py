@@ -7,6 +7,7 @@ import queue
 import random
 import socket
 import threading
+import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
@@ -284,10 +285,15 @@ class GrpcServer:
         self.address = _address(host, port)
         self._server.start()
 
-    def close(self) -> None:
-        """Ends all connections; returns when no request is being handled any more."""
-        self._server.stop(None).wait()
-        self._threads.shutdown()
+    def close(self, seconds: float | None = None) -> None:
+        """Ends all connections; returns when no request is being handled any more.
+
+        Args:
+            seconds: How long to wait at most for requests that are being handled; None for as long
+                as they take.
+        """
+        self._server.stop(None).wait(seconds)
+        self._threads.join(seconds)
 
     def _listen(self, address: str, credentials: Credentials | None) -> int:
         if credentials is None:
@@ -352,9 +358,11 @@ class _Threads(Executor):
         thread.start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def join(self, seconds: float | None) -> None:
+        """Waits until all have ended, some seconds for all together if it is not None."""
+        end = None if seconds is None else time.monotonic() + seconds
         for thread in list(self._threads):
-            thread.join()
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
 def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:

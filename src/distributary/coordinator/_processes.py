@@ -150,9 +150,9 @@ def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:
 
 
 def _check(peer: Peer, fields: dict[str, Any]) -> None:
-    if fields["task"] != peer.name:
+    if fields.get("task") != peer.name:
         raise ClusterError(
-            f"{peer.address} should be {peer.name}, and says that it is {fields['task']}. Give all"
+            f"{peer.address} should be {peer.name}, and is {fields.get('task')}. Give all"
             " tasks the same cluster, and each its own task."
         )
     own, others = versions(), fields["versions"]

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from distributary.coordinator._values import RemoteValue
 from distributary.errors import CancelledError, UnavailableError
+from distributary.topology import progress
 
 __all__ = ["Closure", "ClosureQueue"]
 
@@ -120,6 +121,8 @@ class ClosureQueue:
                 return
             closure.result._set(value)
             self._counts["done"] += 1
+            if progress.is_watched:
+                progress.add(1, 0)
             self._stop([closure])
             self._finish(closure)
 

@@ -34,6 +34,7 @@ __all__ = ["RoleCheck", "Server", "ServerDef"]
 
 _LINKS_PER_TASK = 8
 _MIN_LINKS = 256
+_CLOSE_SECONDS = 2.0  # for what is being done when the process ends; datasets may wait for ever
 
 
 @final
@@ -196,7 +197,7 @@ class Server:
         if self._service is not None:  # first: what waits for a server's reply ends
             self._service.close()
         if self._server is not None:
-            self._server.close()
+            self._server.close(_CLOSE_SECONDS)
         if self._metrics is not None:
             self._metrics.close()
 

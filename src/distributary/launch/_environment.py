@@ -84,9 +84,9 @@ def worker_environ(
 
     `TF_CONFIG`, `DISTRIBUTARY_RESTART`, `DISTRIBUTARY_STATUS_FD` and, with `devices_per_worker`,
     `JAX_NUM_CPU_DEVICES` are set. Variables that the user has not set are added:
-    `PYTHONUNBUFFERED=1`, so that output appears when it is written, and with `tune` the allocator
-    settings of glibc and a thread pool large enough for the devices. The token of the hosts is
-    removed.
+    `PYTHONUNBUFFERED=1`, so that output appears when it is written, `GRPC_VERBOSITY=ERROR` in jobs
+    with servers, and with `tune` the allocator settings of glibc and a thread pool large enough for
+    the devices. The token of the hosts is removed.
 
     Args:
         environ: Environment of the launcher.
@@ -107,6 +107,9 @@ def worker_environ(
     result[RESTART_VARIABLE] = str(num_restarts)
     result[STATUS_VARIABLE] = str(status_fd)
     result.setdefault("PYTHONUNBUFFERED", "1")
+    if options.num_servers:
+        # Otherwise it logs that the servers have ended, when the job does.
+        result.setdefault("GRPC_VERBOSITY", "ERROR")
     if options.devices_per_worker is not None:
         result["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_worker)
     if options.tune:

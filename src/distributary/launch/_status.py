@@ -59,9 +59,10 @@ def _write(environ: Mapping[str, str], step: int | None, examples_per_second: fl
 
 
 def report_progress() -> None:
-    """Reports the steps of `fit` and of loops over distributed datasets, once a second.
+    """Reports the steps of `fit`, of loops over distributed datasets and of coordinators.
 
-    From a thread, until the program calls `report` itself. Does nothing without the launcher.
+    Once a second, from a thread, until the program calls `report` itself. Does nothing without the
+    launcher.
     """
     if not progress.is_watched and os.environ.get(STATUS_VARIABLE):
         progress.is_watched = True
@@ -75,7 +76,7 @@ def _report() -> None:
         num_examples, now = progress.num_examples, time.monotonic()
         if progress.num_steps:
             rate = (num_examples - num_examples_before) / (now - then)
-            _write(os.environ, progress.num_steps, rate)
+            _write(os.environ, progress.num_steps, rate if num_examples else None)
         num_examples_before, then = num_examples, now
 
 

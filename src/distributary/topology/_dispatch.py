@@ -249,7 +249,7 @@ class Progress:
 
     Attributes:
         is_watched: Whether somebody does; nothing is counted otherwise.
-        num_steps: Steps of `fit` and of loops over distributed datasets.
+        num_steps: Steps of `fit` and of loops over distributed datasets, and closures.
         num_examples: Examples in them, of this process.
     """
 
