@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,33 @@ def test_missing_tasks_are_named(monkeypatch):
 
     assert f"worker 0 at {worker}: No connection" in str(caught.value)
     assert "ps 0" not in str(caught.value)
+
+
+def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
+    address, other = free_addresses("127.0.0.1", 2)
+    port = address.partition(":")[2]
+    server = dist.Server({"worker": [other], "ps": [f"pod.invalid:{port}"]}, "ps", start=False)
+    answers = [socket.gaierror("not known"), [(socket.AF_INET, 0, 0, "", ("127.0.0.1", int(port)))]]
+
+    def getaddrinfo(*args, **kwargs):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", getaddrinfo)
+        server.start()
+    with pytest.raises(ClusterError, match="in use"):
+        GrpcServer(_Stranger(), address)
+    server._close()
+
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0")
+    with pytest.raises(ClusterError, match=r"Cannot listen at pod\.invalid"):
+        dist.Server(server.server_def)
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "soon")
+    with pytest.raises(InvalidValueError, match="'soon', expected a number of seconds"):
+        dist.Server(server.server_def)
 
 
 class _Stranger:

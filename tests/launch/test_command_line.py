@@ -42,6 +42,12 @@ def test_every_option_arrives():
     assert options.hosts == HostOptions(2, 1, "h:29500", "0123456789abcdef", 9.0, "10.0.0.2")
 
 
+def test_servers_arrive():
+    options = launch_options(["launch", "--workers", "2", "--ps", "3", "train.py"], {})
+
+    assert (options.num_workers, options.num_servers) == (2, 3)
+
+
 def test_the_token_may_come_from_a_file(tmp_path):
     file = tmp_path / "token"
     file.write_text("fedcba9876543210\n")
@@ -58,6 +64,7 @@ def test_the_token_may_come_from_a_file(tmp_path):
     [
         ("launch", "the following arguments are required: script"),
         ("launch --workers 0 a.py", "error: num_workers is 0, expected 1 or more"),
+        ("launch --ps 1 --nnodes 2 --node-rank 0 --master h:1 a.py", "several hosts need a secret"),
         ("launch --workers two a.py", "argument --workers: invalid int value: 'two'"),
         ("launch --nnodes 2 --master h:1 a.py", "--nnodes is 2, but --node-rank is missing"),
         ("launch --nnodes 2 --node-rank 1 a.py", "--nnodes is 2, but --master is missing"),
@@ -110,13 +117,13 @@ assert not {m for m in sys.modules if m.startswith(("distributary.launch", "dist
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
-@pytest.mark.parametrize("manifest", ["jobset.yaml", "tfjob.yaml"])
+@pytest.mark.parametrize("manifest", ["jobset.yaml", "tfjob.yaml", "tfjob-parameter-servers.yaml"])
 def test_manifests_are_yaml(manifest):
     yaml = pytest.importorskip("yaml")
 
     content = yaml.safe_load((_EXAMPLES / manifest).read_text())
 
-    assert content["kind"].lower() == manifest.removesuffix(".yaml")
+    assert content["kind"].lower() == re.split(r"[.-]", manifest)[0]
     assert content["metadata"]["name"] == "train"
 
 

@@ -19,7 +19,15 @@ from distributary.coordinator._sessions import Patience
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
-__all__ = ["CONNECT_VARIABLE", "IDENTIFY", "cluster_of", "connect", "tasks_of", "versions"]
+__all__ = [
+    "CONNECT_VARIABLE",
+    "IDENTIFY",
+    "cluster_of",
+    "connect",
+    "connect_seconds",
+    "tasks_of",
+    "versions",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +104,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def connect_seconds(environ: Mapping[str, str]) -> float:
+    """How long to wait for other tasks, from `DISTRIBUTARY_CONNECT_SECONDS`.
+
+    Raises:
+        InvalidValueError: if it is no number.
+    """
+    text = environ.get(CONNECT_VARIABLE, str(_CONNECT_SECONDS))
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"{CONNECT_VARIABLE} is {text!r}, expected a number of seconds."
+        ) from None
+
+
 def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     """The cluster of some workers and servers, as their chief, when all of them are there.
 
@@ -113,7 +136,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
 
     links = {peer: link(peer) for peer in peers}
     try:
-        _meet(links, _seconds(environ))
+        _meet(links, connect_seconds(environ))
     finally:
         for one in links.values():
             one.close()
@@ -176,13 +199,3 @@ def _missing(peers: list[Peer], reasons: dict[Peer, Exception], seconds: float) 
         "Start a process with Server(cluster_resolver).join() at each address;"
         f" {CONNECT_VARIABLE} sets how many seconds the chief waits for them."
     )
-
-
-def _seconds(environ: Mapping[str, str]) -> float:
-    text = environ.get(CONNECT_VARIABLE, str(_CONNECT_SECONDS))
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidValueError(
-            f"{CONNECT_VARIABLE} is {text!r}, expected a number of seconds."
-        ) from None

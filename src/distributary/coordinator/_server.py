@@ -1,8 +1,11 @@
 """A process that is a worker or a parameter server."""
 
+import logging
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
@@ -15,7 +18,7 @@ from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._links import Peer, Service
 from distributary.coordinator._messages import Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._processes import IDENTIFY, tasks_of, versions
+from distributary.coordinator._processes import IDENTIFY, connect_seconds, tasks_of, versions
 from distributary.coordinator._sessions import (
     Patience,
     ServerLink,
@@ -27,13 +30,16 @@ from distributary.coordinator._sessions import (
 from distributary.coordinator._sources import find, is_reimporting
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
 from distributary.topology import backends_started
 
 __all__ = ["RoleCheck", "Server", "ServerDef"]
 
+_log = logging.getLogger(__name__)
+
 _LINKS_PER_TASK = 8
 _MIN_LINKS = 256
+_POLL_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0  # for what is being done when the process ends; datasets may wait for ever
 
 
@@ -80,7 +86,8 @@ class Server:
         InvalidTypeError: if the cluster is none.
         InvalidValueError: if it has no such task, no workers or no servers, the task is the chief,
             or the protocol is another one.
-        ClusterError: if it cannot listen at its address, or must not do so without certificates.
+        ClusterError: if it cannot listen at its address, or must not do so without certificates;
+            if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
         MissingPackageError: without grpcio.
 
     Source: `tf.distribute.Server`.
@@ -155,12 +162,10 @@ class Server:
             self._metrics = MetricsServer.from_environ(
                 os.environ, lambda: lines_of(this.job_name, service.statistics())
             )
-            self._server = GrpcServer(
+            self._server = self._listen(
                 RoleCheck(name, service, for_workers),
-                self._address,
                 credentials,
-                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
-                insecure=self._insecure,
+                max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
             )
         except BaseException:
             self._close()
@@ -187,6 +192,27 @@ class Server:
             threading.Event().wait()
         finally:
             self._close()
+
+    def _listen(
+        self, service: Service, credentials: Credentials | None, max_links: int
+    ) -> GrpcServer:
+        end = time.monotonic() + connect_seconds(os.environ)
+        while True:
+            try:
+                return GrpcServer(
+                    service,
+                    self._address,
+                    credentials,
+                    max_links=max_links,
+                    insecure=self._insecure,
+                )
+            except ClusterError as error:
+                # The name of a Kubernetes pod is published some time after the pod has started.
+                is_early = isinstance(error.__cause__, socket.gaierror)
+                if not is_early or time.monotonic() >= end:
+                    raise
+                _log.info("%s", error)
+            time.sleep(_POLL_SECONDS)
 
     @property
     def _address(self) -> str:
