@@ -153,16 +153,38 @@ def test_an_assignment_that_was_not_pushed_adds_too():
     np.testing.assert_allclose(cluster.state[0], W - 0.1 * sum(gradients), rtol=1e-6, atol=1e-6)
 
 
+def test_moving_averages_take_the_values_of_all_workers():
+    cluster = Cluster(
+        lambda state, x: [0.9 * state[0] + 0.1 * x.mean(0), state[1] + 1, state[0].sum()],
+        [W[:, 0], np.float32(0)],
+        [0, 1],
+        [X],
+    )
+    (result,), first = cluster.compute(X)
+    _, second = cluster.compute(2 * X)
+    cluster.apply(second)
+    cluster.apply(first)
+    expected = 0.9 * (0.9 * W[:, 0] + 0.2 * X.mean(0)) + 0.1 * X.mean(0)
+    np.testing.assert_allclose(cluster.state[0], expected, rtol=1e-6, atol=1e-6)
+    assert cluster.state[1] == 2
+    np.testing.assert_allclose(result, W[:, 0].sum(), rtol=1e-6)
+    assert cluster.split.overwritten == []
+
+
 def test_the_last_assignment_of_a_value_wins():
-    cluster = Cluster(lambda state, x: [0.9 * state[0] + 0.1 * x.mean(0)], [W[:, 0]], [0], [X])
+    def step(state, x):
+        # No server has the state of the other.
+        return [jnp.tanh(0.9 * state[0] + x.mean(0)), 0.9 * state[0] + x.mean(0)]
+
+    cluster = Cluster(step, [W[:, 0], W[:, 1]], [0, 1], [X])
     _, first = cluster.compute(X)
     _, second = cluster.compute(2 * X)
     cluster.apply(second)
     cluster.apply(first)
-    # The last operation is an addition to 0.9 times the state, not to the state.
-    np.testing.assert_allclose(
-        cluster.state[0], 0.9 * W[:, 0] + 0.1 * X.mean(0), rtol=1e-6, atol=1e-6
-    )
+    average = 0.9 * W[:, 0] + X.mean(0)
+    np.testing.assert_allclose(cluster.state[0], np.tanh(average), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(cluster.state[1], average, rtol=1e-6, atol=1e-6)
+    assert sorted(cluster.split.overwritten) == [0, 1]
 
 
 def test_a_step_that_counts_needs_no_data():

@@ -2,7 +2,12 @@
 
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._per_worker import experimental_get_current_worker_index
+from distributary.coordinator._per_worker import (
+    PerWorkerDataset,
+    PerWorkerIterator,
+    closure_number,
+    experimental_get_current_worker_index,
+)
 from distributary.coordinator._server import Server
 from distributary.coordinator._statistics import (
     CoordinatorStatistics,
@@ -16,12 +21,15 @@ __all__ = [
     "ClusterCoordinator",
     "CoordinatorStatistics",
     "ParameterServerStrategy",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
     "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",
     "Server",
     "ServerStatistics",
     "WorkerStatistics",
+    "closure_number",
     "experimental_get_current_worker_index",
     "local_cluster",
 ]

@@ -10,6 +10,7 @@ import numpy as np
 
 from distributary.coordinator._programs import Program, export_function, export_jaxpr
 from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
+from distributary.errors import UnsupportedError
 from distributary.strategies import split_result
 from distributary.tracing import (
     Handle,
@@ -213,6 +214,16 @@ def plan_of(
             *[f"argument {i}" for i in range(len(avals))],
         ],
     )
+
+    for i in split.overwritten:
+        handle = pure.written[i - pure.num_outs]
+        cell = handle.cell() if handle.cell is not None else None
+        if getattr(cell, "is_sum", False):
+            raise UnsupportedError(
+                f"The new value of {handle.name!r} is not its old one and what a worker adds: with"
+                " several workers it would be that of the last one, and no sum over all. Use"
+                " metrics that add to their variables, or compute it from what closures return."
+            )
 
     def number_of(position: int) -> int:
         place = places[position - num_captures]

@@ -19,6 +19,7 @@ __all__ = [
     "PerWorkerDataset",
     "PerWorkerIterator",
     "RemoteSource",
+    "closure_number",
     "experimental_get_current_worker_index",
 ]
 
@@ -55,6 +56,11 @@ class PerWorkerIterator:
     def __next__(self) -> Any:
         return self._source.take()
 
+    @property
+    def element_spec(self) -> Any:
+        """A nest of the `jax.ShapeDtypeStruct`s of the first worker's next batch."""
+        return self._source.element_spec
+
     def get_next(self) -> Any:
         """The next batch of the worker, inside a scheduled function."""
         return self._source.take()
@@ -77,6 +83,18 @@ def experimental_get_current_worker_index() -> Any:
         )
     (index,) = trace.take("index", 0, [jax.ShapeDtypeStruct((), np.int32)])
     return index
+
+
+def closure_number() -> Any:
+    """In a function that is traced for closures the number of the closure, an uint32 scalar.
+
+    It is the same for a closure that runs again, and None elsewhere.
+    """
+    trace = current_trace()
+    if trace is None:
+        return None
+    (number,) = trace.take("closure", 0, [jax.ShapeDtypeStruct((), np.uint32)])
+    return number
 
 
 @final
@@ -104,10 +122,19 @@ class RemoteSource:
                 "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
                 " a function, and schedule it with the iterator as an argument."
             )
+        specs, tree = self._look()
+        return jax.tree.unflatten(tree, trace.take(self._kind, self._number, specs))
+
+    @property
+    def element_spec(self) -> Any:
+        """Shapes and dtypes of what the first worker had next when it was asked first."""
+        specs, tree = self._look()
+        return jax.tree.unflatten(tree, specs)
+
+    def _look(self) -> tuple[list[Any], Any]:
         if self._seen is None:
             self._seen = self._peek()
-        specs, tree = self._seen
-        return jax.tree.unflatten(tree, trace.take(self._kind, self._number, specs))
+        return self._seen
 
 
 @final

@@ -56,6 +56,11 @@ class ParameterServerStrategy(Strategy):
             )
         )
 
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, of which each runs a step of its own at a time."""
+        return len(self._cluster.workers)
+
     def run(
         self,
         fn: Callable[..., Any],

@@ -36,6 +36,10 @@ class RemoteValue:
             raise self._error
         return self._value
 
+    def is_ready(self) -> bool:
+        """Whether `get` and `fetch` return or raise at once."""
+        return self._ready.is_set()
+
     def _set(self, value: Any) -> None:
         self._value = value
         self._ready.set()

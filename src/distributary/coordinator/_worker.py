@@ -68,7 +68,8 @@ class Worker:
                  kind "value", number, nest; arrays: the value
         peek     kind, number         -> shapes and nest of what comes next
         function function, sources    what a function takes of this worker's data: kinds, numbers
-                                      and numbers of leaves; "index" is the worker's number
+                                      and numbers of leaves; "index" is the worker's number,
+                                      "closure" that of the closure
         plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
                  arrays: constants; blobs: programs of the worker, of the servers and, if there
                  are rows, of their numbers
@@ -200,7 +201,7 @@ class Worker:
                 data = self._waiting.pop(closure, None)
                 if data is None:
                     with self._tally.time("data"):
-                        data = self._data(fields["function"], fed)
+                        data = self._data(fields["function"], closure, fed)
                 shapes = _as_shapes(shapes_of([*data, *args]))
                 plan = self._plans.get((fields["function"], shapes))
                 if plan is None:
@@ -218,13 +219,15 @@ class Worker:
         reply |= {"num_ended": num_ended, "tally": self.statistics()}
         return Message("ok", reply, results)
 
-    def _data(self, function: int, fed: list[np.ndarray]) -> list[np.ndarray]:
+    def _data(self, function: int, closure: int, fed: list[np.ndarray]) -> list[np.ndarray]:
         """What one closure gets besides its arguments."""
         leaves: list[np.ndarray] = []
         left = iter(fed)
         for kind, number, num_leaves in self._functions[function]:
             if kind == "index":
                 leaves.append(np.asarray(self.number, np.int32))
+            elif kind == "closure":
+                leaves.append(np.asarray(closure % (1 << 32), np.uint32))
             elif kind == "fed":
                 leaves += itertools.islice(left, num_leaves)
             elif kind == "next":

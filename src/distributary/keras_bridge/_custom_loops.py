@@ -37,13 +37,14 @@ class KerasVariable(ForeignVariable):
         self._reference = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
-        adds = variable.synchronization == "on_read" and variable.aggregation == "sum"
+        #: Whether its value stands for a sum over replicas or workers, as those of metrics.
+        self.is_sum = variable.synchronization == "on_read" and variable.aggregation == "sum"
         self._handle = Handle(
             weakref.ref(self),
             variable.path,
             tuple(variable.shape),
             variable.dtype,
-            summed=adds and self._layout.num_replicas > 1,
+            summed=self.is_sum and self._layout.num_replicas > 1,
             parts=variable._layout.spec if shard_dim(variable._layout) is not None else P(),
         )
 

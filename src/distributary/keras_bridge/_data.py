@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -52,6 +53,11 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Accepts datasets of ours, of Hugging Face, and what `Strategy` distributed."""
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_per_worker(x):
+            from distributary.keras_bridge._server_steps import PerWorkerAdapter
+
+            given = dict(zip(("y", "sample_weight"), args, strict=False))
+            return PerWorkerAdapter(x, {**given, **kwargs})
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
             # Several workers read their rows; one splits the batches in the step.
@@ -87,6 +93,11 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         return _noted(DatasetAdapter(x, kwargs.get("class_weight")))
 
     return get_data_adapter
+
+
+def _is_per_worker(x: Any) -> bool:
+    coordinator = sys.modules.get("distributary.coordinator")
+    return coordinator is not None and isinstance(x, coordinator.PerWorkerDataset)
 
 
 def _noted(adapter: Any) -> Any:

@@ -5,7 +5,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from distributary.keras_bridge._replica import is_uneven, replica_context, total
+from distributary.keras_bridge._replica import (
+    is_for_servers,
+    is_uneven,
+    replica_context,
+    total,
+)
 
 # Odd, so that distinct replicas have distinct seeds for all of 2**32 replicas.
 _SEED_STRIDE = 0x9E3779B1
@@ -16,13 +21,23 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def next(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
+        if is_for_servers():
+            # Workers may have read the same state; a step that is repeated draws the same numbers.
+            from distributary.coordinator import closure_number
+
+            number = closure_number()
+            return seed if number is None else seed.at[0].add(_spread(number, seed.dtype))
         context = replica_context()
         if context is None:
             return seed
-        replica = jnp.asarray(context.replica_id_in_sync_group).astype(seed.dtype)
-        return seed.at[0].add(replica * jnp.asarray(_SEED_STRIDE, jnp.uint32).astype(seed.dtype))
+        number = context.replica_id_in_sync_group
+        return seed.at[0].add(_spread(number, seed.dtype))
 
     return next
+
+
+def _spread(number: Any, dtype: Any) -> Any:
+    return jnp.asarray(number).astype(dtype) * jnp.asarray(_SEED_STRIDE, jnp.uint32).astype(dtype)
 
 
 def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]:

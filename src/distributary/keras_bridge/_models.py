@@ -19,8 +19,10 @@ from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._trainer import Kind, StepFunction
-from distributary.keras_bridge._variables import place, place_in_parts
+from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.tracing import user_stacklevel
+
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def strategy_of(model: Any) -> Any:
@@ -121,9 +123,16 @@ def _restore(model: Any) -> None:
 
 
 def _step_functions(model: Any) -> list[StepFunction]:
-    names = ("train_function", "test_function", "predict_function")
-    functions = [getattr(model, name, None) for name in names]
+    functions = [getattr(model, name, None) for name in _FUNCTIONS]
     return [function for function in functions if isinstance(function, StepFunction)]
+
+
+def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
+    if keeps_on_servers(strategy):
+        from distributary.keras_bridge._server_steps import ServerSteps
+
+        return ServerSteps(model, kind, strategy)
+    return StepFunction(model, kind, strategy)
 
 
 def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -136,7 +145,7 @@ def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if strategy is None:
                 return original(self, force)
             if force or getattr(self, name) is None:
-                setattr(self, name, StepFunction(self, kind, strategy))
+                setattr(self, name, _step_function(self, kind, strategy))
             return getattr(self, name)
 
         return make_function
@@ -172,6 +181,8 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
             place_in_parts(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)
+        if keeps_on_servers(strategy):
+            return tuple([() for is_wanted in parts.values() if is_wanted])
         kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"
         function = getattr(self, f"{kind}_function")
         state = tuple([[v._value for v in part] for part in function.variables()])
@@ -187,6 +198,13 @@ def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     """After steps, variables take the arrays of the state as they are, in parts or not."""
 
     def jax_state_sync(self: Any) -> None:
+        strategy = strategy_of(self)
+        if strategy is not None and keeps_on_servers(strategy):
+            for name in _FUNCTIONS:
+                if getattr(self, name, None) is not None:
+                    getattr(self, name).join()
+            self._jax_state_synced = True
+            return
         state = getattr(self, "_jax_state", None)
         if strategy_of(self) is None or not state or self._jax_state_synced:
             original(self)

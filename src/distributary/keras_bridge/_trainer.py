@@ -54,11 +54,20 @@ from distributary.tracing import sharded_map, user_stacklevel
 Kind = Literal["train", "test", "predict"]
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
 # What Keras hands from step to step, in this order.
-_PARTS: dict[Kind, tuple[str, ...]] = {
+PARTS: dict[Kind, tuple[str, ...]] = {
     "train": ("trainable", "non_trainable", "optimizer", "metrics"),
     "test": ("trainable", "non_trainable", "metrics"),
     "predict": ("trainable", "non_trainable"),
 }
+
+
+def variables_of_part(trainer: Any, part: str) -> list[Any]:
+    """The variables of a model that belong to a part of the state; see `PARTS`."""
+    owner = trainer.optimizer if part == "optimizer" else trainer
+    variables: list[Any] = getattr(
+        owner, "variables" if part == "optimizer" else f"{part}_variables"
+    )
+    return variables
 
 
 @final
@@ -153,14 +162,7 @@ class StepFunction:
 
     def variables(self) -> list[list[Any]]:
         """The variables whose values make up the state, in its order."""
-        trainer = self._trainer
-        of_part = {
-            "trainable": lambda: trainer.trainable_variables,
-            "non_trainable": lambda: trainer.non_trainable_variables,
-            "optimizer": lambda: trainer.optimizer.variables,
-            "metrics": lambda: trainer.metrics_variables,
-        }
-        return [of_part[part]() for part in _PARTS[self._kind]]
+        return [variables_of_part(self._trainer, part) for part in PARTS[self._kind]]
 
     def _dispatch(self, state: Any, data: Any, count: int = 1) -> tuple[Any, Any]:
         """One step on a batch, or `count` steps on as many stacked ones."""
@@ -353,7 +355,7 @@ class StepFunction:
 
     def _replica_step(self, state: Any, data: Any) -> tuple[Any, Any]:
         """One step of one replica on its part of the batch."""
-        parts = dict(zip(_PARTS[self._kind], state, strict=True))
+        parts = dict(zip(PARTS[self._kind], state, strict=True))
         with trainer_replica(self._strategy) as context:
             if "metrics" in parts:
                 # Of sums, replica 0 goes on with the state and the others start from nothing.
@@ -365,7 +367,7 @@ class StepFunction:
                 ]
                 parts["metrics"] = Values(own)
             out, new_state = self._call_trainer(tuple(parts.values()), data)
-            new = dict(zip(_PARTS[self._kind], new_state, strict=True))
+            new = dict(zip(PARTS[self._kind], new_state, strict=True))
             new["non_trainable"] = Values(
                 agreed_state(
                     context,

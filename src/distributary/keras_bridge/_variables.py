@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from distributary.context import get_strategy, has_strategy
 from distributary.errors import UnsupportedError
@@ -114,7 +115,10 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         result = read(self)
-        return result.value() if isinstance(result, Variable) else whole_value(self, result)
+        if not isinstance(result, Variable):
+            return whole_value(self, result)
+        # Only shapes are asked for, not what would have to be fetched.
+        return jnp.zeros(result.shape, result.dtype) if in_symbolic_scope() else result._peek()
 
     return property(value, doc=original.__doc__)
 

@@ -58,12 +58,15 @@ class ServerSplit:
         inputs: Positions among the inputs of the whole; the state among them is what is pulled.
         num_pushes: Number of pushed values.
         servers: By number, those that keep state that the step changes.
+        overwritten: Positions among the outputs of the whole of new state that no server computes:
+            the last worker wins.
     """
 
     worker: Any
     inputs: list[int]
     num_pushes: int
     servers: dict[int, ServerPart]
+    overwritten: list[int]
 
 
 def split_over_servers(
@@ -79,9 +82,10 @@ def split_over_servers(
     several servers need, such as the norm of all gradients or a learning rate that depends on a
     counter, the worker computes, from the state that it has pulled.
 
-    Of a value that depends on data and was not pushed, only the last operation is the server's if
-    it takes the state, as `v.assign_add(x)` does: the operands are pushed. Else it is assigned as
-    it is, and the last worker wins.
+    Of a value that depends on data and was not pushed, only the last operation is the server's, and
+    what it takes that is computed from state alone: `v.assign_add(x)` and moving averages. Its
+    other operands are pushed. Without such an operation it is assigned as it is, and the last
+    worker wins.
 
     Args:
         jaxpr: The step, without markers of variables and without constants.
@@ -106,7 +110,7 @@ def split_over_servers(
         _WORKER if position is None else state[jaxpr.invars[position]]
         for position in state_of_output
     ]
-    outputs, last = _last_operations(jaxpr, of_worker, state_of_output)
+    outputs, last = _last_operations(jaxpr, of_worker, is_data, state, goals)
     eqns = [*jaxpr.eqns, *last]
     is_update = [*(not own for own in of_worker), *[True] * len(last)]
 
@@ -125,6 +129,7 @@ def split_over_servers(
 
     pushes: dict[Any, int] = {}
     servers = {}
+    overwritten: list[int] = []
     for server, own_eqns in at_server.items():
         own_outputs = [i for i, goal in enumerate(goals) if goal == server]
         outvars = [outputs[i] for i in own_outputs]
@@ -135,6 +140,7 @@ def split_over_servers(
         given = [v for v in needed if v not in made.union(own_state, consts)]
         for v in given:
             pushes.setdefault(v, len(pushes))
+        overwritten += [i for i in own_outputs if _hashable(outputs[i]) in given]
         servers[server] = ServerPart(
             _closed([*own_state, *given], outvars, own_eqns, consts, constants),
             [jaxpr.invars.index(v) for v in own_state],
@@ -157,26 +163,83 @@ def split_over_servers(
         [v for v in constants if v in wanted],
         constants,
     )
-    return ServerSplit(worker, inputs, len(pushes), servers)
+    return ServerSplit(worker, inputs, len(pushes), servers, overwritten)
 
 
 def _last_operations(
-    jaxpr: Any, of_worker: Sequence[bool], state_of_output: Sequence[int | None]
+    jaxpr: Any,
+    of_worker: Sequence[bool],
+    is_data: Sequence[bool],
+    state: dict[Any, int],
+    goals: Sequence[int],
 ) -> tuple[list[Any], list[Equation]]:
-    """The outputs, and the last operations on state that depend on data, for the servers."""
-    made_by = {
-        eqn.outvars[0]: eqn
-        for eqn, own in zip(jaxpr.eqns, of_worker, strict=True)
-        if own and len(eqn.outvars) == 1 and not eqn.effects
-    }
+    """The outputs, and equations of the worker that servers have, too: what new state needs.
+
+    That is all of what depends on no data, and the last operation of what does.
+    """
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    own = {v for eqn, own in zip(jaxpr.eqns, of_worker, strict=True) if own for v in eqn.outvars}
+    free = _servers_without_data(jaxpr, is_data, state)
     outputs = list(jaxpr.outvars)
-    last = []
-    for i, position in enumerate(state_of_output):
-        eqn = None if position is None else made_by.get(_hashable(outputs[i]))
-        if eqn is not None and any(v is jaxpr.invars[position] for v in eqn.invars):
+    eqns: list[Equation] = []
+    for i, goal in enumerate(goals):
+        output = _hashable(outputs[i])
+        eqn = makers.get(output)
+        if goal == _WORKER or eqn is None or output not in own:
+            continue
+        copies: dict[Any, Any] = {}
+        known = {v for v, servers in free.items() if servers <= {goal}}
+        if output in known:
+            eqns += _copied([output], makers, known, copies)
+            outputs[i] = copies[output]
+        elif (
+            len(eqn.outvars) == 1
+            and not eqn.effects
+            and any(free.get(v) == {goal} for v in variables_of(eqn.invars))
+        ):
+            eqns += _copied(eqn.invars, makers, known, copies)
             outputs[i] = jex_core.Var(eqn.outvars[0].aval)
-            last.append(eqn.replace(outvars=[outputs[i]]))
-    return outputs, last
+            eqns.append(_renamed(eqn, copies, [outputs[i]]))
+    return outputs, eqns
+
+
+def _servers_without_data(
+    jaxpr: Any, is_data: Sequence[bool], state: dict[Any, int]
+) -> dict[Any, set[int]]:
+    """By variable that depends on no data and nothing that is pushed, the servers of its state."""
+    free = {
+        v: {state[v]} if v in state else set()
+        for i, v in enumerate(jaxpr.invars)
+        if i >= len(is_data) or not is_data[i]
+    }
+    for eqn in jaxpr.eqns:
+        operands = variables_of(eqn.invars)
+        if eqn.primitive is not push_p and not eqn.effects and all(v in free for v in operands):
+            servers = set().union(*(free[v] for v in operands))
+            free.update((v, servers) for v in eqn.outvars)
+    return free
+
+
+def _copied(
+    atoms: Iterable[Any], makers: dict[Any, Equation], known: set[Any], copies: dict[Any, Any]
+) -> list[Equation]:
+    """The equations that make some atoms of `known` variables, with outputs of their own."""
+    eqns: list[Equation] = []
+    for v in variables_of(atoms):
+        eqn = makers.get(v)
+        if eqn is None or v not in known or v in copies:
+            continue
+        eqns += _copied(eqn.invars, makers, known, copies)
+        outvars = [jex_core.Var(out.aval) for out in eqn.outvars]
+        eqns.append(_renamed(eqn, copies, outvars))
+        copies.update(zip(eqn.outvars, outvars, strict=True))
+    return eqns
+
+
+def _renamed(eqn: Equation, names: dict[Any, Any], outvars: list[Any]) -> Equation:
+    return eqn.replace(
+        invars=[names.get(_hashable(atom), atom) for atom in eqn.invars], outvars=outvars
+    )
 
 
 def _servers_of_inputs(eqns: Sequence[Equation], state: dict[Any, int]) -> dict[Any, set[int]]:

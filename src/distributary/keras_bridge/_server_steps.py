@@ -1,0 +1,215 @@
+"""`fit`, `evaluate` and `predict` with parameter servers: a batch is a step of some worker."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, final
+
+import jax
+import numpy as np
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.keras_bridge._data import current_call
+from distributary.keras_bridge._trainer import PARTS, Kind, variables_of_part
+
+_MAX_AHEAD_PER_WORKER = 32
+
+
+@final
+class ServerSteps:
+    """`train_function`, `test_function` or `predict_function` of a model with servers.
+
+    A call schedules steps and does not wait for them; `join` does.
+
+    Args:
+        trainer: The model.
+        kind: Which of the three.
+        strategy: The model's strategy.
+    """
+
+    def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
+        if trainer.run_eagerly:
+            raise UnsupportedError(
+                f"{trainer.name}: run_eagerly=True is not possible under {strategy!r}, where the"
+                " steps are programs that run on workers. To look into a step use a model that is"
+                " created outside of the scope."
+            )
+        self._trainer = trainer
+        self._kind = kind
+        self._strategy = strategy
+        self._coordinator = ClusterCoordinator(strategy)
+        self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
+        self._steps = max(1, int(trainer.steps_per_execution))
+        self._running: deque[RemoteValue] = deque()
+        self._logs: Any = None
+        self._outputs: Any = None  # their structure
+
+        def on_batch(batch: Any) -> Any:
+            return strategy.run(self._step, args=(batch,))
+
+        def on_next_batch(batches: Any) -> Any:
+            return strategy.run(self._step, args=(next(batches),))
+
+        # The coordinator knows functions by their identity.
+        self._on_batch = on_batch
+        self._on_next_batch = on_next_batch
+
+    def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
+        """Schedules `steps_per_execution` steps, fewer where the data ends.
+
+        Returns:
+            What there is of logs, or stand-ins for the predictions; and `state`.
+
+        Raises:
+            StopIteration: if there is no batch left.
+        """
+        scheduled = []
+        for _ in range(self._steps):
+            try:
+                scheduled.append(self._schedule(iterator))
+            except StopIteration:
+                break
+        if not scheduled:
+            raise StopIteration
+        if self._kind == "predict":
+            return self._predictions(scheduled), state
+        return self._latest_logs(scheduled[-1]), state
+
+    def join(self) -> None:
+        """Waits until all steps have ended; raises the first error of one."""
+        self._running.clear()
+        self._coordinator.join()
+
+    def _schedule(self, iterator: Any) -> RemoteValue:
+        if isinstance(iterator, WorkerBatches):
+            value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
+        else:
+            batch = jax.tree.map(np.asarray, next(iterator))
+            value = self._coordinator.schedule(self._on_batch, args=(batch,))
+        if self._kind != "predict":
+            self._running.append(value)
+        return value
+
+    def _step(self, data: Any) -> Any:
+        """A step as a worker and the servers run it; assigns what it changes."""
+        trainer = self._trainer
+        variables = [variables_of_part(trainer, part) for part in PARTS[self._kind]]
+        state = [[v.value for v in part] for part in variables]
+        given = [list(part) for part in state]
+        if self._kind == "train":
+            out, new = trainer.train_step(tuple(given), data)
+        elif self._kind == "test":
+            out, new = trainer.test_step(tuple(given), data)
+        else:
+            out, non_trainable = trainer.predict_step(tuple(given), data)
+            new = given[0], non_trainable
+        for part, before, after in zip(variables, state, new, strict=True):
+            for variable, old, value in zip(part, before, after, strict=True):
+                if value is not old:
+                    variable.assign(value)
+        return out
+
+    def _latest_logs(self, last: RemoteValue) -> Any:
+        """Logs of the latest step that has ended, of this one for `train_on_batch`."""
+        call = current_call.get()
+        if self._logs is None or (call is not None and call.method.endswith("_on_batch")):
+            self._logs = last.fetch()
+        while self._running and (
+            self._running[0].is_ready() or len(self._running) > self._max_ahead
+        ):
+            self._logs = self._running.popleft().fetch()
+        return self._logs
+
+    def _predictions(self, values: list[RemoteValue]) -> Any:
+        if self._outputs is None:
+            self._outputs = jax.tree.structure(values[0].fetch())
+        self._running += values
+        while len(self._running) > self._max_ahead:
+            self._running.popleft().fetch()
+        leaves = [_Prediction(values, i) for i in range(self._outputs.num_leaves)]
+        return jax.tree.unflatten(self._outputs, leaves)
+
+
+@final
+class _Prediction:
+    """An output of steps, an array once they have ended; what NumPy converts is waited for."""
+
+    def __init__(self, values: list[RemoteValue], number: int) -> None:
+        self._values = values
+        self._number = number
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        parts = [jax.tree.leaves(value.fetch())[self._number] for value in self._values]
+        return np.asarray(parts[0] if len(parts) == 1 else np.concatenate(parts), dtype)
+
+
+@final
+class WorkerBatches:
+    """Stands for batches that the workers have of their own.
+
+    Args:
+        of_workers: Their iterators.
+
+    Iterating gives the shapes and dtypes of what the first worker has next.
+    """
+
+    def __init__(self, of_workers: PerWorkerIterator) -> None:
+        self.of_workers = of_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.of_workers.element_spec
+
+
+@final
+class PerWorkerAdapter(DataAdapter):
+    """Batches of a per-worker dataset; all passes go on with the same iterators.
+
+    Args:
+        dataset: Made by `ClusterCoordinator.create_per_worker_dataset`.
+        given: Other arguments of `fit`, `evaluate` or `predict`.
+
+    Raises:
+        InvalidValueError: without `steps_per_epoch`, and with arguments that belong to arrays.
+    """
+
+    def __init__(self, dataset: Any, given: dict[str, Any]) -> None:
+        if not given.get("steps_per_epoch"):
+            raise InvalidValueError(
+                "x is a per-worker dataset, whose end nobody knows: give steps_per_epoch to fit,"
+                " steps to evaluate and predict."
+            )
+        for name in ("y", "sample_weight", "class_weight"):
+            if given.get(name) is not None:
+                raise InvalidValueError(
+                    f"x is a per-worker dataset, so {name} cannot be given next to it: let the"
+                    " dataset yield (x, y) or (x, y, sample_weight)."
+                )
+        self._batches = WorkerBatches(iter(dataset))
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """See `WorkerBatches`."""
+        return self._batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """Unknown."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Unknown, and may differ between batches."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Unknown."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Unknown."""
+        return None

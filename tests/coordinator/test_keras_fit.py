@@ -1,0 +1,190 @@
+"""`fit`, `evaluate` and `predict` with parameter servers."""
+
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.coordinator import ClusterCoordinator
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.experimental import local_cluster
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(70, 8)).astype("float32")
+Y = RNG.integers(0, 3, 70).astype("int32")
+WEIGHTS = RNG.uniform(0.5, 2, 70).astype("float32")
+
+
+def _model(metrics=("accuracy",), **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(0.01)
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, metrics=list(metrics), weighted_metrics=["accuracy"], **options)
+    return model
+
+
+def _strategy(workers):
+    return dist.ParameterServerStrategy(local_cluster(workers, ps=2))
+
+
+class _Halving(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) / 2
+
+
+def _fit(model, callbacks=()):
+    history = model.fit(
+        X,
+        Y,
+        batch_size=16,
+        epochs=3,
+        sample_weight=WEIGHTS,
+        validation_data=(X[:20], Y[:20]),
+        shuffle=False,
+        verbose=0,
+        callbacks=[_Halving(), *callbacks],
+    )
+    return history.history
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_one_worker_fits_as_one_device_does(steps_per_execution, tmp_path):
+    expected = _model()
+    logs = _fit(expected)
+    with _strategy(1).scope():
+        model = _model(steps_per_execution=steps_per_execution)
+    checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
+
+    found = _fit(model, [checkpoint])
+
+    assert found.keys() == logs.keys()
+    for name, values in logs.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+    for value, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01 / 8)
+    np.testing.assert_allclose(
+        model.predict(X, batch_size=16, verbose=0), expected.predict(X, verbose=0), rtol=1e-4
+    )
+    saved = keras.models.load_model(tmp_path / "3.keras")
+    np.testing.assert_array_equal(saved.get_weights()[0], model.get_weights()[0])
+    np.testing.assert_allclose(
+        model.train_on_batch(X[:16], Y[:16]), expected.train_on_batch(X[:16], Y[:16]), rtol=1e-4
+    )
+
+
+def test_several_workers_evaluate_and_predict_exactly():
+    expected = _model()
+    with _strategy(3).scope():
+        model = _model()
+    model.set_weights(expected.get_weights())
+
+    found = model.evaluate(X, Y, batch_size=9, sample_weight=WEIGHTS, verbose=0, return_dict=True)
+
+    logs = expected.evaluate(X, Y, batch_size=9, sample_weight=WEIGHTS, verbose=0, return_dict=True)
+    for name, value in logs.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(
+        model.predict(X, batch_size=9, verbose=0), expected.predict(X, verbose=0), rtol=1e-5
+    )
+
+
+def test_several_workers_train():
+    with _strategy(3).scope():
+        model = _model()
+    labels = (X[:, 0] > 0).astype("int32")
+
+    history = model.fit(X, labels, batch_size=7, epochs=20, verbose=0).history
+
+    assert int(model.optimizer.iterations) == 20 * 10
+    assert history["accuracy"][-1] > 0.85
+
+
+def test_workers_read_data_of_their_own():
+    strategy = _strategy(2)
+    with strategy.scope():
+        model = _model()
+    coordinator = ClusterCoordinator(strategy)
+    data = coordinator.create_per_worker_dataset(lambda: [(X[:16], Y[:16]), (X[:8], Y[:8])] * 50)
+
+    model.fit(data, steps_per_epoch=10, epochs=2, verbose=0)
+
+    assert int(model.optimizer.iterations) == 20
+    assert model.evaluate(data, steps=4, verbose=0, return_dict=True)["loss"] > 0
+    with pytest.raises(InvalidValueError, match="give steps_per_epoch"):
+        model.fit(data)
+    with pytest.raises(InvalidValueError, match="class_weight cannot be given"):
+        model.fit(data, steps_per_epoch=2, class_weight={0: 1.0})
+
+
+def test_random_numbers_differ_between_steps():
+    def model():
+        inputs = keras.Input((1000,))
+        return keras.Model(inputs, keras.layers.Dropout(0.5, seed=1)(inputs))
+
+    class Masks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = model()
+
+        def predict_step(self, state, data):
+            outputs, other = self.stateless_call(state[0], state[1], data, training=True)
+            return outputs, other
+
+        def call(self, x, training=False):
+            return self.inner(x, training=training)
+
+    with _strategy(2).scope():
+        masks = Masks()
+        masks.build((None, 1000))
+    found = masks.predict(np.ones((12, 1000), "float32"), batch_size=1, verbose=0) > 0
+    assert abs(found.mean() - 0.5) < 0.05
+    # No two steps share a mask, whichever workers had them.
+    assert len({row.tobytes() for row in found}) == 12
+
+
+def test_errors_of_steps_end_fit():
+    with _strategy(2).scope():
+        model = _model()
+
+    def broken():
+        yield X[:16], Y[:16]
+        raise ValueError("the file is broken")
+
+    with pytest.raises(ValueError, match="the file is broken"):
+        model.fit(broken(), verbose=0)
+    assert int(model.optimizer.iterations) == 1
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert int(model.optimizer.iterations) == 6
+
+
+@keras.saving.register_keras_serializable()
+class _Latest(keras.metrics.Metric):
+    def __init__(self, name="latest"):
+        super().__init__(name=name)
+        self.value_of = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value_of.assign(keras.ops.max(y_pred))
+
+    def result(self):
+        return self.value_of
+
+
+def test_what_cannot_be_right_is_refused():
+    strategy = _strategy(1)
+    with strategy.scope():
+        model = _model([_Latest()])
+        eager = _model(run_eagerly=True)
+    with pytest.raises(UnsupportedError, match="'latest/value' is not its old one"):
+        model.fit(X, Y, verbose=0)
+    with pytest.raises(UnsupportedError, match="run_eagerly=True is not possible"):
+        eager.fit(X, Y, verbose=0)
