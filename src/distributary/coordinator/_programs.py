@@ -1,5 +1,6 @@
 """Programs that travel: StableHLO with a hash as its name."""
 
+import functools
 import hashlib
 import re
 import threading
@@ -75,11 +76,10 @@ def export_function(
 
 @final
 class ProgramCache:
-    """Compiled programs by name, of one process."""
+    """The programs that a task knows, by name. Tasks in one process compile each of them once."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Callable[..., Sequence[Any]]] = {}
-        self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
         return name in self._calls
@@ -96,16 +96,27 @@ class ProgramCache:
         if hashlib.sha256(serialized).digest() != digest:
             raise InvalidValueError(f"A program of {len(content)} bytes has been damaged.")
         name = digest.hex()
-        with self._lock:
-            if name not in self._calls:
-                exported = jax.export.deserialize(bytearray(serialized))
-                _check_custom_calls(exported)
-                self._calls[name] = jax.jit(exported.call)
+        if name not in self._calls:
+            with _loading:
+                self._calls[name] = _loaded(serialized)
         return name
 
     def run(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
         """Runs a program."""
         return list(self._calls[name](*inputs))
+
+
+_loading = threading.Lock()
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(serialized: bytes) -> Callable[..., Sequence[Any]]:
+    exported = jax.export.deserialize(bytearray(serialized))
+    _check_custom_calls(exported)
+    call = jax.jit(exported.call)
+    if not any(jax.export.is_symbolic_dim(dim) for aval in exported.in_avals for dim in aval.shape):
+        call.lower(*exported.in_avals).compile()  # not while others wait for the first result
+    return call
 
 
 # What JAX lowers numeric functions to on CPUs; none of them touches anything but its operands.
