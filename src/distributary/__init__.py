@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from distributary.coordinator import ParameterServerStrategy, Server
     from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
+    from distributary.variables import ShardedVariable, embedding_lookup
 
 __all__ = [
     "CentralStorageStrategy",
@@ -64,6 +65,7 @@ __all__ = [
     "ReplicaContext",
     "RunOptions",
     "Server",
+    "ShardedVariable",
     "StepStatistics",
     "Strategy",
     "StrategyExtended",
@@ -78,6 +80,7 @@ __all__ = [
     "config",
     "coordinator",
     "data",
+    "embedding_lookup",
     "errors",
     "experimental",
     "experimental_set_strategy",
@@ -100,7 +103,9 @@ _LATER = {
     "ParameterServerStrategy": "distributary.coordinator",
     "PerReplicaSpec": "distributary.inputs",
     "Server": "distributary.coordinator",
+    "ShardedVariable": "distributary.variables",
     "TPUStrategy": "distributary.strategies",
+    "embedding_lookup": "distributary.variables",
 }
 
 

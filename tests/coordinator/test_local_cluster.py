@@ -9,7 +9,7 @@ import distributary as dist
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.errors import CancelledError, OutOfRangeError, UnsupportedError
+from distributary.errors import CancelledError, OutOfRangeError
 from distributary.experimental import local_cluster
 
 RNG = np.random.default_rng(0)
@@ -183,8 +183,3 @@ def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
     (note,) = caught.value.__notes__
     assert "Raised at worker 0" in note
     assert "in broken" in note
-
-
-def test_a_partitioner_is_refused():
-    with pytest.raises(UnsupportedError, match="variable_partitioner is 3"):
-        ParameterServerStrategy(local_cluster(1, 1), 3)

@@ -17,6 +17,7 @@ from distributary.tracing import (
     ServerPart,
     SparseUpdate,
     current_scope,
+    in_parts,
     purify,
     rows_of,
     rows_of_update,
@@ -24,7 +25,7 @@ from distributary.tracing import (
     trace,
 )
 
-__all__ = ["ClosureTrace", "Plan", "ServerPlan", "Source", "current_trace", "plan_of"]
+__all__ = ["ClosureTrace", "Part", "Plan", "ServerPlan", "Source", "current_trace", "plan_of"]
 
 
 @final
@@ -45,6 +46,22 @@ class ServerPlan:
     pushes: list[int]
     outputs: list[int]
     rows: list[PushedRows]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a variable is, or some rows of one.
+
+    Attributes:
+        server: Number of its server.
+        number: Of the variable there.
+        num_rows: Size of its dim 0; 0 for a scalar.
+    """
+
+    server: int
+    number: int
+    num_rows: int
 
 
 @final
@@ -169,7 +186,7 @@ def plan_of(
     function: Callable[..., Any],
     avals: Sequence[Any],
     data_avals: Sequence[Any] | None,
-    place_of: Callable[[Handle], tuple[int, int]],
+    parts_of: Callable[[Handle], Sequence[Part]],
     sparse_update: SparseUpdate = "exact",
 ) -> Plan:
     """Traces the function of a closure; to be called in the scope of its strategy.
@@ -178,7 +195,7 @@ def plan_of(
         function: From arrays, the arguments, to what the closure returns.
         avals: Shapes and dtypes of the arguments.
         data_avals: Those of the data that workers bring; None for those of its sources.
-        place_of: From the handle of a variable to the numbers of its server and of itself.
+        parts_of: From the handle of a variable to what keeps it, along dim 0.
         sparse_update: What servers do with rows that are not pushed.
 
     Raises:
@@ -197,22 +214,27 @@ def plan_of(
         closed, scope = trace(closure.repeatable(flat), avals, "function", [])
     pure = purify(closed, scope, avals, [])
     data = [handle for source in closure.sources for handle in source.handles]
-    places = [None if handle in data else place_of(handle) for handle in pure.handles]
-    num_captures, num_handles = len(pure.captures), len(pure.handles)
-
-    split = split_over_servers(
+    places = {handle: parts_of(handle) for handle in pure.handles if handle not in data}
+    inputs = [
+        *(_Input("constant", i) for i in range(len(pure.captures))),
+        *(own for handle in pure.handles for own in _inputs_of(handle, places, data)),
+        *(_Input("argument", i) for i in range(len(avals))),
+    ]
+    parts = {h: [part.num_rows for part in own] for h, own in places.items() if len(own) > 1}
+    jaxpr, constants = in_parts(
         pure.jaxpr,
-        [*[None] * num_captures, *[p and p[0] for p in places], *[None] * len(avals)],
-        [*[False] * num_captures, *[p is None for p in places], *[True] * len(avals)],
-        [
-            *[None] * pure.num_outs,
-            *[num_captures + pure.handles.index(handle) for handle in pure.written],
-        ],
-        [
-            *[f"capture {i}" for i in range(num_captures)],
-            *[handle.name for handle in pure.handles],
-            *[f"argument {i}" for i in range(len(avals))],
-        ],
+        {i: parts[h] for i, h in enumerate(pure.handles, len(pure.captures)) if h in parts},
+        {i: parts[h] for i, h in enumerate(pure.written, pure.num_outs) if h in parts},
+    )
+    written = [part.number for handle in pure.written for part in places[handle]]
+    of_number = {own.number: i for i, own in enumerate(inputs) if own.kind == "state"}
+    split = split_over_servers(
+        jaxpr,
+        [own.server for own in inputs],
+        [own.kind in ("data", "argument") for own in inputs],
+        [*[None] * pure.num_outs, *(of_number[number] for number in written)],
+        [own.name or f"{own.kind} {own.number}" for own in inputs],
+        constants,
     )
 
     for i in split.overwritten:
@@ -226,28 +248,13 @@ def plan_of(
             )
 
     def number_of(position: int) -> int:
-        place = places[position - num_captures]
-        assert place is not None
-        return int(place[1])
-
-    def table_part(position: int, start: int) -> TablePart:
-        place = places[position - num_captures]
-        assert place is not None
-        return TablePart(*place, start, pure.handles[position - num_captures].shape[0])
+        return inputs[position].number
 
     def origin(position: int) -> tuple[str, int]:
-        if position < num_captures:
-            return "constant", position
-        if position >= num_captures + num_handles:
-            return "argument", position - num_captures - num_handles
-        handle = pure.handles[position - num_captures]
-        if handle in data:
-            return "data", data.index(handle)
-        return "state", number_of(position)
+        return inputs[position].kind, inputs[position].number
 
-    states = [i for i, place in enumerate(places, num_captures) if place is not None]
+    states = {i: own for i, own in enumerate(inputs) if own.server is not None}
     rows, refusals = rows_of(split, states)
-    written = [number_of(num_captures + pure.handles.index(handle)) for handle in pure.written]
     servers = {
         server: _server_plan(
             part,
@@ -259,30 +266,60 @@ def plan_of(
         )
         for server, part in split.servers.items()
     }
-    inputs = [origin(i) for i in (rows or split).inputs]
+    origins = [origin(i) for i in (rows or split).inputs]
     row_plan = None
     if rows is not None:
-        inputs += [("rows", i) for i in range(len(rows.buffers))]
-        inputs += [("position", i) for i in range(len(rows.ids.jaxpr.outvars))]
+        origins += [("rows", i) for i in range(len(rows.buffers))]
+        origins += [("position", i) for i in range(len(rows.ids.jaxpr.outvars))]
         program = export_jaxpr(rows.ids)
         buffers = [
-            (buffer.space, [table_part(i, start) for i, start in buffer.parts])
+            (
+                buffer.space,
+                [
+                    TablePart(states[i].server or 0, number_of(i), start, states[i].num_rows)
+                    for i, start in buffer.parts
+                ],
+            )
             for buffer in rows.buffers
         ]
-        origins = [origin(i) for i in rows.ids_inputs]
-        row_plan = RowPlan(program.name, origins, rows.spaces, buffers), program
+        of_ids = [origin(i) for i in rows.ids_inputs]
+        row_plan = RowPlan(program.name, of_ids, rows.spaces, buffers), program
     return Plan(
         closure.sources,
         export_jaxpr((rows or split).worker),
-        inputs,
+        origins,
         [np.asarray(capture) for capture in pure.captures],
         pure.num_outs,
         servers,
-        {number: server for server, number in filter(None, places)},
+        {part.number: part.server for own in places.values() for part in own},
         row_plan,
-        {pure.handles[i - num_captures].name: why for i, why in refusals.items()},
+        {states[i].name: why for i, why in refusals.items()},
         rebuilds[0],
     )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """An input of a function, as in `Plan.inputs`."""
+
+    kind: str
+    number: int
+    name: str = ""
+    server: int | None = None
+    num_rows: int = 0
+
+
+def _inputs_of(
+    handle: Handle, places: Mapping[Handle, Sequence[Part]], data: list[Handle]
+) -> list[_Input]:
+    """What keeps a variable, or the data that a handle stands for."""
+    if handle not in places:
+        return [_Input("data", data.index(handle))]
+    return [
+        _Input("state", part.number, handle.name, part.server, part.num_rows)
+        for part in places[handle]
+    ]
 
 
 def _server_plan(

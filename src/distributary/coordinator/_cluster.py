@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
+from distributary.coordinator._closures import Part
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import Link
 from distributary.coordinator._messages import JSON, Limits, Message
@@ -33,6 +35,8 @@ from distributary.errors import CancelledError, InvalidValueError, UnavailableEr
 from distributary.tracing import Handle
 
 __all__ = ["Cluster", "LocalCluster", "Session", "Task", "local_cluster"]
+
+_PIECE_BYTES = 1 << 26
 
 
 @final
@@ -114,31 +118,56 @@ class Session:
         with self._lock:
             number = next(self._numbers)
             server = next(self._next_server) if beside is None else beside[0]
-        self.server_links[server].call_once(Message("create", {"ids": [number]}, [value]))
+        link = self.server_links[server]
+        if len(_pieces(value.shape, value.dtype)) == 1:
+            link.call_once(Message("create", {"ids": [number]}, [value]))
+        else:
+            fields = {"ids": [number], "zeros": value.shape}
+            link.call_once(Message("create", fields, [np.empty(0, value.dtype)]))
+            self.assign((server, number), "assign", value)
         return server, number
 
-    def read(self, place: tuple[int, int]) -> np.ndarray:
-        """The value of a variable."""
+    def read(self, place: tuple[int, int], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """The value of a variable, which has this shape and dtype."""
+        pieces = _pieces(shape, dtype)
+        if len(pieces) == 1:
+            server, number = place
+            (value,) = self.server_links[server].call(Message("read", {"ids": [number]})).arrays
+            return np.asarray(value)
+        return np.concatenate([self.read_rows(place, np.arange(*piece)) for piece in pieces])
+
+    def read_rows(self, place: tuple[int, int], rows: np.ndarray) -> np.ndarray:
+        """Rows of a variable by their numbers, int64, each once and in order."""
         server, number = place
-        (value,) = self.server_links[server].call(Message("read", {"ids": [number]})).arrays
+        message = Message("read", {"ids": [number]}, [rows])
+        (value,) = self.server_links[server].call(message).arrays
         return np.asarray(value)
 
     def assign(self, place: tuple[int, int], operation: str, value: np.ndarray) -> None:
-        """Changes a variable: assign, assign_add or assign_sub."""
+        """Changes a variable, a large one in pieces: assign, assign_add or assign_sub."""
         server, number = place
-        fields = {"ids": [number], "operation": operation}
-        self.server_links[server].call_once(Message("assign", fields, [value]))
+        pieces = _pieces(value.shape, value.dtype)
+        for start, end in pieces:
+            fields: dict[str, JSON] = {"ids": [number], "operation": operation}
+            if len(pieces) > 1:
+                fields["start"] = start
+            piece = value[start:end] if len(pieces) > 1 else value
+            self.server_links[server].call_once(Message("assign", fields, [piece]))
 
-    def place_of(self, handle: Handle) -> tuple[int, int]:
-        """Where the variable of a handle is."""
-        place = getattr(handle.cell(), "_place", None) if handle.cell is not None else None
-        if place is None:
+    def parts_of(self, handle: Handle) -> list[Part]:
+        """Where the variable of a handle is, or its shards."""
+        cell = None if handle.cell is None else handle.cell()
+        shards: list[Any] = getattr(cell, "_shards", [])
+        if not shards:
             raise InvalidValueError(
                 f"Variable {handle.name!r} was not created in the scope of the strategy, so no"
                 " server has it. Create it inside `with strategy.scope():`."
             )
-        found: tuple[int, int] = place
-        return found
+        return [
+            Part(server, number, shard.shape[0] if shard.shape else 0)
+            for shard in shards
+            for server, number in [shard._place]
+        ]
 
     def statistics(self) -> tuple[ServerStatistics, ...]:
         """What each server has done.
@@ -200,6 +229,15 @@ class Cluster:
 
     def close(self) -> None:
         """Ends what belongs to the cluster in this process."""
+
+
+def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
+    """Ranges of rows in which a value of this shape travels; a small one travels as a whole."""
+    if not shape or not shape[0]:
+        return [(0, 0)]
+    row_bytes = max(1, math.prod(shape[1:]) * np.dtype(dtype).itemsize)
+    num_rows = max(1, _PIECE_BYTES // row_bytes)
+    return [(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)]
 
 
 def _greet(task: Task, session: SessionId) -> SessionId | None:

@@ -265,7 +265,7 @@ class ClusterCoordinator:
                 function.call,
                 function.avals,
                 data,
-                self._cluster.place_of,
+                self._cluster.parts_of,
                 self._strategy._sparse_update,
             )
             function.num_data = sum(len(source.handles) for source in plan.sources)

@@ -33,9 +33,12 @@ class ParameterServer:
     Messages, with the numbers of variables in `ids`:
 
         create   ids, arrays                    new variables
+                 ids, zeros, arrays             a new table of zeros; its shape, and its dtype as an
+                                                empty array
         read     ids; arrays                    -> arrays; of the last variables rows, with the
                                                 numbers that the arrays have; version
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
+                 ids, operation, start, arrays  the same for some rows of a table
         delete   ids
         program  blobs                          a program that pushes refer to
         finish   finished
@@ -95,7 +98,10 @@ class ParameterServer:
             for number, array in zip(message.fields["ids"], message.arrays, strict=True):
                 if number in self._state:
                     raise InvalidValueError(f"ps {self.number} has variable {number} already.")
-                self._state[number] = jnp.array(array)
+                zeros = message.fields.get("zeros")
+                self._state[number] = (
+                    jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
+                )
         return Message("ok")
 
     def _read(self, message: Message) -> Message:
@@ -119,12 +125,18 @@ class ParameterServer:
             ids = message.fields["ids"]
             old = self._arrays(ids)
             for number, before, array in zip(ids, old, message.arrays, strict=True):
+                start = message.fields.get("start")
+                if start is not None:
+                    before = self._table(number)[start : start + len(array)]
                 if array.shape != before.shape:
                     raise InvalidValueError(
                         f"ps {self.number}: variable {number} has shape {before.shape}, and is"
                         f" assigned {array.shape}."
                     )
-                self._state[number] = operation(before, jnp.asarray(array, before.dtype))
+                if start is None:
+                    self._state[number] = operation(before, jnp.asarray(array, before.dtype))
+                else:
+                    before[...] = operation(before, np.asarray(array, before.dtype))
         return Message("ok")
 
     def _delete(self, message: Message) -> Message:

@@ -1,5 +1,6 @@
 """Asynchronous training with variables on servers."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -7,13 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.context import get_strategy
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
-from distributary.errors import UnsupportedError
+from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
+from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.options import RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import SparseUpdate, push
-from distributary.variables import Variable, neighbor
+from distributary.variables import (
+    ShardedVariable,
+    Variable,
+    colocated_with,
+    initial_array,
+    neighbor,
+)
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -27,26 +36,45 @@ class ParameterServerStrategy(Strategy):
     Args:
         cluster_resolver: Names the workers and servers, each a process with a `Server`; or a
             cluster in this process, `local_cluster(workers=2, ps=2)`.
-        variable_partitioner: Only None: variables cannot be divided yet.
+        variable_partitioner: Divides large variables into shards: called with `shape` and `dtype`
+            of every variable created in the scope, it returns the number of shards along every
+            dim, 1 but for dim 0. What is divided is a `ShardedVariable`, and its shards, named
+            `<name>/part_<i>`, lie on the next servers.
+        sparse_update: What an update does with the rows of a table that a step has not looked up,
+            where rows alone are pushed. "exact": what the optimizer does where the gradient is
+            zero, as on one device; servers update whole tables if that is not nothing. "lazy":
+            nothing, so that Adam's and momentum's moments do not decay (LazyAdam).
 
     Raises:
         InvalidTypeError: if it is neither.
         InvalidValueError: if there are no workers or no servers, or this process is not the chief.
         ClusterError: if tasks do not come in time, or have other versions of packages.
-        UnsupportedError: if `variable_partitioner` is given.
 
     Source: `tf.distribute.ParameterServerStrategy`.
     """
 
-    def __init__(self, cluster_resolver: Any, variable_partitioner: Any = None) -> None:
-        if variable_partitioner is not None:
-            raise UnsupportedError(
-                f"ParameterServerStrategy: variable_partitioner is {variable_partitioner!r}, but"
-                " variables cannot be divided between servers yet. Leave it out."
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        sparse_update: SparseUpdate = "exact",
+    ) -> None:
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise InvalidTypeError(
+                f"ParameterServerStrategy: variable_partitioner is {variable_partitioner!r},"
+                " expected None or a function of shape and dtype, such as"
+                " experimental.partitioners.MinSizePartitioner(max_shards=2)."
+            )
+        if sparse_update not in ("exact", "lazy"):
+            raise InvalidValueError(
+                f"ParameterServerStrategy: sparse_update is {sparse_update!r}, expected 'exact' or"
+                " 'lazy'."
             )
         self._cluster = cluster_of(cluster_resolver).open()
         self._coordinator: Any = None
-        self._sparse_update: SparseUpdate = "exact"
+        self._variable_partitioner = variable_partitioner
+        self._sparse_update: SparseUpdate = sparse_update
         super().__init__(
             StrategyExtended(
                 self,
@@ -94,6 +122,48 @@ class _ServerVariable(Variable):
     """A variable on a parameter server."""
 
     _place: tuple[int, int]
+    _given: Any = None  # the initial value, if it was computed to know the shape
+
+    @classmethod
+    def _new(cls, *args: Any, **kwargs: Any) -> Any:
+        """What `Variable(...)` gives in the scope: a `ShardedVariable` if it is divided."""
+        options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        strategy = get_strategy()
+        beside, partitioner = neighbor(), strategy._variable_partitioner
+        if isinstance(beside, Variable) or (beside is None and partitioner is None):
+            return object.__new__(cls)
+        name = options.pop("name", None) or "Variable"
+        given, shape = options.pop("initial_value", None), options.pop("shape", None)
+        dtype = options.get("dtype")
+        whole = object.__new__(cls)
+        if not callable(given) or shape is None or dtype is None:
+            given = whole._given = initial_array(given, f"Variable {name!r}")
+            shape, dtype = given.shape, given.dtype if dtype is None else dtype
+        shape = tuple(shape)
+        if beside is None:
+            sizes = sizes_of(shape, num_shards_of(partitioner, shape, dtype))
+            places: list[Any] = [None] * len(sizes)
+        else:
+            places, sizes = beside.variables, [shard.shape[0] for shard in beside]
+            if shape[:1] != beside.shape[:1]:
+                return whole
+        if len(sizes) == 1:
+            return whole
+        shards = []
+        for i, value in enumerate(initial_shards(given, shape, sizes)):
+            with colocated_with(places[i]):
+                shard = object.__new__(cls)
+                cls.__init__(shard, value, name=f"{name}/part_{i}", **options)
+            shards.append(shard)
+        return ShardedVariable(shards, name)
+
+    def __init__(self, initial_value: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(initial_value if self._given is None else self._given, *args, **kwargs)
+        self._given = None
+
+    @property
+    def _shards(self) -> list["_ServerVariable"]:
+        return [self]
 
     def _initial_state(self, initial: Any) -> Any:
         cluster = self._layout.strategy._cluster
@@ -103,7 +173,8 @@ class _ServerVariable(Variable):
 
     @property
     def _value(self) -> Any:
-        return jnp.asarray(self._layout.strategy._cluster.read(self._place))
+        cluster = self._layout.strategy._cluster
+        return jnp.asarray(cluster.read(self._place, self._shape, self._dtype))
 
     @_value.setter
     def _value(self, value: Any) -> None:
@@ -112,3 +183,7 @@ class _ServerVariable(Variable):
 
     def _change_eager(self, kind: str, value: Any) -> None:
         self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))
+
+
+# Of `Variable`, in their order.
+_ARGUMENTS = tuple(inspect.signature(Variable.__init__).parameters)[1:]

@@ -67,9 +67,10 @@ class KerasVariable(ForeignVariable):
         self.variable._value = value
 
     @property
-    def _place(self) -> Any:
-        """Where a variable on servers is."""
-        return getattr(self._value, "_place", None)
+    def _shards(self) -> list[Any]:
+        """The variables on servers that keep it."""
+        shards: list[Any] = getattr(self._value, "_shards", [])
+        return shards
 
 
 def resolve(value: Any) -> KerasVariable | None:

@@ -21,9 +21,10 @@ from distributary.keras_bridge._replica import (
     optimizing,
     replica_context,
 )
+from distributary.keras_bridge._variables import ON_SERVERS
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
-from distributary.variables import Variable, colocated_with
+from distributary.variables import colocated_with
 
 
 def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +53,7 @@ def add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., A
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
     ) -> Any:
         beside = getattr(reference_variable, "_value", None)
-        if not isinstance(beside, Variable):
+        if not isinstance(beside, ON_SERVERS):
             return original(self, reference_variable, name, initializer)
         with colocated_with(beside):
             variable = original(self, reference_variable, name, initializer)

@@ -23,7 +23,10 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
-from distributary.variables import Variable, colocated_with
+from distributary.variables import ShardedVariable, Variable, colocated_with
+
+# What keeps the values of Keras variables on servers.
+ON_SERVERS = (Variable, ShardedVariable)
 
 
 def sharding_of(strategy: Any) -> Any:
@@ -115,7 +118,7 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         result = read(self)
-        if not isinstance(result, Variable):
+        if not isinstance(result, ON_SERVERS):
             return whole_value(self, result)
         # Only shapes are asked for, not what would have to be fetched.
         return jnp.zeros(result.shape, result.dtype) if in_symbolic_scope() else result._peek()
@@ -128,7 +131,7 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _direct_assign(self: Any, value: Any) -> None:
         current = getattr(self, "_value", None)
-        if isinstance(current, Variable):
+        if isinstance(current, ON_SERVERS):
             current.assign(value)
         else:
             original(self, value)
@@ -141,7 +144,7 @@ def keeps_on_servers(strategy: Any) -> bool:
     return strategy.extended.variable_layout().kind is not None
 
 
-def on_servers(variable: Any, value: Any) -> Variable:
+def on_servers(variable: Any, value: Any) -> Any:
     """What keeps the value of a Keras variable of a strategy with servers."""
     beside = getattr(variable, "_distributary_beside", None)
     with get_strategy().scope(), nullcontext() if beside is None else colocated_with(beside):
@@ -199,7 +202,7 @@ def place(variable: Any, strategy: Any) -> None:
     """Moves a variable created elsewhere to the devices or servers of a strategy."""
     if keeps_on_servers(strategy):
         value = variable._value
-        if value is not None and not isinstance(value, Variable):
+        if value is not None and not isinstance(value, ON_SERVERS):
             with strategy.scope(), jax.ensure_compile_time_eval():
                 variable._value = on_servers(variable, whole_value(variable, value))
                 variable._layout = None

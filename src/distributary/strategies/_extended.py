@@ -63,7 +63,13 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
-from distributary.variables import Variable, VariableComponent, VariableLayout, colocated_with
+from distributary.variables import (
+    ShardedVariable,
+    Variable,
+    VariableComponent,
+    VariableLayout,
+    colocated_with,
+)
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import MultiWorker
@@ -342,7 +348,8 @@ class StrategyExtended:
                 " strategy.scope():`."
             )
         v = colocate_with_variable
-        if not isinstance(v, Variable) or not self.variable_created_in_scope(v):
+        first = v.variables[0] if isinstance(v, ShardedVariable) else v
+        if not isinstance(first, Variable) or not self.variable_created_in_scope(first):
             raise InvalidValueError(
                 f"colocate_vars_with: {v!r} is not a variable of {self._strategy!r}."
             )

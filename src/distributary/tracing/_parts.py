@@ -3,77 +3,101 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-import jax.core
+import jax
 import jax.extend.core as jex_core
+import numpy as np
 from jax import lax
 
 from distributary.tracing._markers import Equation, jaxpr_of
-from distributary.tracing._row_wise import row_operands, with_rows
-from distributary.tracing._stages import variables_of
+from distributary.tracing._row_wise import row_operands, rows_between, with_rows
+from distributary.tracing._stages import without_calls
 
 __all__ = ["in_parts"]
 
 
 def in_parts(
     jaxpr: Any, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
-) -> Any:
+) -> tuple[Any, dict[Any, Any]]:
     """A program with parts in the place of whole variables.
 
-    A part of a value that is computed from parts, row by row, is computed from its part of them.
-    So every part has an update of its own, and what is pushed for it is a part, too.
+    A part of a value that is computed row by row from parts, or from what is pushed, is computed
+    from its part of them. So every part has an update of its own, and what is pushed for it is a
+    part, too.
 
     Args:
-        jaxpr: The program, without calls of functions.
+        jaxpr: The program.
         inputs: By position, the sizes of the parts along dim 0 that take the place of an input.
         outputs: The same for outputs.
+
+    Returns:
+        The program without calls of functions, and the values of constants, its last inputs.
     """
+    jaxpr, constants = without_calls(jaxpr, {})
     invars: list[Any] = []
-    eqns: list[Equation] = []
+    joined: list[Equation] = []
     for i, v in enumerate(jaxpr.invars):
-        sizes = inputs.get(i)
-        if sizes is None:
+        if i not in inputs:
             invars.append(v)
             continue
-        parts = [jex_core.Var(v.aval.update(shape=(size, *v.aval.shape[1:]))) for size in sizes]
+        parts = [jex_core.Var(v.aval.update(shape=(n, *v.aval.shape[1:]))) for n in inputs[i]]
         invars += parts
-        eqns.append(_equation(lambda *own: lax.concatenate(own, 0), parts, v))
-    eqns += jaxpr.eqns
-    parting = _Parting(eqns, invars)
+        joined.append(_equation(lambda *own: lax.concatenate(own, 0), parts, v))
+    parting = _Parting(invars)
+    for eqn in (*joined, *jaxpr.eqns):
+        parting.add(eqn)
     outvars: list[Any] = []
     for i, v in enumerate(jaxpr.outvars):
-        start = 0
-        if i not in outputs:
-            outvars.append(parting.unsliced(v))
-        for size in outputs.get(i, ()):
-            outvars.append(parting.part(v, start, start + size))
-            start += size
-    return jaxpr_of(invars, outvars, [*eqns, *parting.eqns], jaxpr.constvars)
+        ends = np.cumsum(outputs.get(i, ()), dtype=int).tolist()
+        whole = parting.renamed(v)
+        pairs = zip([0, *ends], ends, strict=False)
+        outvars += [parting.part(whole, *pair) for pair in pairs] if ends else [whole]
+    return jaxpr_of(invars, outvars, parting.eqns), constants
 
 
 @final
 class _Parting:
-    """Computes parts of the values of a program.
+    """Puts a program together in which parts are computed from parts.
+
+    Args:
+        inputs: Its inputs.
 
     Attributes:
-        eqns: What computes them, to come after the program.
+        eqns: Its equations.
     """
 
-    def __init__(self, eqns: Sequence[Equation], inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any]) -> None:
         self.eqns: list[Equation] = []
-        self._makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self._inputs = set(inputs)
+        self._makers: dict[Any, Equation] = {}
+        self._names: dict[Any, Any] = {}
         self._made: dict[tuple[Any, int, int], Any] = {}
         # What is computed row by row from pushes or parts.
         self._divisible: set[Any] = set()
-        states = set(inputs)
-        for eqn in eqns:
-            operands = row_operands(eqn)
-            is_joined = _is_joined(eqn) and states.issuperset(eqn.invars)
-            if (
-                is_joined
-                or (operands is not None and eqn.primitive.name == "push")
-                or (operands and not self._divisible.isdisjoint(operands))
-            ):
-                self._divisible.update(eqn.outvars)
+
+    def add(self, eqn: Equation) -> None:
+        """Adds the next equation of the program."""
+        eqn = eqn.replace(invars=[self.renamed(v) for v in eqn.invars])
+        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # the gradient of joining
+            ends = np.cumsum(eqn.params["sizes"]).tolist()
+            for v, start, end in zip(eqn.outvars, [0, *ends], ends, strict=False):
+                self.add(_slice(eqn.invars[0], start, end, v))
+            return
+        rows = rows_between(eqn)
+        if rows is not None and eqn.invars[0] in self._divisible:
+            self._names[eqn.outvars[0]] = self.part(eqn.invars[0], *rows)
+            return
+        operands = row_operands(eqn)
+        if (
+            (_is_joined(eqn) and all(v in self._inputs or v in self._divisible for v in eqn.invars))
+            or (operands is not None and eqn.primitive.name == "push")
+            or (operands and not self._divisible.isdisjoint(operands))
+        ):
+            self._divisible.update(eqn.outvars)
+        self._append(eqn)
+
+    def renamed(self, atom: Any) -> Any:
+        """What has taken the place of a variable."""
+        return atom if isinstance(atom, jex_core.Literal) else self._names.get(atom, atom)
 
     def part(self, v: Any, start: int, end: int) -> Any:
         """A variable with the rows from `start` to `end` of one."""
@@ -81,20 +105,6 @@ class _Parting:
         if key not in self._made:
             self._made[key] = self._part(v, start, end)
         return self._made[key]
-
-    def unsliced(self, v: Any) -> Any:
-        """A variable with the value of `v`, computed from parts if it is one."""
-        eqn = None if isinstance(v, jex_core.Literal) else self._makers.get(v)
-        if eqn is None or eqn.primitive.name != "slice":
-            return v
-        params, operand = eqn.params, eqn.invars[0]
-        if (
-            operand in self._divisible
-            and params["strides"] is None
-            and v.aval.shape[1:] == operand.aval.shape[1:]
-        ):
-            return self.part(operand, params["start_indices"][0], params["limit_indices"][0])
-        return v
 
     def _part(self, v: Any, start: int, end: int) -> Any:
         eqn = self._makers.get(v)
@@ -120,14 +130,22 @@ class _Parting:
                 for own in eqn.invars
             ]
             params = with_rows(eqn, end - start)
-            self.eqns.append(eqn.replace(invars=invars, outvars=[new], params=params))
+            self._append(eqn.replace(invars=invars, outvars=[new], params=params))
             return new
-        self.eqns.append(_equation(lambda whole: lax.slice_in_dim(whole, start, end), [v], new))
+        self._append(_slice(v, start, end, new))
         return new
+
+    def _append(self, eqn: Equation) -> None:
+        self.eqns.append(eqn)
+        self._makers.update((v, eqn) for v in eqn.outvars)
 
 
 def _is_joined(eqn: Equation) -> bool:
     return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
+
+
+def _slice(v: Any, start: int, end: int, outvar: Any) -> Equation:
+    return _equation(lambda whole: lax.slice_in_dim(whole, start, end), [v], outvar)
 
 
 def _equation(function: Any, invars: Sequence[Any], outvar: Any) -> Equation:
@@ -136,5 +154,4 @@ def _equation(function: Any, invars: Sequence[Any], outvar: Any) -> Equation:
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars)
     )
     (eqn,) = closed.jaxpr.eqns
-    assert len(variables_of(eqn.invars)) == len(invars)
     return eqn.replace(invars=list(invars), outvars=[outvar])

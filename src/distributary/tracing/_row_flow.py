@@ -6,7 +6,7 @@ from typing import Any, final
 import jax.extend.core as jex_core
 
 from distributary.tracing._markers import Equation
-from distributary.tracing._row_wise import row_operands
+from distributary.tracing._row_wise import row_operands, rows_between
 from distributary.tracing._stages import variables_of
 
 __all__ = ["RowFlow"]
@@ -111,8 +111,8 @@ class RowFlow:
             for v in eqn.invars:
                 self._join(v, eqn.outvars[0], start)
                 start += v.aval.shape[0]
-        elif name == "slice" and self._is_worker and _is_part(eqn):
-            self._join(eqn.outvars[0], operand, eqn.params["start_indices"][0])
+        elif self._is_worker and (rows := rows_between(eqn)) is not None:
+            self._join(eqn.outvars[0], operand, rows[0])
         elif name == "reduce_sum" and not isinstance(operand, jex_core.Literal):
             self.sums.append(operand)
             self.refuse(eqn.outvars[0], _DATA)
@@ -162,16 +162,6 @@ def _adds_rows(eqn: Equation, zeros: Collection[Any]) -> bool:
         and tuple(eqn.invars[2].aval.shape[d] for d in dims.update_window_dims)
         == operand.aval.shape[1:]
         and ndim == len(dims.update_window_dims) + eqn.invars[1].aval.ndim - 1
-    )
-
-
-def _is_part(eqn: Equation) -> bool:
-    """Whether a slice is some rows that follow each other."""
-    params, shape = eqn.params, eqn.outvars[0].aval.shape
-    return (
-        params["strides"] is None
-        and not any(params["start_indices"][1:])
-        and shape[1:] == eqn.invars[0].aval.shape[1:]
     )
 
 

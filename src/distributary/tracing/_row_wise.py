@@ -11,7 +11,7 @@ import numpy as np
 from distributary.tracing._markers import Array, Equation, jaxpr_of
 from distributary.tracing._numbering import Numbering
 
-__all__ = ["bind_rows", "numbers_of_other_rows", "row_operands", "with_rows"]
+__all__ = ["bind_rows", "numbers_of_other_rows", "row_operands", "rows_between", "with_rows"]
 
 _ELEMENTWISE = frozenset(
     """
@@ -84,6 +84,18 @@ def row_operands(eqn: Equation) -> list[Any] | None:
     if rows_stay and all(v.aval.shape[0] == num_rows for v in arrays):
         return arrays
     return None
+
+
+def rows_between(eqn: Equation) -> tuple[int, int] | None:
+    """The first row and the end of those that an equation takes, if it is such a slice."""
+    params = eqn.params
+    if (
+        eqn.primitive.name != "slice"
+        or set(params["strides"] or (1,)) != {1}
+        or eqn.outvars[0].aval.shape[1:] != eqn.invars[0].aval.shape[1:]
+    ):
+        return None
+    return params["start_indices"][0], params["limit_indices"][0]
 
 
 def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:

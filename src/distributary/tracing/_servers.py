@@ -5,16 +5,16 @@ value and the state of variables is an update, and belongs to the server that ke
 from their latest values, whatever other workers have done since this one read them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, final
 
 import jax.extend.core as jex_core
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._connectivity import call_of
 from distributary.tracing._markers import Array, Equation, jaxpr_of, push_p
-from distributary.tracing._stages import stage_of_equations, variables_of, written_out
+from distributary.tracing._stages import stage_of_equations, variables_of, without_calls
 
 __all__ = ["ServerPart", "ServerSplit", "push", "split_over_servers"]
 
@@ -75,6 +75,7 @@ def split_over_servers(
     is_data: Sequence[bool],
     state_of_output: Sequence[int | None],
     names: Sequence[str],
+    constants: Mapping[Any, Any] = MappingProxyType({}),
 ) -> ServerSplit:
     """Splits a step over the servers that keep its variables.
 
@@ -94,14 +95,13 @@ def split_over_servers(
         state_of_output: For every output that is the new state of a variable, the position of the
             input that is its old state.
         names: For every input, its name in messages.
+        constants: Values of more inputs, the last ones.
 
     Raises:
         UnsupportedError: if the update of a variable needs the state of several servers at once.
     """
-    constants: dict[Any, Any] = {}
     # Written out, so that an optimizer that is one function is not one for all servers.
-    while any(map(_is_call, jaxpr.eqns)):
-        jaxpr = written_out(jaxpr, constants, _is_call)
+    jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr, of_worker = stage_of_equations(
         jaxpr, [*is_data, *[False] * len(constants)], num_replicas=2
     )
@@ -306,10 +306,6 @@ def _closed(
 def _in_order(groups: Iterable[Iterable[Any]]) -> list[Any]:
     """The variables in some groups of atoms, each once."""
     return list(dict.fromkeys(v for atoms in groups for v in variables_of(atoms)))
-
-
-def _is_call(eqn: Equation) -> bool:
-    return call_of(eqn) is not None
 
 
 def _hashable(atom: Any) -> Any:

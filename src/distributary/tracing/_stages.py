@@ -6,7 +6,7 @@ once, wherever it wants to.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,7 +26,7 @@ __all__ = [
     "stage_of_equations",
     "uncut",
     "variables_of",
-    "written_out",
+    "without_calls",
 ]
 
 
@@ -130,7 +130,7 @@ def _with_mixed_written_out(
         varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
         if not any(_is_mixed(varying, eqn) for eqn in jaxpr.eqns):
             return jaxpr, constants, varying
-        jaxpr = written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
+        jaxpr = _written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
 
 
 def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
@@ -238,7 +238,23 @@ def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
     )
 
 
-def written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equation], bool]) -> Any:
+def without_calls(jaxpr: Any, constants: Mapping[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+    """A jaxpr with all functions that it calls in their place.
+
+    Args:
+        jaxpr: A jaxpr without constants, but for the last inputs.
+        constants: Values of these.
+
+    Returns:
+        The jaxpr and the values of its last inputs, of which there may be more.
+    """
+    known = dict(constants)
+    while any(call_of(eqn) is not None for eqn in jaxpr.eqns):
+        jaxpr = _written_out(jaxpr, known, lambda eqn: call_of(eqn) is not None)
+    return jaxpr, known
+
+
+def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equation], bool]) -> Any:
     """`jaxpr` with the functions that its chosen equations call in their place.
 
     Args:

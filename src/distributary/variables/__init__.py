@@ -1,6 +1,7 @@
 """State with an update rule: mirrored and sync-on-read variables."""
 
 from distributary.variables._aggregation import across_replicas
+from distributary.variables._conversion import initial_array
 from distributary.variables._distributed_variables import (
     MirroredVariable,
     SyncOnReadVariable,
@@ -16,11 +17,13 @@ from distributary.variables._foreign import (
 )
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._saving import is_per_replica, put_back, stored_arrays
+from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._variable import Variable
 
 __all__ = [
     "ForeignVariable",
     "MirroredVariable",
+    "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
     "VariableAggregation",
@@ -30,7 +33,9 @@ __all__ = [
     "across_replicas",
     "as_variable",
     "colocated_with",
+    "embedding_lookup",
     "foreign_parts",
+    "initial_array",
     "is_per_replica",
     "neighbor",
     "put_back",

@@ -87,7 +87,8 @@ class Variable(ArrayOperators):
         synchronization = kwargs.get("synchronization", args[4] if len(args) > 4 else None)
         layout = get_strategy().extended.variable_layout()
         if layout.kind is not None:
-            return super().__new__(layout.kind)
+            new: Variable = layout.kind._new(*args, **kwargs)
+            return new
         if not layout.mirrored:
             return super().__new__(cls)
         return super().__new__(cls._kinds[synchronization is VariableSynchronization.ON_READ])

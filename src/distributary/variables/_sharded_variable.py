@@ -1,0 +1,269 @@
+"""A variable in shards, each a variable of its own on some server."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.tracing import Array, current_scope
+from distributary.values import ArrayOperators, IndexedSlices
+from distributary.variables._variable import Variable
+
+__all__ = ["ShardedVariable", "embedding_lookup"]
+
+
+@final
+class ShardedVariable(ArrayOperators):
+    """Variables that are the shards of one along dim 0.
+
+    It behaves like the whole array in expressions; `for shard in v` gives the shards. A step that
+    only looks up rows, by `v[ids]`, `jnp.take(v.value(), ids, axis=0)` or `embedding_lookup`, has
+    only these rows brought from the servers. Gradients are taken of `v.variables`, and each shard
+    has its own optimizer state.
+
+    Args:
+        variables: The shards, in order. All have one dtype and one shape but for dim 0.
+        name: Name used in messages.
+
+    Raises:
+        InvalidTypeError: if a shard is no variable.
+        InvalidValueError: if there are none, or they differ in dtype or in other dims.
+
+    Source: `tf.distribute.experimental.ShardedVariable`.
+    """
+
+    def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
+        self._variables = list(variables)
+        self._name = name
+        if not self._variables:
+            raise InvalidValueError(f"ShardedVariable {name!r}: variables is empty.")
+        first = self._variables[0]
+        for i, shard in enumerate(self._variables):
+            if not isinstance(shard, Variable):
+                raise InvalidTypeError(
+                    f"ShardedVariable {name!r}: shard {i} is {shard!r}, expected a Variable."
+                )
+            if not shard.shape or (shard.dtype, shard.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise InvalidValueError(
+                    f"ShardedVariable {name!r}: shard {i} is {shard.dtype}{list(shard.shape)} and"
+                    f" shard 0 {first.dtype}{list(first.shape)}. Shards have one dtype, and one"
+                    " shape but for dim 0."
+                )
+        sizes = [shard.shape[0] for shard in self._variables]
+        self._starts = [int(start) for start in np.cumsum([0, *sizes])]
+        self._shape = (self._starts[-1], *first.shape[1:])
+
+    # Attributes
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The shards."""
+        return list(self._variables)
+
+    @property
+    def _shards(self) -> list[Variable]:
+        return self._variables
+
+    @property
+    def name(self) -> str:
+        """Name used in messages."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self._shape))
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of all shards."""
+        return self._variables[0].dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `GradientTape` watches the shards by itself."""
+        return self._variables[0].trainable
+
+    # Reading
+
+    def value(self) -> Array:
+        """The whole as a JAX array; errors as of `Variable.value`."""
+        return jnp.concatenate([shard.value() for shard in self._variables])
+
+    def _peek(self) -> Array:
+        return jnp.concatenate([shard._peek() for shard in self._variables])
+
+    def read_value(self) -> Array:
+        """The same as `value()`."""
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """The whole as a NumPy array; errors as of `Variable.numpy`."""
+        return np.concatenate([shard.numpy() for shard in self._variables])
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
+        """Rows of the whole, `[*indices.shape, *shape[1:]]`; see `embedding_lookup`.
+
+        Args:
+            indices: Integers, numbers of rows along dim 0.
+            name: Without effect.
+        """
+        return embedding_lookup(self, indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        for own, size in zip(_dims_of(index), self._shape, strict=False):
+            if isinstance(own, int | np.integer) and not -size <= own < size:
+                raise IndexError(
+                    f"ShardedVariable {self._name!r}: index {index!r} is out of range for shape"
+                    f" {self._shape}."
+                )
+        return self.value()[index]
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self._variables)
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __jax_array__(self) -> Array:
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = self.numpy()
+        return value if dtype is None else value.astype(dtype)
+
+    # Assigning
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
+        """Sets the value, every shard by itself; arguments and errors as of `Variable.assign`."""
+        return self._change("assign", value, args, kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
+        """Adds `delta`; otherwise like `assign`."""
+        return self._change("assign_add", delta, args, kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
+        """Subtracts `delta`; otherwise like `assign`."""
+        return self._change("assign_sub", delta, args, kwargs)
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Adds rows by their number in the whole; arguments and errors as of `Variable`."""
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Subtracts rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Multiplies rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Divides rows; otherwise like `scatter_add`."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Takes the smaller of row and value; otherwise like `scatter_add`."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Takes the larger of row and value; otherwise like `scatter_add`."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
+        """Sets rows; of equal indices any one wins. Otherwise like `scatter_add`."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _change(self, kind: str, value: Any, args: Any, kwargs: Any) -> "ShardedVariable":
+        if isinstance(value, ArrayOperators):
+            value = value.__jax_array__()
+        array = value if hasattr(value, "shape") else np.asarray(value, self.dtype)
+        if tuple(array.shape) != self._shape:
+            raise InvalidValueError(
+                f"ShardedVariable {self._name!r}: {kind} got a value of shape"
+                f" {tuple(array.shape)}, but the variable has shape {self._shape}."
+            )
+        for shard, start, end in self._ranges():
+            getattr(shard, kind)(array[start:end], *args, **kwargs)
+        return self
+
+    def _scatter(self, kind: str, slices: Any) -> "ShardedVariable":
+        if not isinstance(slices, IndexedSlices):
+            raise InvalidTypeError(
+                f"ShardedVariable {self._name!r}: {kind} needs distributary.IndexedSlices(values,"
+                f" indices), got {type(slices).__name__}."
+            )
+        array_module: Any = np if current_scope() is None else jnp
+        ids = array_module.asarray(slices.indices)
+        for shard, start, end in self._ranges():
+            is_own = (ids >= start) & (ids < end)
+            # Rows out of range are dropped.
+            own = IndexedSlices(slices.values, array_module.where(is_own, ids - start, end - start))
+            getattr(shard, kind)(own)
+        return self
+
+    def _ranges(self) -> Iterator[tuple[Variable, int, int]]:
+        return zip(self._variables, self._starts, self._starts[1:], strict=False)
+
+    def __repr__(self) -> str:
+        shards = ", ".join(str(shard.shape[0]) for shard in self._variables)
+        return (
+            f"<dist.ShardedVariable '{self._name}' shape={self._shape} dtype={self.dtype.name},"
+            f" shards of {shards} rows>"
+        )
+
+    __hash__ = object.__hash__
+
+
+def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Array:
+    """Rows of a table, which may be in shards.
+
+    In a scheduled function only these rows are brought from the servers, and the gradient with
+    respect to the table, or to its shards, is sent as rows, too.
+
+    Args:
+        params: The table `[num_rows, *row]`: a `ShardedVariable`, `Variable` or array, or a list of
+            the shards of one along dim 0.
+        ids: Integers, numbers of rows. Negative ones count from the end; out of range are NaN, or
+            the dtype's extreme value for integers.
+        max_norm: Rows with a larger Euclidean norm are scaled down to it.
+
+    Returns:
+        The rows, `[*ids.shape, *row]`.
+
+    Raises:
+        InvalidTypeError: if the ids are no integers.
+
+    Source: `tf.nn.embedding_lookup` (which on CPUs raises for ids out of range).
+    """
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InvalidTypeError(f"embedding_lookup: ids are {ids.dtype}, expected integers.")
+    if isinstance(params, list | tuple):
+        table = jnp.concatenate([jnp.asarray(shard) for shard in params])
+    else:
+        table = jnp.asarray(params)
+    rows = jnp.take(table, ids, axis=0)
+    if max_norm is None:
+        return rows
+    norms = jnp.sqrt(jnp.sum(rows * rows, axis=range(ids.ndim, rows.ndim), keepdims=True))
+    return rows * (max_norm / jnp.maximum(norms, max_norm))
+
+
+def _dims_of(index: Any) -> Sequence[Any]:
+    """The indices of the first dims, as far as every one belongs to one."""
+    indices = index if isinstance(index, tuple) else (index,)
+    known = [isinstance(own, int | np.integer | slice) for own in indices]
+    return indices[: known.index(False)] if False in known else indices
