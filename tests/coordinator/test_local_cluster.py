@@ -7,9 +7,9 @@ import pytest
 
 import distributary as dist
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._messages import Limits
+from distributary.coordinator._messages import Limits, Message
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.errors import CancelledError, OutOfRangeError
+from distributary.errors import CancelledError, InvalidValueError, OutOfRangeError
 from distributary.experimental import local_cluster
 
 RNG = np.random.default_rng(0)
@@ -146,6 +146,29 @@ def test_variables_are_read_and_assigned_from_outside(cluster):
     np.testing.assert_array_equal(v.numpy(), [4, 6])
     assert jnp.asarray(v).dtype == jnp.float32
     assert isinstance(v.value(), jax.Array)
+
+
+def test_workers_that_do_not_know_the_same_are_named():
+    tasks = local_cluster(2, 1)
+    coordinator = ClusterCoordinator(ParameterServerStrategy(tasks))
+    told = []
+
+    def know_once(source, target, message, deliver):
+        if message.kind == "source":
+            told.append(target)
+            if len(told) == 2:
+                return Message("unknown maker", {"why": "a worker has no function f"})
+        return deliver(message)
+
+    tasks.fault = know_once
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0] * 10_000))
+
+    with pytest.raises(InvalidValueError, match=r"to worker \d: a worker has no function f\. All"):
+        for _ in range(100):
+            for _ in range(40):
+                coordinator.schedule(next, args=(iterator,))
+            coordinator.join()
+    assert len(set(told)) == 2
 
 
 def test_a_worker_has_values_of_its_own(cluster):

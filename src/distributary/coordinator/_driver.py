@@ -13,7 +13,12 @@ from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
 from distributary.coordinator._statistics import Tally, WorkerStatistics
-from distributary.errors import CoordinatorReplacedError, PSUnavailableError, UnavailableError
+from distributary.errors import (
+    CoordinatorReplacedError,
+    InvalidValueError,
+    PSUnavailableError,
+    UnavailableError,
+)
 
 __all__ = ["Workers"]
 
@@ -375,7 +380,12 @@ class _Connection:
     def call(self, message: Message) -> Message:
         with self._lock:
             for one in self._session.setup[self.num_told :]:
-                self._link.call(one(self._number))
+                reply = self._link.call(one(self._number))
+                if reply.kind != "ok":
+                    raise InvalidValueError(
+                        f"What another worker has is not known to {self._link.name}:"
+                        f" {reply.fields['why']}. All workers must run the same script."
+                    )
                 self.num_told += 1
         return self._link.call(message)
 
