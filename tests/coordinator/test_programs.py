@@ -22,6 +22,16 @@ def test_a_program_runs_elsewhere():
     np.testing.assert_array_equal(result, [0, 1, 2, 3])
 
 
+def test_a_program_runs_on_the_cpu_whatever_the_default_device_is():
+    program, cache = _sort(), ProgramCache()
+    first, *_, last = jax.devices("cpu")
+
+    with jax.default_device(last):
+        (result,) = cache.run(cache.add(program.content), [jnp.ones(4, jnp.float32)])
+
+    assert result.devices() == {first}
+
+
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_a_damaged_program_is_refused(position):
     damaged = bytearray(_sort().content)

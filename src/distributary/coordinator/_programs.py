@@ -113,7 +113,9 @@ _loading = threading.Lock()
 def _loaded(serialized: bytes) -> Callable[..., Sequence[Any]]:
     exported = jax.export.deserialize(bytearray(serialized))
     _check_custom_calls(exported)
-    call = jax.jit(exported.call)
+    # Programs are exported for CPUs; arrays may be on another device by default.
+    cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    call = jax.jit(exported.call, in_shardings=cpu)
     if not any(jax.export.is_symbolic_dim(dim) for aval in exported.in_avals for dim in aval.shape):
         call.lower(*exported.in_avals).compile()  # not while others wait for the first result
     return call

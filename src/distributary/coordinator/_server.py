@@ -137,8 +137,8 @@ class Server:
         peers = tasks_of(this.cluster)
         credentials = Credentials.from_environ(this.job_name, os.environ)
         name = f"{this.job_name} {this.task_index}"
+        _keep_off_accelerators()
         if this.job_name == "ps":
-            _keep_off_accelerators()
 
             def make(session: SessionId) -> Tenant:
                 return ParameterServer(this.task_index)
@@ -304,6 +304,7 @@ def _server_def(
 
 
 def _keep_off_accelerators() -> None:
+    # Programs run on CPUs, and JAX would take the memory of GPUs.
     if not backends_started():
         jax.config.update("jax_platforms", "cpu")
 
