@@ -39,7 +39,7 @@ _TASK = Path(__file__).parent / "programs" / "task.py"
 _JOB = Path(__file__).parent / "programs" / "job.py"
 _JOB = Path(__file__).parent / "programs" / "job.py"
 _SECONDS = 60.0  # more than anything takes
-_NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1500"))
+_NUM_FUZZ_INPUTS = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "1000"))
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 3)).astype(np.float32)
