@@ -63,7 +63,7 @@ class Patience:
 
     heartbeat_seconds: float = 2.0
     server_seconds: float = 2.0
-    ended_server_seconds: float = 0.3
+    ended_server_seconds: float = 0.1
     worker_seconds: float = 3600.0
     no_worker_seconds: float = 600.0
     max_losses: int = 3
