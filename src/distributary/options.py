@@ -12,6 +12,7 @@ __all__ = [
     "CommunicationOptions",
     "InputOptions",
     "InputReplicationMode",
+    "RecoveryOptions",
     "RunOptions",
     "XLAOptions",
 ]
@@ -171,6 +172,40 @@ class InputOptions:
                 "InputOptions: experimental_per_replica_buffer_size is"
                 f" {self.experimental_per_replica_buffer_size}, expected a number >= 0."
             )
+
+
+@final
+@dataclass(frozen=True)
+class RecoveryOptions:
+    """When a coordinator gives up workers, servers and closures, after faults.
+
+    Args:
+        heartbeat_seconds: Time between two signs of life of a worker or server. One that gives none
+            for three times as long is lost: it is frozen, or its machine or network is gone. What
+            has ended is noticed at once.
+        worker_timeout_seconds: How long a lost worker may take to come back. After that nobody
+            waits for it any more.
+        no_worker_timeout_seconds: How long there may be no worker at all. After that, `schedule`,
+            `join` and `done` raise `UnavailableError` if a closure waits.
+        max_closure_losses: A closure that was running when so many workers were lost raises
+            `UnavailableError`, for it seems to end them.
+
+    Raises:
+        InvalidValueError: for a value that is not positive.
+    """
+
+    heartbeat_seconds: float = 2.0
+    worker_timeout_seconds: float = 3600.0
+    no_worker_timeout_seconds: float = 600.0
+    max_closure_losses: int = 3
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise InvalidValueError(
+                    f"RecoveryOptions: {field.name} is {value}, expected more than 0."
+                )
 
 
 @final

@@ -1,6 +1,7 @@
 """Training goes on when workers are lost, and says why when it cannot."""
 
 import contextlib
+import gc
 import itertools
 import threading
 
@@ -12,7 +13,6 @@ from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Limits
-from distributary.coordinator._sessions import Patience
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
     CancelledError,
@@ -21,6 +21,7 @@ from distributary.errors import (
     PSUnavailableError,
     UnavailableError,
 )
+from distributary.options import RecoveryOptions
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -28,11 +29,11 @@ _SECONDS = 60.0  # more than anything takes
 class _Job:
     """A cluster in this process, with a counter on each server and a step that increases them."""
 
-    def __init__(self, workers=2, ps=2, cluster=None, **patience):
-        self.cluster = cluster or local_cluster(
-            workers, ps, limits=Limits(), patience=Patience(**patience)
+    def __init__(self, workers=2, ps=2, cluster=None, **options):
+        self.cluster = cluster or local_cluster(workers, ps, limits=Limits())
+        self.strategy = ParameterServerStrategy(
+            self.cluster, recovery_options=RecoveryOptions(**options)
         )
-        self.strategy = ParameterServerStrategy(self.cluster)
         with self.strategy.scope():
             self.counters = [dist.Variable(0, name=f"on ps {i}") for i in range(ps)]
         self.coordinator = ClusterCoordinator(self.strategy)
@@ -151,7 +152,7 @@ def test_workers_come_back_with_all_that_they_need(new_job):
 
 
 def test_workers_are_killed_while_others_work(new_job):
-    job = new_job(workers=3, max_losses=1000)
+    job = new_job(workers=3, max_closure_losses=1000)
     ended = threading.Event()
 
     def kill():
@@ -207,7 +208,7 @@ def test_a_closure_that_ends_its_workers_is_an_error(new_job):
 
 
 def test_no_worker_is_an_error_and_one_that_comes_back_works(new_job):
-    job = new_job(no_worker_seconds=0.2)
+    job = new_job(no_worker_timeout_seconds=0.2)
     job.run()
     for name in ("worker 0", "worker 1"):
         job.cluster.kill(name)
@@ -227,7 +228,7 @@ def test_no_worker_is_an_error_and_one_that_comes_back_works(new_job):
 
 
 def test_workers_that_stay_away_are_given_up(new_job):
-    job = new_job(no_worker_seconds=0.1, worker_seconds=0.1)
+    job = new_job(no_worker_timeout_seconds=0.1, worker_timeout_seconds=0.1)
     job.run()
     for name in ("worker 0", "worker 1"):
         job.cluster.kill(name)
@@ -348,3 +349,23 @@ def test_what_was_cancelled_is_not_applied_when_its_worker_goes_on(new_job):
     assert job.counts() == [1, 1]
     job.run(10)
     assert job.counts() == [11, 11]
+
+
+def test_threads_end_with_the_coordinator():
+    threads_before = set(threading.enumerate())
+    job = _Job()
+    job.run(5)
+    threads = [
+        thread
+        for thread in set(threading.enumerate()) - threads_before
+        if thread.name in ("distributary-driver", "distributary heartbeat")
+    ]
+    cluster = job.cluster
+    del job
+    gc.collect()
+
+    assert len(threads) == 2 + 4
+    for thread in threads:
+        thread.join(_SECONDS)
+        assert not thread.is_alive()
+    cluster.close()

@@ -16,6 +16,7 @@ from distributary.coordinator._statistics import (
 )
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
+from distributary.options import RecoveryOptions
 
 __all__ = [
     "ClusterCoordinator",
@@ -25,6 +26,7 @@ __all__ = [
     "PerWorkerIterator",
     "PerWorkerValue",
     "PerWorkerValues",
+    "RecoveryOptions",
     "RemoteValue",
     "Server",
     "ServerStatistics",

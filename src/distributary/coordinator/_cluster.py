@@ -18,7 +18,6 @@ from distributary.coordinator._links import Link
 from distributary.coordinator._messages import JSON, Limits, Message
 from distributary.coordinator._sessions import (
     Heartbeat,
-    Patience,
     ServerLink,
     SessionId,
     SessionLink,
@@ -32,6 +31,7 @@ from distributary.coordinator._statistics import ServerStatistics
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import CancelledError, InvalidValueError, UnavailableError
+from distributary.options import RecoveryOptions
 from distributary.tracing import Handle
 
 __all__ = ["Cluster", "LocalCluster", "Session", "Task", "local_cluster"]
@@ -61,7 +61,7 @@ class Session:
         workers: By their number.
         servers: By their number.
         describe: Describes functions that make data so that workers find them.
-        patience: How long it waits for tasks.
+        options: When it gives up tasks.
         session: What the tasks know it by.
 
     Attributes:
@@ -75,12 +75,12 @@ class Session:
         workers: Sequence[Task],
         servers: Sequence[Task],
         describe: Callable[[Any], JSON],
-        patience: Patience,
+        options: RecoveryOptions,
         session: SessionId,
     ) -> None:
         self.workers = workers
         self.servers = servers
-        self.patience = patience
+        self.options = options
         self.id = session
         self.setup: list[Callable[[int], Message]] = []
         self.server_links = [self._connect(server) for server in servers]
@@ -93,7 +93,7 @@ class Session:
 
     def watch(self, on_end: Callable[[Exception], None]) -> None:
         """Calls a function with the error when a server is lost, or the session closed."""
-        seconds = self.patience.heartbeat_seconds
+        seconds = self.options.heartbeat_seconds
         self._on_end = on_end
         self._heartbeats = [
             Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
@@ -106,7 +106,7 @@ class Session:
                 link.call(Message("finish", {"finished": finished}))
 
     def _connect(self, server: Task) -> ServerLink:
-        return ServerLink(SessionLink(server.connect(), server.name, self.id), self.patience)
+        return ServerLink(SessionLink(server.connect(), server.name, self.id))
 
     def create(self, value: np.ndarray, beside: tuple[int, int] | None = None) -> tuple[int, int]:
         """A new variable; returns the numbers of its server and of itself.
@@ -196,7 +196,6 @@ class Cluster:
         workers: By their number.
         servers: By their number.
         describe: Describes functions that make data so that workers find them.
-        patience: How long a coordinator waits for tasks.
     """
 
     def __init__(
@@ -204,15 +203,16 @@ class Cluster:
         workers: Sequence[Task],
         servers: Sequence[Task],
         describe: Callable[[Any], JSON],
-        patience: Patience,
     ) -> None:
         self._workers = workers
         self._servers = servers
         self.describe = describe
-        self._patience = patience
 
-    def open(self) -> Session:
+    def open(self, options: RecoveryOptions) -> Session:
         """Begins a session at all servers, and ends older ones; workers are told by their thread.
+
+        Args:
+            options: When its coordinator gives up tasks.
 
         Raises:
             ConnectionLostError: if a server cannot be reached.
@@ -225,7 +225,7 @@ class Cluster:
                 break
             # By the clock of another machine, or because two coordinators start at once.
             session = max(newer)
-        return Session(self._workers, self._servers, self.describe, self._patience, session)
+        return Session(self._workers, self._servers, self.describe, options, session)
 
     def close(self) -> None:
         """Ends what belongs to the cluster in this process."""
@@ -261,9 +261,7 @@ class LocalCluster(Cluster):
 
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
 
-    def __init__(
-        self, num_workers: int, num_servers: int, limits: Limits | None, patience: Patience
-    ) -> None:
+    def __init__(self, num_workers: int, num_servers: int, limits: Limits | None) -> None:
         self._limits = limits
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
@@ -278,9 +276,7 @@ class LocalCluster(Cluster):
 
         def make_worker(number: int, session: SessionId) -> Worker:
             links = [
-                ServerLink(
-                    SessionLink(self._connect(workers[number], server), server, session), patience
-                )
+                ServerLink(SessionLink(self._connect(workers[number], server), server, session))
                 for server in servers
             ]
             return Worker(number, links, makers.find)
@@ -296,7 +292,7 @@ class LocalCluster(Cluster):
         def tasks(names: list[str]) -> list[Task]:
             return [Task(name, functools.partial(self._connect, "chief", name)) for name in names]
 
-        super().__init__(tasks(workers), tasks(servers), makers.describe, patience)
+        super().__init__(tasks(workers), tasks(servers), makers.describe)
 
     def kill(self, name: str) -> None:
         """Breaks all connections of a task, as if its process had been killed.
@@ -355,7 +351,6 @@ def local_cluster(
     ps: int = 1,
     *,
     limits: Limits | None = None,
-    patience: Patience | None = None,
 ) -> LocalCluster:
     """Workers and parameter servers in this process, for `ParameterServerStrategy`.
 
@@ -364,7 +359,6 @@ def local_cluster(
         ps: Number of servers.
         limits: If given, what the tasks send each other is encoded, checked and decoded as between
             processes.
-        patience: How long is waited for tasks that are not heard.
 
     Raises:
         InvalidValueError: if a number is not positive.
@@ -372,4 +366,4 @@ def local_cluster(
     for name, number in (("workers", workers), ("ps", ps)):
         if number < 1:
             raise InvalidValueError(f"local_cluster: {name} is {number}, expected at least 1.")
-    return LocalCluster(workers, ps, limits, patience or Patience())
+    return LocalCluster(workers, ps, limits)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from distributary.coordinator._closures import Plan, plan_of
+from distributary.coordinator._cluster import Session
 from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
@@ -57,7 +58,7 @@ class ClusterCoordinator:
     def _start(self, strategy: Any) -> None:
         self._strategy = strategy
         self._cluster = strategy._cluster
-        self._queue = ClosureQueue(self._cluster.patience.max_losses, self._cluster.finish)
+        self._queue = ClosureQueue(self._cluster.options.max_closure_losses, self._cluster.finish)
         # By function, then by structure of the arguments.
         self._functions: weakref.WeakKeyDictionary[Any, dict[Any, _Function]] = (
             weakref.WeakKeyDictionary()
@@ -69,16 +70,25 @@ class ClusterCoordinator:
         self._warned_of_rows: set[str] = set()
         # Whoever schedules a function traces it, and the threads below, for other shapes.
         self._tracing = threading.RLock()
-        self._workers = Workers(self._cluster, self._queue, self._add_plan)
-        self._metrics = MetricsServer.from_environ(
-            os.environ, lambda: lines_of("coordinator", self.statistics())
+        # The threads know nothing that keeps the coordinator: they end with it.
+        add_plan = weakref.WeakMethod(self._add_plan)
+        session, queue = self._cluster, self._queue
+        workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
+        metrics = MetricsServer.from_environ(
+            os.environ, lambda: lines_of("coordinator", _statistics(queue, workers, session))
         )
-        self._cluster.watch(self._end)
 
-    def _end(self, error: Exception) -> None:
-        self._queue.end(error)
-        if self._metrics is not None:
-            self._metrics.close()
+        def end(error: Exception) -> None:
+            queue.end(error)
+            if metrics is not None:
+                metrics.close()
+
+        session.watch(end)
+        self._workers = workers
+        self._metrics = metrics
+        # In a thread, as whoever collects garbage may be one of those that end.
+        closing = threading.Thread(target=session.close, name="distributary-close", daemon=True)
+        weakref.finalize(self, closing.start).atexit = False
 
     @property
     def strategy(self) -> Any:
@@ -152,10 +162,7 @@ class ClusterCoordinator:
         Raises:
             PSUnavailableError: if a server is lost.
         """
-        counts = {f"num_{name}": number for name, number in self._queue.counts().items()}
-        return CoordinatorStatistics(
-            **counts, workers=self._workers.statistics(), servers=self._cluster.statistics()
-        )
+        return _statistics(self._queue, self._workers, self._cluster)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":
         """A dataset that every worker makes for itself.
@@ -285,6 +292,13 @@ class ClusterCoordinator:
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
+
+
+def _statistics(queue: ClosureQueue, workers: Workers, session: Session) -> CoordinatorStatistics:
+    counts = {f"num_{name}": number for name, number in queue.counts().items()}
+    return CoordinatorStatistics(
+        **counts, workers=workers.statistics(), servers=session.statistics()
+    )
 
 
 @final

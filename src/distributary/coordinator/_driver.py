@@ -23,7 +23,7 @@ from distributary.errors import (
 __all__ = ["Workers"]
 
 _LOST = (ConnectionLostError, DeadlineError)
-_MAX_FED_BYTES = 1 << 24  # of the closures of a lease, all but one
+_MAX_LEASED_BYTES = 1 << 24  # of all closures of a lease but the last one
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -91,10 +91,10 @@ class Workers:
     def _call(self, message: Callable[[int], Message]) -> "tuple[Message, _Driver]":
         while True:
             with self._changed:
-                patience = self._session.patience.no_worker_seconds
-                if not self._changed.wait_for(lambda: self._live, patience):
+                seconds = self._session.options.no_worker_timeout_seconds
+                if not self._changed.wait_for(lambda: self._live, seconds):
                     raise self._error()
-                driver = self._live[0]
+                driver = min(self._live, key=lambda one: one.is_running)
             try:
                 return driver.call(message), driver
             except _LOST as error:
@@ -122,7 +122,7 @@ class Workers:
         """Raises an error for what is queued if there is no worker for too long."""
         with self._changed:
             seconds = time.monotonic() - self._none_since
-            if self._live or seconds < self._session.patience.no_worker_seconds:
+            if self._live or seconds < self._session.options.no_worker_timeout_seconds:
                 return
         if all(driver.is_given_up for driver in self._drivers):
             self._queue.end(self._error())
@@ -164,7 +164,7 @@ class _Driver:
         self._add_plan = add_plan
         self._workers = workers
         self._connection: _Connection | None = None
-        self._is_running = False
+        self.is_running = False
         self._num_losses = 0
         self._num_closures = 0
         self._past = Tally()  # of its former incarnations
@@ -189,7 +189,7 @@ class _Driver:
     def statistics(self, is_live: bool) -> WorkerStatistics:
         """What the worker has done."""
         if is_live:
-            state = "running" if self._is_running else "idle"
+            state = "running" if self.is_running else "idle"
         elif self._num_losses or self._connection:
             state = "given up" if self.is_given_up else "lost"
         else:
@@ -223,7 +223,7 @@ class _Driver:
             running = []
             if is_same is None:
                 seconds = time.monotonic() - lost_since
-                self.is_given_up = seconds > self._session.patience.worker_seconds
+                self.is_given_up = seconds > self._session.options.worker_timeout_seconds
                 self._workers.check()
                 if self.is_given_up:
                     return
@@ -260,7 +260,7 @@ class _Driver:
         connection = self._connection
         assert connection is not None
         while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
-            self._is_running = True
+            self.is_running = True
             try:
                 while closures and self._run(connection, closures):
                     pass
@@ -269,7 +269,7 @@ class _Driver:
                 self.error = connection.error
                 return closures
             finally:
-                self._is_running = False
+                self.is_running = False
         self.error = connection.error
         return []
 
@@ -332,8 +332,8 @@ class _Driver:
                 break  # the next time it is the first
             leased.append(closure)
             arrays += [*closure.args, *closure.fed]
-            num_bytes += sum(array.nbytes for array in closure.fed)
-            if num_bytes > _MAX_FED_BYTES:
+            num_bytes += sum(array.nbytes for array in (*closure.args, *closure.fed))
+            if num_bytes > _MAX_LEASED_BYTES:
                 break
         return leased, arrays
 
@@ -366,7 +366,7 @@ class _Connection:
         self._queue = queue
         self._lock = threading.Lock()
         self._link = SessionLink(task.connect(), task.name, session.id)
-        seconds = session.patience.heartbeat_seconds
+        seconds = session.options.heartbeat_seconds
         try:
             reply = self._link.call(hello(session.id), seconds)
         except BaseException:

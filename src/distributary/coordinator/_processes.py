@@ -15,7 +15,6 @@ from distributary.coordinator._cluster import Cluster, Task
 from distributary.coordinator._grpc import GrpcLink
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Message
-from distributary.coordinator._sessions import Patience
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 
@@ -148,7 +147,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
             if peer.task_type == task_type
         ]
 
-    return Cluster(tasks("worker"), tasks("ps"), describe, Patience())
+    return Cluster(tasks("worker"), tasks("ps"), describe)
 
 
 def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:

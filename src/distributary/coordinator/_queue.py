@@ -99,7 +99,10 @@ class ClosureQueue:
         """
         with self._lock:
             self._has_work.wait_for(lambda: self._queued or self.closed.is_set() or is_lost())
-            if self.closed.is_set() or is_lost():
+            if self.closed.is_set():
+                return []
+            if is_lost():
+                self._has_work.notify()  # somebody else, if it was for closures
                 return []
             # Of closures that have lost a worker, any may be what has ended it: only one at a time.
             share = 1 if self._queued[0].lost else len(self._queued) // max(1, num_workers)
@@ -214,6 +217,7 @@ class ClosureQueue:
             self._error = error
             self._cancel(self._queued, error)
             self._queued.clear()
+            self._has_room.notify_all()
 
     def _cancel(self, closures: Iterable[Closure], cause: BaseException) -> None:
         for closure in closures:

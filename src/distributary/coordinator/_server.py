@@ -20,7 +20,6 @@ from distributary.coordinator._messages import Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
 from distributary.coordinator._processes import IDENTIFY, connect_seconds, tasks_of, versions
 from distributary.coordinator._sessions import (
-    Patience,
     ServerLink,
     SessionId,
     SessionLink,
@@ -149,8 +148,7 @@ class Server:
             def make(session: SessionId) -> Tenant:
                 links = [
                     ServerLink(
-                        SessionLink(GrpcLink(peer.address, "ps", credentials), str(peer), session),
-                        Patience(),
+                        SessionLink(GrpcLink(peer.address, "ps", credentials), str(peer), session)
                     )
                     for peer in servers
                 ]

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
 
 from distributary.coordinator._links import (
@@ -30,7 +29,6 @@ from distributary.errors import (
 
 __all__ = [
     "Heartbeat",
-    "Patience",
     "ServerLink",
     "SessionId",
     "SessionLink",
@@ -43,30 +41,10 @@ __all__ = [
 
 SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger of two is the newer one
 
+# For a new connection to a server, also if the other machine says that its process has ended.
+_BREAK_SECONDS, _ENDED_SECONDS = 2.0, 0.1
 _PAUSE_SECONDS = 0.05  # before a call is repeated
 _UNKNOWN, _NEWER = "unknown session", "newer session"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a coordinator waits for tasks that it does not hear.
-
-    Args:
-        heartbeat_seconds: Time between two signs of life; three missing ones are a loss.
-        server_seconds: Time for a new connection to a server after one has broken.
-        ended_server_seconds: The same, if the other machine says that the process has ended.
-        worker_seconds: Time for a lost worker to come back, before it is given up.
-        no_worker_seconds: Time without any worker, before those who wait get an error.
-        max_losses: A closure that was running when so many workers were lost is an error.
-    """
-
-    heartbeat_seconds: float = 2.0
-    server_seconds: float = 2.0
-    ended_server_seconds: float = 0.1
-    worker_seconds: float = 3600.0
-    no_worker_seconds: float = 600.0
-    max_losses: int = 3
 
 
 class SessionLostError(ConnectionLostError):
@@ -147,7 +125,12 @@ class SessionService:
         if message.kind == "alive":
             stay.ended.wait(float(message.fields["seconds"]))
             return Message("ok")
-        return stay.handle(message, peer)
+        try:
+            return stay.handle(message, peer)
+        except Exception:
+            if stay.ended.is_set():  # in the meantime; this explains any error
+                return self.handle(message, peer)
+            raise
 
     def statistics(self) -> dict[str, float]:
         """Numbers about what was done in the session, by name."""
@@ -245,16 +228,14 @@ class ServerLink:
 
     Args:
         link: To the server.
-        patience: How long a break may take.
 
     Attributes:
         sent_bytes: Of the arrays of requests.
         received_bytes: Of the arrays of replies.
     """
 
-    def __init__(self, link: SessionLink, patience: Patience) -> None:
+    def __init__(self, link: SessionLink) -> None:
         self._link = link
-        self._patience = patience
         self._once = threading.Lock()
         self._requests = itertools.count(1)
         self.sent_bytes = 0
@@ -282,11 +263,8 @@ class ServerLink:
             except ConnectionLostError as error:
                 now = time.monotonic()
                 broken = broken or now
-                ended = isinstance(error, RefusedError)
-                patience = self._patience
-                if now - broken > (
-                    patience.ended_server_seconds if ended else patience.server_seconds
-                ):
+                limit = _ENDED_SECONDS if isinstance(error, RefusedError) else _BREAK_SECONDS
+                if now - broken > limit:
                     raise self._lost(f"cannot be reached ({error})") from error
             time.sleep(_PAUSE_SECONDS)
 

@@ -13,7 +13,7 @@ from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.options import RunOptions
+from distributary.options import RecoveryOptions, RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import SparseUpdate, push
 from distributary.variables import (
@@ -44,6 +44,7 @@ class ParameterServerStrategy(Strategy):
             where rows alone are pushed. "exact": what the optimizer does where the gradient is
             zero, as on one device; servers update whole tables if that is not nothing. "lazy":
             nothing, so that Adam's and momentum's moments do not decay (LazyAdam).
+        recovery_options: When lost workers and servers are given up.
 
     Raises:
         InvalidTypeError: if it is neither.
@@ -59,6 +60,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         sparse_update: SparseUpdate = "exact",
+        recovery_options: RecoveryOptions | None = None,
     ) -> None:
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidTypeError(
@@ -71,7 +73,7 @@ class ParameterServerStrategy(Strategy):
                 f"ParameterServerStrategy: sparse_update is {sparse_update!r}, expected 'exact' or"
                 " 'lazy'."
             )
-        self._cluster = cluster_of(cluster_resolver).open()
+        self._cluster = cluster_of(cluster_resolver).open(recovery_options or RecoveryOptions())
         self._coordinator: Any = None
         self._variable_partitioner = variable_partitioner
         self._sparse_update: SparseUpdate = sparse_update

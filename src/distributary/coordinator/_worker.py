@@ -24,7 +24,9 @@ from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
 
+# Of one `run`; one closure more than that may be run.
 _MAX_SECONDS = 0.1
+_MAX_RESULT_BYTES = 1 << 24
 # Shape and name of the dtype of every leaf.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -191,7 +193,7 @@ class Worker:
         for closure in [number for number in self._waiting if number < fields["finished"]]:
             del self._waiting[closure]
         results: list[Any] = []
-        num_ended = 0
+        num_ended = num_bytes = 0
         end = time.monotonic() + _MAX_SECONDS
         reply: dict[str, Any] = {}
         for i, closure in enumerate(closures):
@@ -214,7 +216,9 @@ class Worker:
                 break
             results += outs
             num_ended += 1
-            if time.monotonic() > end:  # others may be idle, and somebody may wait for a result
+            num_bytes += sum(out.nbytes for out in outs)
+            # Others may be idle, and somebody may wait for a result.
+            if time.monotonic() > end or num_bytes > _MAX_RESULT_BYTES:
                 break
         reply |= {"num_ended": num_ended, "tally": self.statistics()}
         return Message("ok", reply, results)
