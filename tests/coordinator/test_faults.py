@@ -17,6 +17,7 @@ from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
     CancelledError,
     CoordinatorReplacedError,
+    InvalidValueError,
     OutOfRangeError,
     PSUnavailableError,
     UnavailableError,
@@ -349,6 +350,12 @@ def test_what_was_cancelled_is_not_applied_when_its_worker_goes_on(new_job):
     assert job.counts() == [1, 1]
     job.run(10)
     assert job.counts() == [11, 11]
+
+
+@pytest.mark.parametrize("name", ["heartbeat_seconds", "max_closure_losses"])
+def test_options_that_cannot_be(name):
+    with pytest.raises(InvalidValueError, match=f"{name} is 0, expected more than 0"):
+        RecoveryOptions(**{name: 0})
 
 
 def test_threads_end_with_the_coordinator():
