@@ -1,5 +1,7 @@
 """Jobs with a chief, workers and parameter servers."""
 
+import signal
+
 import pytest
 
 from distributary.errors import InvalidValueError
@@ -56,6 +58,14 @@ run_forever()
         "ps-0.restart-2.log",
         "worker-1.restart-1.log",
     ]
+
+
+def test_a_server_that_ends_well_is_named(script, start):
+    process = start("--ps", 1, script('if name != "ps0":\n    run_forever()'))
+
+    assert "[launcher] ps 0 has ended before the chief" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
 
 
 def test_without_restarts_left_a_lost_server_ends_the_job(launch):

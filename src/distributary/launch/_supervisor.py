@@ -270,6 +270,11 @@ class Supervisor:
                 text = ": ".join([text, *reasons])
                 failed = Failed(self._generation, code, text, lines)
                 self._follower = now + _LOST_WORKER_SECONDS, failed
+        elif worker.task.task_type in ("worker", "ps") and self._options.num_servers:
+            self._output.say(
+                f"{worker.task} has ended before the chief. Workers and servers call"
+                " distributary.Server(...).join()."
+            )
         elif not self._has_finished and all(
             r.worker.ending is not None and not r.worker.ending.returncode
             for r in self._running
