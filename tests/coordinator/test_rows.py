@@ -187,7 +187,7 @@ def test_a_step_may_look_up_nothing():
 )
 def test_every_row_is_found_once_and_in_its_shard(sizes, numbers, is_clipped):
     size = sum(sizes)
-    space = RowSpace([Lookup(0, size, is_clipped)] * len(numbers), sum(map(len, numbers)))
+    space = RowSpace([Lookup(0, size, is_clipped, False)] * len(numbers), sum(map(len, numbers)))
     arrays = [np.array(own, np.int32).reshape(-1, 1) for own in numbers]
 
     (found,) = RowPlan("", [], [space], []).find(arrays)

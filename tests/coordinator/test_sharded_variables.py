@@ -8,6 +8,7 @@ import pytest
 
 import distributary as dist
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
+from distributary.coordinator._messages import Limits
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.experimental import local_cluster
 from distributary.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
@@ -224,3 +225,45 @@ def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
     for own, other in zip(optimizer.variables, expected.optimizer.variables, strict=True):
         np.testing.assert_allclose(np.array(own), np.array(other), rtol=1e-4, atol=1e-6)
     assert 0 < max(sizes) <= 8
+
+
+def test_lazy_updates_leave_other_rows_and_their_moments_alone():
+    strategy = dist.ParameterServerStrategy(
+        local_cluster(workers=1, ps=2), FixedShardsPartitioner(2), sparse_update="lazy"
+    )
+    with strategy.scope():
+        table = keras.Variable(TABLE, name="table")
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build([table])
+
+    def step(ids):
+        with dist.GradientTape() as tape:
+            loss = (dist.embedding_lookup(table, ids) ** 2).sum()
+        optimizer.apply([tape.gradient(loss, table)], [table])
+
+    coordinator = ClusterCoordinator(strategy)
+    for ids in IDS:
+        coordinator.schedule(step, args=(ids,))
+        coordinator.join()
+
+    first, second = (np.unique(ids) for ids in IDS)
+    others = np.setdiff1d(np.arange(50), np.concatenate([first, second]))
+    found = np.asarray(table)
+    np.testing.assert_array_equal(found[others], TABLE[others])
+    # Adam's first step is the learning rate; the second one is larger: its bias correction is less.
+    np.testing.assert_allclose(found[first], TABLE[first] - 0.1 * np.sign(TABLE[first]), rtol=1e-3)
+    scale = 0.1 * np.sqrt(1 - 0.999**2) / (1 - 0.9**2) * 0.1 / np.sqrt(0.001)
+    moved = TABLE[second] - scale * np.sign(TABLE[second])
+    np.testing.assert_allclose(found[second], moved, rtol=1e-3)
+
+
+def test_a_large_variable_travels_in_pieces():
+    limits = Limits(max_message_bytes=70 << 20)
+    strategy = dist.ParameterServerStrategy(local_cluster(workers=1, ps=1, limits=limits))
+    value = np.arange(20 << 20, dtype=np.float32).reshape(-1, 1024)  # 80 MiB
+
+    with strategy.scope():
+        variable = dist.Variable(value)
+    variable.assign_add(np.ones_like(value))
+
+    np.testing.assert_array_equal(variable.numpy(), value + 1)

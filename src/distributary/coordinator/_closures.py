@@ -270,7 +270,8 @@ def plan_of(
     row_plan = None
     if rows is not None:
         origins += [("rows", i) for i in range(len(rows.buffers))]
-        origins += [("position", i) for i in range(len(rows.ids.jaxpr.outvars))]
+        num_lookups = sum(len(space.lookups) for space in rows.spaces)
+        origins += [("position", i) for i in range(num_lookups)]
         program = export_jaxpr(rows.ids)
         buffers = [
             (

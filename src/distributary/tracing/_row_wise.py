@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, final
 
 import jax.extend.core as jex_core
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ _ZERO_OF_ZERO = frozenset(
     sign sin sinh slice split sqrt square squeeze tan tanh transpose
     """.split()  # noqa: SIM905
 )
+_SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
 _ZERO: Any = "zero"
 
 
@@ -132,8 +133,9 @@ def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[A
         For every value `"zero"`, or something equal for equal values, for an input the input.
         Numbers are taken for finite: zero times anything is zero.
     """
-    numbering = Numbering(lambda eqn, operands: _simplified(eqn, operands, zero, zeros))
-    zero = numbering.input(_ZERO)
+    rules = _Rules(zeros)
+    numbering = Numbering(rules.number_of)
+    zero = rules.zero = numbering.input(_ZERO)
     invars = [*jaxpr.constvars, *jaxpr.invars]
     inputs = [_ZERO if v in zeros else v for v in invars]
     numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
@@ -141,56 +143,71 @@ def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[A
     return [of_inputs.get(number, number) for number in numbers]
 
 
-def _simplified(
-    eqn: Equation, operands: Sequence[int], zero: int, zeros: Collection[Any]
-) -> int | None:
-    """The number of the result if it is zero or one of the operands."""
-    if len(eqn.outvars) == 1 and eqn.outvars[0] in zeros:
-        return zero
-    name = eqn.primitive.name
-    is_null = [
-        number == zero or _literal(atom) == 0
-        for number, atom in zip(operands, eqn.invars, strict=True)
-    ]
-    if name in ("add", "add_any", "sub") and is_null[1]:
-        return operands[0]
-    if name in ("add", "add_any") and is_null[0]:
-        return operands[1]
-    if name in ("sub", "max", "min") and operands[0] == operands[1]:
-        return zero if name == "sub" else operands[0]
-    if name == "mul" and any(is_null):
-        return zero
-    if name in ("mul", "div") and _literal(eqn.invars[1]) == 1:
-        return operands[0]
-    if name == "mul" and _literal(eqn.invars[0]) == 1:
-        return operands[1]
-    if name == "integer_pow" and is_null[0] and eqn.params["y"] > 0:
-        return zero
-    if name == "pow" and is_null[0] and _literal(eqn.invars[1]) > 0:
-        return zero
-    if name in ("max", "min") and any(is_null):
-        others = [_literal(v) for v, null in zip(eqn.invars, is_null, strict=True) if not null]
-        if all(bound <= 0 if name == "max" else bound >= 0 for bound in others):
-            return zero
-    if name == "clamp" and is_null[1] and _literal(eqn.invars[0]) <= 0 <= _literal(eqn.invars[2]):
-        return zero
-    if name == "select_n" and len(set(operands[1:])) == 1:
-        return operands[1]
-    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-        return operands[0]
-    if name in ("copy", "push", "optimization_barrier", "stop_gradient") and len(operands) == 1:
-        return operands[0]
-    if name == "concatenate" and all(is_null):
-        return zero
-    if name in _ZERO_OF_ZERO and is_null[0]:
-        return zero
-    return None
+@final
+class _Rules:
+    """What is known of results beyond what they are computed from.
 
+    Args:
+        zeros: Variables that are zero.
 
-def _literal(atom: Any) -> float:
-    """The value of a real scalar literal, else NaN."""
-    if isinstance(atom, jex_core.Literal) and np.ndim(atom.val) == 0:
+    Attributes:
+        zero: The number of zero.
+    """
+
+    def __init__(self, zeros: Collection[Any]) -> None:
+        self.zero = -1
+        self._zeros = zeros
+        self._values: dict[Any, float] = {}  # of which all elements are one number
+
+    def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
+        """The number of the result if it is zero or one of the operands."""
+        name, (v,), zero = eqn.primitive.name, eqn.outvars, self.zero
+        values = [self._value(atom) for atom in eqn.invars]
+        if name in _SAME_VALUE and not math.isnan(values[0]):
+            self._values[v] = values[0]
+        is_zero = [
+            number == zero or value == 0 for number, value in zip(operands, values, strict=True)
+        ]
+        others = [value for value, is_null in zip(values, is_zero, strict=True) if not is_null]
+        match name:
+            case _ if v in self._zeros or (name in _ZERO_OF_ZERO and is_zero[0]):
+                return zero
+            case "add" | "add_any" | "sub" if is_zero[1]:
+                return operands[0]
+            case "add" | "add_any" if is_zero[0]:
+                return operands[1]
+            case "sub" | "max" | "min" if operands[0] == operands[1]:
+                return zero if name == "sub" else operands[0]
+            case "mul" if any(is_zero):
+                return zero
+            case "mul" | "div" if values[1] == 1:
+                return operands[0]
+            case "mul" if values[0] == 1:
+                return operands[1]
+            case "integer_pow" if is_zero[0] and eqn.params["y"] > 0:
+                return zero
+            case "pow" if is_zero[0] and values[1] > 0:
+                return zero
+            case "max" if any(is_zero) and all(value <= 0 for value in others):
+                return zero
+            case "min" if any(is_zero) and all(value >= 0 for value in others):
+                return zero
+            case "clamp" if is_zero[1] and values[0] <= 0 <= values[2]:
+                return zero
+            case "select_n" if len(set(operands[1:])) == 1:
+                return operands[1]
+            case "convert_element_type" if eqn.invars[0].aval.dtype == v.aval.dtype:
+                return operands[0]
+            case "copy" | "push" | "stop_gradient" | "optimization_barrier":
+                return operands[0]
+            case "concatenate" if all(is_zero):
+                return zero
+        return None
+
+    def _value(self, atom: Any) -> float:
+        """The real number that all elements of a constant are; NaN if it is not known."""
+        if not isinstance(atom, jex_core.Literal):
+            return self._values.get(atom, math.nan)
         value = np.asarray(atom.val)
-        if jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value):
-            return float(value)
-    return math.nan
+        is_real = jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value)
+        return float(value) if is_real and not value.ndim else math.nan

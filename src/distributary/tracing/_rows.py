@@ -49,11 +49,13 @@ class Lookup:
         start: The row of the space that is row 0 of the part.
         size: Number of rows of the part.
         is_clipped: Whether numbers out of range mean the nearest row; else they mean none.
+        is_again: Whether its numbers are those of the lookup before it, which is clipped.
     """
 
     start: int
     size: int
     is_clipped: bool
+    is_again: bool
 
 
 @final
@@ -62,8 +64,8 @@ class RowSpace:
     """Rows that tables have in common: some of them, by number, are what a step works on.
 
     Attributes:
-        lookups: Numbers that a step takes rows of, in the order of the outputs of `RowSplit.ids`
-            over all spaces.
+        lookups: Numbers that a step takes rows of. Those that are not again those of another one
+            are, over all spaces, in the order of the outputs of `RowSplit.ids`.
         capacity: As many rows are worked on at most.
     """
 
@@ -96,7 +98,7 @@ class RowSplit:
             numbers are among them, int32 of the shape of the numbers.
         inputs: Positions among the inputs of the whole.
         ids: Closed jaxpr from the inputs of the whole at `ids_inputs` to the numbers `[..., 1]` of
-            all lookups.
+            the lookups.
         ids_inputs: Positions among the inputs of the whole.
         spaces: What `buffers` and `pushes` refer to.
         buffers: The tables.
@@ -208,7 +210,7 @@ def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | Non
                 capacity_of, [next(iter(group)).aval for group in buffers], strict=True
             )
         ),
-        *(_struct(v.aval.shape, jnp.int32) for v in spaces.ids),
+        *(_struct(v.aval.shape, jnp.int32) for v in spaces.ids_of_lookups),
     )
     position = dict(zip(jaxpr.invars, split.inputs, strict=True))
     pushes = {
@@ -311,13 +313,15 @@ class _Spaces:
 
     Attributes:
         spaces: Tables that are looked up by the same numbers share one.
-        ids: The variables with the numbers, for every lookup of every space.
+        ids: The variables with the numbers.
+        ids_of_lookups: The same for every lookup of every space.
         refusals: By variable, why its table is none of them, although it is looked up.
     """
 
     def __init__(self, jaxpr: Any, flow: RowFlow) -> None:
         self.spaces: list[RowSpace] = []
         self.ids: list[Any] = []
+        self.ids_of_lookups: list[Any] = []
         self._flow = flow
         self._of_root: dict[Any, tuple[int, int]] = {}
         self._lookups: dict[Any, int] = {}  # by equation, its number
@@ -329,8 +333,7 @@ class _Spaces:
         of_root: dict[Any, dict[Any, list[Equation]]] = {}
         for (v, eqn), number in zip(uses, numbers, strict=True):
             root, start = flow.find(v)
-            is_clipped = eqn.params["mode"] is not GatherScatterMode.FILL_OR_DROP
-            key = number, start, v.aval.shape[0], is_clipped
+            key = number, start, v.aval.shape[0]
             of_root.setdefault(root, {}).setdefault(key, []).append(eqn)
         found: dict[Any, tuple[int, int]] = {}
         for root, keys in of_root.items():
@@ -342,15 +345,33 @@ class _Spaces:
                 continue
             if flow.reason(root) is not None:
                 continue
-            shifted = tuple([(n, start - first, size, clips) for n, start, size, clips in keys])
+            shifted = tuple(
+                (number, start - first, size, _modes(eqns))
+                for (number, start, size), eqns in keys.items()
+            )
             if shifted not in found:
-                found[shifted] = len(self.spaces), len(self.ids)
-                self.spaces.append(RowSpace([Lookup(*key[1:]) for key in shifted], capacity))
-                self.ids += [eqns[0].invars[1] for eqns in keys.values()]
-            space, start = found[shifted]
+                found[shifted] = len(self.spaces), len(self.ids_of_lookups)
+                self.spaces.append(
+                    RowSpace(
+                        [
+                            Lookup(start, size, is_clipped, is_again=i > 0)
+                            for _, start, size, modes in shifted
+                            for i, is_clipped in enumerate(modes)
+                        ],
+                        capacity,
+                    )
+                )
+                for eqns in keys.values():
+                    self.ids.append(eqns[0].invars[1])
+                    self.ids_of_lookups += [eqns[0].invars[1]] * len(_modes(eqns))
+            space, number = found[shifted]
             self._of_root[root] = space, first
-            for i, eqns in enumerate(keys.values(), start):
-                self._lookups.update((id(eqn), i) for eqn in eqns)
+            for eqns in keys.values():
+                modes = _modes(eqns)
+                self._lookups.update(
+                    (id(eqn), number + modes.index(_is_clipped(eqn))) for eqn in eqns
+                )
+                number += len(modes)
         self.refusals = self._refusals(
             {id(eqn): number for (_, eqn), number in zip(uses, numbers, strict=True)}
         )
@@ -391,6 +412,18 @@ class _Spaces:
             if why is not None and num_ids < eqn.invars[0].aval.shape[0]:
                 refusals.update((v, why) for v in flow.members(root))
         return refusals
+
+
+def _modes(eqns: Sequence[Equation]) -> tuple[bool, ...]:
+    """Whether numbers out of range are clipped, for some equations; both if they differ."""
+    return tuple(sorted({_is_clipped(eqn) for eqn in eqns}, reverse=True))
+
+
+def _is_clipped(eqn: Equation) -> bool:
+    mode = eqn.params["mode"]
+    if eqn.primitive.name == "gather":
+        return mode is not GatherScatterMode.FILL_OR_DROP
+    return mode is GatherScatterMode.CLIP  # what was promised to be in bounds is dropped
 
 
 def _buffers_of(jaxpr: Any, taken: Collection[Any]) -> list[list[Any]]:
