@@ -111,8 +111,8 @@ def find(description: JSON) -> Callable[[], Any]:
         Exception: what a module raises when it is imported.
     """
     module_name, name = description["module"], description["name"]
-    modules = [_import(module_name)] if module_name != _MAIN else [sys.modules[_MAIN]]
-    function = _attribute(modules[0], name)
+    module = sys.modules[_MAIN] if module_name == _MAIN else _import(module_name)
+    function = _attribute(module, name)
     reason = ""
     if function is None and module_name == _MAIN:
         # Not reached yet: a script calls Server.join() before its other definitions.
