@@ -269,6 +269,28 @@ def test_a_lost_server_is_named_and_another_strategy_goes_on(restarts, new_job):
     assert other.counts() == [10, 10]
 
 
+def test_a_worker_that_alone_cannot_reach_a_server_leaves_the_work_to_others(new_job):
+    job = new_job()
+    job.run(4)
+    tried = threading.Event()
+
+    def cut_off(source, target, message, deliver):
+        if (source, target) == ("worker 0", "ps 1"):
+            tried.set()
+            raise ConnectionLostError
+        return deliver(message)
+
+    job.cluster.fault = cut_off
+    while not tried.is_set():
+        job.run(2)
+    job.run(20)
+    counts = job.counts()
+    job.cluster.fault = None
+    job.run(2)
+
+    assert counts == [job.num_scheduled - 2] * 2
+
+
 def test_a_second_coordinator_takes_over(new_job):
     first = new_job()
     first.run(5)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -31,10 +33,12 @@ class _Proxy:
 
     Attributes:
         num_bytes: The next connection breaks after so many bytes.
+        broken: Set when it has.
     """
 
     def __init__(self, target):
         self.num_bytes = 1 << 60
+        self.broken = threading.Event()
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -78,6 +82,8 @@ class _Proxy:
             while num_bytes > 0 and (data := source.recv(min(num_bytes, 1 << 16))):
                 target.sendall(data)
                 num_bytes -= len(data)
+            if num_bytes <= 0:
+                self.broken.set()
         for one in (source, target):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -88,10 +94,11 @@ class _Cluster:
 
     def __init__(self, stack):
         self._stack = stack
-        chief, *addresses = free_addresses("127.0.0.1", 5)
+        chief, metrics, *addresses = free_addresses("127.0.0.1", 6)
         self.spec = {"chief": [chief], "worker": addresses[:2], "ps": addresses[2:]}
         self.proxy = _Proxy(addresses[2])
         stack.callback(self.proxy.close)
+        self._metrics_port = metrics.rpartition(":")[2]
         self.processes = {}
         for name in ("worker 0", "worker 1", "ps 0", "ps 1"):
             self.start(name)
@@ -110,6 +117,7 @@ class _Cluster:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "TF_CONFIG": json.dumps(config),
+            "DISTRIBUTARY_METRICS_PORT": self._metrics_port,
         }
         process = self._stack.enter_context(
             subprocess.Popen(
@@ -118,6 +126,18 @@ class _Cluster:
         )
         self._stack.callback(process.kill)
         return process
+
+    def metrics(self):
+        """The lines that all processes tell."""
+        lines = []
+        first = int(self._metrics_port)
+        for port in range(first, first + 10):
+            with (
+                contextlib.suppress(urllib.error.URLError),
+                urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=_SECONDS) as reply,
+            ):
+                lines += reply.read().decode().splitlines()
+        return lines
 
     def kill(self, name):
         self.processes[name].kill()
@@ -190,6 +210,18 @@ def test_a_worker_is_killed_and_restarted(cluster, new_job):
     assert job.counts() == [1000, 1000]
 
 
+def test_all_processes_have_metrics(cluster, new_job):
+    job = new_job()
+    job.wait_for_workers()
+    job.schedule(10)
+    job.coordinator.join()
+
+    lines = cluster.metrics()
+
+    assert lines.count("distributary_ps_num_pushes 10") == 2
+    assert sum(line.startswith("distributary_worker_pull_seconds ") for line in lines) == 2
+
+
 def test_a_worker_is_frozen_and_goes_on(cluster, new_job):
     job = new_job()
     job.wait_for_workers()
@@ -210,13 +242,16 @@ def test_a_connection_breaks_in_the_middle_of_a_push(cluster, new_job):
     cluster.proxy.num_bytes = 2_500_000  # of the next session's
     job = new_job()
     job.wait_for_workers()
-    for _ in range(10):
-        job.coordinator.schedule(job.large_step, args=(np.float32(1),))
-    job.coordinator.join()
+    num_steps = 0
+    while not cluster.proxy.broken.is_set():
+        for _ in range(10):
+            job.coordinator.schedule(job.large_step, args=(np.float32(1),))
+        job.coordinator.join()
+        num_steps += 10
 
-    assert cluster.proxy.num_bytes > 1 << 59
-    assert job.counts() == [10, 10]
-    np.testing.assert_array_equal(job.large.numpy(), np.full(_NUM_ELEMENTS, 10, np.float32))
+    assert job.counts() == [num_steps] * 2
+    expected = np.full(_NUM_ELEMENTS, num_steps, np.float32)
+    np.testing.assert_array_equal(job.large.numpy(), expected)
 
 
 def test_a_chief_is_killed_and_another_one_starts(cluster, new_job):

@@ -51,6 +51,8 @@ class Workers:
             _Driver(i, task, session, queue, add_plan, self)
             for i, task in enumerate(session.workers)
         ]
+        for driver in self._drivers:
+            driver.start()
 
     def tell(self, message: Callable[[int], Message]) -> Message:
         """Tells a worker what to know, and if it replies "ok" all others before they run closures.
@@ -65,11 +67,7 @@ class Workers:
             Exception: as `call`.
         """
         with self._telling:
-            reply, driver = self._call(message)
-            if reply.kind == "ok":
-                self._session.setup.append(message)
-                driver.skip(len(self._session.setup))
-        return reply
+            return self._with_some(lambda connection: connection.tell(message))
 
     def tell_later(self, message: Message) -> None:
         """Tells all workers before they run closures."""
@@ -86,20 +84,27 @@ class Workers:
             UnavailableError: if there is none for too long.
             Exception: as `Link.call`.
         """
-        return self._call(message)[0]
+        return self._with_some(lambda connection: connection.call(message))
 
-    def _call(self, message: Callable[[int], Message]) -> "tuple[Message, _Driver]":
+    def _with_some(self, call: "Callable[[_Connection], Message]") -> Message:
+        def ready() -> list[_Driver]:
+            return [driver for driver in self._live if not driver.connection.is_lost()]
+
         while True:
             with self._changed:
-                seconds = self._session.options.no_worker_timeout_seconds
-                if not self._changed.wait_for(lambda: self._live, seconds):
-                    raise self._error()
-                driver = min(self._live, key=lambda one: one.is_running)
+                self._changed.wait_for(
+                    lambda: ready() or self._queue.closed.is_set(),
+                    self._session.options.no_worker_timeout_seconds,
+                )
+                drivers = ready()
+            if not drivers:
+                self._queue.is_done()  # raises why it is closed
+                raise self._error()
+            connection = min(drivers, key=lambda driver: driver.is_running).connection
             try:
-                return driver.call(message), driver
+                return call(connection)
             except _LOST as error:
-                driver.lose(error)
-                self.remove(driver)
+                connection.lose(error)
 
     def num_live(self) -> int:
         """How many workers can be reached."""
@@ -117,6 +122,7 @@ class Workers:
             if driver in self._live:
                 self._live.remove(driver)
                 self._none_since = time.monotonic()
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raises an error for what is queued if there is no worker for too long."""
@@ -156,6 +162,7 @@ class _Driver:
     ) -> None:
         self.name = task.name
         self.error: Exception | None = None
+        self.is_running = False
         self.is_given_up = False
         self._number = number
         self._task = task
@@ -164,27 +171,20 @@ class _Driver:
         self._add_plan = add_plan
         self._workers = workers
         self._connection: _Connection | None = None
-        self.is_running = False
         self._num_losses = 0
         self._num_closures = 0
         self._past = Tally()  # of its former incarnations
         self._tally = Tally().sums
+
+    @property
+    def connection(self) -> "_Connection":
+        """To the worker, when it can be reached."""
+        assert self._connection is not None
+        return self._connection
+
+    def start(self) -> None:
+        """Starts the thread."""
         threading.Thread(target=self._drive, name="distributary-driver", daemon=True).start()
-
-    def call(self, message: Callable[[int], Message]) -> Message:
-        """The reply of the worker, which knows all that it has to; raises as `Link.call`."""
-        assert self._connection is not None  # it is alive
-        return self._connection.call(message(self._number))
-
-    def skip(self, num_told: int) -> None:
-        """The worker knows as much of the setup as that."""
-        assert self._connection is not None
-        self._connection.num_told = num_told
-
-    def lose(self, error: Exception) -> None:
-        """The worker does not reply: its thread connects again."""
-        assert self._connection is not None
-        self._connection.lose(error)
 
     def statistics(self, is_live: bool) -> WorkerStatistics:
         """What the worker has done."""
@@ -233,7 +233,7 @@ class _Driver:
                 self._workers.add(self)
                 running = self._serve()
                 self._workers.remove(self)
-                self._num_losses += 1
+                self._num_losses += self.connection.is_lost()
                 pause = _MIN_PAUSE_SECONDS
                 lost_since = time.monotonic()
 
@@ -257,8 +257,7 @@ class _Driver:
 
     def _serve(self) -> list[Closure]:
         """Has the worker run closures until it is lost; returns those that were running."""
-        connection = self._connection
-        assert connection is not None
+        connection = self.connection
         while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
             self.is_running = True
             try:
@@ -292,7 +291,7 @@ class _Driver:
                 },
                 arrays,
             )
-            reply = connection.call(message)
+            reply = connection.call(lambda worker: message)
             fields, results = reply.fields, reply.arrays
             self._tally = fields["tally"]
             size = len(results) // max(1, fields["num_ended"])
@@ -310,7 +309,9 @@ class _Driver:
         except PSUnavailableError as error:
             # If this worker alone cannot reach the server, others can.
             self._queue.lose([closures.pop(0)], self.name, error)
+            self._queue.put_back(closures)
             self._queue.closed.wait(_MAX_PAUSE_SECONDS * random.random())
+            return False
         except Exception as error:
             # Whoever waits for the closure gets it; nobody sees what a thread raises.
             self._queue.fail(closures.pop(0), error)
@@ -368,7 +369,7 @@ class _Connection:
         self._link = SessionLink(task.connect(), task.name, session.id)
         seconds = session.options.heartbeat_seconds
         try:
-            reply = self._link.call(hello(session.id), seconds)
+            reply = self._link.call(hello(session.id), 3 * seconds)
         except BaseException:
             self._link.close()
             raise
@@ -377,26 +378,43 @@ class _Connection:
             SessionLink(task.connect(), task.name, session.id), seconds, self.lose
         )
 
-    def call(self, message: Message) -> Message:
+    def call(self, message: Callable[[int], Message]) -> Message:
+        """The reply of the worker, which knows all that it has to; raises as `Link.call`."""
         with self._lock:
-            for one in self._session.setup[self.num_told :]:
-                reply = self._link.call(one(self._number))
-                if reply.kind != "ok":
-                    raise InvalidValueError(
-                        f"What another worker has is not known to {self._link.name}:"
-                        f" {reply.fields['why']}. All workers must run the same script."
-                    )
+            self._tell_all()
+        return self._link.call(message(self._number))
+
+    def tell(self, message: Callable[[int], Message]) -> Message:
+        """The reply of the worker to what all have to know if it is "ok"."""
+        with self._lock:
+            self._tell_all()
+            reply = self._link.call(message(self._number))
+            if reply.kind == "ok":
+                self._session.setup.append(message)
                 self.num_told += 1
-        return self._link.call(message)
+            return reply
 
     def is_lost(self) -> bool:
+        """Whether the worker has to be connected to again."""
         return self.error is not None
 
     def lose(self, error: Exception) -> None:
+        """The worker does not reply: ends calls, and tells its thread."""
         self.error = self.error or error
-        self._link.close()  # ends calls
+        self._link.close()
         self._queue.wake()
 
     def close(self) -> None:
+        """Ends its links and its thread."""
         self._heartbeat.stop()
         self._link.close()
+
+    def _tell_all(self) -> None:
+        for one in self._session.setup[self.num_told :]:
+            reply = self._link.call(one(self._number))
+            if reply.kind != "ok":
+                raise InvalidValueError(
+                    f"What another worker has is not known to {self._link.name}:"
+                    f" {reply.fields['why']}. All workers must run the same script."
+                )
+            self.num_told += 1
