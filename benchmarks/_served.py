@@ -64,6 +64,11 @@ class ServedJob:
             for command, environ, log in zip(commands, environs, self._logs, strict=True)
         ]
 
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes."""
+        return [process.pid for process in self._processes]
+
     def ask(self, question: str) -> list[Json]:
         """Asks all processes and returns their answers, in the order of the processes.
 
