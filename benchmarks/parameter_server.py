@@ -48,7 +48,6 @@ _FOLDER = Path(__file__).resolve().parent
 _ANSWER_SECONDS = 300.0
 _ONE_THREAD = {
     "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
     "NPROC": "1",
     "PJRT_NPROC": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",

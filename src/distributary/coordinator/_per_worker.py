@@ -186,6 +186,11 @@ class Peekable:
                 self._ahead.append(self.next())
             return self._ahead[0]
 
+    def put_back(self, element: Any) -> None:
+        """What was taken last comes next again."""
+        with self._lock:
+            self._ahead.append(element)
+
     def next(self) -> Any:
         """The next batch.
 

@@ -42,9 +42,10 @@ class ParameterServer:
         delete   ids
         program  blobs                          a program that pushes refer to
         finish   finished
-        push     closure, program, states, outputs, rows, ids, arrays; finished; version
-                                                -> arrays of ids, after the push. The arrays are
-                                                what is pushed, then numbers of the `rows`
+        push     closure, program, states, outputs, rows, ids, num_row_reads, arrays; finished;
+                 version                        -> as read, after the push. The arrays are what is
+                                                pushed, then numbers of the `rows`, then those of
+                                                the rows that are read
         statistics                              -> fields of `ServerStatistics`
 
     Workers may send what `for_workers` names, the chief everything.
@@ -105,13 +106,16 @@ class ParameterServer:
         return Message("ok")
 
     def _read(self, message: Message) -> Message:
-        ids, rows = message.fields["ids"], message.arrays
-        num_whole = len(ids) - len(rows)
         with self._lock:
-            arrays = self._arrays(ids)
-            whole = [_frozen(array) for array in arrays[:num_whole]]
-            taken = map(take_rows, arrays[num_whole:], rows)
-            return Message("ok", {"version": self._num_pushes}, [*whole, *taken])
+            return self._values(message.fields["ids"], message.arrays)
+
+    def _values(self, ids: list[int], rows: list[np.ndarray]) -> Message:
+        """Variables, of the last ones rows."""
+        num_whole = len(ids) - len(rows)
+        arrays = self._arrays(ids)
+        whole = [_frozen(array) for array in arrays[:num_whole]]
+        taken = map(take_rows, arrays[num_whole:], rows)
+        return Message("ok", {"version": self._num_pushes}, [*whole, *taken])
 
     def _arrays(self, ids: list[int]) -> list[Any]:
         for number in ids:
@@ -154,6 +158,7 @@ class ParameterServer:
         fields = message.fields
         if fields["program"] not in self._programs:
             return Message("unknown program")
+        num_pushed = len(message.arrays) - fields["num_row_reads"]
         with self._lock:
             self._forget(fields["finished"])
             closure = fields["closure"]
@@ -162,13 +167,12 @@ class ParameterServer:
             else:
                 # Without a version, the worker has read nothing here.
                 staleness = self._num_pushes - fields.get("version", self._num_pushes)
-                self._update(fields, message.arrays)
+                self._update(fields, message.arrays[:num_pushed])
                 self._applied.add(closure)
                 self._staleness_sum += staleness
                 self._max_staleness = max(self._max_staleness, staleness)
                 self._num_pushes += 1
-            arrays = [_frozen(array) for array in self._arrays(fields["ids"])]
-        return Message("ok", arrays=arrays)
+            return self._values(fields["ids"], message.arrays[num_pushed:])
 
     def _update(self, fields: dict[str, JSON], arrays: list[np.ndarray]) -> None:
         """Runs the program of a push."""

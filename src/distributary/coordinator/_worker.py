@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, ClassVar, final
 
 import jax
@@ -56,6 +56,59 @@ class _Plan:
     pulls: dict[int, list[int]]  # by server
     servers: list[_Server]
     rows: RowPlan | None
+
+
+@final
+@dataclass(slots=True)
+class _Read:
+    """What a step reads of one server.
+
+    Attributes:
+        ids: Numbers of variables.
+        num_whole: How many of them it reads as a whole; of the others rows.
+        rows: The numbers of these.
+        places: The buffers that they belong to, and where in them.
+        reply: What the server has replied, once it has.
+    """
+
+    ids: list[int]
+    num_whole: int
+    rows: list[np.ndarray] = field(default_factory=list)
+    places: list[tuple[int, slice]] = field(default_factory=list)
+    reply: Message | None = None
+
+
+@final
+@dataclass(slots=True)
+class _Step:
+    """A closure that is run.
+
+    Attributes:
+        closure: Its number.
+        plan: None if there is none for its shapes.
+        shapes: Of its data and arguments.
+        given: By kind, what the inputs of programs are taken from.
+        taken: Iterators, and what was taken from them.
+        found: The rows that it needs.
+        reads: By server.
+    """
+
+    closure: int
+    plan: _Plan | None
+    shapes: Shapes
+    given: dict[str, Any]
+    taken: list[tuple[Peekable, Any]]
+    found: list[FoundRows] = field(default_factory=list)
+    reads: dict[int, _Read] = field(default_factory=dict)
+
+    def inputs_of(self, origins: list[tuple[str, int]]) -> list[Any]:
+        """The inputs of a program."""
+        return [self.given[kind][number] for kind, number in origins]
+
+    def put_back(self) -> None:
+        """The closure is not run: the next one takes its data."""
+        for iterator, element in reversed(self.taken):
+            iterator.put_back(element)
 
 
 @final
@@ -193,39 +246,91 @@ class Worker:
         for closure in [number for number in self._waiting if number < fields["finished"]]:
             del self._waiting[closure]
         results: list[Any] = []
-        num_ended = num_bytes = 0
+        num_ended = 0
         end = time.monotonic() + _MAX_SECONDS
         reply: dict[str, Any] = {}
-        for i, closure in enumerate(closures):
+        ahead: _Step | Exception | None = None
+        left = list(enumerate(closures))
+
+        def prepare() -> "_Step | Exception":
+            """What the next closure needs, or why it fails."""
+            i, closure = left.pop(0)
             arrays = message.arrays[i * size : (i + 1) * size]
-            args, fed = arrays[:num_args], arrays[num_args:]
             try:
-                data = self._waiting.pop(closure, None)
-                if data is None:
-                    with self._tally.time("data"):
-                        data = self._data(fields["function"], closure, fed)
-                shapes = _as_shapes(shapes_of([*data, *args]))
-                plan = self._plans.get((fields["function"], shapes))
-                if plan is None:
-                    self._waiting[closure] = data
-                    reply["shapes"] = shapes
+                return self._prepare(
+                    fields["function"], closure, arrays[:num_args], arrays[num_args:]
+                )
+            except Exception as error:
+                return error
+
+        while ahead or left:
+            step, ahead = ahead or prepare(), None
+            try:
+                if isinstance(step, Exception):
+                    raise step
+                if step.plan is None:
+                    self._waiting[step.closure] = step.given["data"]
+                    reply["shapes"] = step.shapes
                     break
-                outs = self._step(plan, closure, fields["finished"], data, args)
+                with self._tally.time("pull"):
+                    self._pull(step)
+                outs = self._programs.run(step.plan.program, step.inputs_of(step.plan.inputs))
+                # Others may be idle, and somebody may wait for a result. What is prepared is run.
+                if left and time.monotonic() < end:
+                    ahead = prepare()
+                with self._tally.time("compute"):
+                    jax.block_until_ready(outs)
+                with self._tally.time("push"):
+                    self._push(step, fields["finished"], outs[step.plan.num_results :], ahead)
             except Exception as error:
                 reply["error"] = error_reply(error).fields
                 break
-            results += outs
+            results += [np.asarray(out) for out in outs[: step.plan.num_results]]
             num_ended += 1
-            num_bytes += sum(out.nbytes for out in outs)
-            # Others may be idle, and somebody may wait for a result.
-            if time.monotonic() > end or num_bytes > _MAX_RESULT_BYTES:
+            if ahead is None and time.monotonic() > end:
                 break
+        if isinstance(ahead, _Step):
+            ahead.put_back()
         reply |= {"num_ended": num_ended, "tally": self.statistics()}
         return Message("ok", reply, results)
 
-    def _data(self, function: int, closure: int, fed: list[np.ndarray]) -> list[np.ndarray]:
-        """What one closure gets besides its arguments."""
+    def _prepare(
+        self, function: int, closure: int, args: list[np.ndarray], fed: list[np.ndarray]
+    ) -> "_Step":
+        """Gets the data of a closure, and finds out what it pulls."""
+        data = self._waiting.pop(closure, None)
+        taken: list[tuple[Peekable, Any]] = []
+        if data is None:
+            with self._tally.time("data"):
+                data, taken = self._data(function, closure, fed)
+        shapes = _as_shapes(shapes_of([*data, *args]))
+        plan = self._plans.get((function, shapes))
+        step = _Step(closure, plan, shapes, {"data": data, "argument": args}, taken)
+        if plan is None:
+            return step
+        step.given["constant"] = plan.constants
+        for server, ids in plan.pulls.items():
+            step.reads[server] = _Read(list(ids), len(ids))
+        if plan.rows is not None:
+            with self._tally.time("compute"):
+                numbers = self._programs.run(plan.rows.program, step.inputs_of(plan.rows.inputs))
+                step.found = plan.rows.find(numbers)
+            step.given["position"] = [at for own in step.found for at in own.positions]
+            for buffer, (space, parts) in enumerate(plan.rows.buffers):
+                for part in parts:
+                    where, rows = step.found[space].part(part.start, part.size)
+                    read = step.reads.setdefault(part.server, _Read([], 0))
+                    read.ids.append(part.number)
+                    read.rows.append(rows)
+                    read.places.append((buffer, where))
+        return step
+
+    def _data(
+        self, function: int, closure: int, fed: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[tuple[Peekable, Any]]]:
+        """What one closure gets besides its arguments, and what was taken from iterators for it."""
         leaves: list[np.ndarray] = []
+        taken: list[tuple[Peekable, Any]] = []
         left = iter(fed)
         for kind, number, num_leaves in self._functions[function]:
             if kind == "index":
@@ -235,106 +340,74 @@ class Worker:
             elif kind == "fed":
                 leaves += itertools.islice(left, num_leaves)
             elif kind == "next":
-                leaves += leaves_of(self._iterators[number].next())
+                iterator = self._iterators[number]
+                taken.append((iterator, iterator.next()))
+                leaves += leaves_of(taken[-1][1])
             else:
                 leaves += self._values[number][0]
-        return leaves
+        return leaves, taken
 
-    def _step(
-        self, plan: _Plan, closure: int, finished: int, data: list[Any], args: list[Any]
-    ) -> list[Any]:
-        """Pulls, computes, pushes; the results."""
-        given: dict[str, Any] = {"data": data, "argument": args, "constant": plan.constants}
+    def _pull(self, step: "_Step") -> None:
+        """Gives a step the variables and rows that have not come with the reply to a push."""
 
-        def inputs_of(origins: list[tuple[str, int]]) -> list[Any]:
-            return [given[kind][number] for kind, number in origins]
+        def read(server: int) -> None:
+            own = step.reads[server]
+            own.reply = self._links[server].call(Message("read", {"ids": own.ids}, own.rows))
 
-        found: list[FoundRows] = []
-        if plan.rows is not None:
-            with self._tally.time("compute"):
-                numbers = self._programs.run(plan.rows.program, inputs_of(plan.rows.inputs))
-                found = plan.rows.find(numbers)
-            given["position"] = [position for own in found for position in own.positions]
-        with self._tally.time("pull"):
-            given["state"], given["rows"], versions = self._pull(plan, found)
-        with self._tally.time("compute"):
-            outs = jax.block_until_ready(self._programs.run(plan.program, inputs_of(plan.inputs)))
-        pushed = outs[plan.num_results :]
-
-        def push(server: _Server) -> None:
-            # By closure, the server applies it once; by version, it knows how stale it is.
-            fields = {"closure": closure, "finished": finished}
-            if server.number in versions:
-                fields["version"] = versions[server.number]
-            self._push(server, fields, pushed, found)
-
-        with self._tally.time("push"):
-            list(self._threads.map(push, plan.servers))
-        return [np.asarray(out) for out in outs[: plan.num_results]]
-
-    def _pull(
-        self, plan: _Plan, found: list[FoundRows]
-    ) -> tuple[dict[int, Any], list[np.ndarray], dict[int, int]]:
-        """Variables by number, the rows of all buffers, and the versions of the servers."""
-        asked = {server: list(ids) for server, ids in plan.pulls.items()}
-        numbers: dict[int, list[np.ndarray]] = {}
-        places: dict[int, list[tuple[int, slice]]] = {}
-        buffers = plan.rows.buffers if plan.rows is not None else []
-        for i, (space, parts) in enumerate(buffers):
-            for part in parts:
-                where, rows = found[space].part(part.start, part.size)
-                asked.setdefault(part.server, []).append(part.number)
-                numbers.setdefault(part.server, []).append(rows)
-                places.setdefault(part.server, []).append((i, where))
-
-        def read(server: int) -> Message:
-            message = Message("read", {"ids": asked[server]}, numbers.get(server, []))
-            return self._links[server].call(message)
-
+        list(self._threads.map(read, [i for i, own in step.reads.items() if own.reply is None]))
         state: dict[int, Any] = {}
-        filled: list[Any] = [None] * len(buffers)
-        versions: dict[int, int] = {}
-        for server, reply in zip(asked, self._threads.map(read, asked), strict=True):
-            versions[server], arrays = reply.fields["version"], reply.arrays
-            ids = plan.pulls.get(server, [])
-            state.update(zip(ids, arrays, strict=False))
-            for (i, where), rows in zip(places.get(server, []), arrays[len(ids) :], strict=True):
+        rows = step.plan.rows if step.plan else None
+        filled: list[Any] = [None] * (len(rows.buffers) if rows else 0)
+        for own in step.reads.values():
+            assert own.reply is not None
+            arrays = own.reply.arrays
+            state.update(zip(own.ids[: own.num_whole], arrays, strict=False))
+            for (i, where), found in zip(own.places, arrays[own.num_whole :], strict=True):
                 if filled[i] is None:
-                    capacity = plan.rows.spaces[buffers[i][0]].capacity  # type: ignore[union-attr]
-                    filled[i] = np.zeros((capacity, *rows.shape[1:]), rows.dtype)
-                filled[i][where] = rows
-        return state, filled, versions
+                    assert rows is not None
+                    capacity = rows.spaces[rows.buffers[i][0]].capacity
+                    filled[i] = np.zeros((capacity, *found.shape[1:]), found.dtype)
+                filled[i][where] = found
+        step.given["state"], step.given["rows"] = state, filled
 
     def _push(
-        self,
-        server: _Server,
-        fields: dict[str, int],
-        pushed: list[Any],
-        found: list[FoundRows],
+        self, step: "_Step", finished: int, pushed: list[Any], ahead: "_Step | Exception | None"
     ) -> None:
-        link = self._links[server.number]
-        arrays = [np.asarray(pushed[i]) for i in server.pushes]
-        numbers = []
-        for own in server.rows:
-            where, rows = found[own.space].part(own.start, own.size)
-            numbers.append(rows)
-            for i in own.pushes:
-                arrays[i] = arrays[i][where]
-        message = Message(
-            "push",
-            {
-                **fields,
+        """Sends the servers what is theirs; they reply with what the next step pulls."""
+        assert step.plan is not None
+        reads = ahead.reads if isinstance(ahead, _Step) else {}
+
+        def push(server: _Server) -> None:
+            arrays = [np.asarray(pushed[i]) for i in server.pushes]
+            for own in server.rows:
+                where, rows = step.found[own.space].part(own.start, own.size)
+                arrays.append(rows)
+                for i in own.pushes:
+                    arrays[i] = arrays[i][where]
+            read = reads.get(server.number, _Read([], 0))
+            fields = {
+                # By closure, the server applies it once; by version, it knows how stale it is.
+                "closure": step.closure,
+                "finished": finished,
                 "program": server.program,
                 "states": server.states,
                 "outputs": server.outputs,
                 "rows": [astuple(own) for own in server.rows],
-                "ids": [],
-            },
-            [*arrays, *numbers],
-        )
-        if link.call(message).kind == "unknown program":
-            link.call(Message("program", blobs=[self._server_programs[server.program]]))
-            link.call(message)
+                "ids": read.ids,
+                "num_row_reads": len(read.rows),
+            }
+            own_read = step.reads.get(server.number)
+            if own_read is not None and own_read.reply is not None:
+                fields["version"] = own_read.reply.fields["version"]
+            message = Message("push", fields, [*arrays, *read.rows])
+            link = self._links[server.number]
+            reply = link.call(message)
+            if reply.kind == "unknown program":
+                link.call(Message("program", blobs=[self._server_programs[server.program]]))
+                reply = link.call(message)
+            read.reply = reply
+
+        list(self._threads.map(push, step.plan.servers))
 
     _methods: ClassVar[dict[str, Callable[["Worker", Message], Message]]] = {
         "function": _function,
