@@ -24,6 +24,7 @@ __all__ = ["Workers"]
 
 _LOST = (ConnectionLostError, DeadlineError)
 _MAX_LEASED_BYTES = 1 << 24  # of all closures of a lease but the last one
+_SOON_SECONDS = 0.5  # for a worker whose closures wait until it is known whether it was lost
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -214,7 +215,8 @@ class _Driver:
         pause = _MIN_PAUSE_SECONDS
         lost_since = time.monotonic()
         while not self._queue.closed.is_set():
-            is_same = self._connect()
+            seconds = 3 * self._session.options.heartbeat_seconds
+            is_same = self._connect(min(seconds, _SOON_SECONDS) if running else seconds)
             if is_same:
                 self._queue.put_back(running)
             elif running:
@@ -237,13 +239,13 @@ class _Driver:
                 pause = _MIN_PAUSE_SECONDS
                 lost_since = time.monotonic()
 
-    def _connect(self) -> bool | None:
+    def _connect(self, seconds: float) -> bool | None:
         """Whether the worker still is what it was before; None if it cannot be reached."""
         old = self._connection
         if old is not None:
             old.close()
         try:
-            new = _Connection(self._number, self._task, self._session, self._queue)
+            new = _Connection(self._number, self._task, self._session, self._queue, seconds)
         except _LOST as error:
             self.error = error
             return None
@@ -349,6 +351,13 @@ class _Driver:
 class _Connection:
     """To a worker, until it is lost.
 
+    Args:
+        number: Of the worker.
+        task: The worker.
+        session: In which it is called.
+        queue: In which its thread may be waiting.
+        seconds: How long the worker may take to reply.
+
     Raises:
         ConnectionLostError: if there is none, or `DeadlineError`.
         CoordinatorReplacedError: if the worker works for a newer coordinator.
@@ -359,7 +368,9 @@ class _Connection:
         error: Why it was lost.
     """
 
-    def __init__(self, number: int, task: Task, session: Session, queue: ClosureQueue) -> None:
+    def __init__(
+        self, number: int, task: Task, session: Session, queue: ClosureQueue, seconds: float
+    ) -> None:
         self._number = number
         self.num_told = 0
         self.error: Exception | None = None
@@ -367,15 +378,16 @@ class _Connection:
         self._queue = queue
         self._lock = threading.Lock()
         self._link = SessionLink(task.connect(), task.name, session.id)
-        seconds = session.options.heartbeat_seconds
         try:
-            reply = self._link.call(hello(session.id), 3 * seconds)
+            reply = self._link.call(hello(session.id), seconds)
         except BaseException:
             self._link.close()
             raise
         self.incarnation = reply.fields["incarnation"]
         self._heartbeat = Heartbeat(
-            SessionLink(task.connect(), task.name, session.id), seconds, self.lose
+            SessionLink(task.connect(), task.name, session.id),
+            session.options.heartbeat_seconds,
+            self.lose,
         )
 
     def call(self, message: Callable[[int], Message]) -> Message:
