@@ -5,6 +5,7 @@ import gc
 import itertools
 import threading
 
+import keras
 import numpy as np
 import pytest
 
@@ -372,6 +373,28 @@ def test_what_was_cancelled_is_not_applied_when_its_worker_goes_on(new_job):
     assert job.counts() == [1, 1]
     job.run(10)
     assert job.counts() == [11, 11]
+
+
+def test_fit_goes_on_when_workers_are_lost():
+    cluster = local_cluster(2, 2)
+    strategy = ParameterServerStrategy(cluster)
+    x = np.random.default_rng(0).normal(size=(320, 4)).astype(np.float32)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 10 in (3, 6):
+                (cluster.kill if batch % 10 == 3 else cluster.restart)("worker 0")
+
+    model.fit(x, x.sum(1), batch_size=8, epochs=2, verbose=0, callbacks=[Kill()])
+
+    found = ClusterCoordinator(strategy).statistics()
+    strategy._cluster.close()
+    cluster.close()
+    assert [server.num_pushes for server in found.servers] == [80, 80]
+    assert found.workers[0].num_losses > 0
 
 
 @pytest.mark.parametrize("name", ["heartbeat_seconds", "max_closure_losses"])
