@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +17,27 @@ import numpy as np
 from distributary.checkpoint._files import (
     Saved,
     load_orbax,
+    located,
     numbered,
     read,
     read_arrays,
+    rows_of,
     siblings,
     write,
 )
-from distributary.checkpoint._leaves import Entry, Leaf, Rebuild, VariableLeaf, find_leaves
+from distributary.checkpoint._leaves import (
+    ArrayLeaf,
+    Entry,
+    Leaf,
+    Rebuild,
+    VariableLeaf,
+    find_leaves,
+)
 from distributary.checkpoint._workers import Round, agree, this_worker
 from distributary.errors import CheckpointError, ContextError, InvalidValueError
 from distributary.topology import latest_program
 from distributary.tracing import current_scope
-from distributary.variables import stored_arrays
+from distributary.variables import Keeper, KeptCopy, stored_arrays
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +56,13 @@ class Snapshot:
         entries: By name.
         counters: Numbers that belong to the checkpoint itself.
         arrays: NumPy arrays by name; none on workers that do not write.
+        kept: Copies of variables that are kept elsewhere.
     """
 
     entries: Mapping[str, Entry]
     counters: Mapping[str, int]
     arrays: Mapping[str, np.ndarray]
+    kept: Sequence[KeptCopy]
 
 
 @final
@@ -164,26 +175,27 @@ class Checkpoint:
         plans: list[_Plan] = []
 
         def own() -> Any:
-            plans.append(self._plan(path, partial))
+            plans.append(self._plan(path, partial, stack))
             # Iterators may still refuse what belongs to another dataset.
             plans[0].set_states()
             return [path.name, plans[0].saved.saved_at]
 
-        try:
-            found = agree(f"Restoring {path}", _SECONDS, own)
-            for worker, of_worker in enumerate(found):
-                if of_worker != found[0]:
-                    raise InvalidValueError(
-                        f"Restoring {path}: worker {worker} would restore {of_worker}, and worker 0"
-                        f" {found[0]} (name and time of saving). All workers must restore the same"
-                        " checkpoint, from a folder that all of them see."
-                    )
-        except BaseException:
-            for plan in plans:
-                plan.reset_states()
-            raise
-        self._objects.update(plans[0].carry_out())
-        self._counters.update(plans[0].saved.counters)
+        with contextlib.ExitStack() as stack:
+            try:
+                found = agree(f"Restoring {path}", _SECONDS, own)
+                for worker, of_worker in enumerate(found):
+                    if of_worker != found[0]:
+                        raise InvalidValueError(
+                            f"Restoring {path}: worker {worker} would restore {of_worker}, and"
+                            f" worker 0 {found[0]} (name and time of saving). All workers must"
+                            " restore the same checkpoint, from a folder that all of them see."
+                        )
+            except BaseException:
+                for plan in plans:
+                    plan.reset_states()
+                raise
+            self._objects.update(plans[0].carry_out())
+            self._counters.update(plans[0].saved.counters)
 
     # The rest is for the manager.
 
@@ -204,25 +216,41 @@ class Checkpoint:
         _check_outside("save")
         load_orbax()
         leaves, _ = find_leaves(self._objects)
-        # Otherwise another thread's step could take the arrays away.
-        with latest_program.lock:
-            entries = {name: leaf.entry() for name, leaf in leaves.items()}
-            of_variables = {n: leaf for n, leaf in leaves.items() if isinstance(leaf, VariableLeaf)}
-            arrays = dict(
-                zip(
-                    of_variables,
-                    stored_arrays([leaf.variable for leaf in of_variables.values()]),
-                    strict=True,
+        kept = _by_keeper(leaves)
+        with _at_rest(kept):
+            # Otherwise another thread's step could take the arrays away.
+            with latest_program.lock:
+                entries = {name: leaf.entry() for name, leaf in leaves.items()}
+                of_variables = {
+                    name: leaf
+                    for name, leaf in leaves.items()
+                    if isinstance(leaf, VariableLeaf) and leaf.keeper is None
+                }
+                arrays = dict(
+                    zip(
+                        of_variables,
+                        stored_arrays([leaf.variable for leaf in of_variables.values()]),
+                        strict=True,
+                    )
                 )
-            )
-            for name, leaf in leaves.items():
-                if entries[name]["kind"] == "array" and name not in arrays:
-                    arrays[name] = leaf.array()  # type: ignore[attr-defined]
-            copies = copied(arrays) if with_arrays else {}
-        return Snapshot(entries, dict(self._counters), copies)
+                for name, leaf in leaves.items():
+                    if isinstance(leaf, ArrayLeaf):
+                        arrays[name] = leaf.array()
+                copies = copied(arrays) if with_arrays else {}
+            kept_copies = [
+                keeper.copy({name: leaf.variable for name, leaf in own.items()})
+                for keeper, own in kept.items()
+            ]
+        return Snapshot(entries, dict(self._counters), copies, kept_copies)
 
-    def _plan(self, path: Path, partial: bool) -> "_Plan":
-        """Reads everything that will be needed, and compares it."""
+    def _plan(self, path: Path, partial: bool, stack: contextlib.ExitStack) -> "_Plan":
+        """Reads everything that will be needed, and compares it.
+
+        Args:
+            path: Of the checkpoint.
+            partial: See `restore`.
+            stack: Left when the restoring has ended; no steps run until then.
+        """
         saved = read(path)
         leaves, rebuild = find_leaves(self._objects)
         entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
@@ -238,8 +266,24 @@ class Checkpoint:
         if missing or unexpected:
             _log.info("%s: left alone: %s", path, ", ".join(missing + unexpected))
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
-        names = [name for name in present if entries[name]["kind"] == "array"]
-        return _Plan(present, rebuild, entries, read_arrays(path, names, saved), saved)
+        # Values of replicas are combined here.
+        kept = _by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
+        far = {name for own in kept.values() for name in own}
+        near = [n for n in present if entries[n]["kind"] == "array" and n not in far]
+        arrays = read_arrays(path, near, saved)
+        copies: list[KeptCopy] = []
+        for keeper, own in kept.items():
+            copies.append(
+                keeper.load(
+                    located(path),
+                    {name: leaf.variable for name, leaf in own.items()},
+                    {name: rows_of(name, entries[name]) for name in own},
+                )
+            )
+            stack.callback(copies[-1].drop)
+        stack.enter_context(_at_rest(_by_keeper(present)))
+        present = {name: leaf for name, leaf in present.items() if name not in far}
+        return _Plan(present, rebuild, entries, arrays, copies, saved)
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
@@ -296,7 +340,7 @@ def commit(
                 name: _of_all(entry, [of_worker.get(name) for of_worker in states])
                 for name, entry in snapshot.entries.items()
             }
-            write(path, entries, snapshot.counters, snapshot.arrays)
+            write(path, entries, snapshot.counters, snapshot.arrays, snapshot.kept)
             afterwards()
             return str(path)
 
@@ -305,6 +349,8 @@ def commit(
         raise _not_written(path, error) from error
     finally:
         meeting.close()
+        for copy in snapshot.kept:
+            copy.drop()
 
 
 def _not_written(path: Path, error: BaseException) -> CheckpointError:
@@ -349,6 +395,23 @@ def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _shares_memory(array: jax.Array) -> bool:
     """Whether NumPy sees the memory of the device itself."""
     return next(iter(array.devices())).platform == "cpu"
+
+
+def _by_keeper(leaves: Mapping[str, Leaf]) -> dict[Keeper, dict[str, VariableLeaf]]:
+    """The variables that are kept elsewhere."""
+    found: dict[Keeper, dict[str, VariableLeaf]] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
+            found.setdefault(leaf.keeper, {})[name] = leaf
+    return found
+
+
+@contextlib.contextmanager
+def _at_rest(keepers: Iterable[Keeper]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for keeper in keepers:
+            stack.enter_context(keeper.at_rest())
+        yield
 
 
 def _of_all(entry: Entry, states: list[str | None]) -> Entry:
@@ -408,6 +471,7 @@ class _Plan:
         rebuild: From the restored leaves to the objects.
         entries: What is saved, by name.
         arrays: The arrays of `leaves` that have one.
+        kept: Values of variables that are kept elsewhere.
         saved: The checkpoint.
     """
 
@@ -417,9 +481,11 @@ class _Plan:
         rebuild: Rebuild,
         entries: Mapping[str, Entry],
         arrays: Mapping[str, Any],
+        kept: Sequence[KeptCopy],
         saved: Saved,
     ) -> None:
         self.saved = saved
+        self._kept = kept
         self._rebuild = rebuild
         self._entries = entries
         self._arrays = arrays
@@ -440,6 +506,8 @@ class _Plan:
 
     def carry_out(self) -> dict[str, Any]:
         """Puts back the rest; returns the objects, of which those that cannot change are new."""
+        for copy in self._kept:
+            copy.adopt()
         with latest_program.lock:
             restored = {
                 name: leaf.restore(self._entries[name], self._arrays.get(name))

@@ -2,7 +2,9 @@
 
     ckpt-7/
     ├── checkpoint.json     names, shapes, dtypes; numbers and states of iterators
-    └── arrays/             the arrays by name, written by orbax
+    ├── arrays/             arrays by name, written by orbax
+    └── ps-0/               variables of parameter server 0, written by it; of each array that is
+                            not in `arrays` the index has the rows that it consists of
 
 A folder is written as `ckpt-7.tmp-...` and renamed. Where `ckpt-7` exists already it is first
 renamed to `ckpt-7.old`, which counts as `ckpt-7` for as long as there is no other.
@@ -15,8 +17,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -24,6 +26,7 @@ import numpy as np
 
 from distributary.checkpoint._leaves import Entry
 from distributary.errors import CheckpointError, MissingPackageError
+from distributary.variables import KeptCopy, SavedRows, read_rows
 
 _FORMAT = 1
 _INDEX = "checkpoint.json"
@@ -62,7 +65,11 @@ def load_orbax() -> Any:
 
 
 def write(
-    path: Path, entries: Mapping[str, Entry], counters: Mapping[str, int], arrays: Mapping[str, Any]
+    path: Path,
+    entries: Mapping[str, Entry],
+    counters: Mapping[str, int],
+    arrays: Mapping[str, Any],
+    kept: Sequence[KeptCopy],
 ) -> None:
     """Writes a checkpoint; it is there completely or not at all.
 
@@ -71,6 +78,7 @@ def write(
         entries: By name.
         counters: Numbers that belong to the checkpoint itself.
         arrays: NumPy arrays by name.
+        kept: Others, which are kept elsewhere and saved from there.
 
     Raises:
         Exception: of any kind if it cannot be written.
@@ -84,12 +92,18 @@ def write(
         stored = {name: array for name, array in arrays.items() if array.size}
         if stored:
             _write_arrays(temporary / _ARRAYS, stored)
+        rows = {name: own for copy in kept for name, own in copy.save(temporary).items()}
         saved_at = max([time.time_ns(), *(s.saved_at + 1 for _, s in siblings(path))])
         index = {
             "format": _FORMAT,
             "saved_at": saved_at,
             "counters": dict(counters),
-            "entries": dict(entries),
+            "entries": {
+                name: {**entry, "parts": [astuple(part) for part in rows[name]]}
+                if name in rows
+                else entry
+                for name, entry in entries.items()
+            },
         }
         (temporary / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         for folder, _, names in os.walk(temporary):
@@ -123,7 +137,7 @@ def read(path: Path) -> Saved:
         CheckpointError: if there is none, or it is of a later version.
     """
     try:
-        index = json.loads((_located(path) / _INDEX).read_text(encoding="utf-8"))
+        index = json.loads((located(path) / _INDEX).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"There is no checkpoint at {path}: it has no file {_INDEX}. Pass the path that save()"
@@ -148,11 +162,15 @@ def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, n
     wanted = {name: saved.entries[name] for name in names}
     arrays, stored = {}, []
     for name, entry in wanted.items():
-        if 0 in entry["shape"]:
+        if 0 in entry["shape"] or "parts" in entry:
             shape = ([entry["rows"]] if "rows" in entry else []) + entry["shape"]
             arrays[name] = np.zeros(shape, _dtype(entry["dtype"]))
         else:
             stored.append(name)
+    in_parts = [name for name in arrays if "parts" in wanted[name]]
+    if in_parts:
+        rows = [rows_of(name, wanted[name]) for name in in_parts]
+        read_rows(located(path), [arrays[name] for name in in_parts], rows)
     if not stored:
         return arrays
     ocp = load_orbax()
@@ -164,12 +182,19 @@ def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, n
     )
     handler = _handler(ocp)
     try:
-        arrays |= handler.restore(_epath(_located(path) / _ARRAYS), args=args)
+        arrays |= handler.restore(_epath(located(path) / _ARRAYS), args=args)
     except Exception as error:
         raise CheckpointError(f"The checkpoint {path} cannot be read: {error}") from error
     finally:
         handler.close()
     return arrays
+
+
+def rows_of(name: str, entry: Entry) -> list[SavedRows]:
+    """The rows that an array consists of."""
+    if "parts" in entry:
+        return [SavedRows(*part) for part in entry["parts"]]
+    return [SavedRows(_ARRAYS, name, 0, entry["shape"][0] if entry["shape"] else 1)]
 
 
 def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved]]:
@@ -203,7 +228,7 @@ def remove(path: Path) -> None:
         OSError: if that is not allowed.
     """
     with contextlib.suppress(FileNotFoundError):
-        _located(path).rename(_temporary(path))
+        located(path).rename(_temporary(path))
     _remove_leftovers(path)
 
 
@@ -228,7 +253,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
-def _located(path: Path) -> Path:
+def located(path: Path) -> Path:
+    """Where a checkpoint is: its path, unless it is being replaced."""
     old = _old(path)
     return old if old.exists() and not path.exists() else path
 

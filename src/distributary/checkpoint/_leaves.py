@@ -15,12 +15,15 @@ from distributary.errors import InvalidTypeError, InvalidValueError, Unsupported
 from distributary.topology import local_copy
 from distributary.values import DistributedValues
 from distributary.variables import (
-    ForeignVariable,
+    Keeper,
+    SavedVariable,
+    ShardedVariable,
     Variable,
     VariableAggregation,
     as_variable,
     foreign_parts,
     is_per_replica,
+    keeper_of,
     put_back,
 )
 
@@ -77,7 +80,7 @@ class _Search:
     def find(self, name: str, value: Any) -> Rebuild:
         is_elsewhere = self._arguments.get(id(value), name) != name
         leaf = _leaf_of(name, value)
-        if isinstance(leaf, (_Number, _Array)):
+        if isinstance(leaf, (_Number, ArrayLeaf)):
             self.leaves[name] = leaf
             return lambda restored: restored.get(name, value)
         if is_elsewhere or id(value) in self._seen:
@@ -158,7 +161,7 @@ class _Search:
 def _leaf_of(name: str, value: Any) -> Leaf | None:
     if isinstance(value, _NUMBERS):
         return _Number(name, value)
-    variable = as_variable(value)
+    variable = value if isinstance(value, ShardedVariable) else as_variable(value)
     if variable is not None:
         return VariableLeaf(name, variable)
     if isinstance(value, DistributedValues):
@@ -167,7 +170,7 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
             " them in a distributary.Variable with synchronization ON_READ, or reduce them."
         )
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        return _Array(name, value)
+        return ArrayLeaf(name, value)
     if isinstance(value, (np.random.Generator, random.Random)):
         return _Generator(name, value)
     if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
@@ -181,11 +184,20 @@ class VariableLeaf:
     """A variable."""
 
     name: str
-    variable: Variable | ForeignVariable
+    variable: SavedVariable
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Who saves and restores the value; None if it comes to this process for that."""
+        return keeper_of(self.variable)
 
     def entry(self) -> Entry:
         variable = self.variable
-        if variable._value is None:
+        if (
+            self.keeper is None
+            and not isinstance(variable, ShardedVariable)
+            and variable._value is None
+        ):
             raise InvalidValueError(
                 f"Checkpoint: the variable {self.name!r} has no value yet. Build the model first."
             )
@@ -204,7 +216,8 @@ class VariableLeaf:
     def problem(self, entry: Entry) -> str | None:
         problem = _array_problem(entry, self.variable.shape, self.variable.dtype)
         if problem is None and entry.get("aggregation") == VariableAggregation.NONE.name:
-            rows, here = entry["rows"], self.variable._layout.num_replicas
+            rows = entry["rows"]
+            here = self.variable._layout.num_replicas if is_per_replica(self.variable) else 1
             if not is_per_replica(self.variable) or rows != here:
                 return (
                     f"holds a value for each of {rows} replicas and aggregation NONE, which says"
@@ -221,7 +234,9 @@ class VariableLeaf:
 
 @final
 @dataclass(frozen=True)
-class _Array:
+class ArrayLeaf:
+    """An array of NumPy or JAX."""
+
     name: str
     value: Any
 

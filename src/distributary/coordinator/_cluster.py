@@ -6,13 +6,15 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from distributary.coordinator._closures import Part
+from distributary.coordinator._copies import CopyOnServers
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import Link
 from distributary.coordinator._messages import JSON, Limits, Message
@@ -33,6 +35,7 @@ from distributary.coordinator._worker import Worker
 from distributary.errors import CancelledError, InvalidValueError, UnavailableError
 from distributary.options import RecoveryOptions
 from distributary.tracing import Handle
+from distributary.variables import SavedRows, SavedVariable
 
 __all__ = ["Cluster", "LocalCluster", "Session", "Task", "local_cluster"]
 
@@ -65,6 +68,7 @@ class Session:
         session: What the tasks know it by.
 
     Attributes:
+        at_rest: A context in which no closure runs; raises the error of an earlier one.
         setup: What a worker has to know before it can run closures, in the order of creation; from
             the number of the worker to a message.
         server_links: To the servers, by their number.
@@ -86,15 +90,27 @@ class Session:
         self.server_links = [self._connect(server) for server in servers]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
+        self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.describe = describe
         self._numbers = itertools.count()
+        self._copy_numbers = itertools.count()
         self._next_server = itertools.cycle(range(len(servers)))
         self._lock = threading.Lock()
 
-    def watch(self, on_end: Callable[[Exception], None]) -> None:
-        """Calls a function with the error when a server is lost, or the session closed."""
+    def watch(
+        self,
+        on_end: Callable[[Exception], None],
+        at_rest: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Begins to run closures.
+
+        Args:
+            on_end: Called with the error when a server is lost, or the session closed.
+            at_rest: The attribute.
+        """
         seconds = self.options.heartbeat_seconds
         self._on_end = on_end
+        self.at_rest = at_rest
         self._heartbeats = [
             Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
         ]
@@ -153,6 +169,32 @@ class Session:
                 fields["start"] = start
             piece = value[start:end] if len(pieces) > 1 else value
             self.server_links[server].call_once(Message("assign", fields, [piece]))
+
+    def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
+        """See `Keeper`."""
+        copy = self._new_copy(variables)
+        copy.take()
+        return copy
+
+    def load(
+        self,
+        path: Path,
+        variables: Mapping[str, SavedVariable],
+        rows: Mapping[str, Sequence[SavedRows]],
+    ) -> CopyOnServers:
+        """See `Keeper`."""
+        copy = self._new_copy(variables)
+        copy.load(path, rows)
+        return copy
+
+    def _new_copy(self, variables: Mapping[str, Any]) -> CopyOnServers:
+        places = {
+            name: [(*shard._place, shard.shape[0] if shard.shape else 1) for shard in v._shards]
+            for name, v in variables.items()
+        }
+        return CopyOnServers(
+            next(self._copy_numbers), places, lambda server: self._connect(self.servers[server])
+        )
 
     def parts_of(self, handle: Handle) -> list[Part]:
         """Where the variable of a handle is, or its shards."""

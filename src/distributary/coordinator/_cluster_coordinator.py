@@ -83,7 +83,7 @@ class ClusterCoordinator:
             if metrics is not None:
                 metrics.close()
 
-        session.watch(end)
+        session.watch(end, queue.at_rest)
         self._workers = workers
         self._metrics = metrics
         # In a thread, as whoever collects garbage may be one of those that end.

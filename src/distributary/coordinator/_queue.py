@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -196,6 +197,13 @@ class ClosureQueue:
                 lambda: self._error is not None or not (self._queued or self._running)
             )
             self._raise_error()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Like `join`; until the end no other thread can schedule anything."""
+        with self._lock:
+            self.join()
+            yield
 
     def is_done(self) -> bool:
         """Whether all closures have ended; raises the first error."""

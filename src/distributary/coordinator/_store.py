@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.coordinator._copies import Copies
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._programs import ProgramCache
 from distributary.coordinator._rows import (
@@ -48,7 +49,7 @@ class ParameterServer:
                                                 the rows that are read
         statistics                              -> fields of `ServerStatistics`
 
-    Workers may send what `for_workers` names, the chief everything.
+    and those of `Copies`. Workers may send what `for_workers` names, the chief everything.
 
     A closure has a number; all below `finished` have ended: what is still pushed for them is
     refused as a repetition.
@@ -61,6 +62,7 @@ class ParameterServer:
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
         self._lock = threading.Lock()
+        self._copies = Copies(number, self._state, self._lock)
         self._finished = 0
         self._applied: set[int] = set()
         self._num_pushes = 0
@@ -70,6 +72,7 @@ class ParameterServer:
 
     def close(self) -> None:
         """Forgets the variables."""
+        self._copies.close()
         with self._lock:
             self._state.clear()
 
@@ -89,6 +92,8 @@ class ParameterServer:
         Raises:
             InvalidValueError: for messages that make no sense here.
         """
+        if message.kind in Copies.kinds:
+            return self._copies.handle(message)
         method = self._methods.get(message.kind)
         if method is None:
             raise InvalidValueError(f"ps {self.number} got the message {message.kind!r}.")

@@ -17,6 +17,7 @@ from distributary.options import RecoveryOptions, RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.tracing import SparseUpdate, push
 from distributary.variables import (
+    Keeper,
     ShardedVariable,
     Variable,
     colocated_with,
@@ -166,6 +167,11 @@ class _ServerVariable(Variable):
     @property
     def _shards(self) -> list["_ServerVariable"]:
         return [self]
+
+    @property
+    def _keeper(self) -> Keeper:
+        keeper: Keeper = self._layout.strategy._cluster
+        return keeper
 
     def _initial_state(self, initial: Any) -> Any:
         cluster = self._layout.strategy._cluster

@@ -1,6 +1,13 @@
 """State with an update rule: mirrored and sync-on-read variables."""
 
 from distributary.variables._aggregation import across_replicas
+from distributary.variables._array_files import (
+    SavedRows,
+    num_bytes_of,
+    read_rows,
+    rows_between,
+    write_arrays,
+)
 from distributary.variables._conversion import initial_array
 from distributary.variables._distributed_variables import (
     MirroredVariable,
@@ -16,13 +23,25 @@ from distributary.variables._foreign import (
     register_foreign_variables,
 )
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
-from distributary.variables._saving import is_per_replica, put_back, stored_arrays
+from distributary.variables._saving import (
+    Keeper,
+    KeptCopy,
+    SavedVariable,
+    is_per_replica,
+    keeper_of,
+    put_back,
+    stored_arrays,
+)
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._variable import Variable
 
 __all__ = [
     "ForeignVariable",
+    "Keeper",
+    "KeptCopy",
     "MirroredVariable",
+    "SavedRows",
+    "SavedVariable",
     "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
@@ -37,9 +56,14 @@ __all__ = [
     "foreign_parts",
     "initial_array",
     "is_per_replica",
+    "keeper_of",
     "neighbor",
+    "num_bytes_of",
     "put_back",
+    "read_rows",
     "register_foreign_objects",
     "register_foreign_variables",
+    "rows_between",
     "stored_arrays",
+    "write_arrays",
 ]

@@ -1,7 +1,9 @@
 """The state of variables as it is saved, and how it comes back."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +11,78 @@ import numpy as np
 
 from distributary.topology import dispatcher_for, fetch_whole, job_programs, local_copy, shard_dim
 from distributary.variables._aggregation import of_rows
+from distributary.variables._array_files import SavedRows
 from distributary.variables._enums import VariableAggregation
 from distributary.variables._foreign import ForeignVariable
+from distributary.variables._sharded_variable import ShardedVariable
 from distributary.variables._variable import Variable
 
+SavedVariable: TypeAlias = Variable | ForeignVariable | ShardedVariable
 
-def is_per_replica(variable: Variable | ForeignVariable) -> bool:
+
+class Keeper(Protocol):
+    """Other processes that keep variables, and save and restore the values by themselves."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """A context in which nobody changes the variables; raises why their training failed."""
+        ...
+
+    def copy(self, variables: Mapping[str, SavedVariable]) -> "KeptCopy":
+        """A copy of the values that variables, by any names, have now."""
+        ...
+
+    def load(
+        self,
+        path: Path,
+        variables: Mapping[str, SavedVariable],
+        rows: Mapping[str, Sequence[SavedRows]],
+    ) -> "KeptCopy":
+        """Values for variables from a checkpoint.
+
+        Args:
+            path: Of the checkpoint.
+            variables: By any names.
+            rows: By the same names, all rows that the values consist of.
+        """
+        ...
+
+
+class KeptCopy(Protocol):
+    """Values for variables, kept beside those that they have."""
+
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
+        """Writes them below a folder, and returns where they are; raises if they are not."""
+        ...
+
+    def adopt(self) -> None:
+        """Makes them the values that the variables have."""
+        ...
+
+    def drop(self) -> None:
+        """Frees the memory; called at the end, once."""
+        ...
+
+
+def keeper_of(variable: SavedVariable) -> Keeper | None:
+    """Who keeps the value of a variable elsewhere, if it has elements."""
+    shards = getattr(variable, "_shards", ())
+    keeper: Keeper | None = getattr(shards[0], "_keeper", None) if shards else None
+    return None if 0 in variable.shape else keeper
+
+
+def is_per_replica(variable: SavedVariable) -> bool:
     """Whether the replicas hold values of their own, so that the state is `[replica, *shape]`."""
-    return bool(variable._handle.per_replica)
+    return not isinstance(variable, ShardedVariable) and bool(variable._handle.per_replica)
 
 
-def _is_divided(variable: Variable | ForeignVariable) -> bool:
-    return shard_dim(variable._handle.parts) is not None
-
-
-def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[Any]:
+def stored_arrays(variables: Sequence[SavedVariable]) -> list[Any]:
     """The stored arrays, `[replica, *shape]` of variables with a value per replica.
 
     All of them can be read by this process; NumPy arrays where devices hold parts. With several
     workers all have to call it, because values of other workers' devices are fetched. Steps may
     donate what is returned: the caller holds `topology.latest_program.lock` until it is done.
     """
-    arrays: list[Any] = [
-        fetch_whole(variable._value, variable.shape) if _is_divided(variable) else variable._value
-        for variable in variables
-    ]
+    arrays = [_stored(variable) for variable in variables]
     far = [
         i
         for i, array in enumerate(arrays)
@@ -55,8 +104,16 @@ def stored_arrays(variables: Sequence[Variable | ForeignVariable]) -> list[Any]:
     return [local_copy(array) for array in arrays]
 
 
+def _stored(variable: SavedVariable) -> Any:
+    if isinstance(variable, ShardedVariable):
+        return variable.numpy()
+    if shard_dim(variable._handle.parts) is not None:
+        return fetch_whole(variable._value, variable.shape)
+    return variable._value
+
+
 def put_back(
-    variable: Variable | ForeignVariable,
+    variable: SavedVariable,
     value: np.ndarray,
     rows_of: VariableAggregation | None,
 ) -> None:
@@ -87,9 +144,12 @@ def put_back(
     _put(variable, value)
 
 
-def _put(variable: Variable | ForeignVariable, value: np.ndarray) -> None:
+def _put(variable: SavedVariable, value: np.ndarray) -> None:
     if isinstance(variable, ForeignVariable):
         variable.variable.assign(value)
+        return
+    if isinstance(variable, ShardedVariable):
+        variable.assign(value)
         return
     layout = variable._layout
     variable._value = layout.place(value, variable.dtype, stacked=is_per_replica(variable))

@@ -1,0 +1,267 @@
+"""Copies of variables on servers: what is being saved, and what has been loaded."""
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias, final
+
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._sessions import ServerLink
+from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
+from distributary.variables import (
+    SavedRows,
+    num_bytes_of,
+    read_rows,
+    rows_between,
+    write_arrays,
+)
+
+__all__ = ["Copies", "CopyOnServers", "Place"]
+
+_TOKEN = "token"
+
+#: Where some rows of a variable are: number of the server, of the variable there, and of rows, 1
+#: for a scalar.
+Place: TypeAlias = tuple[int, int, int]
+
+
+@final
+class Copies:
+    """The copies on one server.
+
+    Messages, with the number of the copy in `copy`; all may be sent again:
+
+        copy    ids                        the values that variables have now
+        load    ids, path, rows            values from a checkpoint, of each variable a list of
+                                           `SavedRows`
+        save    path, token -> num_bytes   writes them to a new folder `ps-<number>` below a path,
+                                           where a file `token` has this text
+        adopt                              makes them the values that the variables have
+        drop
+
+    Args:
+        number: Of the server.
+        state: Its variables.
+        lock: Is held by whoever reads or changes the state.
+    """
+
+    def __init__(self, number: int, state: dict[int, Any], lock: threading.Lock) -> None:
+        self._number = number
+        self._state = state
+        self._lock = lock
+        self._copies: dict[int, _Copy] = {}
+
+    def handle(self, message: Message) -> Message:
+        """The reply to a message of one of `kinds`."""
+        return self.kinds[message.kind](self, message)
+
+    def close(self) -> None:
+        """Drops all."""
+        self._copies.clear()
+
+    def _take(self, message: Message) -> Message:
+        with self._lock:
+            arrays = {
+                number: array.copy() if _is_table(array) else array
+                for number, array in self._variables(message).items()
+            }
+        self._copies[message.fields["copy"]] = _Copy(arrays)
+        return Message("ok")
+
+    def _load(self, message: Message) -> Message:
+        path = Path(message.fields["path"])
+        if not path.is_dir():
+            raise CheckpointError(
+                f"ps {self._number} does not see the checkpoint {path}. Servers read and write"
+                " their variables themselves, so all tasks need the same folder."
+            )
+        with self._lock:
+            variables = self._variables(message)
+        arrays = {number: np.empty(old.shape, old.dtype) for number, old in variables.items()}
+        rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
+        read_rows(path, list(arrays.values()), rows)
+        self._copies[message.fields["copy"]] = _Copy(arrays)
+        return Message("ok")
+
+    def _save(self, message: Message) -> Message:
+        path, token = Path(message.fields["path"]), message.fields["token"]
+        copy = self._copy(message)
+        with copy.lock:  # who sends it again waits for the first time
+            if copy.num_bytes is None:
+                self._check_token(path, token)
+                arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
+                copy.num_bytes = write_arrays(path / _folder(self._number), arrays)
+        return Message("ok", {"num_bytes": copy.num_bytes})
+
+    def _check_token(self, path: Path, token: str) -> None:
+        """Only who may write to the folder has a server do it."""
+        try:
+            found = (path / _TOKEN).read_text(encoding="utf-8")
+        except OSError as error:
+            found = str(error)
+        if found != token:
+            raise CheckpointError(
+                f"ps {self._number} does not see what the coordinator has written to {path}"
+                f" ({found[:200]}). Servers read and write their variables themselves, so all tasks"
+                " need the same folder."
+            )
+
+    def _adopt(self, message: Message) -> Message:
+        arrays = self._copy(message).arrays
+        with self._lock:
+            for number, array in arrays.items():
+                is_table = _is_table(self._state[number])
+                self._state[number] = array if is_table else jnp.asarray(array)
+        return Message("ok")
+
+    def _drop(self, message: Message) -> Message:
+        self._copies.pop(message.fields["copy"], None)
+        return Message("ok")
+
+    def _variables(self, message: Message) -> dict[int, Any]:
+        return {number: self._state[number] for number in message.fields["ids"]}
+
+    def _copy(self, message: Message) -> "_Copy":
+        copy = self._copies.get(message.fields["copy"])
+        if copy is None:
+            raise InvalidValueError(
+                f"ps {self._number} has no copy {message.fields['copy']} of variables."
+            )
+        return copy
+
+    kinds: ClassVar[dict[str, Callable[["Copies", Message], Message]]] = {
+        "adopt": _adopt,
+        "copy": _take,
+        "drop": _drop,
+        "load": _load,
+        "save": _save,
+    }
+
+
+@final
+class _Copy:
+    def __init__(self, arrays: dict[int, Any]) -> None:
+        self.arrays = arrays
+        self.lock = threading.Lock()
+        self.num_bytes: int | None = None  # of its files, once they are written
+
+
+@final
+class CopyOnServers:
+    """A copy of variables, as the coordinator sees it; a `KeptCopy`.
+
+    Args:
+        number: Of the copy.
+        places: Where the variables are, by name; the places of one are those of its shards.
+        connect: Makes a link to a server for this copy, so that others do not wait.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        places: Mapping[str, Sequence[Place]],
+        connect: Callable[[int], ServerLink],
+    ) -> None:
+        self._number = number
+        self._places = places
+        servers = {server for own in places.values() for server, _, _ in own}
+        self._links = {server: connect(server) for server in sorted(servers)}
+
+    def take(self) -> None:
+        """Has the servers copy the values that the variables have now."""
+        self._begin("copy", {server: {"ids": ids} for server, ids in self._ids().items()})
+
+    def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
+        """Has the servers read values; see `Keeper.load`."""
+        wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
+        for name, own in self._places.items():
+            start = 0
+            for server, _, num_rows in own:
+                found = rows_between(rows[name], start, start + num_rows)
+                wanted[server].append([astuple(part) for part in found])
+                start += num_rows
+        ids = self._ids()
+        self._begin(
+            "load",
+            {
+                server: {"ids": ids[server], "path": str(path), "rows": wanted[server]}
+                for server in self._links
+            },
+        )
+
+    def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
+        """See `KeptCopy`.
+
+        Raises:
+            CheckpointError: if servers cannot write, or do not see the folder.
+            PSUnavailableError: if one is lost.
+        """
+        token = secrets.token_hex(16)
+        (path / _TOKEN).write_text(token, encoding="utf-8")
+        fields = {"path": str(path), "token": token}
+        replies = self._call("save", dict.fromkeys(self._links, fields))
+        (path / _TOKEN).unlink()
+        for server, reply in replies.items():
+            written, seen = reply.fields["num_bytes"], num_bytes_of(path / _folder(server))
+            if written != seen:
+                raise CheckpointError(
+                    f"ps {server} has written {written} bytes to {path / _folder(server)}, of which"
+                    f" the coordinator sees {seen}. All tasks need the same folder."
+                )
+        return {
+            name: [SavedRows(_folder(server), str(number), 0, rows) for server, number, rows in own]
+            for name, own in self._places.items()
+        }
+
+    def adopt(self) -> None:
+        """See `KeptCopy`."""
+        self._call("adopt", {server: {} for server in self._links})
+
+    def drop(self) -> None:
+        """See `KeptCopy`."""
+        for link in self._links.values():
+            with contextlib.suppress(UnavailableError):  # what lost servers had is gone
+                link.call(Message("drop", {"copy": self._number}))
+            link.close()
+
+    def _begin(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> None:
+        try:
+            self._call(kind, fields)
+        except BaseException:
+            self.drop()
+            raise
+
+    def _ids(self) -> dict[int, list[int]]:
+        """By server, the numbers of the variables there."""
+        ids: dict[int, list[int]] = {server: [] for server in self._links}
+        for own in self._places.values():
+            for server, number, _ in own:
+                ids[server].append(number)
+        return ids
+
+    def _call(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> dict[int, Message]:
+        """Sends messages to servers at once; their replies."""
+        with ThreadPoolExecutor(len(fields)) as threads:
+            calls = {
+                server: threads.submit(
+                    self._links[server].call, Message(kind, {**own, "copy": self._number})
+                )
+                for server, own in fields.items()
+            }
+        return {server: call.result() for server, call in calls.items()}
+
+
+def _folder(server: int) -> str:
+    return f"ps-{server}"
+
+
+def _is_table(array: Any) -> bool:
+    """Whether an array changes in place, instead of being replaced."""
+    return isinstance(array, np.ndarray)
