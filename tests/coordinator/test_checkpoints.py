@@ -228,7 +228,7 @@ def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
         return deliver(message)
 
     cluster.fault = fails
-    with pytest.raises(CheckpointError, match="ckpt-2 was not written: No space.* is .*ckpt-1"):
+    with pytest.raises(CheckpointError, match=r"ckpt-2 was not written: No space.* is .*ckpt-1"):
         checkpoint.save(tmp_path / "ckpt")
     assert latest_checkpoint(tmp_path) == kept
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt-1"]
@@ -276,7 +276,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     variables = _variables(_strategy(2, 3), 2.0)
     del variables["half"]
     variables["more"] = dist.Variable(1.0)
-    with pytest.raises(InvalidValueError, match="Not in.*: v/more.\nOnly in.*: v/half, x."):
+    with pytest.raises(InvalidValueError, match=r"Not in.*: v/more.\nOnly in.*: v/half, x."):
         Checkpoint(v=variables).restore(path)
     with _strategy(1).scope():
         wide = dist.Variable(np.zeros((50, 5), np.float32))
@@ -284,18 +284,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     with pytest.raises(InvalidValueError, match=r"v/table has shape \(50, 4\), and here \(50, 5\)"):
         Checkpoint(v={"table": wide, "count": doubled}).restore(path, partial=True)
 
-    # The last bytes of the data are those of the last rows.
     checkpoint = Checkpoint(v=_variables(_strategy(3, 2), 2.0), x=2)
-    (data,) = sorted((tmp_path / "ckpt-1" / "ps-0" / "d").iterdir(), key=lambda p: p.stat().st_size)[-1:]
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-    with pytest.raises(CheckpointError, match="ckpt-1 cannot be read: .*"):
+    row = TABLE[0].tobytes()
+    (data,) = (p for p in tmp_path.rglob("d/*") if row in p.read_bytes())
+    data.write_bytes(data.read_bytes().replace(row, bytes(len(row))))
+    with pytest.raises(CheckpointError, match=r"ckpt-1 cannot be read: [^[]*Digest mismatch[^[]*$"):
         checkpoint.restore(path)
     _check_equal(checkpoint.v, 2.0)
     index = tmp_path / "ckpt-1" / "checkpoint.json"
     index.write_text(index.read_text().replace("ps-0", "../../ps-0"))
-    with pytest.raises(CheckpointError, match="'../../ps-0' is no folder of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'\.\./\.\./ps-0' is no folder of a checkpoint"):
         checkpoint.restore(path)
     _check_equal(checkpoint.v, 2.0)
 

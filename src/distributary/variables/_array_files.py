@@ -108,7 +108,8 @@ def read_rows(
         for write in writes:
             write.result()
     except Exception as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {error}") from error
+        reason = str(error).partition(" [tensorstore_spec=")[0]
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {reason}") from error
 
 
 def _array_to_write(folder: Path, name: str, array: np.ndarray) -> Any:
