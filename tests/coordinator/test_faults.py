@@ -118,8 +118,8 @@ def test_messages_are_lost_and_doubled(kinds, fault, new_job):
             assert dist.Variable(3).numpy() == 3
         assert job.counts() == [9, 9]
     else:
-        job.run(60)
-        assert job.counts() == [60, 60]
+        job.run(30)
+        assert job.counts() == [30, 30]
 
 
 def test_workers_come_back_with_all_that_they_need(new_job):
@@ -290,6 +290,23 @@ def test_a_worker_that_alone_cannot_reach_a_server_leaves_the_work_to_others(new
     job.run(2)
 
     assert counts == [job.num_scheduled - 2] * 2
+
+
+def test_a_server_without_signs_of_life_is_lost(new_job):
+    job = new_job(heartbeat_seconds=0.1)
+    job.run(1)
+    go_on = threading.Event()
+
+    def hold(source, target, message, deliver):
+        if message.kind == "alive" and target == "ps 0":
+            go_on.wait(_SECONDS)
+        return deliver(message)
+
+    job.cluster.fault = hold
+    assert job.coordinator._queue.closed.wait(_SECONDS)
+    go_on.set()
+    with pytest.raises(PSUnavailableError, match=r"ps 0 has given no sign of life for 0\.3 s"):
+        job.schedule(1)
 
 
 def test_a_second_coordinator_takes_over(new_job):
