@@ -1,5 +1,7 @@
 """Steps that pull and push rows of tables, against dense training on one device."""
 
+from dataclasses import astuple, replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,12 @@ from hypothesis import given, settings, strategies as st
 import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._messages import Limits
-from distributary.coordinator._rows import RowPlan
+from distributary.coordinator._messages import Limits, Message
+from distributary.coordinator._programs import export_function
+from distributary.coordinator._rows import PushedRows, RowPlan
+from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.errors import DistributaryWarning
+from distributary.errors import DistributaryWarning, InvalidValueError
 from distributary.tracing import Lookup, RowSpace, push
 
 RNG = np.random.default_rng(0)
@@ -242,3 +246,41 @@ def test_a_table_of_which_more_is_needed_travels_as_a_whole(read, reason):
     value, gradient = jax.value_and_grad(read)(jnp.asarray(TABLE), 0, ids)
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     np.testing.assert_allclose(table.numpy(), TABLE - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_server_refuses_rows_that_it_does_not_have():
+    server = ParameterServer(0)
+    server.handle(Message("create", {"ids": [0]}, [TABLE]), None)
+    aval = jax.ShapeDtypeStruct(TABLE.shape, np.float32)
+    program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
+    server.handle(Message("program", blobs=[program.content]), None)
+
+    def push_rows(rows, values, **changes):
+        own = PushedRows(0, 0, 60, [0], [0], [0], is_whole=False, bucket=16)
+        fields = {
+            "closure": 0,
+            "finished": 0,
+            "program": program.name,
+            "states": [0],
+            "outputs": [0],
+            "rows": [astuple(replace(own, **changes))],
+            "ids": [],
+            "num_row_reads": 0,
+        }
+        arrays = [np.full((values, 3), 1, np.float32), np.array(rows, np.int64)]
+        return server.handle(Message("push", fields, arrays), None)
+
+    for rows in ([-1], [60], [3, 2], [2, 2], [[1]], np.array([1.5])):
+        with pytest.raises(InvalidValueError, match="Rows"):
+            server.handle(Message("read", {"ids": [0]}, [np.asarray(rows)]), None)
+    with pytest.raises(InvalidValueError, match="Rows 60 to 60"):
+        push_rows([60], 1)
+    with pytest.raises(InvalidValueError, match="rows of a variable of 1000000000000 rows"):
+        push_rows([1], 1, is_whole=True, size=10**12, states=[], outputs=[])
+    (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
+    np.testing.assert_array_equal(value, TABLE)
+    push_rows([1, 59], 2)
+    (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
+    expected = TABLE.copy()
+    expected[[1, 59]] -= 1
+    np.testing.assert_array_equal(value, expected)

@@ -17,6 +17,7 @@ __all__ = [
     "TablePart",
     "bucket_of",
     "bucket_sizes",
+    "check_rows",
     "padded",
     "rows_in_zeros",
     "take_rows",
@@ -143,7 +144,7 @@ def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> n
         InvalidValueError: if there are no such rows.
     """
     source = np.asarray(array)
-    _check_rows(numbers, source.shape)
+    check_rows(numbers, source.shape)
     if num_rows is None:
         return source.take(numbers, axis=0, mode="clip")  # checked: faster than "raise"
     out = np.zeros((num_rows, *source.shape[1:]), source.dtype)
@@ -151,7 +152,7 @@ def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> n
     return out
 
 
-def _check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
+def check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
     """Refuses what are no numbers of rows, each once and in order, of an array.
 
     Raises:
@@ -180,7 +181,7 @@ def padded(rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarray:
     """An array of `size` rows, zeros but for those with the numbers."""
-    _check_rows(numbers, (size,))
+    check_rows(numbers, (size,))
     out = np.zeros((size, *rows.shape[1:]), rows.dtype)
     out[numbers] = rows
     return out

@@ -14,6 +14,7 @@ from distributary.coordinator._programs import ProgramCache
 from distributary.coordinator._rows import (
     PushedRows,
     bucket_sizes,
+    check_rows,
     padded,
     rows_in_zeros,
     take_rows,
@@ -193,20 +194,42 @@ class ParameterServer:
                 inputs[i] = take_rows(inputs[i], rows, sizes[own.bucket])
             for i in (len(states) + i for i in own.pushes):
                 inputs[i] = (
-                    rows_in_zeros(inputs[i], rows, own.size)
+                    rows_in_zeros(inputs[i], rows, self._num_rows(own, states, outputs))
                     if own.is_whole
                     else padded(inputs[i], sizes[own.bucket])
                 )
             rows_of_output.update(dict.fromkeys(own.outputs, rows))
         new = self._programs.run(fields["program"], inputs)
-        for i, (number, value) in enumerate(zip(outputs, new, strict=True)):
-            if i in rows_of_output:
-                rows = rows_of_output[i]
-                self._table(number)[rows] = np.asarray(value)[: len(rows)]
-            else:
-                self._state[number] = value
+        changes = [
+            (self._table(outputs[i]), rows, np.asarray(new[i])[: len(rows)])
+            for i, rows in rows_of_output.items()
+        ]
+        for table, rows, values in changes:  # all of them or none
+            check_rows(rows, table.shape)
+            if values.shape != (len(rows), *table.shape[1:]):
+                raise InvalidValueError(
+                    f"ps {self.number}: rows of shape {values.shape} are to be put into"
+                    f" {len(rows)} rows of a variable of shape {table.shape}."
+                )
+        for table, rows, values in changes:
+            table[rows] = values
+        self._state.update(
+            (number, value)
+            for i, (number, value) in enumerate(zip(outputs, new, strict=True))
+            if i not in rows_of_output
+        )
         # XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
+
+    def _num_rows(self, own: PushedRows, states: list[int], outputs: list[int]) -> int:
+        """The number of rows of a whole variable; checked before so much is allocated."""
+        shapes = [array.shape for array in self._arrays([*states, *outputs])]
+        if not any(shape[:1] == (own.size,) for shape in shapes):
+            raise InvalidValueError(
+                f"ps {self.number}: rows of a variable of {own.size} rows are pushed, but those of"
+                f" the push have the shapes {shapes}."
+            )
+        return own.size
 
     def _table(self, number: int) -> np.ndarray:
         """A variable as an array that may be changed."""
