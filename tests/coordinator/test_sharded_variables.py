@@ -184,8 +184,9 @@ def _embedding_model():
     )
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("optimizer_class", [keras.optimizers.Adagrad, keras.optimizers.Adam])
+@pytest.mark.parametrize(
+    ("num_shards", "optimizer_class"), [(3, keras.optimizers.Adagrad), (1, keras.optimizers.Adam)]
+)
 def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
     labels = np.array([[1.0], [2.0]], np.float32)
     mse = keras.losses.MeanSquaredError()
