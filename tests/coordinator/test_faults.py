@@ -5,6 +5,7 @@ import gc
 import itertools
 import threading
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -268,6 +269,30 @@ def test_a_lost_server_is_named_and_another_strategy_goes_on(restarts, new_job):
     other.run(5)
 
     assert other.counts() == [10, 10]
+
+
+def test_large_arguments_and_results_travel_one_by_one(new_job):
+    job = new_job(workers=1)
+    sizes = []
+
+    def look(source, target, message, deliver):
+        reply = deliver(message)
+        if message.kind == "run":
+            sizes.append((len(message.arrays), len(reply.arrays)))
+        return reply
+
+    def fill(x):
+        return jnp.full(1 << 22, x)  # 16 MiB
+
+    job.cluster.fault = look
+    values = [job.coordinator.schedule(fill, args=(np.float32(i),)) for i in range(4)]
+    assert [value.fetch()[0] for value in values] == [0, 1, 2, 3]
+    assert {num_results for _, num_results in sizes} == {1}
+    sizes.clear()
+    for value in values:
+        job.coordinator.schedule(jnp.sum, args=(value.fetch(),))
+    job.coordinator.join()
+    assert max(num_arguments for num_arguments, _ in sizes) <= 2
 
 
 def test_a_worker_that_alone_cannot_reach_a_server_leaves_the_work_to_others(new_job):

@@ -246,7 +246,7 @@ class Worker:
         for closure in [number for number in self._waiting if number < fields["finished"]]:
             del self._waiting[closure]
         results: list[Any] = []
-        num_ended = 0
+        num_ended = num_bytes = 0
         end = time.monotonic() + _MAX_SECONDS
         reply: dict[str, Any] = {}
         ahead: _Step | Exception | None = None
@@ -275,8 +275,9 @@ class Worker:
                 with self._tally.time("pull"):
                     self._pull(step)
                 outs = self._programs.run(step.plan.program, step.inputs_of(step.plan.inputs))
+                num_bytes += sum(out.nbytes for out in outs[: step.plan.num_results])
                 # Others may be idle, and somebody may wait for a result. What is prepared is run.
-                if left and time.monotonic() < end:
+                if left and time.monotonic() < end and num_bytes < _MAX_RESULT_BYTES:
                     ahead = prepare()
                 with self._tally.time("compute"):
                     jax.block_until_ready(outs)
@@ -287,7 +288,7 @@ class Worker:
                 break
             results += [np.asarray(out) for out in outs[: step.plan.num_results]]
             num_ended += 1
-            if ahead is None and time.monotonic() > end:
+            if ahead is None:
                 break
         if isinstance(ahead, _Step):
             ahead.put_back()
