@@ -92,7 +92,8 @@ class Side:
             for index in range(len(cluster[role]))
         ]
         self._chief = _served.ServedJob(name, [command], [environ_of("chief", 0)], _ANSWER_SECONDS)
-        self.pids = [task.pid for task in self._tasks] + self._chief.pids
+        self.chief_pids = self._chief.pids
+        self.pids = [task.pid for task in self._tasks] + self.chief_pids
 
     def peer(self, name: str) -> "Metered":
         """A workload, by its name."""
@@ -117,15 +118,19 @@ class Metered:
     def __init__(self, peer: _served.ServedPeer, side: Side) -> None:
         self.name = side.name
         self.cpu_seconds: list[float] = []
+        self.chief_cpu_seconds: list[float] = []
         self.losses = peer.losses
         self._peer = peer
         self._side = side
 
     def time_block(self, num_steps: int) -> float:
         """Takes `num_steps` steps and returns the seconds per step."""
-        before = _cpu_seconds(self._side.pids)
+        side = self._side
+        before, before_chief = _cpu_seconds(side.pids), _cpu_seconds(side.chief_pids)
         seconds = self._peer.time_block(num_steps)
-        self.cpu_seconds.append((_cpu_seconds(self._side.pids) - before) / num_steps)
+        self.cpu_seconds.append((_cpu_seconds(side.pids) - before) / num_steps)
+        spent = _cpu_seconds(side.chief_pids) - before_chief
+        self.chief_cpu_seconds.append(spent / num_steps)
         return seconds
 
     def close(self) -> None:
@@ -172,6 +177,7 @@ def main(arguments: argparse.Namespace) -> int:
                     if not losses[-1] < losses[0]
                 ]
     _print(rows)
+    _print_chief(rows)
     _report.write(
         "parameter_server",
         rows=rows,
@@ -201,6 +207,7 @@ def _measure(name: str, sides: list[Side], arguments: argparse.Namespace) -> dic
         num_steps[peer.name] = max(50, min(50_000, round(arguments.block_seconds / seconds)))
     for peer in peers:
         peer.cpu_seconds.clear()
+        peer.chief_cpu_seconds.clear()
     seconds_of = _timing.interleave(peers, arguments.rounds, num_steps)
     last = {peer.name: peer.losses(20) for peer in peers}
     return {
@@ -208,6 +215,7 @@ def _measure(name: str, sides: list[Side], arguments: argparse.Namespace) -> dic
         "num_steps": num_steps,
         "seconds": seconds_of,
         "cpu_seconds": {peer.name: peer.cpu_seconds[1:] for peer in peers},
+        "chief_cpu_seconds": {peer.name: peer.chief_cpu_seconds[1:] for peer in peers},
         "losses": {
             side: [statistics.mean(first[side]), statistics.mean(last[side])] for side in first
         },
@@ -246,6 +254,18 @@ def _print(rows: list[dict[str, Json]]) -> None:
             *("times as many", "bar", "", "CPU / TF's", "bar", ""),
         ],
         table,
+    )
+
+
+def _print_chief(rows: list[dict[str, Json]]) -> None:
+    """What a closure costs the chief, which limits the number of workers."""
+    print()
+    table = []
+    for row in rows:
+        spent = statistics.median(row["chief_cpu_seconds"]["distributary"])
+        table.append([row["workload"], 1e6 * spent, round(1 / spent) if spent else None])
+    _report.print_table(
+        ["work", "chief CPU us per step", "steps/s of a chief with one core"], table
     )
 
 

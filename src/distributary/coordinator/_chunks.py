@@ -10,7 +10,7 @@ from typing import final
 
 import numpy as np
 
-from distributary.coordinator._messages import ALIGNMENT, Buffer, Limits, WireError
+from distributary.coordinator._messages import Buffer, Limits, WireError, aligned_empty
 
 __all__ = ["MAX_CHUNK_BYTES", "Assembly", "split"]
 
@@ -78,7 +78,7 @@ class Assembly:
                 )
             if not remaining:
                 return number, content
-            self._number, self._message = number, _allocate(num_bytes)
+            self._number, self._message = number, aligned_empty((num_bytes,), np.dtype(np.uint8))
         elif (number, remaining + len(content)) != (self._number, self._remaining):
             raise WireError(
                 f"A chunk of message {number} with {remaining} bytes to follow came in the middle"
@@ -91,10 +91,3 @@ class Assembly:
             return None
         message, self._message = self._message, np.empty(0, np.uint8)
         return number, message.data
-
-
-def _allocate(num_bytes: int) -> np.ndarray:
-    # Takes memory only as far as it is written to.
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes]

@@ -19,7 +19,17 @@ import numpy as np
 
 from distributary.errors import DistributaryError
 
-__all__ = ["ALIGNMENT", "JSON", "Buffer", "Limits", "Message", "WireError", "decode", "encode"]
+__all__ = [
+    "ALIGNMENT",
+    "JSON",
+    "Buffer",
+    "Limits",
+    "Message",
+    "WireError",
+    "aligned_empty",
+    "decode",
+    "encode",
+]
 
 JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str of such
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -154,6 +164,14 @@ def decode(buffer: Buffer, limits: Limits) -> Message:
         [_array(content, *spec) for content, spec in zip(contents, arrays, strict=False)],
         [bytes(content) for content in contents[len(arrays) :]],
     )
+
+
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array that XLA can use without a copy; takes memory only as far as it is written to."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _native(array: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.coordinator._messages import JSON
+from distributary.coordinator._messages import JSON, aligned_empty
 from distributary.errors import InvalidValueError
 from distributary.tracing import Lookup, RowSpace
 
@@ -147,8 +147,9 @@ def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> n
     check_rows(numbers, source.shape)
     if num_rows is None:
         return source.take(numbers, axis=0, mode="clip")  # checked: faster than "raise"
-    out = np.zeros((num_rows, *source.shape[1:]), source.dtype)
+    out = aligned_empty((num_rows, *source.shape[1:]), source.dtype)
     source.take(numbers, axis=0, out=out[: len(numbers)], mode="clip")
+    out[len(numbers) :] = 0
     return out
 
 
@@ -174,8 +175,8 @@ def check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
 
 def padded(rows: np.ndarray, num_rows: int) -> np.ndarray:
     """Rows, and zeros after them."""
-    out = np.zeros((num_rows, *rows.shape[1:]), rows.dtype)
-    out[: len(rows)] = rows
+    out = aligned_empty((num_rows, *rows.shape[1:]), rows.dtype)
+    out[: len(rows)], out[len(rows) :] = rows, 0
     return out
 
 

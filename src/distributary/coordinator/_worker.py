@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from distributary.coordinator._links import error_reply
-from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._messages import JSON, Message, aligned_empty
 from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
 from distributary.coordinator._per_worker import Peekable
 from distributary.coordinator._programs import ProgramCache
@@ -367,7 +367,8 @@ class Worker:
                 if filled[i] is None:
                     assert rows is not None
                     capacity = rows.spaces[rows.buffers[i][0]].capacity
-                    filled[i] = np.zeros((capacity, *found.shape[1:]), found.dtype)
+                    filled[i] = aligned_empty((capacity, *found.shape[1:]), found.dtype)
+                    filled[i][len(step.found[rows.buffers[i][0]].rows) :] = 0
                 filled[i][where] = found
         step.given["state"], step.given["rows"] = state, filled
 
