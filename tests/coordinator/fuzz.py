@@ -14,7 +14,10 @@ from tests.coordinator.frames import damaged_frames
 
 _KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
 _KINDS = {
-    "ps": ["create", "read", "assign", "delete", "finish", "program", "push", *_KINDS_OF_ALL],
+    "ps": [
+        *("create", "read", "assign", "delete", "finish", "program", "push"),
+        *("copy", "load", "save", "adopt", "drop", *_KINDS_OF_ALL),
+    ],
     "worker": ["source", "peek", "function", "plan", "run", *_KINDS_OF_ALL],
 }
 _FIELDS = {
@@ -45,6 +48,10 @@ _FIELDS = {
     "pulls": [[], [[0, [0]]], [[9, [9]]], None],
     "servers": [[], [[0, "", [], [], []]], [[]]],
     "closures": [[], [0], [0, 1], None],
+    "copy": [0, 1, None, []],
+    "path": ["/", "/proc/self/mem", "", "a\0b", None, 3],
+    "token": ["", "root:x:0", None, []],
+    "rows": [[], [[]], [[["arrays", "a", 0, 1]]], [[["../etc", "", -1, 1 << 70]]], [["a"]], None],
     "num_args": [0, 1, -1, 1 << 60, None],
 }
 

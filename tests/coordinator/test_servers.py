@@ -1,6 +1,7 @@
 """Training with workers and servers in processes of their own."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -132,9 +133,9 @@ def test_messages_are_for_roles(tasks, certificates):
         session = new_session()
         create = Message("create", {"session": session, "ids": [1]}, [np.float32(3)])
         read = Message("read", {"session": session, "ids": [1]})
-        for other in (worker, ps):
-            with pytest.raises(PermissionError, match=r"ps 0 got 'create' from (worker|ps) at"):
-                other.call(create, _SECONDS)
+        for other, kind in itertools.product((worker, ps), ("create", "save", "load")):
+            with pytest.raises(PermissionError, match=rf"ps 0 got '{kind}' from (worker|ps) at"):
+                other.call(Message(kind, create.fields, create.arrays), _SECONDS)
         with pytest.raises(PermissionError, match="'hello' from worker"):
             worker.call(hello(session), _SECONDS)
         chief.call(hello(session), _SECONDS)

@@ -97,6 +97,9 @@ def read_rows(
         writes = []
         for array, own, stores in zip(arrays, rows, opened, strict=True):
             start, target = 0, ts.array(array)
+            num_rows = array.shape[0] if array.ndim else 1
+            if sum(part.stop - part.start for part in own) != num_rows:
+                raise ValueError(f"{own} are not the {num_rows} rows of an array")
             for part, store in zip(own, stores, strict=True):
                 source = store.result()
                 if array.ndim:
