@@ -1,6 +1,9 @@
 """Checkpoints that servers write and read."""
 
+import contextlib
+import shutil
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -246,6 +249,16 @@ def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
         checkpoint.save(tmp_path / "ckpt")
     assert latest_checkpoint(tmp_path) == kept
 
+    def vanishes(source, target, message, deliver):
+        reply = deliver(message)
+        if (message.kind, target) == ("save", "ps 1"):
+            shutil.rmtree(Path(message.fields["path"]) / "ps-1")
+        return reply
+
+    cluster.fault = vanishes
+    with pytest.raises(CheckpointError, match=r"ps 1 has written \d+ bytes to .* sees 0"):
+        checkpoint.save(tmp_path / "ckpt")
+
     lost = []
 
     def lose_replies(source, target, message, deliver):
@@ -264,7 +277,7 @@ def test_without_all_servers_the_old_checkpoint_stays(tmp_path):
     cluster.kill("ps 1")
     with pytest.raises(PSUnavailableError, match="ps 1"):
         checkpoint.save(tmp_path / "ckpt")
-    assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-4")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-5")
 
 
 def _servers(cluster):
@@ -321,3 +334,32 @@ def test_the_error_of_a_step_is_not_lost(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     checkpoint.save(tmp_path / "ckpt")
     assert latest_checkpoint(tmp_path)
+
+
+def test_keras_backs_up_and_restores(tmp_path):
+    x = RNG.normal(size=(40, 3)).astype(np.float32)
+
+    def fit(strategy, *callbacks):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.Adagrad(0.1), "mse")
+        with contextlib.suppress(InterruptedError):
+            model.fit(x, x[:, :2], epochs=3, shuffle=False, verbose=0, callbacks=[*callbacks])
+        return model
+
+    def interrupt(epoch, logs):
+        if epoch == 2:
+            raise InterruptedError
+
+    expected = fit(_strategy(2, cluster=local_cluster(1, 2)))
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    callback = keras.callbacks.LambdaCallback(on_epoch_begin=interrupt)
+    stopped = fit(_strategy(2, cluster=local_cluster(1, 2)), backup, callback)
+    assert int(stopped.optimizer.iterations) == 4
+
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    found = fit(_strategy(1, cluster=local_cluster(1, 1)), backup)
+
+    assert int(found.optimizer.iterations) == 6
+    _check_same(found.get_weights(), expected.get_weights(), rtol=1e-5)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
 from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._strategy import ParameterServerStrategy
@@ -111,7 +112,7 @@ class _Cluster:
             spec["ps"] = [self.proxy.address, spec["ps"][1]]
         self.processes[name] = self.start_program("task.py", spec, task_type, int(index))
 
-    def start_program(self, program, spec, task_type, index):
+    def start_program(self, program, spec, task_type, index, *args):
         config = {"cluster": spec, "task": {"type": task_type, "index": index}}
         environ = {
             **os.environ,
@@ -121,7 +122,7 @@ class _Cluster:
         }
         process = self._stack.enter_context(
             subprocess.Popen(
-                [sys.executable, _PROGRAMS / program], env=environ, stdout=subprocess.PIPE
+                [sys.executable, _PROGRAMS / program, *args], env=environ, stdout=subprocess.PIPE
             )
         )
         self._stack.callback(process.kill)
@@ -155,6 +156,7 @@ class _Job:
             self.counters = [dist.Variable(0), dist.Variable(0)]
             self.large = dist.Variable(np.zeros(_NUM_ELEMENTS, np.float32))
         self.coordinator = ClusterCoordinator(self.strategy)
+        self.checkpoint = Checkpoint(counters=self.counters, large=self.large)
 
     def step(self):
         for counter in self.counters:
@@ -254,16 +256,19 @@ def test_a_connection_breaks_in_the_middle_of_a_push(cluster, new_job):
     np.testing.assert_array_equal(job.large.numpy(), expected)
 
 
-def test_a_chief_is_killed_and_another_one_starts(cluster, new_job):
-    chief = cluster.start_program("chief.py", cluster.spec, "chief", 0)
+def test_a_chief_is_killed_and_another_one_goes_on(cluster, new_job, tmp_path):
+    chief = cluster.start_program("chief.py", cluster.spec, "chief", 0, tmp_path)
     assert chief.stdout.readline() == b"works\n"
     chief.kill()
     chief.wait(_SECONDS)
     job = new_job()
+    assert job.counts() == [0, 0]
+    job.checkpoint.restore(latest_checkpoint(tmp_path), partial=True)
+    assert job.counts() == [20, 20]
     job.schedule(100)
     job.coordinator.join()
 
-    assert job.counts() == [100, 100]
+    assert job.counts() == [120, 120]
 
 
 def test_of_two_chiefs_the_second_works(cluster, new_job):
@@ -280,21 +285,30 @@ def test_of_two_chiefs_the_second_works(cluster, new_job):
     assert second.counts() == [100, 100]
 
 
-def test_a_server_is_killed_and_restarted(cluster, new_job):
+def test_a_server_is_killed_and_restored(cluster, new_job, tmp_path):
     job = new_job()
+    job.coordinator.schedule(job.large_step, args=(np.float32(3),))
+    manager = CheckpointManager(job.checkpoint, tmp_path, max_to_keep=1)
+    saved = manager.save()
     job.schedule(100)[10].fetch()
     address = cluster.spec["ps"][1]
     cluster.kill("ps 1")
     with pytest.raises(PSUnavailableError, match=f"ps 1 at {address} cannot be reached"):
         job.coordinator.join()
+    with pytest.raises(PSUnavailableError, match=f"ps 1 at {address}"):
+        manager.save()
     cluster.start("ps 1")
     with pytest.raises(PSUnavailableError, match=f"ps 1 at {address}"):
         job.schedule(1)
 
     other = new_job()
+    manager = CheckpointManager(other.checkpoint, tmp_path, max_to_keep=1)
+    assert manager.restore_or_initialize() == saved
+    assert other.counts() == [1, 1]
+    np.testing.assert_array_equal(other.large.numpy(), np.full(_NUM_ELEMENTS, 3, np.float32))
     other.schedule(100)
     other.coordinator.join()
 
-    assert other.counts() == [100, 100]
+    assert other.counts() == [101, 101]
     with pytest.raises(CoordinatorReplacedError):
         job.counts()

@@ -76,6 +76,10 @@ class Checkpoint:
     With several workers all of them call `save` and `restore`, in the same order, and the folder is
     one that all of them see. The chief writes.
 
+    With a `ParameterServerStrategy` only the coordinator calls them. They wait until all scheduled
+    steps have ended and raise their error, as `ClusterCoordinator.join`. Every server writes and
+    reads its variables itself, so the folder is one that all tasks see.
+
     Args:
         **objects: Variables; Keras models, optimizers and metrics; iterators over datasets (all
             objects with `get_state` and `set_state`); arrays, numbers and strings; NumPy's and
@@ -141,6 +145,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: if it cannot be written, or the workers do not come together.
+            PSUnavailableError: if a parameter server is lost before it has copied its variables.
             InvalidTypeError: if an object cannot be saved.
             ContextError: inside a traced function.
 
@@ -164,7 +169,8 @@ class Checkpoint:
         Raises:
             InvalidValueError: naming what is missing, unexpected or of another shape, dtype or
                 type.
-            CheckpointError: if the checkpoint cannot be read here or on another worker.
+            CheckpointError: if the checkpoint cannot be read here, on another worker or a server.
+            PSUnavailableError: if a parameter server is lost.
 
         Source: `tf.train.Checkpoint.restore`, whose `expect_partial()` is `partial=True`.
         """

@@ -1,8 +1,12 @@
-"""A chief that schedules steps until it is killed: writes a line when one has ended."""
+"""A chief that saves after 20 steps, writes a line, and schedules steps until it is killed."""
+
+import sys
+from pathlib import Path
 
 import numpy as np
 
 import distributary as dist
+from distributary.checkpoint import Checkpoint
 from distributary.cluster_resolver import TFConfigClusterResolver
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._strategy import ParameterServerStrategy
@@ -19,7 +23,9 @@ def step(x):
     return x
 
 
-coordinator.schedule(step, args=(np.int32(0),)).fetch()
+for _ in range(20):
+    coordinator.schedule(step, args=(np.int32(0),))
+Checkpoint(counters=counters).save(Path(sys.argv[1]) / "ckpt")
 print("works", flush=True)
 while True:
     coordinator.schedule(step, args=(np.int32(0),))
