@@ -1,6 +1,7 @@
 """Gives closures to the workers, and to others when a worker is lost."""
 
 import itertools
+import logging
 import random
 import threading
 import time
@@ -21,6 +22,8 @@ from distributary.errors import (
 )
 
 __all__ = ["Workers"]
+
+_log = logging.getLogger(__name__)
 
 _LOST = (ConnectionLostError, DeadlineError)
 _MAX_LEASED_BYTES = 1 << 24  # of all closures of a lease but the last one
@@ -228,14 +231,19 @@ class _Driver:
                 self.is_given_up = seconds > self._session.options.worker_timeout_seconds
                 self._workers.check()
                 if self.is_given_up:
+                    _log.warning("%s is given up after %.0f s", self.name, seconds)
                     return
                 self._queue.closed.wait(pause * random.uniform(0.5, 1))
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
             else:
+                if self._num_losses:
+                    _log.warning("%s is there again", self.name)
                 self._workers.add(self)
                 running = self._serve()
                 self._workers.remove(self)
-                self._num_losses += self.connection.is_lost()
+                if self.connection.is_lost():
+                    self._num_losses += 1
+                    _log.warning("%s is lost: %s", self.name, self.error)
                 pause = _MIN_PAUSE_SECONDS
                 lost_since = time.monotonic()
 
