@@ -92,8 +92,11 @@ class Side:
             for index in range(len(cluster[role]))
         ]
         self._chief = _served.ServedJob(name, [command], [environ_of("chief", 0)], _ANSWER_SECONDS)
-        self.chief_pids = self._chief.pids
-        self.pids = [task.pid for task in self._tasks] + self.chief_pids
+        self.pids = {
+            "worker": [task.pid for task in self._tasks[:NUM_WORKERS]],
+            "server": [task.pid for task in self._tasks[NUM_WORKERS:]],
+            "chief": self._chief.pids,
+        }
 
     def peer(self, name: str) -> "Metered":
         """A workload, by its name."""
@@ -117,32 +120,29 @@ class Metered:
 
     def __init__(self, peer: _served.ServedPeer, side: Side) -> None:
         self.name = side.name
-        self.cpu_seconds: list[float] = []
-        self.chief_cpu_seconds: list[float] = []
+        self.cpu_seconds: list[dict[str, float]] = []
         self.losses = peer.losses
         self._peer = peer
         self._side = side
 
     def time_block(self, num_steps: int) -> float:
         """Takes `num_steps` steps and returns the seconds per step."""
-        side = self._side
-        before, before_chief = _cpu_seconds(side.pids), _cpu_seconds(side.chief_pids)
+        before = _cpu_seconds(self._side.pids)
         seconds = self._peer.time_block(num_steps)
-        self.cpu_seconds.append((_cpu_seconds(side.pids) - before) / num_steps)
-        spent = _cpu_seconds(side.chief_pids) - before_chief
-        self.chief_cpu_seconds.append(spent / num_steps)
+        after = _cpu_seconds(self._side.pids)
+        self.cpu_seconds.append({role: (after[role] - before[role]) / num_steps for role in after})
         return seconds
 
     def close(self) -> None:
         """Nothing to do: others share the processes."""
 
 
-def _cpu_seconds(pids: list[int]) -> float:
-    ticks = 0
-    for pid in pids:
+def _cpu_seconds(pids: Mapping[str, list[int]]) -> dict[str, float]:
+    def seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    return {role: sum(map(seconds, own)) for role, own in pids.items()}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -207,15 +207,21 @@ def _measure(name: str, sides: list[Side], arguments: argparse.Namespace) -> dic
         num_steps[peer.name] = max(50, min(50_000, round(arguments.block_seconds / seconds)))
     for peer in peers:
         peer.cpu_seconds.clear()
-        peer.chief_cpu_seconds.clear()
     seconds_of = _timing.interleave(peers, arguments.rounds, num_steps)
     last = {peer.name: peer.losses(20) for peer in peers}
     return {
         "workload": name,
         "num_steps": num_steps,
         "seconds": seconds_of,
-        "cpu_seconds": {peer.name: peer.cpu_seconds[1:] for peer in peers},
-        "chief_cpu_seconds": {peer.name: peer.chief_cpu_seconds[1:] for peer in peers},
+        "cpu_seconds": {
+            peer.name: [sum(spent.values()) for spent in peer.cpu_seconds[1:]] for peer in peers
+        },
+        **{
+            f"{role}_cpu_seconds": {
+                peer.name: [spent[role] for spent in peer.cpu_seconds[1:]] for peer in peers
+            }
+            for role in ("chief", "worker", "server")
+        },
         "losses": {
             side: [statistics.mean(first[side]), statistics.mean(last[side])] for side in first
         },
