@@ -37,6 +37,8 @@ def _variables(strategy, scale=0.0):
             "flags": dist.Variable(np.array([scale > 0, False])),
             "count": dist.Variable(np.int32(7 * scale)),
             "none": dist.Variable(np.zeros((0, 3), np.float32)),
+            "../a b/é%2F.1/": dist.Variable(np.float32(scale)),
+            "": dist.Variable(np.float32(scale)),
         }
 
 
@@ -45,6 +47,7 @@ def _check_equal(variables, scale):
     np.testing.assert_array_equal(variables["half"].numpy(), np.full((3, 5), scale, "bfloat16"))
     np.testing.assert_array_equal(variables["flags"].numpy(), [scale > 0, False])
     assert variables["count"].numpy() == 7 * scale
+    assert variables["../a b/é%2F.1/"].numpy() == variables[""].numpy() == scale
 
 
 def test_other_numbers_of_servers_and_shards_restore_equal_values(tmp_path):
@@ -69,7 +72,8 @@ def test_other_strategies_restore_it_and_the_other_way_round(tmp_path):
     _check_equal(checkpoint.v, 1.0)
     checkpoint.v["table"].assign(2 * TABLE)
     checkpoint.v["half"].assign(np.full((3, 5), 2.0))
-    checkpoint.v["count"].assign(14)
+    for name, value in (("count", 14), ("../a b/é%2F.1/", 2), ("", 2)):
+        checkpoint.v[name].assign(value)
     path = checkpoint.save(tmp_path / "mirrored")
     again = Checkpoint(v=_variables(_strategy(2, 3)))
     again.restore(path)

@@ -144,7 +144,7 @@ def _array_to_read(path: Path, rows: SavedRows) -> Any:
 
 def _database(folder: Path, name: str) -> Any:
     base = {"driver": "file", "path": f"{folder}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    return {"driver": "ocdbt", "base": base, "path": f"{name.removesuffix('/')}/"}
 
 
 def _tensorstore() -> Any:
