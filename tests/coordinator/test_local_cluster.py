@@ -109,6 +109,32 @@ def test_batches_of_another_size_are_another_program(cluster):
     assert total.numpy() == 2 * sum(sizes)
 
 
+def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+    memory = np.zeros(1 << 16, np.uint8)
+    start = -memory.ctypes.data % 64  # XLA uses what is aligned without a copy
+    buffer = memory[start : start + 4096].view(np.float32)
+
+    def batches():
+        for i in range(20):
+            buffer[:] = i
+            yield buffer
+
+    iterator = iter(coordinator.create_per_worker_dataset(batches))
+    values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(20)]
+    assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
+
+    def given(x):
+        return x
+
+    values = []
+    for i in range(20):
+        buffer[:] = i
+        values.append(coordinator.schedule(given, args=(buffer,)))
+    assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
+
+
 def test_the_first_error_is_raised_once(cluster):
     strategy = cluster(2, 1)
     with strategy.scope():

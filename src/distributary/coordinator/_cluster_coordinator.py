@@ -11,14 +11,13 @@ from dataclasses import astuple, dataclass, field
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._cluster import Session
 from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._nests import leaves_of, nest_of, structs_of, tree_of
+from distributary.coordinator._nests import copy_of, leaves_of, nest_of, structs_of, tree_of
 from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
 from distributary.coordinator._queue import ClosureQueue
 from distributary.coordinator._sources import UnknownMakerError
@@ -135,7 +134,7 @@ class ClusterCoordinator:
             )
         function = self._function(fn, leaves, tree)
         arrays = filter(is_dynamic, leaves)
-        own = [np.asarray(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
+        own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
         return self._queue.put(function, own)
 
     def join(self) -> None:

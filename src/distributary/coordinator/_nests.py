@@ -5,16 +5,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.coordinator._messages import JSON, WireError
+from distributary.coordinator._messages import JSON, WireError, aligned_empty
 from distributary.errors import InvalidTypeError
 
-__all__ = ["leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
+__all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
 
 
 def leaves_of(value: Any) -> list[np.ndarray]:
-    """The leaves of a nest, with the dtypes that JAX has for them."""
+    """Copies of the leaves of a nest, with the dtypes that JAX has for them."""
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
-    return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for a in arrays]
+    return [copy_of(array, jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+
+
+def copy_of(array: Any, dtype: Any) -> np.ndarray:
+    """A copy of an array: whoever has made it may write to it again before the step runs."""
+    own = aligned_empty(np.shape(array), np.dtype(dtype))
+    own[...] = array
+    return own
 
 
 def shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:

@@ -37,7 +37,6 @@ class ServerSteps:
             )
         self._trainer = trainer
         self._kind = kind
-        self._strategy = strategy
         self._coordinator = ClusterCoordinator(strategy)
         self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
         self._steps = max(1, int(trainer.steps_per_execution))
@@ -85,8 +84,7 @@ class ServerSteps:
         if isinstance(iterator, WorkerBatches):
             value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
         else:
-            batch = jax.tree.map(np.asarray, next(iterator))
-            value = self._coordinator.schedule(self._on_batch, args=(batch,))
+            value = self._coordinator.schedule(self._on_batch, args=(next(iterator),))
         if self._kind != "predict":
             self._running.append(value)
         return value
