@@ -131,7 +131,9 @@ def test_workers_come_back_with_all_that_they_need(new_job):
         started.append(threading.current_thread().name)
         return ((np.full(size, 1, np.float32),) for size in itertools.cycle((2, 3)))
 
-    iterator = iter(job.coordinator.create_per_worker_dataset(batches))
+    dataset = job.coordinator.create_per_worker_dataset(batches)
+    iter(dataset)  # is not used
+    iterator = iter(dataset)
     ten = job.coordinator.create_per_worker_value(lambda: np.float32(10))
 
     def step(iterator, ten):
@@ -151,7 +153,7 @@ def test_workers_come_back_with_all_that_they_need(new_job):
             job.cluster.restart(name)
         run()
         assert job.counts() == [20 * (round_number + 2)] * 2
-    assert len(started) >= 4
+    assert 4 <= len(started) <= 8  # once for each worker that has been there
 
 
 def test_workers_are_killed_while_others_work(new_job):

@@ -166,16 +166,22 @@ class Feed:
     def _iterator(self, worker: int) -> "Peekable":
         with self._lock:
             if worker not in self._iterators:
-                self._iterators[worker] = Peekable(iter(self._make()))
+                self._iterators[worker] = Peekable(self._make)
             return self._iterators[worker]
 
 
 @final
 class Peekable:
-    """An iterator whose next batch can be looked at."""
+    """An iterator whose next batch can be looked at.
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
+    Args:
+        make: Returns what is iterated; called for the first batch. A worker that comes back is told
+            of all datasets that there have been, and most are not used any more.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._iterator: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._lock = threading.RLock()
 
@@ -200,6 +206,8 @@ class Peekable:
         with self._lock:
             if self._ahead:
                 return self._ahead.pop()
+            if self._iterator is None:
+                self._iterator = iter(self._make())
             try:
                 return next(self._iterator)
             except StopIteration:

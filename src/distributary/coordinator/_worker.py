@@ -192,12 +192,13 @@ class Worker:
             self._values[number] = message.arrays, fields["nest"]
             return Message("ok")
         try:
-            made = self._find(fields["maker"])()
+            make = self._find(fields["maker"])
         except UnknownMakerError as error:
             return Message("unknown maker", {"why": str(error)})
         if fields["kind"] == "next":
-            self._iterators[number] = Peekable(iter(made))
+            self._iterators[number] = Peekable(make)
         else:
+            made = make()
             self._values[number] = leaves_of(made), nest_of(made)
         return Message("ok")
 
