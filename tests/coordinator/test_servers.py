@@ -23,9 +23,9 @@ from distributary.coordinator._certificates import Credentials
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._messages import Message
 from distributary.coordinator._processes import cluster_of, connect, tasks_of
-from distributary.coordinator._server import RoleCheck
 from distributary.coordinator._sessions import hello, new_session
 from distributary.coordinator._store import ParameterServer
+from distributary.coordinator._task_server import RoleCheck
 from distributary.errors import (
     ClusterError,
     DistributaryWarning,
@@ -247,7 +247,7 @@ def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
         server.start()
     with pytest.raises(ClusterError, match="in use"):
         GrpcServer(_Stranger(), address)
-    server._close()
+    server._server.close()
 
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0")
     with pytest.raises(ClusterError, match=r"Cannot listen at pod\.invalid"):

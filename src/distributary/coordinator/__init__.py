@@ -8,6 +8,7 @@ from distributary.coordinator._per_worker import (
     closure_number,
     experimental_get_current_worker_index,
 )
+from distributary.coordinator._ray import ray_cluster
 from distributary.coordinator._server import Server
 from distributary.coordinator._statistics import (
     CoordinatorStatistics,
@@ -34,6 +35,7 @@ __all__ = [
     "closure_number",
     "experimental_get_current_worker_index",
     "local_cluster",
+    "ray_cluster",
 ]
 
 #: The name in `tf.distribute.coordinator`; `PerWorkerValues` is that in its `experimental`.

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from distributary.options import RecoveryOptions
 from distributary.tracing import Handle
 from distributary.variables import SavedRows, SavedVariable
 
-__all__ = ["Cluster", "LocalCluster", "Session", "Task", "local_cluster"]
+__all__ = ["Cluster", "LocalCluster", "Session", "Task", "check_numbers", "local_cluster"]
 
 _PIECE_BYTES = 1 << 26
 
@@ -270,7 +270,13 @@ class Cluster:
         return Session(self._workers, self._servers, self.describe, options, session)
 
     def close(self) -> None:
-        """Ends what belongs to the cluster in this process."""
+        """Ends the tasks that were started with the cluster."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
@@ -280,6 +286,17 @@ def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
     row_bytes = max(1, math.prod(shape[1:]) * np.dtype(dtype).itemsize)
     num_rows = max(1, _PIECE_BYTES // row_bytes)
     return [(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)]
+
+
+def check_numbers(function: str, workers: int, ps: int) -> None:
+    """Checks the numbers of workers and servers that a function gets.
+
+    Raises:
+        InvalidValueError: if one is not positive.
+    """
+    for name, number in (("workers", workers), ("ps", ps)):
+        if number < 1:
+            raise InvalidValueError(f"{function}: {name} is {number}, expected at least 1.")
 
 
 def _greet(task: Task, session: SessionId) -> SessionId | None:
@@ -405,7 +422,5 @@ def local_cluster(
     Raises:
         InvalidValueError: if a number is not positive.
     """
-    for name, number in (("workers", workers), ("ps", ps)):
-        if number < 1:
-            raise InvalidValueError(f"local_cluster: {name} is {number}, expected at least 1.")
+    check_numbers("local_cluster", workers, ps)
     return LocalCluster(workers, ps, limits)

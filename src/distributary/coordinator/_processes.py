@@ -24,6 +24,7 @@ __all__ = [
     "cluster_of",
     "connect",
     "connect_seconds",
+    "meet",
     "tasks_of",
     "versions",
 ]
@@ -133,12 +134,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     def link(peer: Peer) -> GrpcLink:
         return GrpcLink(peer.address, peer.task_type, credentials)
 
-    links = {peer: link(peer) for peer in peers}
-    try:
-        _meet(links, connect_seconds(environ))
-    finally:
-        for one in links.values():
-            one.close()
+    meet(peers, credentials, connect_seconds(environ))
 
     def tasks(task_type: str) -> list[Task]:
         return [
@@ -150,9 +146,27 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     return Cluster(tasks("worker"), tasks("ps"), describe)
 
 
+def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> None:
+    """Waits for all tasks, and checks that they are who they should be.
+
+    Args:
+        peers: The tasks.
+        credentials: Those of the chief, or None.
+        seconds: How long to wait.
+
+    Raises:
+        ClusterError: see `cluster_of`.
+    """
+    _log.info("Waiting for %s", ", ".join(map(str, peers)))
+    links = {peer: GrpcLink(peer.address, peer.task_type, credentials) for peer in peers}
+    try:
+        _meet(links, seconds)
+    finally:
+        for link in links.values():
+            link.close()
+
+
 def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:
-    """Waits for all tasks, and checks that they are who they should be."""
-    _log.info("Waiting for %s", ", ".join(map(str, links)))
     end = time.monotonic() + seconds
     calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
     reasons: dict[Peer, Exception] = {}
@@ -195,6 +209,6 @@ def _missing(peers: list[Peer], reasons: dict[Peer, Exception], seconds: float) 
     )
     return (
         f"ParameterServerStrategy: after {seconds:g} s, there is no connection to{listing}\n"
-        "Start a process with Server(cluster_resolver).join() at each address;"
-        f" {CONNECT_VARIABLE} sets how many seconds the chief waits for them."
+        "Start a process with Server(cluster_resolver).join() at each address, and let the chief"
+        f" connect to it; {CONNECT_VARIABLE} sets how many seconds the chief waits for them."
     )

@@ -1,45 +1,19 @@
 """A process that is a worker or a parameter server."""
 
-import logging
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-import jax
-
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
-from distributary.coordinator._certificates import Credentials
-from distributary.coordinator._grpc import GrpcLink, GrpcServer
-from distributary.coordinator._links import Peer, Service
-from distributary.coordinator._messages import Message
-from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._processes import IDENTIFY, connect_seconds, tasks_of, versions
-from distributary.coordinator._sessions import (
-    ServerLink,
-    SessionId,
-    SessionLink,
-    SessionService,
-    Tenant,
-)
+from distributary.coordinator._processes import tasks_of
 from distributary.coordinator._sources import find, is_reimporting
-from distributary.coordinator._store import ParameterServer
-from distributary.coordinator._worker import Worker
-from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
-from distributary.topology import backends_started
+from distributary.coordinator._task_server import TaskServer
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 
-__all__ = ["RoleCheck", "Server", "ServerDef"]
-
-_log = logging.getLogger(__name__)
-
-_LINKS_PER_TASK = 8
-_MIN_LINKS = 256
-_POLL_SECONDS = 0.5
-_CLOSE_SECONDS = 2.0  # for what is being done when the process ends; datasets may wait for ever
+__all__ = ["Server", "ServerDef"]
 
 
 @final
@@ -111,9 +85,7 @@ class Server:
         del config
         self._server_def = _server_def(server_or_cluster_def, job_name, task_index, protocol)
         self._insecure = insecure
-        self._server: GrpcServer | None = None
-        self._service: SessionService | None = None
-        self._metrics: MetricsServer | None = None
+        self._server: TaskServer | None = None
         if start:
             self.start()
 
@@ -134,40 +106,17 @@ class Server:
             return
         this = self._server_def
         peers = tasks_of(this.cluster)
-        credentials = Credentials.from_environ(this.job_name, os.environ)
-        name = f"{this.job_name} {this.task_index}"
-        _keep_off_accelerators()
-        if this.job_name == "ps":
-
-            def make(session: SessionId) -> Tenant:
-                return ParameterServer(this.task_index)
-
-        else:
-            servers = [peer for peer in peers if peer.task_type == "ps"]
-
-            def make(session: SessionId) -> Tenant:
-                links = [
-                    ServerLink(
-                        SessionLink(GrpcLink(peer.address, "ps", credentials), str(peer), session)
-                    )
-                    for peer in servers
-                ]
-                return Worker(this.task_index, links, find)
-
-        self._service = service = SessionService(name, make)
-        for_workers = ParameterServer.for_workers if this.job_name == "ps" else frozenset()
-        try:
-            self._metrics = MetricsServer.from_environ(
-                os.environ, lambda: lines_of(this.job_name, service.statistics())
-            )
-            self._server = self._listen(
-                RoleCheck(name, service, for_workers),
-                credentials,
-                max(_MIN_LINKS, _LINKS_PER_TASK * len(peers)),
-            )
-        except BaseException:
-            self._close()
-            raise
+        servers = [peer for peer in peers if peer.task_type == "ps"]
+        self._server = TaskServer(
+            this.job_name,
+            this.task_index,
+            self._address,
+            find_servers=lambda: servers,
+            find=find,
+            num_tasks=len(peers),
+            environ=os.environ,
+            insecure=self._insecure,
+        )
 
     def join(self) -> None:
         """Works for the chief until SIGTERM or SIGINT comes, then ends the process with code 0.
@@ -189,81 +138,13 @@ class Server:
                 signal.signal(number, _end)
             threading.Event().wait()
         finally:
-            self._close()
-
-    def _listen(
-        self, service: Service, credentials: Credentials | None, max_links: int
-    ) -> GrpcServer:
-        end = time.monotonic() + connect_seconds(os.environ)
-        while True:
-            try:
-                return GrpcServer(
-                    service,
-                    self._address,
-                    credentials,
-                    max_links=max_links,
-                    insecure=self._insecure,
-                )
-            except ClusterError as error:
-                # The name of a Kubernetes pod is published some time after the pod has started.
-                is_early = isinstance(error.__cause__, socket.gaierror)
-                if not is_early or time.monotonic() >= end:
-                    raise
-                _log.info("%s", error)
-            time.sleep(_POLL_SECONDS)
+            if self._server is not None:
+                self._server.close()
 
     @property
     def _address(self) -> str:
         this = self._server_def
         return this.cluster.task_address(this.job_name, this.task_index)
-
-    def _close(self) -> None:
-        if self._service is not None:  # first: what waits for a server's reply ends
-            self._service.close()
-        if self._server is not None:
-            self._server.close(_CLOSE_SECONDS)
-        if self._metrics is not None:
-            self._metrics.close()
-
-
-@final
-class RoleCheck:
-    """Lets a service see only messages that the role of the sender allows, and says who it is.
-
-    The chief may send everything, a worker some kinds of messages. A sender without
-    a certificate, which came to an address of loopback, may send everything.
-
-    Args:
-        name: The task, `"ps 0"`.
-        service: The service.
-        for_workers: The kinds that a worker may send.
-    """
-
-    def __init__(
-        self, name: str, service: Service, for_workers: frozenset[str] = frozenset()
-    ) -> None:
-        self._name = name
-        self._service = service
-        self._for_workers = for_workers
-
-    def handle(self, message: Message, peer: Peer) -> Message:
-        """The reply to a message.
-
-        Raises:
-            PermissionError: if the role of the sender does not allow it.
-            Exception: what the service raises.
-        """
-        if message.kind == IDENTIFY:
-            return Message("ok", {"task": self._name, "versions": versions()})
-        may = peer.role in ("chief", "local") or (
-            peer.role == "worker" and message.kind in self._for_workers
-        )
-        if not may:
-            raise PermissionError(
-                f"{self._name} got {message.kind!r} from {peer.identity}, which only the chief may"
-                " send."
-            )
-        return self._service.handle(message, peer)
 
 
 def _server_def(
@@ -299,12 +180,6 @@ def _server_def(
         )
     tasks_of(spec)
     return ServerDef(spec, place.task_type, place.task_id)
-
-
-def _keep_off_accelerators() -> None:
-    # Programs run on CPUs, and JAX would take the memory of GPUs.
-    if not backends_started():
-        jax.config.update("jax_platforms", "cpu")
 
 
 def _end(number: int, frame: Any) -> NoReturn:

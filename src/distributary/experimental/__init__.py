@@ -10,7 +10,7 @@ from distributary.strategies import CentralStorageStrategy
 if TYPE_CHECKING:
     from distributary import coordinator
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
-    from distributary.coordinator import ParameterServerStrategy, local_cluster
+    from distributary.coordinator import ParameterServerStrategy, local_cluster, ray_cluster
     from distributary.datasets import Optional
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
@@ -28,6 +28,7 @@ __all__ = [
     "coordinator",
     "local_cluster",
     "partitioners",
+    "ray_cluster",
 ]
 
 
@@ -41,7 +42,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("distributary.coordinator")
     if name == "partitioners":
         return importlib.import_module("distributary.experimental.partitioners")
-    if name in ("ParameterServerStrategy", "local_cluster"):
+    if name in ("ParameterServerStrategy", "local_cluster", "ray_cluster"):
         from distributary import coordinator
 
         return getattr(coordinator, name)

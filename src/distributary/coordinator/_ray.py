@@ -1,0 +1,319 @@
+"""Clusters whose workers and servers are actors of Ray.
+
+Ray places them, starts them again and knows where they are. They talk to each other as processes
+do, over connections of their own.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Final, final
+
+from distributary.cluster_resolver import Peer
+from distributary.coordinator._certificates import CERTIFICATES_VARIABLE, Credentials
+from distributary.coordinator._cluster import Cluster, Task, check_numbers
+from distributary.coordinator._grpc import GrpcLink
+from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._messages import JSON
+from distributary.coordinator._metrics import METRICS_VARIABLE
+from distributary.coordinator._processes import CONNECT_VARIABLE, connect_seconds, meet
+from distributary.coordinator._sources import UnknownMakerError, as_maker
+from distributary.coordinator._task_server import TaskServer
+from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError
+
+__all__ = ["RayCluster", "ray_cluster"]
+
+_VARIABLES: Final = (CERTIFICATES_VARIABLE, CONNECT_VARIABLE, METRICS_VARIABLE)
+_ASK_SECONDS = 5.0  # a task that does not answer is asked again later
+
+
+@final
+class RayCluster(Cluster):
+    """Tasks that are actors of Ray; made by `ray_cluster`."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_servers: int,
+        worker_options: Mapping[str, Any],
+        ps_options: Mapping[str, Any],
+        insecure: bool,
+    ) -> None:
+        self._ray = ray = _import_ray()
+        self._credentials = Credentials.from_environ("chief", os.environ)
+        seconds = connect_seconds(os.environ)
+        if not ray.is_initialized():
+            ray.init()
+        is_local = not (insecure or self._credentials)
+        common = {
+            "max_restarts": -1,
+            "max_task_retries": -1,  # Ray itself waits for a task that it starts again
+            "scheduling_strategy": _here(ray) if is_local else "SPREAD",
+        }
+        job = {
+            "host": "127.0.0.1" if is_local else None,
+            "num_tasks": num_workers + num_servers,
+            "environ": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            "insecure": insecure,
+        }
+
+        def start(options: Mapping[str, Any], *args: Any) -> Any:
+            actor = ray.remote(DistributaryTask).options(**{**common, **options})
+            return actor.remote(*args, **job)
+
+        ps_options, worker_options = (
+            {"num_cpus": 0, **ps_options},
+            {"num_cpus": 1, **worker_options},
+        )
+        servers = [start(ps_options, "ps", i, []) for i in range(num_servers)]
+        workers = [start(worker_options, "worker", i, servers) for i in range(num_workers)]
+        self._actors = {
+            **{f"worker {i}": actor for i, actor in enumerate(workers)},
+            **{f"ps {i}": actor for i, actor in enumerate(servers)},
+        }
+        try:
+            meet(self._wait(seconds), self._credentials, seconds)
+        except BaseException:
+            self.close()
+            raise
+
+        def tasks(task_type: str, seconds: float) -> list[Task]:
+            return [
+                Task(name, self._connector(name, seconds))
+                for name in self._actors
+                if name.startswith(task_type)
+            ]
+
+        makers = _Makers(ray, servers[0], seconds)
+        super().__init__(tasks("worker", _ASK_SECONDS), tasks("ps", seconds), makers.describe)
+
+    def close(self) -> None:
+        """Ends all tasks."""
+        if self._ray.is_initialized():
+            for actor in self._actors.values():
+                self._ray.kill(actor)
+
+    def _wait(self, seconds: float) -> list[Peer]:
+        """The tasks, when Ray has started all of them."""
+        end = time.monotonic() + seconds
+        calls = {actor.peer.remote(): name for name, actor in self._actors.items()}
+        peers: list[Peer] = []
+        while calls:
+            left = max(0.0, end - time.monotonic())
+            for call in self._ray.wait([*calls], timeout=left)[0]:
+                name = calls.pop(call)
+                try:
+                    peers.append(self._ray.get(call))
+                except self._ray.exceptions.RayError as error:
+                    raise ClusterError(
+                        f"ray_cluster: {name} could not be started: {error}"
+                    ) from error
+            if calls and time.monotonic() > end:
+                raise ClusterError(
+                    f"ray_cluster: after {seconds:g} s, Ray has not started"
+                    f" {', '.join(calls.values())}. Free are {self._ray.available_resources()};"
+                    " worker_options and ps_options say what every task asks for."
+                )
+        return peers
+
+    def _connector(self, name: str, seconds: float) -> Callable[[], GrpcLink]:
+        """Makes links to a task, which may be elsewhere after Ray has started it again."""
+
+        def connect() -> GrpcLink:
+            peer = _ask(self._ray, self._actors[name].peer, name, seconds)
+            return GrpcLink(peer.address, peer.task_type, self._credentials)
+
+        return connect
+
+    def __repr__(self) -> str:
+        return f"ray_cluster(workers={len(self._workers)}, ps={len(self._servers)})"
+
+
+def ray_cluster(
+    workers: int = 2,
+    ps: int = 1,
+    *,
+    worker_options: Mapping[str, Any] | None = None,
+    ps_options: Mapping[str, Any] | None = None,
+    insecure: bool = False,
+) -> RayCluster:
+    """Workers and parameter servers that Ray starts, for `ParameterServerStrategy`.
+
+    Every task is an actor, which Ray places, and starts again when it ends. This process is the
+    chief. It connects to Ray as `ray.init()` does, unless the program has done so. The tasks end
+    with `close`, with the `with` statement whose value the cluster is, and with this process.
+
+    Without certificates, all tasks are on this machine, and listen at its loopback address. With
+    `DISTRIBUTARY_CERTS`, a folder of `distributary certs` that every machine has, Ray spreads them
+    over its machines.
+
+    Args:
+        workers: Number of workers.
+        ps: Number of servers.
+        worker_options: What Ray's `ActorClass.options` gets for the workers, such as
+            `{"num_cpus": 4}`. `num_cpus` is 1, `max_restarts` -1 if it is left out.
+        ps_options: The same for the servers, whose `num_cpus` is 0.
+        insecure: Allows tasks on several machines without certificates: whoever reaches an address
+            can read and change all variables.
+
+    Raises:
+        InvalidValueError: if a number is not positive.
+        ClusterError: if tasks are not there after `DISTRIBUTARY_CONNECT_SECONDS` (120), or have
+            other versions of packages; if Ray has several machines, and there are no certificates.
+        MissingPackageError: without ray or grpcio.
+    """
+    check_numbers("ray_cluster", workers, ps)
+    return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
+
+
+class DistributaryTask:
+    """A worker or a server in an actor; what a new incarnation of it forgets is told it again.
+
+    Args:
+        task_type: `"worker"` or `"ps"`.
+        task_id: Its number.
+        servers: Actors of the servers, for a worker.
+        host: Where it listens; None for the address of its machine.
+        num_tasks: How many workers and servers there are.
+        environ: Variables of the chief's environment.
+        insecure: Whether certificates are not needed.
+    """
+
+    def __init__(
+        self,
+        task_type: str,
+        task_id: int,
+        servers: Sequence[Any],
+        *,
+        host: str | None,
+        num_tasks: int,
+        environ: Mapping[str, str],
+        insecure: bool,
+    ) -> None:
+        self._task = task_type, task_id
+        self._servers = servers
+        self._ray = ray = _import_ray()
+        self._seconds = connect_seconds(environ)
+        self._kept: dict[int, bytes] = {}
+        host = host or ray.util.get_node_ip_address()
+        self._server = TaskServer(
+            task_type,
+            task_id,
+            f"[{host}]:0" if ":" in host else f"{host}:0",
+            find_servers=self._find_servers,
+            find=self._find,
+            num_tasks=num_tasks,
+            environ=environ,
+            insecure=insecure,
+        )
+
+    def peer(self) -> Peer:
+        """Which task it is, and where."""
+        return Peer(*self._task, self._server.address)
+
+    def keep(self, number: int, content: bytes) -> None:
+        """Keeps something for other tasks."""
+        self._kept[number] = content
+
+    def kept(self, number: int) -> bytes | None:
+        """What it keeps; None if it does not."""
+        return self._kept.get(number)
+
+    def _find_servers(self) -> list[Peer]:
+        return [
+            _ask(self._ray, server.peer, f"ps {i}", self._seconds, PSUnavailableError)
+            for i, server in enumerate(self._servers)
+        ]
+
+    def _find(self, description: JSON) -> Callable[[], Any]:
+        makers = _Makers(self._ray, self._servers[0], self._seconds)
+        return makers.find(description)
+
+    def __repr__(self) -> str:
+        return "{} {}".format(*self._task)
+
+
+@final
+class _Makers:
+    """Functions that Ray sends to workers. The first server has them as long as variables."""
+
+    def __init__(self, ray: ModuleType, server: Any, seconds: float) -> None:
+        self._ray = ray
+        self._server = server
+        self._seconds = seconds
+        self._numbers = itertools.count()
+
+    def describe(self, maker: Any) -> JSON:
+        """A number for a function, or for data.
+
+        Raises:
+            UnknownMakerError: if it cannot be sent.
+            PSUnavailableError: if the server is lost.
+        """
+        try:
+            content = self._ray.cloudpickle.dumps(maker)
+        except Exception as error:  # anything that something in it raises
+            raise UnknownMakerError(f"Ray cannot send it to them ({error})") from error
+        number = next(self._numbers)
+        self._ask(self._server.keep, number, content)
+        return number
+
+    def find(self, number: JSON) -> Callable[[], Any]:
+        """The function of a number.
+
+        Raises:
+            PSUnavailableError: if the server is lost.
+            UnknownMakerError: if a module is missing here.
+        """
+        content = self._ask(self._server.kept, number)
+        if content is None:
+            raise PSUnavailableError("ps 0 was started again, and has lost its variables.")
+        try:
+            return as_maker(self._ray.cloudpickle.loads(content))
+        except ModuleNotFoundError as error:
+            raise UnknownMakerError(f"a worker cannot import what it needs: {error}") from error
+
+    def _ask(self, method: Any, *args: Any) -> Any:
+        return _ask(self._ray, method, "ps 0", self._seconds, PSUnavailableError, *args)
+
+
+def _ask(
+    ray: ModuleType,
+    method: Any,
+    name: str,
+    seconds: float,
+    kind: type[Exception] = ConnectionLostError,
+    *args: Any,
+) -> Any:
+    """What a method of the actor of a task returns, or an error of that kind."""
+    try:
+        return ray.get(method.remote(*args), timeout=seconds)
+    except ray.exceptions.RayError as error:
+        raise kind(f"{name} cannot be reached: {error}") from error
+
+
+def _here(ray: ModuleType) -> Any:
+    """Places actors on this machine, if it is the only one."""
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    if num_nodes > 1:
+        raise ClusterError(
+            f"ray_cluster: Ray has {num_nodes} machines, and tasks without certificates listen at"
+            " loopback, where those of other machines cannot reach them. `distributary certs` makes"
+            " certificates, DISTRIBUTARY_CERTS says where they are on every machine; insecure=True"
+            " does without."
+        )
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _import_ray() -> ModuleType:
+    try:
+        import ray
+    except ImportError:
+        raise MissingPackageError(
+            "ray_cluster needs Ray: pip install 'distributary[ray]'"
+        ) from None
+    return ray

@@ -1,0 +1,184 @@
+"""What serves a worker or a parameter server to tasks in other processes."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+
+from distributary.cluster_resolver import Peer as Task
+from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._grpc import GrpcLink, GrpcServer
+from distributary.coordinator._links import Peer, Service
+from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._metrics import MetricsServer, lines_of
+from distributary.coordinator._processes import IDENTIFY, connect_seconds, versions
+from distributary.coordinator._sessions import (
+    ServerLink,
+    SessionId,
+    SessionLink,
+    SessionService,
+    Tenant,
+)
+from distributary.coordinator._store import ParameterServer
+from distributary.coordinator._worker import Worker
+from distributary.errors import ClusterError
+from distributary.topology import backends_started
+
+__all__ = ["RoleCheck", "TaskServer"]
+
+_log = logging.getLogger(__name__)
+
+_LINKS_PER_TASK = 8
+_MIN_LINKS = 256
+_POLL_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0  # for what is being done when the process ends; datasets may wait for ever
+
+
+@final
+class TaskServer:
+    """Serves a worker or a parameter server at an address, from now on.
+
+    Args:
+        task_type: `"worker"` or `"ps"`.
+        task_id: Its number.
+        address: Where it listens; port 0 takes a free one.
+        find_servers: Returns the servers of the job, by their number; a worker calls it for every
+            coordinator.
+        find: Returns the function that a coordinator describes.
+        num_tasks: How many workers and servers the job has.
+        environ: The environment, for certificates, metrics and times.
+        insecure: Allows other addresses than loopback without certificates.
+
+    Raises:
+        ClusterError: if it cannot listen at its address, or must not do so without certificates;
+            if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
+        MissingPackageError: without grpcio.
+
+    Attributes:
+        address: The address with the port that was taken.
+    """
+
+    def __init__(
+        self,
+        task_type: str,
+        task_id: int,
+        address: str,
+        *,
+        find_servers: Callable[[], Sequence[Task]],
+        find: Callable[[JSON], Callable[[], Any]],
+        num_tasks: int,
+        environ: Mapping[str, str],
+        insecure: bool,
+    ) -> None:
+        credentials = Credentials.from_environ(task_type, environ)
+        name = f"{task_type} {task_id}"
+        _keep_off_accelerators()
+
+        def make_server(session: SessionId) -> Tenant:
+            return ParameterServer(task_id)
+
+        def make_worker(session: SessionId) -> Tenant:
+            links = [
+                ServerLink(SessionLink(GrpcLink(one.address, "ps", credentials), str(one), session))
+                for one in find_servers()
+            ]
+            return Worker(task_id, links, find)
+
+        is_server = task_type == "ps"
+        self._service = SessionService(name, make_server if is_server else make_worker)
+        self._metrics = MetricsServer.from_environ(
+            environ, lambda: lines_of(task_type, self._service.statistics())
+        )
+        try:
+            self._server = _listen(
+                RoleCheck(
+                    name, self._service, ParameterServer.for_workers if is_server else frozenset()
+                ),
+                address,
+                credentials,
+                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * num_tasks),
+                insecure=insecure,
+                end=time.monotonic() + connect_seconds(environ),
+            )
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.close()
+            raise
+        self.address = self._server.address
+
+    def close(self) -> None:
+        """Ends what it does and all connections."""
+        self._service.close()  # first: what waits for a server's reply ends
+        self._server.close(_CLOSE_SECONDS)
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+@final
+class RoleCheck:
+    """Lets a service see only messages that the role of the sender allows, and says who it is.
+
+    The chief may send everything, a worker some kinds of messages. A sender without
+    a certificate, which came to an address of loopback, may send everything.
+
+    Args:
+        name: The task, `"ps 0"`.
+        service: The service.
+        for_workers: The kinds that a worker may send.
+    """
+
+    def __init__(
+        self, name: str, service: Service, for_workers: frozenset[str] = frozenset()
+    ) -> None:
+        self._name = name
+        self._service = service
+        self._for_workers = for_workers
+
+    def handle(self, message: Message, peer: Peer) -> Message:
+        """The reply to a message.
+
+        Raises:
+            PermissionError: if the role of the sender does not allow it.
+            Exception: what the service raises.
+        """
+        if message.kind == IDENTIFY:
+            return Message("ok", {"task": self._name, "versions": versions()})
+        may = peer.role in ("chief", "local") or (
+            peer.role == "worker" and message.kind in self._for_workers
+        )
+        if not may:
+            raise PermissionError(
+                f"{self._name} got {message.kind!r} from {peer.identity}, which only the chief may"
+                " send."
+            )
+        return self._service.handle(message, peer)
+
+
+def _listen(
+    service: Service,
+    address: str,
+    credentials: Credentials | None,
+    *,
+    max_links: int,
+    insecure: bool,
+    end: float,
+) -> GrpcServer:
+    while True:
+        try:
+            return GrpcServer(service, address, credentials, max_links=max_links, insecure=insecure)
+        except ClusterError as error:
+            # The name of a Kubernetes pod is published some time after the pod has started.
+            is_early = isinstance(error.__cause__, socket.gaierror)
+            if not is_early or time.monotonic() >= end:
+                raise
+            _log.info("%s", error)
+        time.sleep(_POLL_SECONDS)
+
+
+def _keep_off_accelerators() -> None:
+    # Programs run on CPUs, and JAX would take the memory of GPUs.
+    if not backends_started():
+        jax.config.update("jax_platforms", "cpu")

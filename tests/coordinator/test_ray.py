@@ -1,0 +1,180 @@
+"""Workers and servers that a Ray on this machine starts, and starts again."""
+
+import os
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
+from distributary.errors import ClusterError, DistributaryWarning, PSUnavailableError
+from distributary.experimental import ray_cluster
+
+ray = pytest.importorskip("ray")
+_SECONDS = 60.0  # more than anything takes
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """Ray with one machine, to which others can be added."""
+    from ray.cluster_utils import Cluster
+
+    args = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        cluster = Cluster(initialize_head=True, head_node_args=args)
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def tasks(machines):
+    with ray_cluster(workers=1, ps=2) as cluster:
+        yield cluster
+
+
+class _Job:
+    """A counter on each server, and a step that changes them."""
+
+    def __init__(self, tasks):
+        self.strategy = ParameterServerStrategy(tasks)
+        with self.strategy.scope():
+            self.counters = [dist.Variable(0), dist.Variable(0)]
+        self.coordinator = ClusterCoordinator(self.strategy)
+
+    def run(self, num_steps):
+        """Steps whose results are who ran them."""
+        worker = self.coordinator.create_per_worker_value(os.getpid)
+
+        def step(worker):
+            for counter in self.counters:
+                counter.assign_add(1)
+            return worker
+
+        return [self.coordinator.schedule(step, args=(worker,)) for _ in range(num_steps)]
+
+    def counts(self):
+        return [int(counter.numpy()) for counter in self.counters]
+
+
+@pytest.fixture
+def new_job():
+    """A function that makes a job with new variables on some tasks."""
+    jobs = []
+
+    def new(tasks):
+        jobs.append(_Job(tasks))
+        return jobs[-1]
+
+    yield new
+    for job in jobs:
+        job.strategy._cluster.close()
+
+
+def _process_of(tasks, name):
+    return ray.get(tasks._actors[name].__ray_call__.remote(lambda task: os.getpid()))
+
+
+def test_training_with_data_of_a_function_inside_a_function(tasks, new_job):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 8, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -2.0, 3.0])).astype(np.float32)
+    job = new_job(tasks)
+    with job.strategy.scope():
+        w = dist.Variable(np.zeros(3, np.float32))
+        b = dist.Variable(np.float32(0))
+
+    def step(iterator):
+        features, labels = next(iterator)
+        with dist.GradientTape() as tape:
+            loss = ((features @ w + b - labels) ** 2).mean()
+        for variable, gradient in zip((w, b), tape.gradient(loss, [w, b]), strict=True):
+            variable.assign_sub(0.1 * gradient)
+        return loss
+
+    iterator = iter(job.coordinator.create_per_worker_dataset(lambda: list(zip(x, y, strict=True))))
+    losses = [job.coordinator.schedule(step, args=(iterator,)) for _ in x]
+    job.coordinator.join()
+
+    expected_w, expected_b = np.zeros(3), 0.0
+    for features, labels, loss in zip(x, y, losses, strict=True):
+        error = features @ expected_w + expected_b - labels
+        np.testing.assert_allclose(loss.fetch(), (error**2).mean(), rtol=1e-4, atol=1e-6)
+        expected_w = expected_w - 0.1 * 2 * (error[:, None] * features).mean(0)
+        expected_b -= 0.1 * 2 * error.mean()
+    np.testing.assert_allclose(w.numpy(), expected_w, rtol=1e-4)
+    np.testing.assert_allclose(b.numpy(), expected_b, rtol=1e-3, atol=1e-5)
+
+
+def test_data_that_workers_cannot_make_is_sent_to_them(tasks, new_job, monkeypatch):
+    module = types.ModuleType("only_here")
+    exec("def numbers():\n    return range(5)", vars(module))
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    coordinator = new_job(tasks).coordinator
+
+    with pytest.warns(DistributaryWarning, match="No module named 'only_here'"):
+        iterator = iter(coordinator.create_per_worker_dataset(module.numbers))
+    results = [coordinator.schedule(next, args=(iterator,)) for _ in range(5)]
+
+    assert coordinator.fetch(results) == [0, 1, 2, 3, 4]
+
+
+def test_ray_starts_a_killed_worker_again(tasks, new_job):
+    job = new_job(tasks)
+    killed = _process_of(tasks, "worker 0")
+    results = job.run(2000)
+    results[50].fetch()
+    os.kill(killed, signal.SIGKILL)
+    job.coordinator.join()
+
+    workers = [int(worker) for worker in job.coordinator.fetch(results)]
+    assert workers[50] == killed
+    assert workers[-1] == _process_of(tasks, "worker 0") != killed
+    assert job.counts() == [2000, 2000]
+
+
+def test_a_lost_server_is_named_and_ray_starts_it_again(tasks, new_job):
+    job = new_job(tasks)
+    job.run(100)[10].fetch()
+    os.kill(_process_of(tasks, "ps 0"), signal.SIGKILL)
+    with pytest.raises(PSUnavailableError, match="ps 0"):
+        job.coordinator.join()
+
+    other = new_job(tasks)
+    other.run(100)
+    other.coordinator.join()
+
+    assert other.counts() == [100, 100]
+
+
+def test_tasks_for_which_there_is_no_place_are_named(machines, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "1")
+    large = {"num_cpus": 1000}
+
+    with pytest.raises(ClusterError, match=r"worker \d could not be started: .* not schedulable"):
+        ray_cluster(workers=2, ps=1, worker_options=large)
+    with pytest.raises(ClusterError, match=r"not started worker 0, worker 1.*\. Free are {"):
+        ray_cluster(workers=2, ps=1, worker_options=large, insecure=True)
+
+
+def test_several_machines_need_certificates(machines, certificates, new_job, monkeypatch):
+    node = machines.add_node(num_cpus=1, resources={"second": 1})
+    with pytest.raises(ClusterError, match="Ray has 2 machines, and tasks without certificates"):
+        ray_cluster(workers=1, ps=1)
+
+    monkeypatch.setenv("DISTRIBUTARY_CERTS", str(certificates))
+    with ray_cluster(workers=1, ps=2, worker_options={"resources": {"second": 1}}) as tasks:
+        addresses = [ray.get(actor.peer.remote()).host for actor in tasks._actors.values()]
+        job = new_job(tasks)
+        job.run(10)
+        job.coordinator.join()
+
+        assert job.counts() == [10, 10]
+    assert addresses == [ray.util.get_node_ip_address()] * 3
+    machines.remove_node(node)
