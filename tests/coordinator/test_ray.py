@@ -14,6 +14,10 @@ from distributary.errors import ClusterError, DistributaryWarning, PSUnavailable
 from distributary.experimental import ray_cluster
 
 ray = pytest.importorskip("ray")
+
+# Starting a machine forks this process, of which JAX warns.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
+
 _SECONDS = 60.0  # more than anything takes
 
 
