@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.checkpoint import Checkpoint
 from distributary.coordinator import ClusterCoordinator, ParameterServerStrategy
 from distributary.errors import ClusterError, DistributaryWarning, PSUnavailableError
 from distributary.experimental import ray_cluster
@@ -28,7 +29,7 @@ def machines(tmp_path_factory):
 
     args = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise it writes a token to ~/.ray
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         cluster = Cluster(initialize_head=True, head_node_args=args)
         ray.init(cluster.address, log_to_driver=False)
@@ -143,18 +144,22 @@ def test_ray_starts_a_killed_worker_again(tasks, new_job):
     assert job.counts() == [2000, 2000]
 
 
-def test_a_lost_server_is_named_and_ray_starts_it_again(tasks, new_job):
+def test_a_lost_server_is_named_and_training_goes_on_from_a_checkpoint(tasks, new_job, tmp_path):
     job = new_job(tasks)
+    job.run(100)
+    job.coordinator.join()
+    path = Checkpoint(counters=job.counters).save(tmp_path / "saved")
     job.run(100)[10].fetch()
     os.kill(_process_of(tasks, "ps 0"), signal.SIGKILL)
     with pytest.raises(PSUnavailableError, match="ps 0"):
         job.coordinator.join()
 
     other = new_job(tasks)
-    other.run(100)
+    Checkpoint(counters=other.counters).restore(path)
+    other.run(50)
     other.coordinator.join()
 
-    assert other.counts() == [100, 100]
+    assert other.counts() == [150, 150]
 
 
 def test_tasks_for_which_there_is_no_place_are_named(machines, monkeypatch):
@@ -163,7 +168,7 @@ def test_tasks_for_which_there_is_no_place_are_named(machines, monkeypatch):
 
     with pytest.raises(ClusterError, match=r"worker \d could not be started: .* not schedulable"):
         ray_cluster(workers=2, ps=1, worker_options=large)
-    with pytest.raises(ClusterError, match=r"not started worker 0, worker 1.*\. Free are {"):
+    with pytest.raises(ClusterError, match=r"has not started .*worker 0, worker 1\. Free are {"):
         ray_cluster(workers=2, ps=1, worker_options=large, insecure=True)
 
 

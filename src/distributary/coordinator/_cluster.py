@@ -249,6 +249,7 @@ class Cluster:
         self._workers = workers
         self._servers = servers
         self.describe = describe
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def open(self, options: RecoveryOptions) -> Session:
         """Begins a session at all servers, and ends older ones; workers are told by their thread.
@@ -267,10 +268,14 @@ class Cluster:
                 break
             # By the clock of another machine, or because two coordinators start at once.
             session = max(newer)
-        return Session(self._workers, self._servers, self.describe, options, session)
+        opened = Session(self._workers, self._servers, self.describe, options, session)
+        self._sessions.add(opened)
+        return opened
 
     def close(self) -> None:
-        """Ends the tasks that were started with the cluster."""
+        """Ends its coordinators, and the tasks that were started with the cluster."""
+        for session in list(self._sessions):
+            session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -385,7 +390,8 @@ class LocalCluster(Cluster):
             link.cut()
 
     def close(self) -> None:
-        """Ends all tasks."""
+        """Ends its coordinators and all tasks."""
+        super().close()
         for name in self._makers:
             self.kill(name)
 

@@ -6,8 +6,9 @@ do, over connections of their own.
 
 import itertools
 import os
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final, final
 
@@ -52,45 +53,43 @@ class RayCluster(Cluster):
             "max_task_retries": -1,  # Ray itself waits for a task that it starts again
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
-        job = {
+        job = secrets.token_hex(4)
+        of_all = {
+            "job": job,
+            "num_workers": num_workers,
+            "num_servers": num_servers,
             "host": "127.0.0.1" if is_local else None,
-            "num_tasks": num_workers + num_servers,
             "environ": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
             "insecure": insecure,
         }
+        self._actors: dict[str, Any] = {}
 
-        def start(options: Mapping[str, Any], *args: Any) -> Any:
-            actor = ray.remote(DistributaryTask).options(**{**common, **options})
-            return actor.remote(*args, **job)
+        def start(
+            task_type: str, number: int, seconds: float, options: dict[str, Any]
+        ) -> list[Task]:
+            tasks = []
+            for i in range(number):
+                name = f"{task_type} {i}"
+                options = {**common, **options, "name": _name_of_actor(name, job)}
+                self._actors[name] = (
+                    ray.remote(DistributaryTask).options(**options).remote(task_type, i, **of_all)
+                )
+                tasks.append(Task(name, self._connector(name, seconds)))
+            return tasks
 
-        ps_options, worker_options = (
-            {"num_cpus": 0, **ps_options},
-            {"num_cpus": 1, **worker_options},
-        )
-        servers = [start(ps_options, "ps", i, []) for i in range(num_servers)]
-        workers = [start(worker_options, "worker", i, servers) for i in range(num_workers)]
-        self._actors = {
-            **{f"worker {i}": actor for i, actor in enumerate(workers)},
-            **{f"ps {i}": actor for i, actor in enumerate(servers)},
-        }
+        servers = start("ps", num_servers, seconds, {"num_cpus": 0, **ps_options})
+        workers = start("worker", num_workers, _ASK_SECONDS, {"num_cpus": 1, **worker_options})
+        makers = _Makers(ray, self._actors["ps 0"], seconds)
+        super().__init__(workers, servers, makers.describe)
         try:
             meet(self._wait(seconds), self._credentials, seconds)
         except BaseException:
             self.close()
             raise
 
-        def tasks(task_type: str, seconds: float) -> list[Task]:
-            return [
-                Task(name, self._connector(name, seconds))
-                for name in self._actors
-                if name.startswith(task_type)
-            ]
-
-        makers = _Makers(ray, servers[0], seconds)
-        super().__init__(tasks("worker", _ASK_SECONDS), tasks("ps", seconds), makers.describe)
-
     def close(self) -> None:
-        """Ends all tasks."""
+        """Ends its coordinators and all tasks."""
+        super().close()
         if self._ray.is_initialized():
             for actor in self._actors.values():
                 self._ray.kill(actor)
@@ -174,9 +173,10 @@ class DistributaryTask:
     Args:
         task_type: `"worker"` or `"ps"`.
         task_id: Its number.
-        servers: Actors of the servers, for a worker.
+        job: In the names of the actors.
+        num_workers: How many workers there are.
+        num_servers: How many servers.
         host: Where it listens; None for the address of its machine.
-        num_tasks: How many workers and servers there are.
         environ: Variables of the chief's environment.
         insecure: Whether certificates are not needed.
     """
@@ -185,16 +185,18 @@ class DistributaryTask:
         self,
         task_type: str,
         task_id: int,
-        servers: Sequence[Any],
         *,
+        job: str,
+        num_workers: int,
+        num_servers: int,
         host: str | None,
-        num_tasks: int,
         environ: Mapping[str, str],
         insecure: bool,
     ) -> None:
-        self._task = task_type, task_id
-        self._servers = servers
         self._ray = ray = _import_ray()
+        self._task = task_type, task_id
+        self._job = job
+        self._num_servers = num_servers
         self._seconds = connect_seconds(environ)
         self._kept: dict[int, bytes] = {}
         host = host or ray.util.get_node_ip_address()
@@ -204,7 +206,7 @@ class DistributaryTask:
             f"[{host}]:0" if ":" in host else f"{host}:0",
             find_servers=self._find_servers,
             find=self._find,
-            num_tasks=num_tasks,
+            num_tasks=num_workers + num_servers,
             environ=environ,
             insecure=insecure,
         )
@@ -223,13 +225,19 @@ class DistributaryTask:
 
     def _find_servers(self) -> list[Peer]:
         return [
-            _ask(self._ray, server.peer, f"ps {i}", self._seconds, PSUnavailableError)
-            for i, server in enumerate(self._servers)
+            _ask(self._ray, self._actor(name).peer, name, self._seconds, PSUnavailableError)
+            for name in (f"ps {i}" for i in range(self._num_servers))
         ]
 
     def _find(self, description: JSON) -> Callable[[], Any]:
-        makers = _Makers(self._ray, self._servers[0], self._seconds)
-        return makers.find(description)
+        return _Makers(self._ray, self._actor("ps 0"), self._seconds).find(description)
+
+    def _actor(self, name: str) -> Any:
+        # Handles among the arguments of an actor could be gone when it is started again.
+        try:
+            return self._ray.get_actor(_name_of_actor(name, self._job))
+        except ValueError as error:
+            raise PSUnavailableError(f"{name} has ended: {error}") from error
 
     def __repr__(self) -> str:
         return "{} {}".format(*self._task)
@@ -292,6 +300,10 @@ def _ask(
         return ray.get(method.remote(*args), timeout=seconds)
     except ray.exceptions.RayError as error:
         raise kind(f"{name} cannot be reached: {error}") from error
+
+
+def _name_of_actor(name: str, job: str) -> str:
+    return f"distributary {job} {name}"
 
 
 def _here(ray: ModuleType) -> Any:
