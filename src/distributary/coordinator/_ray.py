@@ -159,9 +159,10 @@ def ray_cluster(
 
     Raises:
         InvalidValueError: if a number is not positive.
-        ClusterError: if tasks are not there after `DISTRIBUTARY_CONNECT_SECONDS` (120), or have
-            other versions of packages; if Ray has several machines, and there are no certificates.
-        MissingPackageError: without ray or grpcio.
+        ClusterError: if tasks cannot be started, are not there after `DISTRIBUTARY_CONNECT_SECONDS`
+            (120), or have other versions of packages; if Ray has several machines, and there are no
+            certificates.
+        MissingPackageError: without ray.
     """
     check_numbers("ray_cluster", workers, ps)
     return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
