@@ -232,3 +232,12 @@ def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
     (note,) = caught.value.__notes__
     assert "Raised at worker 0" in note
     assert "in broken" in note
+
+
+def test_a_cluster_ends_with_its_coordinators():
+    with local_cluster(1, 1) as tasks:
+        coordinator = ClusterCoordinator(ParameterServerStrategy(tasks))
+        assert coordinator.schedule(lambda: jnp.int32(3)).fetch() == 3
+
+    with pytest.raises(CancelledError, match="The coordinator was closed"):
+        coordinator.schedule(lambda: jnp.int32(3))
