@@ -8,8 +8,16 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits, Message
+from distributary.coordinator._per_worker import experimental_get_current_worker_index
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.errors import CancelledError, InvalidValueError, OutOfRangeError
+from distributary.errors import (
+    CancelledError,
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 from distributary.experimental import local_cluster
 
 RNG = np.random.default_rng(0)
@@ -133,6 +141,40 @@ def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
         buffer[:] = i
         values.append(coordinator.schedule(given, args=(buffer,)))
     assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
+
+
+def test_captured_arrays_are_those_of_the_first_trace(cluster):
+    coordinator = ClusterCoordinator(cluster(2, 1))
+    captured = np.ones(64, np.float32)
+
+    def closure():
+        return jnp.sum(captured), experimental_get_current_worker_index()
+
+    first = [coordinator.schedule(closure).fetch()]
+    captured[:] = 2
+    values = first + coordinator.fetch([coordinator.schedule(closure) for _ in range(20)])
+    assert [float(total) for total, _ in values] == [64] * 21
+
+
+def test_what_cannot_travel_to_a_worker_is_named():
+    strategy = ParameterServerStrategy(local_cluster(1, 1))
+    coordinator = ClusterCoordinator(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0, 2.0]))
+    words = iter(coordinator.create_per_worker_dataset(lambda: [np.array(["a"])]))
+
+    def prints():
+        jax.debug.print("{}", jnp.zeros(1))
+
+    for fn, args, kind, message in [
+        (lambda x: x, np.ones(2), InvalidTypeError, r"args is a ndarray.*args=\(x,\)"),
+        (lambda key: key, (jax.random.key(0),), InvalidTypeError, "key_data"),
+        (next, (words,), InvalidTypeError, "array of dtype <U1"),
+        (lambda batches: list(batches), (iterator,), ContextError, "loops over the iterator"),
+        (prints, (), UnsupportedError, "calls back into Python.*fetch it"),
+    ]:
+        with pytest.raises(kind, match=message):
+            coordinator.schedule(fn, args=args)
+    assert coordinator.schedule(lambda batches: next(batches), args=(iterator,)).fetch() == 1
 
 
 def test_the_first_error_is_raised_once(cluster):

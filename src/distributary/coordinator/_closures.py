@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-
+from distributary.coordinator._nests import copy_of
 from distributary.coordinator._programs import Program, export_function, export_jaxpr
 from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
 from distributary.errors import UnsupportedError
@@ -289,7 +288,8 @@ def plan_of(
         closure.sources,
         export_jaxpr((rows or split).worker),
         origins,
-        [np.asarray(capture) for capture in pure.captures],
+        # Copies: a worker that comes later is sent the values of now, as the others were.
+        [copy_of(capture) for capture in pure.captures],
         pure.num_outs,
         servers,
         {part.number: part.server for own in places.values() for part in own},

@@ -115,17 +115,25 @@ class ClusterCoordinator:
             What it will return.
 
         Raises:
-            InvalidTypeError: if `fn` is not callable.
+            InvalidTypeError: if `fn` is not callable, `args` no tuple, or an argument of strings.
             InvalidValueError: if an argument is a `RemoteValue`.
+            UnsupportedError: if `fn` calls back into Python, or its updates cannot be split over
+                the servers.
             Exception: the first error of an earlier closure, once. What was queued is cancelled.
-        UnavailableError: if there is no worker for too long, or workers end as they run a closure.
-        PSUnavailableError: if a server is lost, again and again.
-        CoordinatorReplacedError: if another coordinator uses the cluster, again and again.
+            UnavailableError: if there is no worker for too long, or workers end as they run a
+                closure.
+            PSUnavailableError: if a server is lost, again and again.
+            CoordinatorReplacedError: if another coordinator uses the cluster, again and again.
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
         """
         if not callable(fn):
             raise InvalidTypeError(f"schedule: fn is {fn!r}, expected a function.")
+        if not isinstance(args, (tuple, list, type(None))):
+            raise InvalidTypeError(
+                f"schedule: args is a {type(args).__name__}, expected a tuple of the arguments of"
+                f" {fn!r}. A single one needs a comma: args=(x,)."
+            )
         leaves, tree = jax.tree.flatten((tuple(args or ()), dict(kwargs or {})))
         if any(isinstance(leaf, RemoteValue) for leaf in leaves):
             raise InvalidValueError(

@@ -13,14 +13,34 @@ __all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_o
 
 def leaves_of(value: Any) -> list[np.ndarray]:
     """Copies of the leaves of a nest, with the dtypes that JAX has for them."""
-    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(value)]
-    return [copy_of(array, jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+    return [copy_of(leaf) for leaf in jax.tree.leaves(value)]
 
 
-def copy_of(array: Any, dtype: Any) -> np.ndarray:
-    """A copy of an array: whoever has made it may write to it again before the step runs."""
-    own = aligned_empty(np.shape(array), np.dtype(dtype))
-    own[...] = array
+def copy_of(array: Any, dtype: Any = None) -> np.ndarray:
+    """A copy of an array: whoever has made it may write to it again before the step runs.
+
+    Args:
+        array: An array or number.
+        dtype: Of the copy; None for the one that JAX has for it.
+
+    Raises:
+        InvalidTypeError: for strings, objects and random keys.
+    """
+    if isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise InvalidTypeError(
+            f"A step is given random keys, dtype {array.dtype}, which do not travel to workers."
+            " Give it jax.random.key_data(keys), and call jax.random.wrap_key_data in the step."
+        )
+    values = np.asarray(array)
+    if values.dtype.kind in "OUS":
+        raise InvalidTypeError(
+            f"A step is given an array of dtype {values.dtype}; strings and objects do not travel"
+            " to workers. Map them to numbers first, in the dataset."
+        )
+    own = aligned_empty(
+        values.shape, np.dtype(dtype or jax.dtypes.canonicalize_dtype(values.dtype))
+    )
+    own[...] = values
     return own
 
 

@@ -51,6 +51,12 @@ class PerWorkerIterator:
         self._source = source
 
     def __iter__(self) -> "PerWorkerIterator":
+        if current_trace() is not None:  # a loop would never end
+            raise ContextError(
+                "A scheduled function loops over the iterator of a per-worker dataset, but it is"
+                " traced, so nobody knows how many batches there are. Call next(iterator), and"
+                " schedule the function for every batch."
+            )
         return self
 
     def __next__(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 import jax.export
 
-from distributary.errors import InvalidValueError
+from distributary.errors import InvalidValueError, UnsupportedError
 
 __all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr"]
 
@@ -59,6 +59,9 @@ def export_function(
         avals: Shapes and dtypes of its arrays.
         buckets: For every array, None or a number: all arrays with an equal number have, instead
             of that in the shape, any equal number of rows.
+
+    Raises:
+        UnsupportedError: if it has callbacks.
     """
     names = sorted({bucket for bucket in buckets if bucket is not None})
     sizes: dict[int | None, Any] = {}
@@ -71,7 +74,16 @@ def export_function(
         )
         for aval, bucket in zip(avals, buckets, strict=True)
     ]
-    return Program.of(jax.export.export(jax.jit(run), platforms=["cpu"])(*structs))
+    try:
+        return Program.of(jax.export.export(jax.jit(run), platforms=["cpu"])(*structs))
+    except NotImplementedError as error:
+        if "callback" not in str(error):
+            raise
+        raise UnsupportedError(
+            "A step calls back into Python, as jax.debug.print and jax.pure_callback do, but only"
+            f" programs travel to workers, no Python code ({error}). Return what is to be printed,"
+            " and fetch it."
+        ) from error
 
 
 @final
