@@ -1,12 +1,16 @@
 """What a worker finds in its environment."""
 
+import contextlib
+import itertools
 import json
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from distributary.errors import ClusterError
 from distributary.launch._options import LaunchOptions
 from distributary.topology import num_cores
 
@@ -53,22 +57,33 @@ class Task:
         return f"{self.task_type}-{self.task_id}"
 
 
+# Below the ports that systems give to whoever asks for any, so that nobody gets one meanwhile.
+_PORTS = range(10_000, 32_000)
+# Other processes that do the same begin elsewhere. Not one after the other: metrics are served at
+# the ports after a given one.
+_candidates = itertools.count(os.getpid() * 1009, 61)
+
+
 def free_addresses(host: str, count: int) -> list[str]:
     """`HOST:PORT` of ports that are free on an address of this machine, all different.
 
-    Nothing reserves them: a process that asks for a port in the moment before the workers bind
-    theirs can get one of them. The worker then fails, and a restart takes other ports.
+    Nothing reserves them: another process that asks for the same port before the workers bind
+    theirs can get it. The worker then fails, and a restart takes other ports.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sockets = []
-    try:
-        for _ in range(count):
-            sockets.append(socket.socket(family, socket.SOCK_STREAM))
-            sockets[-1].bind((host, 0))
-        ports = [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    ports: list[int] = []
+    for candidate in itertools.islice(_candidates, len(_PORTS)):
+        if len(ports) == count:
+            break
+        port = _PORTS[candidate % len(_PORTS)]
+        with socket.socket(family, socket.SOCK_STREAM) as own, contextlib.suppress(OSError):
+            own.bind((host, port))
+            ports.append(port)
+    if len(ports) < count:
+        raise ClusterError(
+            f"{host} has no {count} free ports between {_PORTS.start} and {_PORTS.stop}. Is it an"
+            " address of this machine?"
+        )
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
 
 
