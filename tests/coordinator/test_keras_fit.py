@@ -81,6 +81,38 @@ def test_one_worker_fits_as_one_device_does(steps_per_execution, tmp_path):
     )
 
 
+class _LossOfBatch(keras.Model):
+    """Logs a loss of its own, and no metrics."""
+
+    def train_step(self, state, data):
+        _, (*state, _) = super().train_step(state, data)
+        x, _ = data
+        return {"largest": keras.ops.max(x[:, 0])}, (*state, [])
+
+    @property
+    def metrics(self):
+        return []
+
+
+def test_mixed_precision_and_logs_of_the_last_batch_are_those_of_one_device():
+    def fitted():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((8,))
+        outputs = keras.layers.Dense(3, "softmax", dtype="mixed_bfloat16")(inputs)
+        model = _LossOfBatch(inputs, outputs)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    expected = fitted()
+    with _strategy(1).scope():
+        model = fitted()
+    own, logs = (
+        m.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0) for m in (model, expected)
+    )
+    assert own.history == logs.history == {"largest": [X[64:, 0].max()] * 2}
+    np.testing.assert_allclose(model.get_weights()[0], expected.get_weights()[0], rtol=1e-2)
+
+
 def test_several_workers_evaluate_and_predict_exactly():
     expected = _model()
     with _strategy(3).scope():

@@ -77,8 +77,11 @@ class ServerSteps:
 
     def join(self) -> None:
         """Waits until all steps have ended; raises the first error of one."""
+        last = self._running[-1] if self._running else None
         self._running.clear()
         self._coordinator.join()
+        if last is not None and self._kind != "predict":
+            self._set_logs(last.fetch())
 
     def _schedule(self, iterator: Any) -> RemoteValue:
         if isinstance(iterator, WorkerBatches):
@@ -112,12 +115,19 @@ class ServerSteps:
         """Logs of the latest step that has ended, of this one for `train_on_batch`."""
         call = current_call.get()
         if self._logs is None or (call is not None and call.method.endswith("_on_batch")):
-            self._logs = last.fetch()
+            self._set_logs(last.fetch())
         while self._running and (
             self._running[0].is_ready() or len(self._running) > self._max_ahead
         ):
-            self._logs = self._running.popleft().fetch()
+            self._set_logs(self._running.popleft().fetch())
         return self._logs
+
+    def _set_logs(self, logs: Any) -> None:
+        # In place: `fit` keeps what it got for the last batch, and uses it after `join`.
+        if isinstance(self._logs, dict) and isinstance(logs, dict):
+            self._logs.update(logs)
+        else:
+            self._logs = dict(logs) if isinstance(logs, dict) else logs
 
     def _predictions(self, values: list[RemoteValue]) -> Any:
         if self._outputs is None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from distributary.context import get_strategy, has_strategy
@@ -117,13 +118,19 @@ def value(original: property) -> property:
     read = original.fget
 
     def value(self: Any) -> Any:
-        result = read(self)
-        if not isinstance(result, ON_SERVERS):
-            return whole_value(self, result)
+        kept = self._value
+        if not isinstance(kept, ON_SERVERS) or _is_given(self):
+            return whole_value(self, read(self))
         # Only shapes are asked for, not what would have to be fetched.
-        return jnp.zeros(result.shape, result.dtype) if in_symbolic_scope() else result._peek()
+        current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
+        return self._maybe_autocast(current)
 
     return property(value, doc=original.__doc__)
+
+
+def _is_given(variable: Any) -> bool:
+    """Whether a stateless call has brought a value for a variable."""
+    return in_stateless_scope() and get_stateless_scope().get_current_value(variable) is not None
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
