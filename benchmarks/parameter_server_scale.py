@@ -119,7 +119,11 @@ def _limits() -> list[dict[str, Any]]:
         ["workers", "servers", "steps/s", "cores of the chief", "cores of a server"],
         [list(row.values()) for row in rows],
     )
-    print("A Python process uses about one core: above 1 it does not fit.")
+    print(
+        "A Python process uses about one core: above 1 it does not fit. The servers' figure falls"
+        " with the bytes they have; a step that touches every server also costs each a message,"
+        " which is not in it."
+    )
     return rows
 
 

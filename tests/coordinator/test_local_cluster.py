@@ -208,6 +208,10 @@ def test_variables_are_read_and_assigned_from_outside(cluster):
     strategy = cluster(1, 2)
     with strategy.scope():
         v = dist.Variable([1.0, 2.0], name="v")
+        u = dist.Variable(0.0)
+    assert v.device == "/job:ps/replica:0/task:0/device:CPU:0"
+    assert u.device == "/job:ps/replica:0/task:1/device:CPU:0"
+    assert repr(strategy.cluster_resolver).startswith("local_cluster")
     v.assign_add([1.0, 1.0])
     np.testing.assert_array_equal(v, [2, 3])
     v.assign(v * 2)

@@ -74,6 +74,7 @@ class ParameterServerStrategy(Strategy):
                 f"ParameterServerStrategy: sparse_update is {sparse_update!r}, expected 'exact' or"
                 " 'lazy'."
             )
+        self._cluster_resolver = cluster_resolver
         self._cluster = cluster_of(cluster_resolver).open(recovery_options or RecoveryOptions())
         self._coordinator: Any = None
         self._variable_partitioner = variable_partitioner
@@ -86,6 +87,11 @@ class ParameterServerStrategy(Strategy):
                 kind_of_variables=_ServerVariable,
             )
         )
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """What the strategy was created with."""
+        return self._cluster_resolver
 
     @property
     def num_workers(self) -> int:
@@ -163,6 +169,11 @@ class _ServerVariable(Variable):
     def __init__(self, initial_value: Any = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(initial_value if self._given is None else self._given, *args, **kwargs)
         self._given = None
+
+    @property
+    def device(self) -> str:
+        """Name of the device of its server."""
+        return f"/job:ps/replica:0/task:{self._place[0]}/device:CPU:0"
 
     @property
     def _shards(self) -> list["_ServerVariable"]:
