@@ -214,8 +214,10 @@ class _Latest(keras.metrics.Metric):
         return 1 * self.value_of
 
 
-def test_what_cannot_be_right_is_refused():
-    strategy = _strategy(1)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_what_cannot_be_right_is_refused(num_shards):
+    partitioner = dist.experimental.partitioners.FixedShardsPartitioner(num_shards)
+    strategy = dist.ParameterServerStrategy(local_cluster(1, ps=2), partitioner)
     with strategy.scope():
         model = _model([_Latest()])
         eager = _model(run_eagerly=True)

@@ -115,6 +115,17 @@ def test_only_dim_0_can_be_divided(wrong):
         dist.Variable(TABLE)
 
 
+def test_a_divided_weight_is_overwritten_with_data():
+    strategy = dist.ParameterServerStrategy(local_cluster(1, 2), FixedShardsPartitioner(2))
+    with strategy.scope():
+        weight = keras.Variable(np.zeros((3, 2), np.float32))
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+    ClusterCoordinator(strategy).schedule(lambda x: weight.assign(x), args=(values,)).fetch()
+
+    np.testing.assert_array_equal(weight, values)
+
+
 def test_a_partitioner_is_a_function():
     with pytest.raises(TypeError, match="variable_partitioner is 3"):
         dist.ParameterServerStrategy(local_cluster(1, 1), 3)

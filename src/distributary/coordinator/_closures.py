@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from distributary.coordinator._nests import copy_of
@@ -236,8 +236,9 @@ def plan_of(
         constants,
     )
 
+    of_outputs = [handle for handle in pure.written for _ in places[handle]]
     for i in split.overwritten:
-        handle = pure.written[i - pure.num_outs]
+        handle = of_outputs[i - pure.num_outs]
         cell = handle.cell() if handle.cell is not None else None
         if getattr(cell, "is_sum", False):
             raise UnsupportedError(
@@ -334,16 +335,7 @@ def _server_plan(
     of_output = [states.index(number) if number in states else None for number in outputs]
     update = rows_of_update(part, of_output, pushes, sparse_update)
     rows = [
-        PushedRows(
-            own.space,
-            own.start,
-            own.size,
-            own.states,
-            own.pushes,
-            own.outputs,
-            own.is_whole,
-            bucket_of(min(own.size, capacities[own.space])),
-        )
+        PushedRows(**asdict(own), bucket=bucket_of(min(own.size, capacities[own.space])))
         for own in update.rows
     ]
     avals = part.update.in_avals

@@ -23,7 +23,7 @@ from distributary.variables import (
     write_arrays,
 )
 
-__all__ = ["Copies", "CopyOnServers", "Place"]
+__all__ = ["Copies", "CopyOnServers", "Place", "frozen"]
 
 _TOKEN = "token"
 
@@ -68,10 +68,7 @@ class Copies:
 
     def _take(self, message: Message) -> Message:
         with self._lock:
-            arrays = {
-                number: array.copy() if _is_table(array) else array
-                for number, array in self._variables(message).items()
-            }
+            arrays = {number: frozen(array) for number, array in self._variables(message).items()}
         self._copies[message.fields["copy"]] = _Copy(arrays)
         return Message("ok")
 
@@ -262,6 +259,10 @@ def _folder(server: int) -> str:
     return f"ps-{server}"
 
 
+def frozen(array: Any) -> Any:
+    """An array that does not change any more; of those on a server, tables change in place."""
+    return array.copy() if _is_table(array) else array
+
+
 def _is_table(array: Any) -> bool:
-    """Whether an array changes in place, instead of being replaced."""
     return isinstance(array, np.ndarray)

@@ -8,7 +8,7 @@ import numpy as np
 
 from distributary.coordinator._messages import JSON, aligned_empty
 from distributary.errors import InvalidValueError
-from distributary.tracing import Lookup, RowSpace
+from distributary.tracing import Lookup, RowSpace, UpdatedRows
 
 __all__ = [
     "FoundRows",
@@ -113,27 +113,13 @@ class FoundRows:
 
 @final
 @dataclass(frozen=True, slots=True)
-class PushedRows:
-    """Rows that are pushed to a server; see `UpdatedRows`.
+class PushedRows(UpdatedRows):
+    """`UpdatedRows` on their way to a server.
 
     Attributes:
-        space: Number of the space.
-        start: First row of the variables in the space.
-        size: Number of rows of the variables.
-        states: Positions among the states of the server's program that are rows.
-        pushes: Positions among its pushes that are.
-        outputs: Positions among its outputs that are.
-        is_whole: Whether the program takes whole variables, the pushed rows put into zeros.
         bucket: Those with an equal number are padded to an equal number of rows.
     """
 
-    space: int
-    start: int
-    size: int
-    states: list[int]
-    pushes: list[int]
-    outputs: list[int]
-    is_whole: bool
     bucket: int
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.coordinator._copies import Copies
+from distributary.coordinator._copies import Copies, frozen
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._programs import ProgramCache
 from distributary.coordinator._rows import (
@@ -41,7 +41,6 @@ class ParameterServer:
                                                 numbers that the arrays have; version
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
                  ids, operation, start, arrays  the same for some rows of a table
-        delete   ids
         program  blobs                          a program that pushes refer to
         finish   finished
         push     closure, program, states, outputs, rows, ids, num_row_reads, arrays; finished;
@@ -119,7 +118,7 @@ class ParameterServer:
         """Variables, of the last ones rows."""
         num_whole = len(ids) - len(rows)
         arrays = self._arrays(ids)
-        whole = [_frozen(array) for array in arrays[:num_whole]]
+        whole = [frozen(array) for array in arrays[:num_whole]]
         taken = map(take_rows, arrays[num_whole:], rows)
         return Message("ok", {"version": self._num_pushes}, [*whole, *taken])
 
@@ -147,12 +146,6 @@ class ParameterServer:
                     self._state[number] = operation(before, jnp.asarray(array, before.dtype))
                 else:
                     before[...] = operation(before, np.asarray(array, before.dtype))
-        return Message("ok")
-
-    def _delete(self, message: Message) -> Message:
-        with self._lock:
-            for number in message.fields["ids"]:
-                self._state.pop(number, None)
         return Message("ok")
 
     def _program(self, message: Message) -> Message:
@@ -254,18 +247,12 @@ class ParameterServer:
     _methods: ClassVar[dict[str, Callable[["ParameterServer", Message], Message]]] = {
         "assign": _assign,
         "create": _create,
-        "delete": _delete,
         "finish": _finish,
         "program": _program,
         "push": _push,
         "read": _read,
         "statistics": _statistics,
     }
-
-
-def _frozen(array: Any) -> Any:
-    """An array that does not change any more."""
-    return array.copy() if isinstance(array, np.ndarray) else array
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

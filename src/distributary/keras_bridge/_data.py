@@ -117,8 +117,32 @@ def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
     return _interrupted_warning
 
 
+class UnknownSizes(DataAdapter):
+    """What Keras' adapters tell about their batches, of which nothing is known."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Unknown."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Unknown, and may differ between batches."""
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool | None:
+        """Unknown."""
+        return None
+
+    @property
+    def partial_batch_size(self) -> int | None:
+        """Unknown."""
+        return None
+
+
 @final
-class DatasetAdapter(DataAdapter):
+class DatasetAdapter(UnknownSizes):
     """Yields the global batches of a distributed dataset, which steps split in the same way."""
 
     def __init__(self, dataset: DistributedDataset, class_weight: Any) -> None:
@@ -162,21 +186,6 @@ class DatasetAdapter(DataAdapter):
         """Number of steps, if it is known."""
         count = self._dataset.cardinality
         return count if count >= 0 else None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Unknown, and may differ between batches."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Unknown."""
-        return None
 
 
 def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:

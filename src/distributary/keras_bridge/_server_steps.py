@@ -1,16 +1,16 @@
 """`fit`, `evaluate` and `predict` with parameter servers: a batch is a step of some worker."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
 import jax
 import numpy as np
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.keras_bridge._data import current_call
+from distributary.keras_bridge._data import UnknownSizes, current_call
 from distributary.keras_bridge._trainer import PARTS, Kind, variables_of_part
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -63,12 +63,9 @@ class ServerSteps:
         Raises:
             StopIteration: if there is no batch left.
         """
-        scheduled = []
-        for _ in range(self._steps):
-            try:
-                scheduled.append(self._schedule(iterator))
-            except StopIteration:
-                break
+        # One by one: the next batch may be in the memory of this one.
+        batches = itertools.islice(iterator, self._steps)
+        scheduled = [self._schedule(iterator, batch) for batch in batches]
         if not scheduled:
             raise StopIteration
         if self._kind == "predict":
@@ -83,11 +80,11 @@ class ServerSteps:
         if last is not None and self._kind != "predict":
             self._set_logs(last.fetch())
 
-    def _schedule(self, iterator: Any) -> RemoteValue:
+    def _schedule(self, iterator: Any, batch: Any) -> RemoteValue:
         if isinstance(iterator, WorkerBatches):
             value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
         else:
-            value = self._coordinator.schedule(self._on_batch, args=(next(iterator),))
+            value = self._coordinator.schedule(self._on_batch, args=(batch,))
         if self._kind != "predict":
             self._running.append(value)
         return value
@@ -173,7 +170,7 @@ class WorkerBatches:
 
 
 @final
-class PerWorkerAdapter(DataAdapter):
+class PerWorkerAdapter(UnknownSizes):
     """Batches of a per-worker dataset; all passes go on with the same iterators.
 
     Args:
@@ -201,23 +198,3 @@ class PerWorkerAdapter(DataAdapter):
     def get_jax_iterator(self) -> Iterator[Any]:
         """See `WorkerBatches`."""
         return self._batches
-
-    @property
-    def num_batches(self) -> int | None:
-        """Unknown."""
-        return None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Unknown, and may differ between batches."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Unknown."""
-        return None

@@ -119,18 +119,16 @@ def value(original: property) -> property:
 
     def value(self: Any) -> Any:
         kept = self._value
-        if not isinstance(kept, ON_SERVERS) or _is_given(self):
+        if not isinstance(kept, ON_SERVERS):
             return whole_value(self, read(self))
-        # Only shapes are asked for, not what would have to be fetched.
-        current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
+        scope = get_stateless_scope() if in_stateless_scope() else None
+        current = None if scope is None else scope.get_current_value(self)
+        if current is None:
+            # Only shapes are asked for, not what would have to be fetched.
+            current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
         return self._maybe_autocast(current)
 
     return property(value, doc=original.__doc__)
-
-
-def _is_given(variable: Any) -> bool:
-    """Whether a stateless call has brought a value for a variable."""
-    return in_stateless_scope() and get_stateless_scope().get_current_value(variable) is not None
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:

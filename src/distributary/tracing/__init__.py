@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
-from distributary.tracing._markers import Array, Handle, opened
+from distributary.tracing._markers import Array, Handle, opened, push
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
         Lookup,
         RowSpace,
         SparseUpdate,
+        UpdatedRows,
         rows_of,
         rows_of_update,
     )
-    from distributary.tracing._servers import ServerPart, ServerSplit, push, split_over_servers
+    from distributary.tracing._servers import ServerPart, ServerSplit, split_over_servers
     from distributary.tracing._sharded import sharded_map
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "TapeRecord",
     "TraceScope",
     "UnevenSizes",
+    "UpdatedRows",
     "activate",
     "check_not_frozen",
     "constrained",
@@ -96,8 +98,8 @@ _LATER = {
     "ServerPart": "_servers",
     "ServerSplit": "_servers",
     "SparseUpdate": "_rows",
+    "UpdatedRows": "_rows",
     "in_parts": "_parts",
-    "push": "_servers",
     "rows_of": "_rows",
     "rows_of_update": "_rows",
     "sharded_map": "_sharded",

@@ -17,7 +17,7 @@ from distributary.errors import ReplicaMismatchError, UnsupportedError
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._interpreter import evaluate
-from distributary.tracing._markers import Array, Equation, open_jaxpr, push_p, sub_jaxprs, walk
+from distributary.tracing._markers import Array, Equation, open_jaxpr, push, sub_jaxprs, walk
 
 # A replica yields the equation that needs the others, with its operands, and gets the results.
 Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[Array]]
@@ -200,7 +200,7 @@ _RULES: dict[str, Callable[..., list[Array]]] = {
     "all_gather": _gather,
     "reduce_scatter": _scatter,
     "psum_scatter": _scatter,
-    "push": lambda params, values: [push_p.bind(value) for value in values],
+    "push": lambda params, values: [push(value) for value in values],
 }
 
 

@@ -143,6 +143,12 @@ ad.deflinear(push_p, lambda cotangent: [push_p.bind(cotangent)])
 batching.defvectorized(push_p)
 
 
+def push(value: Array) -> Array:
+    """Marks a value that a worker sends to the servers; what is made of it is theirs to compute."""
+    pushed: Array = push_p.bind(value)
+    return pushed
+
+
 def _write_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     write_p.bind(*primals, **params)
     return [], []

@@ -114,7 +114,6 @@ class RowSplit:
     pushes: dict[int, tuple[int, int]]
 
 
-@final
 @dataclass(frozen=True, slots=True)
 class UpdatedRows:
     """Rows of the variables of one server that change together.

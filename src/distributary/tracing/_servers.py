@@ -13,19 +13,13 @@ from typing import Any, final
 import jax.extend.core as jex_core
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._markers import Array, Equation, jaxpr_of, push_p
+from distributary.tracing._markers import Equation, jaxpr_of, push_p
 from distributary.tracing._stages import stage_of_equations, variables_of, without_calls
 
-__all__ = ["ServerPart", "ServerSplit", "push", "split_over_servers"]
+__all__ = ["ServerPart", "ServerSplit", "split_over_servers"]
 
 # Instead of the number of a server, for what the worker returns or computes with.
 _WORKER = -1
-
-
-def push(value: Array) -> Array:
-    """Marks a value that a worker sends to the servers; what is made of it is theirs to compute."""
-    pushed: Array = push_p.bind(value)
-    return pushed
 
 
 @final
