@@ -87,8 +87,9 @@ def master(hosts):
 
 def _receive(link: RemoteLink) -> list:
     """Waits for the next commands."""
-    assert select.select([link], [], [], _SECONDS)[0]
-    return link.receive()
+    while not (commands := link.receive()):  # the first may have come with the handshake
+        assert select.select([link], [], [], _SECONDS)[0]
+    return commands
 
 
 def test_a_failure_on_one_host_restarts_both(start_host, script):

@@ -15,7 +15,10 @@ class Link(Protocol):
     """Address of this host for the workers of other hosts."""
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when `receive` has something; -1 for none."""
+        """The descriptor that becomes readable when something comes; -1 for none.
+
+        `receive` may have something before: call it before waiting.
+        """
 
     def send(self, report: Report) -> None:
         """Says something; it is lost if the other end has gone, which `receive` will tell."""

@@ -52,7 +52,10 @@ class RemoteLink:
             raise
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when `receive` has something; -1 when closed."""
+        """The descriptor that becomes readable when something comes; -1 when closed.
+
+        What came with the handshake has been read from it: call `receive` before waiting.
+        """
         return self._connection.fileno()
 
     def send(self, report: Report) -> None:
