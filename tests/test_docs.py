@@ -1,28 +1,42 @@
-"""The Python code of README.md and docs/ runs as it stands, and relative links lead somewhere.
+"""The code and commands of the documentation run as they stand, and relative links lead somewhere.
 
-The python blocks of a page are one script. The output of a block is compared with the text
-block that directly follows it, in which `...` stands for anything. A block below the comment
-`<!-- no-run: reason -->` does not run.
+The python blocks of a page are one script, and so are its shell blocks. The output of a block is
+compared with the text block that directly follows it, in which `...` stands for anything. A block
+below the comment `<!-- no-run: reason -->` does not run, but commands of distributary in it must
+have options that exist. A python block below `<!-- file: train.py -->` is a file for the commands;
+scripts that commands name and no block gives are empty.
 """
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+from distributary.cli import parser
+
 _ROOT = Path(__file__).parents[1]
-_PAGES = [*_ROOT.glob("README.md"), *sorted((_ROOT / "docs").rglob("*.md"))]
+_PAGES = [
+    *sorted(_ROOT.glob("*.md")),
+    *sorted((_ROOT / "examples").rglob("*.md")),
+    *sorted((_ROOT / "docs").rglob("*.md")),
+]
 _PAGES_WITH_CODE = [page for page in _PAGES if "```python" in page.read_text(encoding="utf-8")]
+_PAGES_WITH_COMMANDS = [page for page in _PAGES if "```shell" in page.read_text(encoding="utf-8")]
 _PAGE_SECONDS = 300
 _DEVICE_VARIABLES = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")  # a page asks for its devices itself
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w-]*)[^`]*$")
 _NO_RUN = re.compile(r" *<!-- *no-run:? *(?P<reason>.*?) *-->")
+_FILE = re.compile(r" *<!-- *file: *(?P<name>[\w./]+) *-->")
+_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ +)*distributary (?P<arguments>.*?)(?: +#.*)?$", re.MULTILINE)
+_EXTRAS = re.compile(r"pip install .*?\.\[(?P<extras>[\w,]+)\]")
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)[^)]*\)|^ *\[[^\]]+\]: +(?P<definition>\S+)")
 _END_OF_BLOCK = "\0"
 
@@ -42,9 +56,10 @@ def _name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", _PAGES_WITH_CODE, ids=_name)
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
-    blocks, _ = _split(page.read_text(encoding="utf-8").splitlines())
-    blocks = [b for b in blocks if b.language == "python" and _is_run(b, page)]
-    code = _script(blocks)
+    blocks = [b for b in _blocks(page, "python") if _is_run(b, page) and not _file_name(b)]
+    if not blocks:
+        return
+    code = _script(blocks, f"print({_END_OF_BLOCK!r}, end='', flush=True)")
     try:
         compile(code, _name(page), "exec", dont_inherit=True)
     except SyntaxError as error:
@@ -52,30 +67,44 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path):
     script = tmp_path / f"page_{page.stem}.py"  # shadows no package
     script.write_text(code, encoding="utf-8")
 
-    environ = {k: v for k, v in os.environ.items() if k not in _DEVICE_VARIABLES}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the page runs elsewhere
-    process = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=_PAGE_SECONDS,
-    )
+    process = _run([sys.executable, script], tmp_path)
 
-    outputs = process.stdout.split(_END_OF_BLOCK)
-    num_finished = len(outputs) - 1
-    if num_finished < len(blocks):
-        error = process.stderr.replace(str(script), _name(page)) or "The script ended here."
-        _fail(page, blocks[num_finished].first_line, error)
-    assert process.returncode == 0, process.stderr
-    for block, output in zip(blocks, outputs, strict=False):
-        if block.output is not None:
-            expected, actual = _text("\n".join(block.output.content)), _text(output)
-            pattern = re.escape(expected).replace(re.escape("..."), ".*")
-            if not re.fullmatch(pattern, actual, flags=re.DOTALL):
-                _fail(page, block.output.first_line, f"expected\n{expected}\n\ngot\n{actual}")
+    _check_output(page, blocks, process, str(script))
+
+
+@pytest.mark.parametrize("page", _PAGES_WITH_COMMANDS, ids=_name)
+def test_commands_run_and_print_what_the_page_says(page, tmp_path):
+    blocks = [b for b in _blocks(page, "shell") if _is_run(b, page)]
+    if not blocks:
+        return
+    for name in ("train.py", "my_package/train.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for block in _blocks(page, "python"):
+        if name := _file_name(block):
+            (tmp_path / name).write_text("\n".join(block.content), encoding="utf-8")
+    script = tmp_path / "commands.sh"
+    script.write_text(_script(blocks, r"printf '\0'"), encoding="utf-8")
+
+    process = _run(["bash", "-euo", "pipefail", script], tmp_path)
+
+    _check_output(page, blocks, process, str(script))
+
+
+@pytest.mark.parametrize("page", _PAGES_WITH_COMMANDS, ids=_name)
+def test_options_and_extras_exist(page):
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for block in _blocks(page, "shell"):
+        text = "\n".join(block.content).replace("\\\n", " ")
+        for command in _COMMAND.finditer(text):
+            try:
+                parser().parse_args(shlex.split(command["arguments"]))
+            except SystemExit:
+                _fail(page, block.first_line, f"not a command: {command[0]}")
+        for command in _EXTRAS.finditer(text):
+            unknown = set(command["extras"].split(",")) - set(project["optional-dependencies"])
+            if unknown:
+                _fail(page, block.first_line, f"no such extras: {unknown}")
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
@@ -91,6 +120,48 @@ def test_relative_links_point_to_files(page):
                 dead.append(f"{_name(page)}:{number}: {target}")
 
     assert not dead, "\n".join(dead)
+
+
+def _blocks(page: Path, language: str) -> list[_Block]:
+    blocks, _ = _split(page.read_text(encoding="utf-8").splitlines())
+    return [block for block in blocks if block.language == language]
+
+
+def _file_name(block: _Block) -> str | None:
+    comment = _FILE.fullmatch(block.line_above)
+    return comment["name"] if comment else None
+
+
+def _run(command: list[str | Path], directory: Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if k not in _DEVICE_VARIABLES}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the page runs elsewhere
+    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=_PAGE_SECONDS,
+    )
+
+
+def _check_output(
+    page: Path, blocks: list[_Block], process: subprocess.CompletedProcess[str], script: str
+) -> None:
+    outputs = process.stdout.split(_END_OF_BLOCK)
+    num_finished = len(outputs) - 1
+    if num_finished < len(blocks):
+        error = process.stderr.replace(script, _name(page)) or "The script ended here."
+        _fail(page, blocks[num_finished].first_line, error)
+    assert process.returncode == 0, process.stderr
+    for block, output in zip(blocks, outputs, strict=False):
+        if block.output is not None:
+            expected, actual = _text("\n".join(block.output.content)), _text(output)
+            pattern = re.escape(expected).replace(re.escape("..."), ".*")
+            if not re.fullmatch(pattern, actual, flags=re.DOTALL):
+                _fail(page, block.output.first_line, f"expected\n{expected}\n\ngot\n{actual}")
 
 
 def _split(lines: list[str]) -> tuple[list[_Block], list[tuple[int, str]]]:
@@ -125,13 +196,13 @@ def _is_run(block: _Block, page: Path) -> bool:
     return comment is None
 
 
-def _script(blocks: list[_Block]) -> str:
+def _script(blocks: list[_Block], end_of_block: str) -> str:
     """A script that has every line of code where the page has it."""
     script: list[str] = []
     for block in blocks:
         script += [""] * (block.first_line - 1 - len(script))
         script += block.content
-        script.append(f"print({_END_OF_BLOCK!r}, end='', flush=True)")  # instead of the fence
+        script.append(end_of_block)  # instead of the fence
     return "\n".join(script)
 
 

@@ -12,7 +12,7 @@ from distributary.cli._devices import add_devices_command
 from distributary.errors import DistributaryError, InvalidValueError
 from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
 
-__all__ = ["launch_options", "main"]
+__all__ = ["launch_options", "main", "parser"]
 
 _EPILOG = """\
 examples:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The arguments after the name of the program, those of this process by default.
     """
-    namespace = _parser().parse_args(arguments)
+    namespace = parser().parse_args(arguments)
     code: int = namespace.run(namespace)
     return code
 
@@ -55,14 +55,15 @@ def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Laun
         DistributaryError: for values that are not possible.
         SystemExit: for arguments that do not exist.
     """
-    return _launch_options(_parser().parse_args(arguments), environ)
+    return _launch_options(parser().parse_args(arguments), environ)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command `distributary`."""
+    command = argparse.ArgumentParser(
         prog="distributary", description="Distributed training with JAX and Keras 3."
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = command.add_subparsers(title="commands", metavar="COMMAND", required=True)
     launch = commands.add_parser(
         "launch",
         help="run a script as several workers",
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add_devices_command(commands)
     add_certs_command(commands)
     add_compile_command(commands)
-    return parser
+    return command
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
