@@ -9,6 +9,7 @@ from pathlib import Path
 from distributary.cli._certs import add_certs_command
 from distributary.cli._compile import add_compile_command, add_script_arguments
 from distributary.cli._devices import add_devices_command
+from distributary.cli._doctor import add_doctor_command
 from distributary.errors import DistributaryError, InvalidValueError
 from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run
 
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     _add_launch_arguments(launch)
     launch.set_defaults(run=_launch, parser=launch)
     add_devices_command(commands)
+    add_doctor_command(commands)
     add_certs_command(commands)
     add_compile_command(commands)
     return command

@@ -3,9 +3,18 @@
 What `distributary launch` is made of. `import distributary` does not import this package.
 """
 
-from distributary.launch._environment import TOKEN_VARIABLE
+from distributary.launch._environment import ALLOCATOR_SETTINGS, TOKEN_VARIABLE, free_addresses
 from distributary.launch._options import HostOptions, LaunchOptions
 from distributary.launch._run import run
 from distributary.launch._status import report, report_progress
 
-__all__ = ["TOKEN_VARIABLE", "HostOptions", "LaunchOptions", "report", "report_progress", "run"]
+__all__ = [
+    "ALLOCATOR_SETTINGS",
+    "TOKEN_VARIABLE",
+    "HostOptions",
+    "LaunchOptions",
+    "free_addresses",
+    "report",
+    "report_progress",
+    "run",
+]

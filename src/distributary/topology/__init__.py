@@ -8,6 +8,7 @@ from distributary.topology._cpu import (
     cpu_threads_suffice,
     prepare_cpu_threads,
     prepare_local_devices,
+    requested_cpu_devices,
     set_logical_cpu_devices,
 )
 from distributary.topology._device_strings import (
@@ -122,6 +123,7 @@ __all__ = [
     "put_sharded",
     "put_stacked",
     "replica_devices",
+    "requested_cpu_devices",
     "resolve_device",
     "set_logical_cpu_devices",
     "shard_dim",

@@ -1,0 +1,126 @@
+"""The command `distributary doctor`."""
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distributary.diagnosis import PARTS, Check, Link, Report, examine
+
+__all__ = ["add_doctor_command", "add_json_argument", "write_json"]
+
+_EPILOG = """\
+The exit code is 1 if there is a problem, something with which training would fail.
+
+examples:
+  distributary doctor
+  distributary doctor --only links --json
+  distributary launch --workers 3 -m distributary doctor
+"""
+_WIDTH = 100
+_MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
+_STDOUT = Path("-")
+
+
+def add_doctor_command(commands: Any) -> None:
+    """Adds the command to the parser's commands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="find out what is wrong or slow here, and how to fix it",
+        description="Checks versions, devices, ports, threads and memory, times all-reduces"
+        " against what the hardware should give, and trains a small network. Run by all tasks of a"
+        " cluster at the same time, through the launcher for example, it measures the links"
+        " between them and names the slow or missing one.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
+    add(
+        "--wait-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long the tasks of a cluster wait for each other (default: 30)",
+    )
+    add_json_argument(parser)
+    parser.set_defaults(run=_run)
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json [FILE]`; see `write_json`."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=_STDOUT,
+        metavar="FILE",
+        help="print JSON instead; with FILE, write it there as well",
+    )
+
+
+def write_json(where: Path | None, content: Any) -> bool:
+    """Prints or writes JSON if that is wanted; returns whether text is to be printed."""
+    if where is None:
+        return True
+    text = json.dumps(content, indent=1)
+    if where == _STDOUT:
+        print(text, flush=True)
+        return False
+    where.write_text(text + "\n", encoding="utf-8")
+    return True
+
+
+def _run(namespace: argparse.Namespace) -> int:
+    def use(report: Report) -> None:
+        if write_json(namespace.json, report.to_json()):
+            print(_text(report), flush=True)
+
+    report = examine(namespace.only, namespace.wait_seconds, use)
+    return int(report.has_problem)
+
+
+def _text(report: Report) -> str:
+    lines: list[str] = []
+    for number, (task, checks) in enumerate(report.checks.items()):
+        # Of the other tasks, what is not as it should be.
+        shown = [c for c in checks if number == 0 or c.status in ("warning", "problem")]
+        if shown and len(report.tasks) > 1:
+            lines += [f"{task}:"]
+        lines += [line for check in shown for line in _lines(check)]
+    if report.links:
+        lines += ["", *_matrix(report.links, report.tasks)]
+    found = [c.status for checks in report.checks.values() for c in checks]
+    counts = [(found.count("problem"), "problem"), (found.count("warning"), "warning")]
+    lines += ["", ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counts)]
+    return "\n".join(lines)
+
+
+def _lines(check: Check) -> list[str]:
+    text = textwrap.wrap(check.detail, _WIDTH - 24) or [""]
+    lines = [f"{_MARKS[check.status]:<8} {check.name:<13}  {text[0]}"]
+    lines += [f"{'':<24}{line}" for line in text[1:]]
+    if check.fix is not None:  # in one line, to be copied
+        lines.append(f"{'':<24}fix: {check.fix}")
+    return lines
+
+
+def _matrix(links: Sequence[Link], tasks: Sequence[str]) -> list[str]:
+    """Round trips and rates, from the task of the row to the task of the column."""
+    cells = {(link.source, link.target): _cell(link) for link in links}
+    width = max(map(len, [*cells.values(), *tasks]))
+    stem = max(map(len, tasks))
+    rows = [" ".join([f"{'':<{stem}}", *(f"{task:>{width}}" for task in tasks)])]
+    for source, task in enumerate(tasks):
+        row = [cells.get((source, target), "?") for target in range(len(tasks))]
+        rows.append(" ".join([f"{task:<{stem}}", *(f"{cell:>{width}}" for cell in row)]))
+    return ["links, from the row to the column:", *rows]
+
+
+def _cell(link: Link) -> str:
+    if link.error is not None:
+        return "none"
+    return f"{link.round_trip_seconds * 1e6:.0f} us {link.bytes_per_second / 1e6:.0f} MB/s"

@@ -1,0 +1,169 @@
+"""How long all-reduces take, and how long they have to."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from distributary.diagnosis._check import Check, Json
+from distributary.topology import REPLICA_AXIS, num_local_replicas, put_stacked
+
+__all__ = ["all_reduce", "all_reduce_seconds", "copy_bytes_per_second", "format_bytes"]
+
+_SIZES: Final = (4, 1 << 16, 1 << 20, 1 << 24)
+_REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}
+# Half of what is possible is usual, a twentieth is a wrong network or a machine that does not
+# keep up.
+_LOW_SHARE = 0.05
+
+_COPY_BYTES = 1 << 26
+_COPY_REPEATS = 5
+
+# Bytes per second that one GPU of these models sends over NVLink.
+_NVLINK: Final = {
+    "NVIDIA A100-SXM4-40GB": 300e9,
+    "NVIDIA A100-SXM4-80GB": 300e9,
+    "NVIDIA H100 80GB HBM3": 450e9,
+    "NVIDIA H200": 450e9,
+}
+
+
+def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
+    """All-reduces arrays of several sizes over all replicas, and compares with the hardware.
+
+    All processes of the mesh call it.
+
+    Args:
+        mesh: The replicas.
+        network_bytes_per_second: What the slowest link between processes carries; None if there is
+            one process.
+    """
+    if mesh.size == 1:
+        return Check("all-reduce", "skipped", "one replica has nobody to reduce with")
+    bound, basis = _bound(mesh, network_bytes_per_second)
+    rows: list[dict[str, Json]] = []
+    for size in _SIZES:
+        seconds, right = _timed(mesh, [size], _REPEATS[size])
+        if not right:
+            return Check(
+                "all-reduce",
+                "problem",
+                f"the sum of {format_bytes(size)} over {mesh.size} replicas is wrong",
+                "Compare the versions of jax, the driver and NCCL with those that JAX supports;"
+                " check the memory of the devices",
+            )
+        median = statistics.median(seconds)
+        rows.append({"bytes": size, "seconds": median, "bytes_per_second": size / median})
+    largest = rows[-1]
+    share = None if bound is None else bound * largest["bytes"] / largest["seconds"]
+    times = ", ".join(f"{format_bytes(r['bytes'])} {_format_seconds(r['seconds'])}" for r in rows)
+    detail = f"{mesh.size} replicas: {times}; {_verdict(share, basis)}"
+    numbers = {"replicas": mesh.size, "sizes": rows, "share_of_hardware": share, "hardware": basis}
+    if share is not None and share < _LOW_SHARE:
+        return Check("all-reduce", "warning", detail, _fix_of_slow(mesh), numbers)
+    return Check("all-reduce", "ok", detail, numbers=numbers)
+
+
+def all_reduce_seconds(mesh: Mesh, sizes: Sequence[int], repeats: int) -> float:
+    """Median seconds of all-reduces of these sizes, one after the other in one program.
+
+    Args:
+        mesh: The replicas.
+        sizes: Bytes of each array.
+        repeats: How often they are measured.
+    """
+    return statistics.median(_timed(mesh, sizes, repeats)[0])
+
+
+def copy_bytes_per_second() -> float:
+    """How fast one thread copies memory."""
+    source = np.ones(_COPY_BYTES, np.uint8)
+    target = np.zeros_like(source)
+    seconds = []
+    for _ in range(_COPY_REPEATS):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    return _COPY_BYTES / min(seconds)
+
+
+def format_bytes(size: float) -> str:
+    """For people: `"64 KiB"`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
+
+
+def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
+    """Seconds of every repetition, and whether the sums are right."""
+    replicas = NamedSharding(mesh, P(REPLICA_AXIS))
+    first = _first_local_replica(mesh)
+    num_own = num_local_replicas(replicas)
+    values = np.arange(first + 1, first + num_own + 1, dtype=np.float32)
+    arrays = [
+        put_stacked(np.repeat(values[:, None], max(1, size // 4), axis=1), replicas)
+        for size in sizes
+    ]
+
+    def reduce(rows: list[Any]) -> list[Any]:
+        return [jax.lax.psum(row, REPLICA_AXIS) for row in rows]
+
+    call = jax.jit(
+        jax.shard_map(reduce, mesh=mesh, in_specs=P(REPLICA_AXIS), out_specs=P(REPLICA_AXIS))
+    )
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        sums = jax.block_until_ready(call(arrays))
+        seconds.append(time.perf_counter() - start)
+    expected = mesh.size * (mesh.size + 1) / 2
+    right = all(
+        bool((np.asarray(shard.data) == expected).all())
+        for total in sums
+        for shard in total.addressable_shards
+    )
+    return seconds[1:], right  # the first one compiles
+
+
+def _first_local_replica(mesh: Mesh) -> int:
+    own = jax.process_index()
+    return next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == own)
+
+
+def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | None, str]:
+    """Seconds per byte that the hardware needs at least, and what that is based on."""
+    device = mesh.devices.flat[0]
+    if network_bytes_per_second is not None:
+        num_processes = len({d.process_index for d in mesh.devices.flat})
+        ring = 2 * (num_processes - 1) / num_processes
+        rate = f"{network_bytes_per_second / 1e9:.2f} GB/s"
+        return ring / network_bytes_per_second, f"a ring over the slowest link, {rate}"
+    if device.platform == "cpu":
+        rate_of_copy = copy_bytes_per_second()
+        return mesh.size / rate_of_copy, f"copying the arrays at {rate_of_copy / 1e9:.1f} GB/s"
+    if device.device_kind in _NVLINK:
+        rate_of_link = _NVLINK[device.device_kind]
+        ring = 2 * (mesh.size - 1) / mesh.size
+        return ring / rate_of_link, f"a ring over NVLink, {rate_of_link / 1e9:.0f} GB/s"
+    return None, f"what {device.device_kind} should give is not known"
+
+
+def _verdict(share: float | None, basis: str) -> str:
+    if share is None:
+        return basis
+    return f"the largest at {share:.0%} of the speed of {basis}"
+
+
+def _fix_of_slow(mesh: Mesh) -> str:
+    if mesh.devices.flat[0].platform == "cpu":
+        return "Give the job a machine that is not busy with other programs, see `top`"
+    return "See `nvidia-smi topo -m` for how the GPUs are connected, and NCCL_DEBUG=INFO"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,213 @@
+"""All checks, in the order in which they make sense."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final, final
+
+import jax
+
+from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterResolver, multi_worker
+from distributary.diagnosis import _machine as machine
+from distributary.diagnosis._all_reduce import all_reduce
+from distributary.diagnosis._check import Check, Json
+from distributary.diagnosis._link_checks import link_checks
+from distributary.diagnosis._links import Link, Meeting
+from distributary.diagnosis._training import training
+from distributary.errors import ClusterError, DistributaryError
+from distributary.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from distributary.topology import (
+    prepare_local_devices,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
+
+__all__ = ["PARTS", "Report", "examine"]
+
+PARTS: Final = ("machine", "links", "all-reduce", "training")
+"""What can be asked for alone."""
+
+
+@final
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Args:
+        checks: The results of each task that took part, by its name.
+        tasks: Names of the tasks; links are between their positions. One without a cluster.
+        links: The links between tasks.
+    """
+
+    checks: dict[str, list[Check]]
+    tasks: tuple[str, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether there is something with which training would fail."""
+        return any(c.status == "problem" for checks in self.checks.values() for c in checks)
+
+    def to_json(self) -> Json:
+        """The report as dicts, lists, numbers and strings."""
+        return {
+            "problem": self.has_problem,
+            "tasks": list(self.tasks),
+            "checks": {task: [asdict(c) for c in found] for task, found in self.checks.items()},
+            "links": [asdict(link) for link in self.links],
+        }
+
+
+def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], None]) -> Report:
+    """Examines this machine and, if TF_CONFIG names a cluster, its tasks and their links.
+
+    All tasks of the cluster call it.
+
+    Args:
+        parts: Which of `PARTS`.
+        wait_seconds: How long tasks wait for each other.
+        use: Called with the report: at the first task with that of all, elsewhere only if the
+            first one cannot be reached. The others do not end before it returns there.
+
+    Returns:
+        The report of this task.
+    """
+    try:
+        place = _place()
+    except DistributaryError as error:
+        failed = Check(
+            "cluster", "problem", str(error), "Correct TF_CONFIG as it says, or unset it"
+        )
+        report = Report({"this process": [failed]}, ("this process",), ())
+        use(report)
+        return report
+    peers = () if place is None else _members(place)
+    if place is None or len(peers) < 2 or place.address is None:
+        report = _alone(parts, place)
+        use(report)
+        return report
+    return _together(parts, wait_seconds, use, place, peers)
+
+
+def _place() -> MultiWorker | None:
+    resolver = TFConfigClusterResolver()
+    spec = resolver.cluster_spec()
+    return multi_worker(spec, resolver.task_type, resolver.task_id) if spec else None
+
+
+def _members(place: MultiWorker) -> tuple[Peer, ...]:
+    """The tasks that meet; an evaluator is a job of its own."""
+    return tuple(peer for peer in place.peers if peer.task_type != "evaluator")
+
+
+def _alone(parts: Sequence[str], place: MultiWorker | None) -> Report:
+    name = "this process" if place is None else place.name
+    checks = [*_before_jax(parts, place)]
+    num_devices = requested_cpu_devices()
+    if num_devices == 1:  # so that there is something to reduce
+        set_logical_cpu_devices(2)
+    checks += _with_jax(parts, MirroredStrategy, num_devices, None)
+    return Report({name: checks}, (name,), ())
+
+
+def _together(
+    parts: Sequence[str],
+    wait_seconds: float,
+    use: Callable[[Report], None],
+    place: MultiWorker,
+    peers: tuple[Peer, ...],
+) -> Report:
+    tasks = tuple(peer.name for peer in peers)
+    number = tasks.index(place.name)
+    checks = [*_before_jax(parts, place)]
+    reduces = peers == place.workers  # with parameter servers, workers do not
+    try:
+        meeting = Meeting(peers, number, wait_seconds, any_port=reduces)
+    except ClusterError as error:
+        fix = "End the other program, see `ss -ltnp`, or choose another port for all tasks"
+        report = Report(
+            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
+        )
+        use(report)
+        return report
+    try:
+        links = meeting.measure()
+        found = [*link_checks(links, peers, wait_seconds)]
+        checks += found if number == 0 else ()
+        if not reduces:
+            checks += _with_jax(
+                ("machine",) if "machine" in parts else (),
+                MirroredStrategy,
+                requested_cpu_devices(),
+                None,
+            )
+            checks.append(Check("all-reduce", "skipped", "with parameter servers, workers do not"))
+        elif any(check.status == "problem" for check in found):
+            checks.append(Check("all-reduce", "skipped", "the workers do not reach each other"))
+        else:
+            slowest = min(x.bytes_per_second for x in links if x.source != x.target)
+            checks += _with_jax(
+                parts, MultiWorkerMirroredStrategy, requested_cpu_devices(), slowest
+            )
+        own = Report({place.name: checks}, tasks, tuple(links))
+        reports = meeting.reports([asdict(check) for check in checks])
+        if reports is not None:
+            own = Report({**own.checks, **_of_others(reports, tasks)}, tasks, tuple(links))
+            use(own)
+        return own
+    except ClusterError as error:
+        fix = f"Is it running, does a firewall close its port? Look at the output of {tasks[0]}"
+        report = Report(
+            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
+        )
+        use(report)
+        return report
+    finally:
+        meeting.leave()
+
+
+def _before_jax(parts: Sequence[str], place: MultiWorker | None) -> Iterator[Check]:
+    if "machine" in parts:
+        yield machine.versions()
+        yield machine.keras(os.environ)
+        yield machine.cluster(place)
+        yield machine.ports(place)
+        yield machine.host_name(place)
+        yield machine.memory()
+
+
+def _with_jax(
+    parts: Sequence[str],
+    strategy_type: Callable[[], Strategy],
+    num_devices: int,
+    network_bytes_per_second: float | None,
+) -> Iterator[Check]:
+    if {*parts} == {"links"} or not parts:
+        return
+    try:
+        prepare_local_devices()
+        strategy = strategy_type()
+    except (DistributaryError, RuntimeError) as error:
+        fix = "Do what the message says; JAX_PLATFORMS=cpu does without an accelerator"
+        yield Check("devices", "problem", f"{type(error).__name__}: {error}", fix)
+        return
+    if "machine" in parts:
+        yield machine.devices(num_devices)
+        yield machine.thread_pool()
+        yield machine.allocator(os.environ)
+    try:
+        if "all-reduce" in parts:
+            yield all_reduce(strategy.extended.mesh, network_bytes_per_second)
+        if "training" in parts:
+            yield training(strategy)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
+        fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
+        yield Check("all-reduce", "problem", f"{type(error).__name__}: {error}", fix)
+
+
+def _of_others(reports: Sequence[Json], tasks: Sequence[str]) -> dict[str, list[Check]]:
+    gone = Check("links", "problem", "it ended before it was through", "Look at its output")
+    return {
+        task: [gone] if report is None else [Check(**check) for check in report]
+        for task, report in list(zip(tasks, reports, strict=True))[1:]
+    }

@@ -1,0 +1,85 @@
+"""What the links between tasks mean."""
+
+from collections.abc import Iterator, Sequence
+
+from distributary.cluster_resolver import Peer
+from distributary.diagnosis._check import Check
+from distributary.diagnosis._links import Link, slow_links
+
+__all__ = ["link_checks"]
+
+
+def link_checks(
+    links: Sequence[Link], peers: Sequence[Peer], wait_seconds: float
+) -> Iterator[Check]:
+    """What is wrong with the links between tasks, or one check that says that all work.
+
+    Args:
+        links: What was measured, of all tasks that came.
+        peers: The tasks.
+        wait_seconds: How long the first one waited for the others.
+    """
+    sources = {link.source for link in links}
+    for number, peer in enumerate(peers):
+        if number not in sources:
+            yield Check(
+                "links",
+                "problem",
+                f"{peer} did not come to {peers[0]} within {wait_seconds:g} s",
+                f"Start the doctor on {peer.name} too, with the same cluster in its TF_CONFIG, and"
+                " look at what it prints",
+            )
+    broken = [link for link in links if link.error is not None and link.target in sources]
+    for number, peer in enumerate(peers):
+        to_it = [link for link in broken if link.target == number]
+        if len(to_it) == len(sources):
+            yield Check(
+                "links",
+                "problem",
+                f"nobody reaches {peer}: {to_it[0].error}",
+                f"Give {peer.name} in TF_CONFIG an address of its machine that the others know, and"
+                " open its ports in the firewall",
+            )
+            continue
+        for link in to_it:
+            yield Check(
+                "links",
+                "problem",
+                f"{peers[link.source].name} does not reach {peer}: {link.error}",
+                f"Open the ports of {peer.host} for {peers[link.source].host} in the firewalls"
+                " between them",
+            )
+    slow = slow_links(links, peers)
+    for link, best in slow:
+        yield Check(
+            "links",
+            "warning",
+            f"{_arrow(link, peers)} is slow: {_speed(link)}; {_arrow(best, peers)} has"
+            f" {_speed(best)}",
+            _fix_of_slow(peers[link.source].host, peers[link.target].host),
+        )
+    working = [link for link in links if link.error is None and link.source != link.target]
+    if working and not broken and not slow and len(sources) == len(peers):
+        slowest = min(working, key=lambda link: link.bytes_per_second)
+        yield Check(
+            "links",
+            "ok",
+            f"all {len(working)} work; the slowest, {_arrow(slowest, peers)}, has"
+            f" {_speed(slowest)}",
+        )
+
+
+def _arrow(link: Link, peers: Sequence[Peer]) -> str:
+    return f"{peers[link.source].name} to {peers[link.target].name}"
+
+
+def _fix_of_slow(source: str, target: str) -> str:
+    if source == target:
+        return f"See `top` on {source} for what else runs there, `tc qdisc` for a limit"
+    return f"Look at cable, switch, driver and bandwidth limit between {source} and {target}"
+
+
+def _speed(link: Link) -> str:
+    return (
+        f"{link.round_trip_seconds * 1e6:.0f} us round trip, {link.bytes_per_second / 1e6:.0f} MB/s"
+    )

@@ -1,0 +1,426 @@
+"""Round-trip time and bandwidth between all tasks of a cluster, over plain TCP, before JAX starts.
+
+Every task listens at its address of the cluster. The first one hears from the others, and tells one
+task after the other whom to connect to. Measurements whose tasks share a host are not made at the
+same time.
+"""
+
+import contextlib
+import json
+import queue
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import final
+
+from distributary.cluster_resolver import Peer
+from distributary.diagnosis._check import Json
+from distributary.errors import ClusterError
+from distributary.launch import free_addresses
+
+__all__ = ["Link", "Meeting", "loopback", "slow_links"]
+
+_CONNECT_SECONDS = 3.0
+_TRANSFER_SECONDS = 20.0  # for one message and its answer
+_REPORT_SECONDS = 60.0  # for what another task measures when it is told to
+_END_SECONDS = 600.0  # for the rest of the checks of the first task
+_RETRY_SECONDS = 0.1
+_MAX_LINE_BYTES = 1 << 24
+_POLL_SECONDS = 0.1
+
+_PING_SECONDS = 0.1
+_MIN_PINGS, _MAX_PINGS = 5, 500
+_STREAM_SECONDS = 0.05
+_FIRST_STREAM_BYTES, _MAX_STREAM_BYTES = 1 << 16, 1 << 28
+_BLOCK = bytes(1 << 20)
+_SIZE = struct.Struct("<Q")
+
+# Loopback on a busy machine differs by less; a link that does not work as it should by more.
+_SLOW_FACTOR = 5.0
+_SLOW_SECONDS = 1e-3
+
+
+@final
+@dataclass(frozen=True)
+class Link:
+    """What one task measured when it connected to another, or to itself.
+
+    Args:
+        source: Number of the task that connects.
+        target: Number of the task at the other end.
+        round_trip_seconds: Median time of an empty message and its answer; 0 without a connection.
+        bytes_per_second: How fast the source sends; 0 as well.
+        error: Why there is no connection.
+    """
+
+    source: int
+    target: int
+    round_trip_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+    error: str | None = None
+
+
+def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link, Link]]:
+    """Links that are far slower than the best other link of their kind, and that link.
+
+    Links within a host are one kind, those between hosts another.
+    """
+
+    def within_host(link: Link) -> bool:
+        return peers[link.source].host == peers[link.target].host
+
+    found = []
+    working = [link for link in links if link.error is None]
+    for link in working:
+        others = [o for o in working if o is not link and within_host(o) == within_host(link)]
+        if link.source == link.target or not others:
+            continue
+        fastest = max(others, key=lambda o: o.bytes_per_second)
+        nearest = min(others, key=lambda o: o.round_trip_seconds)
+        if link.bytes_per_second * _SLOW_FACTOR < fastest.bytes_per_second:
+            found.append((link, fastest))
+        elif link.round_trip_seconds > nearest.round_trip_seconds * _SLOW_FACTOR + _SLOW_SECONDS:
+            found.append((link, nearest))
+    return found
+
+
+@final
+class Meeting:
+    """All tasks of a cluster while they are examined.
+
+    Args:
+        peers: The tasks; the first one leads.
+        number: Which of them this process is.
+        wait_seconds: How long to wait for the others.
+        any_port: Whether the tasks must reach each other at every port, and not only at the one of
+            the cluster.
+
+    Raises:
+        ClusterError: if the port of this task is taken.
+    """
+
+    def __init__(
+        self, peers: Sequence[Peer], number: int, wait_seconds: float, *, any_port: bool
+    ) -> None:
+        self._peers = peers
+        self._number = number
+        self._wait_seconds = wait_seconds
+        self._any_port = any_port
+        self._members: dict[int, _Line] = {}  # of the first task: the lines to the others
+        self._leader: _Line | None = None  # of the others: the line to the first task
+        self._listener = _Listener(peers[number])
+
+    def measure(self) -> list[Link]:
+        """The links between all tasks, by source and target; every task is told.
+
+        A task that did not come has no links of its own, but those to it were tried.
+
+        Raises:
+            ClusterError: if the first task cannot be reached, or ends.
+        """
+        try:
+            return self._lead() if self._number == 0 else self._follow()
+        finally:
+            self._listener.close()  # JAX is about to listen there
+
+    def reports(self, own: Json) -> list[Json] | None:
+        """At the first task what every task passes, None for one that is gone; elsewhere None.
+
+        The other tasks stay until the first one leaves, so that its report is complete before a
+        launcher hears of their end.
+        """
+        if self._leader is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._leader.send(own)
+                self._leader.receive(_END_SECONDS)
+            return None
+        reports: list[Json] = [own, *(None for _ in self._peers[1:])]
+        for number, line in self._members.items():
+            with contextlib.suppress(OSError, ValueError):
+                reports[number] = line.receive(_REPORT_SECONDS)
+        return reports
+
+    def leave(self) -> None:
+        """Ends the connections."""
+        self._listener.close()
+        for line in [*self._members.values(), *([self._leader] if self._leader else [])]:
+            line.close()
+
+    def _lead(self) -> list[Link]:
+        self._members = self._listener.wait_for_members(len(self._peers) - 1, self._wait_seconds)
+        sources = [0, *sorted(self._members)]
+        pairs = [(source, target) for source in sources for target in range(len(self._peers))]
+        links = {(link.source, link.target): link for link in self._measured(pairs)}
+        doubtful = [
+            (link.source, link.target) for link, _ in slow_links([*links.values()], self._peers)
+        ]
+        for again in self._measured(doubtful):
+            links[again.source, again.target] = _better(links[again.source, again.target], again)
+        found = [links[pair] for pair in sorted(links)]
+        self._listener.close()
+        for line in self._members.values():
+            with contextlib.suppress(OSError):
+                line.send({"links": [asdict(link) for link in found]})
+        return found
+
+    def _measured(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Link]:
+        for together in _apart(pairs, self._peers):
+            for source, target in together:
+                if source:
+                    with contextlib.suppress(OSError):
+                        self._members[source].send({"measure": target})
+            for source, target in sorted(together):  # the own one first: the others are at work
+                if source == 0:
+                    yield self._link_to(target)
+                    continue
+                try:
+                    yield Link(**self._members[source].receive(_REPORT_SECONDS))
+                except (OSError, ValueError, TypeError):
+                    yield Link(source, target, error=f"{self._peers[source].name} has ended")
+
+    def _follow(self) -> list[Link]:
+        self._leader = self._joined()
+        try:
+            while "links" not in (order := self._leader.receive(_END_SECONDS)):
+                self._leader.send(asdict(self._link_to(order["measure"])))
+            return [Link(**link) for link in order["links"]]
+        except (ValueError, ConnectionError, TimeoutError) as problem:
+            raise ClusterError(
+                f"{self._peers[0]} has ended while links were measured: {problem}."
+            ) from None
+
+    def _joined(self) -> "_Line":
+        first = self._peers[0]
+        deadline = time.monotonic() + self._wait_seconds
+        while True:
+            try:
+                line = _Line(socket.create_connection((first.host, first.port), _CONNECT_SECONDS))
+                line.send({"join": self._number})
+                return line
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    # Whether the others reach this one tells a firewall from a wrong address.
+                    time.sleep(self._wait_seconds)
+                    raise ClusterError(
+                        f"{self._peers[self._number].name} could not reach {first} within"
+                        f" {self._wait_seconds:g} s: {_reason(error)}."
+                    ) from error
+            time.sleep(_RETRY_SECONDS)
+
+    def _link_to(self, target: int) -> Link:
+        peer = self._peers[target]
+        try:
+            with socket.create_connection((peer.host, peer.port), _CONNECT_SECONDS) as connection:
+                round_trip, rate = _measured(connection, peer, self._any_port)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Link(self._number, target, error=_reason(error))
+        return Link(self._number, target, round_trip, rate)
+
+
+def loopback() -> Link:
+    """The link of this machine to itself."""
+    own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
+    meeting = Meeting([own], 0, 0.0, any_port=False)
+    try:
+        return meeting.measure()[0]
+    finally:
+        meeting.leave()
+
+
+@final
+class _Line:
+    """A connection that carries JSON, one document per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = connection.makefile("rb")
+
+    def send(self, message: Json) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, seconds: float) -> Json:
+        """The next message.
+
+        Raises:
+            OSError, ValueError: if there is none.
+        """
+        self._connection.settimeout(seconds)
+        line = self._reader.readline(_MAX_LINE_BYTES)
+        if not line:
+            raise ConnectionError("it hung up")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._connection.close()
+
+
+@final
+class _Listener:
+    """Answers the tasks that connect to this one."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._server = _server(peer)
+        self._server.settimeout(_POLL_SECONDS)
+        self._arrivals: queue.SimpleQueue[tuple[int, _Line]] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def wait_for_members(self, count: int, seconds: float) -> dict[int, _Line]:
+        """The lines to the tasks that have come, by their numbers."""
+        members: dict[int, _Line] = {}
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(queue.Empty):
+            while len(members) < count:
+                left = max(0.001, deadline - time.monotonic())
+                number, line = self._arrivals.get(timeout=left)
+                members[number] = line
+        return members
+
+    def close(self) -> None:
+        """Frees the port."""
+        self._ended.set()
+        self._thread.join()
+        self._server.close()
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            threading.Thread(target=self._answer, args=[connection], daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        line = _Line(connection)
+        try:
+            number = line.receive(_TRANSFER_SECONDS).get("join")
+            if number is None:
+                _echo(connection)
+            else:
+                self._arrivals.put((number, line))
+                return
+        except (OSError, ValueError, AttributeError):  # somebody else's program
+            pass
+        line.close()
+
+
+def _server(peer: Peer) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            peer.host, peer.port, type=socket.SOCK_STREAM
+        )[0]
+    except OSError:
+        family, address = socket.AF_INET, ("", peer.port)
+    # The others may know this machine by an address that it does not have itself.
+    everywhere = ("::" if family == socket.AF_INET6 else "", peer.port)
+    for where in (address, everywhere):
+        try:
+            return socket.create_server(where[:2], family=family)
+        except OSError as error:
+            problem = error
+    raise ClusterError(f"{peer}: this process cannot listen there: {_reason(problem)}.")
+
+
+def _echo(connection: socket.socket) -> None:
+    """Answers every message, of any size, with a byte, until there are no more."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own = connection.getsockname()[0]
+    with socket.create_server((own, 0), family=connection.family) as other:
+        other.settimeout(_TRANSFER_SECONDS)
+        connection.sendall(_SIZE.pack(other.getsockname()[1]))
+        buffer = memoryview(bytearray(len(_BLOCK)))
+        while header := connection.recv(_SIZE.size, socket.MSG_WAITALL):
+            (left,) = _SIZE.unpack(header)
+            while left:
+                received = connection.recv_into(buffer, min(left, len(buffer)))
+                if not received:
+                    return
+                left -= received
+            connection.sendall(b"\0")
+
+
+def _measured(connection: socket.socket, peer: Peer, any_port: bool) -> tuple[float, float]:
+    """Median round trip in seconds, and bytes per second."""
+    connection.settimeout(_TRANSFER_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(b"{}\n")
+    (port,) = _SIZE.unpack(_received(connection, _SIZE.size))
+    if any_port:
+        try:
+            socket.create_connection((peer.host, port), _CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(
+                f"port {peer.port} answers, but port {port} does not ({_reason(error)}), and"
+                " workers connect at ports that the system chooses"
+            ) from error
+    round_trips: list[float] = []
+    end = time.perf_counter() + _PING_SECONDS
+    while len(round_trips) < _MIN_PINGS or (
+        time.perf_counter() < end and len(round_trips) < _MAX_PINGS
+    ):
+        round_trips.append(_send(connection, 0))
+    num_bytes = _FIRST_STREAM_BYTES
+    while (seconds := _send(connection, num_bytes)) < _STREAM_SECONDS:
+        if num_bytes == _MAX_STREAM_BYTES:
+            break
+        num_bytes *= 2
+    return statistics.median(round_trips), num_bytes / seconds
+
+
+def _send(connection: socket.socket, num_bytes: int) -> float:
+    """Seconds until a message is answered."""
+    start = time.perf_counter()
+    connection.sendall(_SIZE.pack(num_bytes))
+    for sent in range(0, num_bytes, len(_BLOCK)):
+        connection.sendall(memoryview(_BLOCK)[: num_bytes - sent])
+    _received(connection, 1)
+    return time.perf_counter() - start
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise ConnectionError("it hung up; another program may listen there")
+    return data
+
+
+def _apart(
+    pairs: Iterable[tuple[int, int]], peers: Sequence[Peer]
+) -> Iterator[list[tuple[int, int]]]:
+    """The pairs in groups in which no host comes twice."""
+    left = list(pairs)
+    while left:
+        busy: set[str] = set()
+        group, later = [], []
+        for pair in left:
+            hosts = {peers[number].host for number in pair}
+            if busy & hosts:
+                later.append(pair)
+            else:
+                group.append(pair)
+                busy |= hosts
+        yield group
+        left = later
+
+
+def _better(one: Link, other: Link) -> Link:
+    if one.error is not None or other.error is not None:
+        return one if other.error is not None else other
+    return Link(
+        one.source,
+        one.target,
+        min(one.round_trip_seconds, other.round_trip_seconds),
+        max(one.bytes_per_second, other.bytes_per_second),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return getattr(error, "strerror", None) or str(error)

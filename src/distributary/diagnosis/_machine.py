@@ -1,0 +1,271 @@
+"""Checks of this machine and process."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import ipaddress
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from distributary.cluster_resolver import MultiWorker
+from distributary.diagnosis._check import Check
+from distributary.errors import ClusterError
+from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
+from distributary.topology import (
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    local_devices_of,
+    num_cores,
+    short_name,
+)
+
+__all__ = [
+    "allocator",
+    "cluster",
+    "devices",
+    "host_name",
+    "keras",
+    "memory",
+    "ports",
+    "thread_pool",
+    "versions",
+]
+
+_PACKAGES = ("distributary", "jax", "jaxlib", "numpy", "keras")
+_GIB = 2**30
+# A process with JAX takes about 0.4 GiB before it has any data.
+_LITTLE_MEMORY: Final = 2**30
+_NUM_PORTS = 16  # what a job on one machine takes rarely more of
+
+
+def versions() -> Check:
+    """The versions of what takes part in training."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    if found.get("jax") != found.get("jaxlib"):
+        return Check(
+            "versions",
+            "warning",
+            detail,
+            f"jax and jaxlib differ: pip install 'jaxlib=={found.get('jax')}'",
+            found,
+        )
+    return Check("versions", "ok", detail, numbers=found)
+
+
+def keras(environ: Mapping[str, str]) -> Check:
+    """Whether Keras, if it is installed, would run on JAX."""
+    if importlib.util.find_spec("keras") is None:
+        return Check("keras", "ok", "not installed; only models of Keras need it")
+    home = Path(environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json"
+    backend, origin = "tensorflow", "the default"
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        backend, origin = json.loads(home.read_text(encoding="utf-8"))["backend"], str(home)
+    if "KERAS_BACKEND" in environ:
+        backend, origin = environ["KERAS_BACKEND"], "KERAS_BACKEND"
+    detail = f"its backend is {backend!r} ({origin})"
+    if backend == "jax":
+        return Check("keras", "ok", detail)
+    return Check(
+        "keras",
+        "warning",
+        f"{detail}, and strategies distribute Keras models on JAX only",
+        "export KERAS_BACKEND=jax, or set it in os.environ before keras is imported",
+    )
+
+
+def cluster(place: MultiWorker | None) -> Check:
+    """What TF_CONFIG says."""
+    if place is None:
+        return Check("cluster", "ok", "no TF_CONFIG: this process trains alone")
+    tasks = ", ".join(map(str, place.peers))
+    return Check("cluster", "ok", f"this process is {place.name} of {tasks}")
+
+
+def ports(place: MultiWorker | None) -> Check:
+    """Whether this machine has free ports for the tasks of a job."""
+    try:
+        free = free_addresses("127.0.0.1", _NUM_PORTS)
+    except ClusterError as error:
+        return Check(
+            "ports", "problem", str(error), "End the programs that listen there: `ss -ltnp`"
+        )
+    sentence = f"{free[0].rpartition(':')[2]} and others are free for local jobs"
+    own = None if place is None else place.address
+    return Check(
+        "ports", "ok", sentence if own is None else f"{own} is for this process; {sentence}"
+    )
+
+
+def host_name(place: MultiWorker | None) -> Check:
+    """Whether other hosts could reach this one by the address of its own name.
+
+    gloo, with which CPUs of several processes reduce, listens there whatever the cluster says.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        return Check(
+            "host name",
+            "problem" if _has_other_hosts(place) else "warning",
+            f"{name} has no address: {error.strerror}; gloo, the all-reduce between CPUs of"
+            " several processes, needs one",
+            f"Add a line with this machine's address and {name} to /etc/hosts",
+        )
+    if _is_loopback(str(address)) and _has_other_hosts(place):
+        return Check(
+            "host name",
+            "problem",
+            f"{name} is {address}, where only this machine reaches gloo, the all-reduce between"
+            " CPUs of several processes",
+            f"Give {name} in /etc/hosts the address by which the other hosts know this one",
+        )
+    return Check("host name", "ok", f"{name} is {address}")
+
+
+def _has_other_hosts(place: MultiWorker | None) -> bool:
+    if place is None:
+        return False
+    own = {peer.host for peer in place.peers if peer.name == place.name}
+    return any(peer.host not in own and not _is_loopback(peer.host) for peer in place.peers)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def memory() -> Check:
+    """The memory that this process can still take."""
+    total, available = _memory()
+    if total is None or available is None:
+        return Check("memory", "skipped", "this system does not say how much is free")
+    detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
+    numbers = {"total_bytes": total, "available_bytes": available}
+    if available < _LITTLE_MEMORY:
+        return Check(
+            "memory",
+            "warning",
+            detail,
+            "End other programs, or give the container more memory: a process takes 0.4 GiB"
+            " before it has any data",
+            numbers,
+        )
+    return Check("memory", "ok", detail, numbers=numbers)
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Total and free bytes, of the machine or of the container if that has less."""
+    total = available = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) * 1024 for name, _, rest in (x.partition(":") for x in lines)
+        }
+        total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        if total is None or limit < total:
+            total, available = limit, min(available or limit, max(0, limit - used))
+    return total, available
+
+
+def allocator(environ: Mapping[str, str]) -> Check:
+    """Whether glibc keeps the memory that XLA's CPU programs free after every step."""
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return Check("allocator", "skipped", "only glibc has the settings that matter")
+    if local_devices_of("GPU") or local_devices_of("TPU"):
+        return Check("allocator", "skipped", "matters for CPU devices only")
+    missing = {name: text for name, text in ALLOCATOR_SETTINGS.items() if name not in environ}
+    if not missing:
+        return Check("allocator", "ok", "glibc keeps freed memory for the next step")
+    return Check(
+        "allocator",
+        "warning",
+        "glibc gives freed memory back after every step and fetches it again; a transformer's"
+        " step took 1.3 times as long",
+        "Start with `distributary launch`, or export "
+        + " ".join(f"{name}={value}" for name, value in missing.items()),
+    )
+
+
+def devices(num_wanted: int) -> Check:
+    """The devices that JAX has.
+
+    Args:
+        num_wanted: How many CPU devices this process has without those made for the checks.
+    """
+    found = [device for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)]
+    numbers = [
+        {
+            "name": short_name(device),
+            "kind": device.device_kind,
+            "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
+        }
+        for device in found
+    ]
+    texts = [
+        f"{one['name']} {one['kind']}"
+        + (
+            ""
+            if one["memory_bytes"] is None
+            else f" ({one['memory_bytes'] / _GIB:.0f} GiB for JAX)"
+        )
+        for one in numbers
+        if one["kind"] != "cpu"
+    ]
+    num_cpus = len(local_devices_of("CPU"))
+    made = f", {num_cpus} for the checks below" if num_cpus != num_wanted else ""
+    texts.append(f"{num_wanted} CPU on {num_cores()} cores{made}")
+    unused = None if len(texts) > 1 else _unused_accelerator()
+    return Check(
+        "devices",
+        "ok" if unused is None else "warning",
+        ", ".join(texts) + ("" if unused is None else f"; {unused[0]}"),
+        None if unused is None else unused[1],
+        {"devices": numbers},
+    )
+
+
+def _unused_accelerator() -> tuple[str, str] | None:
+    """What is there and JAX does not use, and why."""
+    if Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*")):
+        what, extra = "an NVIDIA GPU is here", "cuda"
+    elif any(Path("/dev").glob("accel[0-9]*")):
+        what, extra = "a TPU is here", "tpu"
+    else:
+        return None
+    platforms = os.environ.get("JAX_PLATFORMS")
+    fix = (
+        f"Unset JAX_PLATFORMS, which is {platforms!r}"
+        if platforms
+        else f"pip install 'distributary[{extra}]'"
+    )
+    return f"{what}, but JAX does not use it", fix
+
+
+def thread_pool() -> Check:
+    """Whether XLA's CPU devices cannot wait for each other for ever."""
+    num_devices, size = len(local_devices_of("CPU")), cpu_thread_pool_size()
+    detail = f"XLA has {size} threads on {num_cores()} cores for {num_devices} CPU devices"
+    if cpu_threads_suffice(num_devices):
+        return Check("thread pool", "ok", detail)
+    return Check(
+        "thread pool",
+        "problem",
+        f"{detail}, where devices can wait for each other for ever",
+        f"export PJRT_NPROC={2 * num_devices}",
+    )
