@@ -4,92 +4,42 @@ Workers and servers serve; the chief answers the questions of `parameter_server.
 processes that have this checkout's package on their path.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import numpy as np
+from _ps_work import NUM_BATCHES, NUM_IDS, NUM_ROWS, WIDTH, Scheduled, embedding_data, mlp_data
 from _served import serve_several
 
 import distributary as dist
 from distributary.cluster_resolver import TFConfigClusterResolver
 from distributary.coordinator import ClusterCoordinator
 
-BATCH_SIZES = {"mlp32": 32, "embedding256": 256}
-NUM_ROWS, NUM_IDS, WIDTH = 100_000, 26, 64
-_NUM_BATCHES = 32
-
 
 def mlp32() -> Iterator[Any]:
     """What every worker trains the MLP on."""
-    return _endless(_mlp_batches())
+    return _endless(mlp_data)
 
 
 def embedding256() -> Iterator[Any]:
     """What every worker trains the model with the table on."""
-    return _endless(_embedding_batches())
+    return _endless(embedding_data)
 
 
-def _mlp_batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    size = _NUM_BATCHES * BATCH_SIZES["mlp32"]
-    x = rng.normal(size=(size, 784)).astype(np.float32)
-    y = x[:, :10].argmax(1).astype(np.int32)
-    return list(zip(np.split(x, _NUM_BATCHES), np.split(y, _NUM_BATCHES), strict=True))
-
-
-def _embedding_batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    size = _NUM_BATCHES * BATCH_SIZES["embedding256"]
-    ids = rng.integers(0, NUM_ROWS, (size, NUM_IDS)).astype(np.int32)
-    y = (ids[:, 0] % 2).astype(np.float32)[:, None]
-    return list(zip(np.split(ids, _NUM_BATCHES), np.split(y, _NUM_BATCHES), strict=True))
-
-
-def _endless(batches: list[Any]) -> Iterator[Any]:
+def _endless(data: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Iterator[Any]:
+    x, y = (np.split(array, NUM_BATCHES) for array in data())
     while True:
-        yield from batches
+        yield from zip(x, y, strict=True)
 
 
-@final
-class _Scheduled:
-    """A peer whose steps are closures; a block ends when all of them have."""
-
-    def __init__(
-        self, name: str, coordinator: ClusterCoordinator, step: Callable[..., Any], args: Any
-    ) -> None:
-        self.name = name
-        self._coordinator = coordinator
-        self._step = step
-        self._args = args
-
-    def losses(self, num_steps: int) -> list[float]:
-        """Takes `num_steps` steps and returns the loss of each."""
-        values = [self._coordinator.schedule(self._step, self._args) for _ in range(num_steps)]
-        self._coordinator.join()
-        return [float(value.fetch()) for value in values]
-
-    def time_block(self, num_steps: int) -> float:
-        """Takes `num_steps` steps and returns the seconds per step."""
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            self._coordinator.schedule(self._step, self._args)
-        self._coordinator.join()
-        return (time.perf_counter() - start) / num_steps
-
-    def close(self) -> None:
-        """Nothing to do: the process ends."""
-
-
-def _peers() -> list[_Scheduled]:
+def _peers() -> list[Scheduled]:
     import keras
 
-    partitioner = dist.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2)
     partitioner = dist.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2)
     strategy = dist.ParameterServerStrategy(TFConfigClusterResolver(), partitioner)
     coordinator = ClusterCoordinator(strategy)
 
-    def trained(name: str, model: Any, loss_of: Any, make_batches: Any) -> _Scheduled:
+    def trained(name: str, model: Any, loss_of: Any, make_batches: Any) -> Scheduled:
         with strategy.scope():
             optimizer = keras.optimizers.Adagrad(0.01)
             optimizer.build(model.trainable_variables)
@@ -106,7 +56,7 @@ def _peers() -> list[_Scheduled]:
             return strategy.run(replica_step, args=(next(iterator),))
 
         iterator = iter(coordinator.create_per_worker_dataset(make_batches))
-        return _Scheduled(name, coordinator, step, (iterator,))
+        return Scheduled(name, coordinator, step, (iterator,))
 
     with strategy.scope():
         mlp = keras.Sequential(
@@ -130,7 +80,7 @@ def _peers() -> list[_Scheduled]:
         trained(
             "embedding256", table, keras.losses.BinaryCrossentropy(from_logits=True), embedding256
         ),
-        _Scheduled("empty", coordinator, one, ()),
+        Scheduled("empty", coordinator, one, ()),
     ]
 
 

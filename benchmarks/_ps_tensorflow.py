@@ -5,62 +5,31 @@ Its optimizers are the fused operations that Keras' used to call: Keras 3 has no
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from _ps_work import (
+    BATCH_SIZES,
+    NUM_IDS,
+    NUM_ROWS,
+    WIDTH,
+    Scheduled,
+    embedding_data,
+    mlp_data,
+)
 from _served import serve_several
 
-NUM_ROWS, NUM_IDS, WIDTH = 100_000, 26, 64
-_NUM_BATCHES = 32
 _RATE, _EPSILON = 0.01, 1e-7
 
 
-def _mlp_data() -> tuple[np.ndarray, np.ndarray, int]:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(_NUM_BATCHES * 32, 784)).astype(np.float32)
-    return x, x[:, :10].argmax(1).astype(np.int32), 32
-
-
-def _embedding_data() -> tuple[np.ndarray, np.ndarray, int]:
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, NUM_ROWS, (_NUM_BATCHES * 256, NUM_IDS)).astype(np.int32)
-    return ids, (ids[:, 0] % 2).astype(np.float32)[:, None], 256
-
-
-def _dataset(data: Callable[[], tuple[np.ndarray, np.ndarray, int]]) -> Callable[[], Any]:
+def _dataset(data: Callable[[], tuple[np.ndarray, np.ndarray]], size: int) -> Callable[[], Any]:
     def make() -> Any:
-        x, y, size = data()
-        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(size, drop_remainder=True)
+        batches = tf.data.Dataset.from_tensor_slices(data()).batch(size, drop_remainder=True)
         return batches.cache().repeat().prefetch(2)
 
     return make
-
-
-@final
-class _Scheduled:
-    def __init__(self, name: str, coordinator: Any, step: Any, args: tuple[Any, ...]) -> None:
-        self.name = name
-        self._coordinator = coordinator
-        self._step = step
-        self._args = args
-
-    def losses(self, num_steps: int) -> list[float]:
-        values = [self._coordinator.schedule(self._step, self._args) for _ in range(num_steps)]
-        self._coordinator.join()
-        return [float(value.fetch()) for value in values]
-
-    def time_block(self, num_steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            self._coordinator.schedule(self._step, self._args)
-        self._coordinator.join()
-        return (time.perf_counter() - start) / num_steps
-
-    def close(self) -> None:
-        pass
 
 
 def _glorot(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -86,7 +55,7 @@ def _apply(variable: Any, slot: Any, gradient: Any) -> None:
         )
 
 
-def _peers() -> Iterator[_Scheduled]:
+def _peers() -> Iterator[Scheduled]:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2)
     strategy = tf.distribute.ParameterServerStrategy(resolver, partitioner)
@@ -100,7 +69,7 @@ def _peers() -> Iterator[_Scheduled]:
     def flat(variable: Any) -> list[Any]:
         return list(getattr(variable, "variables", [variable]))
 
-    def trained(name: str, params: list[Any], loss_of: Any, data: Any) -> _Scheduled:
+    def trained(name: str, params: list[Any], loss_of: Any, data: Any) -> Scheduled:
         slots = variables(*(np.full(v.shape, 0.1, np.float32) for v in params))
         pieces = [piece for v in params for piece in flat(v)]
         slot_pieces = [piece for v in slots for piece in flat(v)]
@@ -117,8 +86,8 @@ def _peers() -> Iterator[_Scheduled]:
 
             return strategy.run(replica_step, args=(next(iterator),))
 
-        iterator = iter(coordinator.create_per_worker_dataset(_dataset(data)))
-        return _Scheduled(name, coordinator, step, (iterator,))
+        iterator = iter(coordinator.create_per_worker_dataset(_dataset(data, BATCH_SIZES[name])))
+        return Scheduled(name, coordinator, step, (iterator,))
 
     def mlp_loss(params: Any, x: Any, y: Any) -> Any:
         hidden = tf.nn.relu(x @ params[0] + params[1])
@@ -137,7 +106,7 @@ def _peers() -> Iterator[_Scheduled]:
     mlp = variables(
         _glorot(rng, 784, 128), zeros(128, np.float32), _glorot(rng, 128, 10), zeros(10, np.float32)
     )
-    yield trained("mlp32", mlp, mlp_loss, _mlp_data)
+    yield trained("mlp32", mlp, mlp_loss, mlp_data)
     table = variables(
         rng.uniform(-0.05, 0.05, (NUM_ROWS, WIDTH)).astype(np.float32),
         _glorot(rng, NUM_IDS * WIDTH, 128),
@@ -145,13 +114,13 @@ def _peers() -> Iterator[_Scheduled]:
         _glorot(rng, 128, 1),
         zeros(1, np.float32),
     )
-    yield trained("embedding256", table, table_loss, _embedding_data)
+    yield trained("embedding256", table, table_loss, embedding_data)
 
     @tf.function
     def one() -> Any:
         return tf.constant(1.0)
 
-    yield _Scheduled("empty", coordinator, one, ())
+    yield Scheduled("empty", coordinator, one, ())
 
 
 def main() -> None:

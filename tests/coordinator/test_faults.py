@@ -25,6 +25,7 @@ from distributary.errors import (
     UnavailableError,
 )
 from distributary.options import RecoveryOptions
+from tests.coordinator.message_faults import duplicate, lose_reply, lose_request
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -80,20 +81,6 @@ def new_job():
         assert not thread.is_alive(), thread.name
 
 
-def _lose_request(message, deliver):
-    raise ConnectionLostError
-
-
-def _lose_reply(message, deliver):
-    deliver(message)
-    raise ConnectionLostError
-
-
-def _duplicate(message, deliver):
-    deliver(message)
-    return deliver(message)
-
-
 def _every_third(kinds, fault):
     """A fault of every third message of some kinds."""
     numbers = itertools.count()
@@ -106,7 +93,7 @@ def _every_third(kinds, fault):
     return act
 
 
-@pytest.mark.parametrize("fault", [_lose_request, _lose_reply, _duplicate])
+@pytest.mark.parametrize("fault", [lose_request, lose_reply, duplicate])
 @pytest.mark.parametrize("kinds", [("push", "read"), ("run",), ("assign", "create")])
 def test_messages_are_lost_and_doubled(kinds, fault, new_job):
     job = new_job()

@@ -22,6 +22,7 @@ from distributary.coordinator._links import ConnectionLostError, DeadlineError
 from distributary.coordinator._messages import Limits, Message, WireError
 from distributary.errors import ClusterError, ReplicaMismatchError
 from tests.coordinator.frames import damaged_frames
+from tests.coordinator.message_faults import duplicate, lose_reply, lose_request
 
 _SECONDS = 60.0  # more than anything takes
 
@@ -193,23 +194,9 @@ def faulty_link(service, faults):
     link.close()
 
 
-def _lose_request(message, deliver):
-    raise ConnectionLostError
-
-
-def _lose_reply(message, deliver):
-    deliver(message)
-    raise ConnectionLostError
-
-
-def _duplicate(message, deliver):
-    deliver(message)
-    return deliver(message)
-
-
 @pytest.mark.parametrize(
     ("fault", "handled", "arrives"),
-    [(_lose_request, [2], False), (_lose_reply, [1, 2], False), (_duplicate, [1, 1, 2], True)],
+    [(lose_request, [2], False), (lose_reply, [1, 2], False), (duplicate, [1, 1, 2], True)],
 )
 def test_messages_can_be_lost_and_duplicated(fault, handled, arrives, faulty_link, faults, service):
     faults.next = fault

@@ -19,6 +19,20 @@ TABLE = RNG.normal(size=(50, 4)).astype(np.float32)
 IDS = [np.array([[3, 3], [49, 17]], np.int32), np.array([[16, 33], [34, 0]], np.int32)]
 
 
+def _sizes_of_messages(cluster):
+    """A list that grows by the first dimensions of what workers and servers send each other."""
+    sizes = []
+
+    def look(source, target, message, deliver):
+        reply = deliver(message)
+        if source.startswith("worker"):
+            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
+        return reply
+
+    cluster.fault = look
+    return sizes
+
+
 @pytest.fixture(scope="module")
 def strategy():
     partitioner = MinSizePartitioner(100, max_shards=3)
@@ -136,15 +150,7 @@ def test_a_partitioner_is_a_function():
 @pytest.mark.parametrize("by_shard", [True, False])
 def test_shards_train_as_the_whole_does(by_shard):
     cluster = local_cluster(workers=1, ps=2)
-    sizes = []
-
-    def spy(source, target, message, deliver):
-        reply = deliver(message)
-        if source.startswith("worker"):
-            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
-        return reply
-
-    cluster.fault = spy
+    sizes = _sizes_of_messages(cluster)
     strategy = dist.ParameterServerStrategy(cluster, FixedShardsPartitioner(3))
     with strategy.scope():
         table = dist.Variable(TABLE, name="table")
@@ -206,15 +212,7 @@ def test_an_unmodified_keras_embedding(num_shards, optimizer_class):
     for ids in IDS:
         expected.train_on_batch(ids, labels)
     cluster = local_cluster(workers=1, ps=2)
-    sizes = []
-
-    def spy(source, target, message, deliver):
-        reply = deliver(message)
-        if source.startswith("worker"):
-            sizes.extend(len(a) for a in (*message.arrays, *reply.arrays) if a.ndim)
-        return reply
-
-    cluster.fault = spy
+    sizes = _sizes_of_messages(cluster)
     partitioner = MinSizePartitioner(100, max_shards=num_shards)
     strategy = dist.ParameterServerStrategy(cluster, partitioner)
     with strategy.scope():
