@@ -1,8 +1,8 @@
 """A dataset per worker, a batch per replica."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.inputs._contexts import DistributedInput, InputContext, ValueContext
 from distributary.inputs._statistics import InputStatistics, StepStatistics
 
@@ -31,18 +31,15 @@ __all__ = [
 ]
 
 # Many programs never distribute a dataset, and reading these modules takes a while.
-_LATER = {
-    "Agreement": "_agreement",
-    "Batches": "_sources",
-    "DistributedDataset": "_distributed_dataset",
-    "DistributedIterator": "_distributed_dataset",
-    "Elements": "_sources",
-    "PerReplicaSpec": "_distributed_dataset",
-    "checked": "_sources",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+__getattr__ = late_names(
+    __name__,
+    {
+        "Agreement": "_agreement",
+        "Batches": "_sources",
+        "DistributedDataset": "_distributed_dataset",
+        "DistributedIterator": "_distributed_dataset",
+        "Elements": "_sources",
+        "PerReplicaSpec": "_distributed_dataset",
+        "checked": "_sources",
+    },
+)

@@ -1,8 +1,8 @@
 """Policy: which topology, variables, collectives and inputs go together."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._compiled import is_dynamic, signature_of, split_result, struct_of
@@ -46,18 +46,15 @@ __all__ = [
 
 
 # With most of them come the cluster resolvers; few programs need any.
-_LATER = {
-    "MultiWorkerMirroredStrategy": "_multi_worker",
-    "Place": "_staged",
-    "Staged": "_staged",
-    "TPUStrategy": "_tpu",
-    "experimental_connect_to_cluster": "_tpu_system",
-    "initialize_tpu_system": "_tpu_system",
-    "shutdown_tpu_system": "_tpu_system",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late_names(
+    __name__,
+    {
+        "MultiWorkerMirroredStrategy": "_multi_worker",
+        "Place": "_staged",
+        "Staged": "_staged",
+        "TPUStrategy": "_tpu",
+        "experimental_connect_to_cluster": "_tpu_system",
+        "initialize_tpu_system": "_tpu_system",
+        "shutdown_tpu_system": "_tpu_system",
+    },
+)

@@ -1,8 +1,8 @@
 """Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.topology._cpu import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
@@ -134,15 +134,12 @@ __all__ = [
 ]
 
 # What only TPUs need.
-_LATER = {
-    "DeviceAssignment": "_device_assignment",
-    "DeviceOrderMode": "_device_assignment",
-    "TPUSystemMetadata": "_tpu_topology",
-    "Topology": "_tpu_topology",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late_names(
+    __name__,
+    {
+        "DeviceAssignment": "_device_assignment",
+        "DeviceOrderMode": "_device_assignment",
+        "TPUSystemMetadata": "_tpu_topology",
+        "Topology": "_tpu_topology",
+    },
+)

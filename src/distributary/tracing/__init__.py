@@ -3,9 +3,9 @@
 The order of the passes is told in `docs/design/tracing.md`.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.tracing._divergence import COLLECTIVES
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
@@ -91,23 +91,20 @@ __all__ = [
 ]
 
 # What few programs need.
-_LATER = {
-    "Lookup": "_rows",
-    "OneDeviceProgram": "_one_device",
-    "RowSpace": "_rows",
-    "ServerPart": "_servers",
-    "ServerSplit": "_servers",
-    "SparseUpdate": "_rows",
-    "UpdatedRows": "_rows",
-    "in_parts": "_parts",
-    "rows_of": "_rows",
-    "rows_of_update": "_rows",
-    "sharded_map": "_sharded",
-    "split_over_servers": "_servers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late_names(
+    __name__,
+    {
+        "Lookup": "_rows",
+        "OneDeviceProgram": "_one_device",
+        "RowSpace": "_rows",
+        "ServerPart": "_servers",
+        "ServerSplit": "_servers",
+        "SparseUpdate": "_rows",
+        "UpdatedRows": "_rows",
+        "in_parts": "_parts",
+        "rows_of": "_rows",
+        "rows_of_update": "_rows",
+        "sharded_map": "_sharded",
+        "split_over_servers": "_servers",
+    },
+)

@@ -1,13 +1,9 @@
 """State with an update rule: mirrored and sync-on-read variables."""
 
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
 from distributary.variables._aggregation import across_replicas
-from distributary.variables._array_files import (
-    SavedRows,
-    num_bytes_of,
-    read_rows,
-    rows_between,
-    write_arrays,
-)
 from distributary.variables._conversion import initial_array
 from distributary.variables._distributed_variables import (
     MirroredVariable,
@@ -23,17 +19,26 @@ from distributary.variables._foreign import (
     register_foreign_variables,
 )
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
-from distributary.variables._saving import (
-    Keeper,
-    KeptCopy,
-    SavedVariable,
-    is_per_replica,
-    keeper_of,
-    put_back,
-    stored_arrays,
-)
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._variable import Variable
+
+if TYPE_CHECKING:
+    from distributary.variables._array_files import (
+        SavedRows,
+        num_bytes_of,
+        read_rows,
+        rows_between,
+        write_arrays,
+    )
+    from distributary.variables._saving import (
+        Keeper,
+        KeptCopy,
+        SavedVariable,
+        is_per_replica,
+        keeper_of,
+        put_back,
+        stored_arrays,
+    )
 
 __all__ = [
     "ForeignVariable",
@@ -67,3 +72,21 @@ __all__ = [
     "stored_arrays",
     "write_arrays",
 ]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "Keeper": "_saving",
+        "KeptCopy": "_saving",
+        "SavedRows": "_array_files",
+        "SavedVariable": "_saving",
+        "is_per_replica": "_saving",
+        "keeper_of": "_saving",
+        "num_bytes_of": "_array_files",
+        "put_back": "_saving",
+        "read_rows": "_array_files",
+        "rows_between": "_array_files",
+        "stored_arrays": "_saving",
+        "write_arrays": "_array_files",
+    },
+)
