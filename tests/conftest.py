@@ -10,9 +10,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is importe
 os.environ.setdefault("KERAS_BACKEND", "jax")  # So does Keras.
 # Most of the tests' time goes into compiling small programs. XLA:CPU is quicker with its older
 # generator of loops. (With `jax_disable_most_optimizations` it takes as little, but then maxima of
-# an axis can be wrong.) Programs that tests start as a user would start them do without.
+# an axis can be wrong.) It also cuts each program in up to 32 pieces to compile them in parallel,
+# which costs a third more than one piece. Most programs that tests start inherit this.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".rstrip()
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    f" {os.environ.get('XLA_FLAGS', '')}".rstrip()
 )
 
 import distributary as dist

@@ -30,7 +30,7 @@ _PAGES = [
 _PAGES_WITH_CODE = [page for page in _PAGES if "```python" in page.read_text(encoding="utf-8")]
 _PAGES_WITH_COMMANDS = [page for page in _PAGES if "```shell" in page.read_text(encoding="utf-8")]
 _PAGE_SECONDS = 300
-_DEVICE_VARIABLES = ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")  # a page asks for its devices itself
+_DEVICE_VARIABLE = "JAX_NUM_CPU_DEVICES"  # a page asks for its devices itself
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w-]*)[^`]*$")
 _NO_RUN = re.compile(r" *<!-- *no-run:? *(?P<reason>.*?) *-->")
@@ -133,7 +133,7 @@ def _file_name(block: _Block) -> str | None:
 
 
 def _run(command: list[str | Path], directory: Path) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if k not in _DEVICE_VARIABLES}
+    environ = {k: v for k, v in os.environ.items() if k != _DEVICE_VARIABLE}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the page runs elsewhere
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
     return subprocess.run(

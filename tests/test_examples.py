@@ -57,7 +57,7 @@ def _run(
     name: str, directory: Path, timeout_seconds: float, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs an example as a user without accelerators would."""
-    device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "XLA_FLAGS")
+    device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
     environ = {name: value for name, value in os.environ.items() if name not in device_variables}
     # Absolute, as another directory is the current one there.
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

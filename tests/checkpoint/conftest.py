@@ -16,7 +16,7 @@ def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     def run(script: str, *args: object) -> subprocess.CompletedProcess[str]:
         path = tmp_path / "script.py"
         path.write_text(script, encoding="utf-8")
-        environ = {k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS")}
+        environ = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         return subprocess.run(
             [sys.executable, path, *map(str, args)],

@@ -53,13 +53,11 @@ class Job:
             "cluster": cluster or {"worker": self.addresses},
             "task": {"type": "worker", "index": worker},
         }
-        env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+        env = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
         env |= {
             "TF_CONFIG": json.dumps(config),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
-            # Halves the time that XLA:CPU compiles.
-            "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             **environ,
         }

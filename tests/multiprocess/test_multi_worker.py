@@ -258,7 +258,6 @@ def _launch(*command):
     environ |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false",
     }
     return subprocess.run(
         [sys.executable, "-m", "distributary", "launch", "--workers", "2", *command],
