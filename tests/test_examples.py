@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
-_DIGITS_SECONDS = 300  # about 10 on two idle cores
+_SECONDS = 300  # each takes about 10 on two idle cores
+_NEEDED = {"digits_flax.py": ("flax",), "compile_report.py": ("libtpu",)}
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("name", ["digits", "digits_custom_loop"])
 def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tmp_path):
-    process = _run(f"{name}.py", tmp_path, _DIGITS_SECONDS)
+    process = _run(f"{name}.py", tmp_path, _SECONDS)
 
     output = process.stdout
     assert process.returncode == 0, output + process.stderr
@@ -37,7 +38,7 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tm
 
 
 def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
-    process = _run("digits.py", tmp_path, _DIGITS_SECONDS, "--epochs", "1")
+    process = _run("digits.py", tmp_path, _SECONDS, "--epochs", "1")
 
     assert process.returncode == 1, process.stdout + process.stderr
     assert "Test accuracy: " in process.stdout
@@ -53,17 +54,93 @@ def test_digits_explains_its_options(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "central_storage.py --epochs 4 --width 256",
+            r"""<CentralStorageStrategy: 2 replicas on CPU:1, CPU:2, variables on CPU:0; .*
+Weights: 0\.3 MB, state of Adam: 0\.7 MB
+CPU:0 holds 1\.0 MB
+CPU:1 holds 0\.0 MB
+CPU:2 holds 0\.0 MB
+Test accuracy: 9[5-9]\.\d+% \(required: 95%\)""",
+        ),
+        (
+            "sharded_optimizer_state.py --epochs 1",
+            r"""<MirroredStrategy: 4 replicas .*
+  accuracy .*
+  on cpu:0: 614 kB of weights, 1229 kB of other state
+<MirroredStrategy: 4 replicas .*; optimizer state sharded>
+  accuracy .*
+  on cpu:0: 614 kB of weights, 307 kB of other state
+Largest difference of a weight: \d\.\de[-+]\d\d""",
+        ),
+        (
+            "recommender.py --epochs 10",
+            r"""<ParameterServerStrategy: 2 workers, 2 parameter servers>
+\S+\.py: .*
+\S+\.py: .*
+Held back name among ten: (?:2[5-9]|[3-5]\d)% \(the most popular ones: [12]\d%\)""",
+        ),
+        (
+            "digits_flax.py --epochs 5",
+            r"""<MirroredStrategy: 2 replicas .*
+Epoch 5/5, loss 0\.\d+
+Test accuracy: 9[5-9]\.\d+% \(required: 95%\)""",
+        ),
+        (
+            "compile_report.py v5e:2x4",
+            r"""<MirroredStrategy: 8 replicas on TPU:0, .*
+devices   replicas  all-reduces  all-reduced     memory     MFLOP  compiled in
+v5e:2x4          8            1      68\.9 kB .*""",
+        ),
+    ],
+)
+def test_example_prints_what_it_shows(command, expected, tmp_path):
+    name, *arguments = command.split()
+    for package in _NEEDED.get(name, ()):
+        pytest.importorskip(package)
+
+    process = _run(name, tmp_path, _SECONDS, *arguments)
+
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.fullmatch(expected, process.stdout.strip()), process.stdout
+
+
+def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(tmp_path):
+    script = str(_EXAMPLES / "multi_worker_recovery.py")
+    process = _run_python(
+        ["-m", "distributary", "launch", "--workers", "2", "--max-restarts", "1", script]
+        + ["--epochs", "6", "--lose-a-worker", "--directory", str(tmp_path / "checkpoints")],
+        tmp_path,
+        _SECONDS,
+    )
+
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "worker 1 was ended by SIGKILL" in process.stderr
+    said = [line for line in process.stdout.splitlines() if "Gloo" not in line]
+    assert said[:2] == ["[worker 0] Starts after epoch 0", "[worker 0] Starts after epoch 3"]
+    assert re.fullmatch(r"\[worker 0\] Test accuracy: 9[5-9]\.\d+% .*", said[2])
+
+
 def _run(
     name: str, directory: Path, timeout_seconds: float, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs an example as a user without accelerators would."""
+    return _run_python([str(_EXAMPLES / name), *arguments], directory, timeout_seconds)
+
+
+def _run_python(
+    arguments: list[str], directory: Path, timeout_seconds: float
+) -> subprocess.CompletedProcess[str]:
     device_variables = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")
     environ = {name: value for name, value in os.environ.items() if name not in device_variables}
     # Absolute, as another directory is the current one there.
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     environ["JAX_PLATFORMS"] = "cpu"
     return subprocess.run(
-        [sys.executable, _EXAMPLES / name, *arguments],
+        [sys.executable, *arguments],
         cwd=directory,
         env=environ,
         capture_output=True,
