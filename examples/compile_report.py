@@ -1,8 +1,8 @@
 """Compiles the training step of digits_custom_loop.py for TPUs and GPUs that are not here.
 
-Needs the compilers, `pip install '.[examples,compile]'`, and no such hardware. Prints what one device
-does in a step: how many bytes travel, how much memory and arithmetic it takes. Ends with status 1 if
-some gradients are not combined in one all-reduce, or if a step copies its state.
+Needs the compilers, `pip install '.[examples,compile]'`, and no such hardware. Prints what one
+device does in a step: how many bytes travel, how much memory and arithmetic it takes. Ends with
+status 1 if some gradients are not combined in one all-reduce, or if a step copies its state.
 """
 
 import argparse

@@ -55,9 +55,8 @@ def main():
         images, labels, test_size=0.2, stratify=labels, random_state=options.seed
     )
     train_set = dist.data.Dataset.from_tensor_slices((train_images, train_labels))
-    train_set = train_set.shuffle(len(train_images), seed=options.seed).batch(
-        BATCH_SIZE, drop_remainder=True
-    )
+    train_set = train_set.shuffle(len(train_images), seed=options.seed)
+    train_set = train_set.batch(BATCH_SIZE, drop_remainder=True)
     train_set = strategy.experimental_distribute_dataset(train_set)
 
     # The network as a function and two trees of arrays. The strategy keeps the arrays.

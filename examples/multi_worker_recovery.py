@@ -3,8 +3,8 @@
     distributary launch --workers 2 --max-restarts 1 multi_worker_recovery.py --lose-a-worker
 
 The last worker kills itself in the middle of the training. The other one notices and ends, the
-launcher starts both again, and they go on from the last checkpoint. Ends with status 1 if fewer than
-95 % of the test images are recognized.
+launcher starts both again, and they go on from the last checkpoint. Ends with status 1 if fewer
+than 95 % of the test images are recognized.
 """
 
 import argparse

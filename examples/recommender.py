@@ -1,9 +1,9 @@
 """Recommends names to import to the files of scikit-learn, with ParameterServerStrategy.
 
-The data are scikit-learn's own files and the names that each imports. Of every file one name is held
-back; the model learns vectors of files and names from the others. It is asked for ten more names per
-file, and ends with status 1 if the one that was held back is not among them more often than among the
-ten most popular names.
+The data are scikit-learn's own files and the names that each imports. Of every file one name is
+held back; the model learns vectors of files and names from the others. It is asked for ten more
+names per file, and ends with status 1 if the one that was held back is not among them more often
+than among the ten most popular names.
 
 Alone it runs workers and servers in this process. Several processes are
 `distributary launch --workers 2 --ps 2 recommender.py`, several machines have TF_CONFIG.

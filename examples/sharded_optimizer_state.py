@@ -1,8 +1,8 @@
 """Trains on handwritten digits with the state of Adam mirrored, and with a part on each device.
 
-Weights are on every device both times. What Adam keeps for them, twice their size, is on every device
-the same at first; with experimental_shard_optimizer_state=True each of the four holds a quarter of
-it. Ends with status 1 if the two networks do not come out alike.
+Weights are on every device both times. What Adam keeps for them, twice their size, is on every
+device the same at first; with experimental_shard_optimizer_state=True each of the four holds a
+quarter of it. Ends with status 1 if the two networks do not come out alike.
 """
 
 import argparse

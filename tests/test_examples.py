@@ -109,19 +109,15 @@ def test_example_prints_what_it_shows(command, expected, tmp_path):
 
 
 def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(tmp_path):
-    script = str(_EXAMPLES / "multi_worker_recovery.py")
-    process = _run_python(
-        ["-m", "distributary", "launch", "--workers", "2", "--max-restarts", "1", script]
-        + ["--epochs", "6", "--lose-a-worker", "--directory", str(tmp_path / "checkpoints")],
-        tmp_path,
-        _SECONDS,
-    )
+    launch = ["-m", "distributary", "launch", "--workers", "2", "--max-restarts", "1"]
+    script = [str(_EXAMPLES / "multi_worker_recovery.py"), "--epochs", "6", "--lose-a-worker"]
+    process = _run_python([*launch, *script], tmp_path, _SECONDS)
 
     assert process.returncode == 0, process.stdout + process.stderr
     assert "worker 1 was ended by SIGKILL" in process.stderr
-    said = [line for line in process.stdout.splitlines() if "Gloo" not in line]
-    assert said[:2] == ["[worker 0] Starts after epoch 0", "[worker 0] Starts after epoch 3"]
-    assert re.fullmatch(r"\[worker 0\] Test accuracy: 9[5-9]\.\d+% .*", said[2])
+    said = re.findall(r"\[worker 0\] (Starts after epoch \d|Test accuracy: \d+)", process.stdout)
+    assert said[:2] == ["Starts after epoch 0", "Starts after epoch 3"], process.stdout
+    assert said[2:] >= ["Test accuracy: 95"], process.stdout
 
 
 def _run(
