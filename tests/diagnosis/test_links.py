@@ -33,7 +33,7 @@ def _measured(peers, number, *, any_port=True, wait_seconds=1.0):
     except ClusterError as error:
         return str(error), None
     finally:
-        meeting.leave()
+        meeting.close()
 
 
 def _all_measured(views, wait_seconds=1.0):
@@ -96,7 +96,9 @@ def test_the_slow_link_and_the_unreachable_task_are_named():
     checks = [*link_checks(links, peers, 1.0)]
     problems = [check.detail for check in checks if check.status == "problem"]
     assert len(problems) == 2
-    assert problems[0].startswith(f"{peers[4]} did not come to worker 0 at {peers[0].address}")
+    assert problems[0] == (
+        f"{peers[4]}, where nobody reaches it, did not come to {peers[0]} within 1 s"
+    )
     assert problems[1].startswith("nobody reaches worker 3 at no-such-host.invalid:4321: ")
     (slow,) = [check for check in checks if check.detail.startswith("worker 1 to worker 2 is slow")]
     assert slow.status == "warning"
@@ -119,12 +121,23 @@ def test_a_task_that_only_one_other_does_not_reach():
     ]
 
 
-def test_the_first_task_cannot_be_reached():
+def test_a_task_that_does_not_reach_the_first_one():
     peers = _peers(2)
+    (closed,) = free_addresses("127.0.0.1", 1)
+    lost = Meeting([Peer("worker", 0, closed), peers[1]], 1, 0.2, any_port=True)
+    try:
+        with pytest.raises(ClusterError, match=f"^worker 1 could not reach worker 0 at {closed} "):
+            lost.measure()
 
-    found = _all_measured({1: peers}, wait_seconds=0.2)
+        links, _ = _measured(peers, 0)  # it still listens
+    finally:
+        lost.close()
 
-    assert found[1][0] == (f"worker 1 could not reach {peers[0]} within 0.2 s: Connection refused.")
+    (problem,) = link_checks(links, peers, 1.0)
+    assert problem.detail == (
+        f"{peers[1]}, where others reach it, did not come to {peers[0]} within 1 s"
+    )
+    assert peers[0].address in problem.fix
 
 
 def test_a_port_that_is_taken_is_said_at_once():
@@ -146,10 +159,10 @@ def test_other_programs_that_connect_are_ignored():
             other = pool.submit(_measured, peers, 1, any_port=False)
             links = meeting.measure()
             reports = meeting.reports("own")
-            meeting.leave()
+            meeting.close()
             other.result()
     finally:
-        meeting.leave()
+        meeting.close()
 
     assert [link.error for link in links] == [None] * 4
     assert reports == ["own", "report of 1"]

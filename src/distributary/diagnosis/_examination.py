@@ -1,5 +1,6 @@
 """All checks, in the order in which they make sense."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -82,7 +83,7 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
         use(report)
         return report
     peers = () if place is None else _members(place)
-    if place is None or len(peers) < 2 or place.address is None:
+    if place is None or len(peers) < 2 or place.address is None or {*parts} == {"machine"}:
         report = _alone(parts, place)
         use(report)
         return report
@@ -103,9 +104,11 @@ def _members(place: MultiWorker) -> tuple[Peer, ...]:
 def _alone(parts: Sequence[str], place: MultiWorker | None) -> Report:
     name = "this process" if place is None else place.name
     checks = [*_before_jax(parts, place)]
+    if "links" in parts:
+        checks.append(Check("links", "skipped", "one process has nobody to connect to"))
     num_devices = requested_cpu_devices()
-    if num_devices == 1:  # so that there is something to reduce
-        set_logical_cpu_devices(2)
+    if num_devices == 1 and not {"all-reduce", "training"}.isdisjoint(parts):
+        set_logical_cpu_devices(2)  # so that there is something to reduce
     checks += _with_jax(parts, MirroredStrategy, num_devices, None)
     return Report({name: checks}, (name,), ())
 
@@ -120,50 +123,62 @@ def _together(
     tasks = tuple(peer.name for peer in peers)
     number = tasks.index(place.name)
     checks = [*_before_jax(parts, place)]
+
+    def failed(error: ClusterError, fix: str) -> Report:
+        report = Report(
+            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
+        )
+        use(report)
+        return report
+
     reduces = peers == place.workers  # with parameter servers, workers do not
     try:
         meeting = Meeting(peers, number, wait_seconds, any_port=reduces)
     except ClusterError as error:
-        fix = "End the other program, see `ss -ltnp`, or choose another port for all tasks"
-        report = Report(
-            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
-        )
-        use(report)
-        return report
-    try:
-        links = meeting.measure()
+        return failed(error, "End the other program, see `ss -ltnp`, or choose another port")
+    with contextlib.closing(meeting):
+        try:
+            links = meeting.measure()
+        except ClusterError as error:
+            fix = f"Is it running, does a firewall close its port? Look at the output of {tasks[0]}"
+            report = failed(error, fix)
+            meeting.stay()
+            return report
         found = [*link_checks(links, peers, wait_seconds)]
         checks += found if number == 0 else ()
-        if not reduces:
-            checks += _with_jax(
-                ("machine",) if "machine" in parts else (),
-                MirroredStrategy,
-                requested_cpu_devices(),
-                None,
-            )
-            checks.append(Check("all-reduce", "skipped", "with parameter servers, workers do not"))
-        elif any(check.status == "problem" for check in found):
-            checks.append(Check("all-reduce", "skipped", "the workers do not reach each other"))
-        else:
-            slowest = min(x.bytes_per_second for x in links if x.source != x.target)
-            checks += _with_jax(
-                parts, MultiWorkerMirroredStrategy, requested_cpu_devices(), slowest
-            )
-        own = Report({place.name: checks}, tasks, tuple(links))
+        checks += _after_links(parts, links, found, reduces)
+        report = Report({place.name: checks}, tasks, tuple(links))
         reports = meeting.reports([asdict(check) for check in checks])
         if reports is not None:
-            own = Report({**own.checks, **_of_others(reports, tasks)}, tasks, tuple(links))
-            use(own)
-        return own
-    except ClusterError as error:
-        fix = f"Is it running, does a firewall close its port? Look at the output of {tasks[0]}"
-        report = Report(
-            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
-        )
-        use(report)
+            arrived = {link.source for link in links}
+            others = {
+                task: _checks_of(reports[n]) for n, task in enumerate(tasks) if n and n in arrived
+            }
+            report = Report({**report.checks, **others}, tasks, tuple(links))
+            use(report)
         return report
-    finally:
-        meeting.leave()
+
+
+def _after_links(
+    parts: Sequence[str], links: Sequence[Link], found: Sequence[Check], reduces: bool
+) -> Iterator[Check]:
+    """What a task of a cluster does with JAX."""
+    num_devices = requested_cpu_devices()
+    if reduces and all(check.status != "problem" for check in found):
+        slowest = min(x.bytes_per_second for x in links if x.source != x.target)
+        yield from _with_jax(parts, MultiWorkerMirroredStrategy, num_devices, slowest)
+        return
+    why = "the workers do not reach each other" if reduces else "with parameter servers, workers do not"
+    if "all-reduce" in parts:
+        yield Check("all-reduce", "skipped", why)
+    if "machine" in parts:
+        yield from _with_jax(["machine"], MirroredStrategy, num_devices, None)
+
+
+def _checks_of(report: Json) -> list[Check]:
+    if report is None:
+        return [Check("links", "problem", "it ended before it was through", "Look at its output")]
+    return [Check(**check) for check in report]
 
 
 def _before_jax(parts: Sequence[str], place: MultiWorker | None) -> Iterator[Check]:
@@ -182,7 +197,7 @@ def _with_jax(
     num_devices: int,
     network_bytes_per_second: float | None,
 ) -> Iterator[Check]:
-    if {*parts} == {"links"} or not parts:
+    if {*parts} == {"links"}:
         return
     try:
         prepare_local_devices()
@@ -203,11 +218,3 @@ def _with_jax(
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
         fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
         yield Check("all-reduce", "problem", f"{type(error).__name__}: {error}", fix)
-
-
-def _of_others(reports: Sequence[Json], tasks: Sequence[str]) -> dict[str, list[Check]]:
-    gone = Check("links", "problem", "it ended before it was through", "Look at its output")
-    return {
-        task: [gone] if report is None else [Check(**check) for check in report]
-        for task, report in list(zip(tasks, reports, strict=True))[1:]
-    }

@@ -21,14 +21,23 @@ def link_checks(
     """
     sources = {link.source for link in links}
     for number, peer in enumerate(peers):
-        if number not in sources:
-            yield Check(
-                "links",
-                "problem",
-                f"{peer} did not come to {peers[0]} within {wait_seconds:g} s",
-                f"Start the doctor on {peer.name} too, with the same cluster in its TF_CONFIG, and"
-                " look at what it prints",
+        if number in sources:
+            continue
+        if any(link.error is None for link in links if link.target == number):
+            state = ", where others reach it"
+            fix = (
+                "Compare the cluster in its TF_CONFIG with the one here, and open"
+                f" {peers[0].address} for it in the firewall"
             )
+        else:
+            state = ", where nobody reaches it"
+            fix = f"Start the doctor on {peer.name} too, and look at what it prints"
+        yield Check(
+            "links",
+            "problem",
+            f"{peer}{state}, did not come to {peers[0]} within {wait_seconds:g} s",
+            fix,
+        )
     broken = [link for link in links if link.error is not None and link.target in sources]
     for number, peer in enumerate(peers):
         to_it = [link for link in broken if link.target == number]

@@ -122,13 +122,16 @@ class Meeting:
         Raises:
             ClusterError: if the first task cannot be reached, or ends.
         """
-        try:
-            return self._lead() if self._number == 0 else self._follow()
-        finally:
-            self._listener.close()  # JAX is about to listen there
+        links = self._lead() if self._number == 0 else self._follow()
+        self._listener.close()  # JAX is about to listen there
+        return links
+
+    def stay(self) -> None:
+        """After `measure` has failed: lets the others find out whether they reach this task."""
+        time.sleep(self._wait_seconds)
 
     def reports(self, own: Json) -> list[Json] | None:
-        """At the first task what every task passes, None for one that is gone; elsewhere None.
+        """At the first task what every task passes, None for those that are gone; elsewhere None.
 
         The other tasks stay until the first one leaves, so that its report is complete before a
         launcher hears of their end.
@@ -144,7 +147,7 @@ class Meeting:
                 reports[number] = line.receive(_REPORT_SECONDS)
         return reports
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the connections."""
         self._listener.close()
         for line in [*self._members.values(), *([self._leader] if self._leader else [])]:
@@ -161,7 +164,7 @@ class Meeting:
         for again in self._measured(doubtful):
             links[again.source, again.target] = _better(links[again.source, again.target], again)
         found = [links[pair] for pair in sorted(links)]
-        self._listener.close()
+        self._listener.close()  # before the others connect to JAX there
         for line in self._members.values():
             with contextlib.suppress(OSError):
                 line.send({"links": [asdict(link) for link in found]})
@@ -203,8 +206,6 @@ class Meeting:
                 return line
             except OSError as error:
                 if time.monotonic() > deadline:
-                    # Whether the others reach this one tells a firewall from a wrong address.
-                    time.sleep(self._wait_seconds)
                     raise ClusterError(
                         f"{self._peers[self._number].name} could not reach {first} within"
                         f" {self._wait_seconds:g} s: {_reason(error)}."
@@ -228,7 +229,7 @@ def loopback() -> Link:
     try:
         return meeting.measure()[0]
     finally:
-        meeting.leave()
+        meeting.close()
 
 
 @final
