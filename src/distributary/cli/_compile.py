@@ -58,11 +58,13 @@ def add_compile_command(commands: Any) -> None:
     parser.set_defaults(run=_compile)
 
 
-def add_script_arguments(parser: argparse.ArgumentParser, description: str) -> None:
+def add_script_arguments(
+    parser: argparse.ArgumentParser, description: str, *, required: bool = True
+) -> None:
     """Adds the script, or module, and its arguments, which come last."""
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="the script is the name of a module")
-    add("script", help=description)
+    add("script", nargs=None if required else "?", help=description)
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 

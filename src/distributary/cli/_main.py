@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distributary.cli._bench import add_bench_command
 from distributary.cli._certs import add_certs_command
 from distributary.cli._compile import add_compile_command, add_script_arguments
 from distributary.cli._devices import add_devices_command
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     launch.set_defaults(run=_launch, parser=launch)
     add_devices_command(commands)
     add_doctor_command(commands)
+    add_bench_command(commands)
     add_certs_command(commands)
     add_compile_command(commands)
     return command

@@ -1,7 +1,9 @@
 """Training steps compiled for machines that are not here, and reports about them."""
 
+from distributary.compilation._collectives import collectives_of
+from distributary.compilation._programs import ScriptEnded
 from distributary.compilation._report import Report
-from distributary.compilation._script import compile_script
+from distributary.compilation._script import compile_script, run_script
 from distributary.compilation._topologies import (
     Topology,
     known_topologies,
@@ -11,9 +13,12 @@ from distributary.compilation._topologies import (
 
 __all__ = [
     "Report",
+    "ScriptEnded",
     "Topology",
+    "collectives_of",
     "compile_script",
     "known_topologies",
     "parse_topology",
     "prepare_compilers",
+    "run_script",
 ]

@@ -1,9 +1,9 @@
 """Runs a script up to its training step and compiles that for another machine."""
 
+import contextlib
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from distributary.compilation._programs import Programs, ScriptEnded
@@ -12,7 +12,7 @@ from distributary.compilation._topologies import Topology
 from distributary.errors import CompileError, InvalidValueError
 from distributary.topology import Target, aim_at
 
-__all__ = ["compile_script"]
+__all__ = ["compile_script", "run_script"]
 
 
 def compile_script(
@@ -42,18 +42,10 @@ def compile_script(
             the script ends without one.
         Exception: what the script raises.
     """
-    if not is_module and not Path(script).is_file():
-        raise InvalidValueError(f"There is no script {script!r}.")
     programs = Programs(topology, step_name)
     aim_at(Target(topology.name, topology.kind, topology.hosts, programs.wrap))
     try:
-        with _as_main(script, arguments, is_module):
-            if is_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
-    except ScriptEnded:
-        pass
+        run_script(script, arguments, is_module=is_module)
     except SystemExit as end:
         if programs.step is None and end.code not in (None, 0):
             raise
@@ -75,6 +67,22 @@ def compile_script(
     return report
 
 
+def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Runs a script as Python would, until it ends or `ScriptEnded` ends it.
+
+    Raises:
+        InvalidValueError: if there is no such script.
+        SystemExit, Exception: what the script raises.
+    """
+    if not is_module and not Path(script).is_file():
+        raise InvalidValueError(f"There is no script {script!r}.")
+    with contextlib.suppress(ScriptEnded), _as_main(script, arguments, is_module):
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+
+
 def _without_a_step(script: str, programs: Programs, step_name: str | None) -> str:
     others = ", ".join(f"{name} ({count} x)" for name, count in programs.others.items())
     ran = f"it ran {others}" if others else "it ran no program under a strategy"
@@ -86,7 +94,7 @@ def _without_a_step(script: str, programs: Programs, step_name: str | None) -> s
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_main(script: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
     """`sys.argv` and `sys.path` as the script would find them."""
     argv, path = sys.argv, sys.path

@@ -168,7 +168,11 @@ def _after_links(
         slowest = min(x.bytes_per_second for x in links if x.source != x.target)
         yield from _with_jax(parts, MultiWorkerMirroredStrategy, num_devices, slowest)
         return
-    why = "the workers do not reach each other" if reduces else "with parameter servers, workers do not"
+    why = (
+        "the workers do not reach each other"
+        if reduces
+        else "with parameter servers, workers do not"
+    )
     if "all-reduce" in parts:
         yield Check("all-reduce", "skipped", why)
     if "machine" in parts:

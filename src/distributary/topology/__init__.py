@@ -68,6 +68,7 @@ from distributary.topology._target import (
     devices_of_all_hosts,
     for_target,
     mesh_of_values,
+    watch_programs,
 )
 from distributary.topology._thread_pool import num_cores
 
@@ -130,6 +131,7 @@ __all__ = [
     "shard_spec",
     "short_name",
     "stored_shards",
+    "watch_programs",
     "whole_shards",
 ]
 

@@ -21,6 +21,7 @@ __all__ = [
     "devices_of_all_hosts",
     "for_target",
     "mesh_of_values",
+    "watch_programs",
 ]
 
 
@@ -85,6 +86,7 @@ class Target:
 
 
 _target: Target | None = None
+_watcher: Callable[[Any, jax.sharding.Mesh | None, ProgramKind], Any] | None = None
 
 
 def aim_at(target: Target | None) -> None:
@@ -119,14 +121,29 @@ def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
-    """What to call instead of a jitted function: the function itself without a target.
+    """What to call instead of a jitted function: itself without a target and a watcher.
 
     Args:
         call: The jitted function.
         mesh: The mesh it is written for; None if it runs on JAX's default device.
         kind: What it is.
     """
-    return call if _target is None or mesh is None else _target.wrap(call, mesh, kind)
+    if _target is not None and mesh is not None:
+        return _target.wrap(call, mesh, kind)
+    return call if _watcher is None else _watcher(call, mesh, kind)
+
+
+def watch_programs(
+    watcher: Callable[[Any, jax.sharding.Mesh | None, ProgramKind], Any] | None,
+) -> None:
+    """Puts something in the place of every program made from now on, on the devices here.
+
+    Args:
+        watcher: Called with the arguments of `for_target`; returns what is called instead, which
+            has the method `lower` of the jitted function. None ends it.
+    """
+    global _watcher
+    _watcher = watcher
 
 
 def compile_ahead(call: Any, *args: Any) -> None:

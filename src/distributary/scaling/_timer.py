@@ -1,0 +1,195 @@
+"""Times the training step of a script while the script runs."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from distributary.compilation import ScriptEnded, collectives_of
+from distributary.diagnosis import all_reduce_seconds
+from distributary.errors import InvalidValueError
+from distributary.topology import REPLICA_AXIS, ProgramKind
+
+__all__ = ["StepTimer", "Timing"]
+
+_NUM_WARM_UP_STEPS = 3  # the first one compiles, the next ones may allocate
+_NUM_BLOCKS = 5
+_NUM_REDUCTIONS = 20
+
+
+@final
+@dataclass(frozen=True)
+class Timing:
+    """How long the steps of a script take on some replicas of this machine.
+
+    Args:
+        step: Name of the step's function, or of the Keras method.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`.
+        num_replicas: Number of replicas.
+        block_seconds: Seconds per step, input and Python included, of several runs of steps.
+        examples_per_step: Size of the global batch; None if it cannot be told.
+        num_reductions: How many all-reduces are in a step.
+        reduced_bytes: What they reduce; reduce-scatters and all-gathers count half.
+        reduction_seconds: How long all-reduces of these sizes take alone.
+    """
+
+    step: str
+    platform: str
+    num_replicas: int
+    block_seconds: tuple[float, ...]
+    examples_per_step: int | None
+    num_reductions: int
+    reduced_bytes: int
+    reduction_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds per step."""
+        return float(np.median(self.block_seconds))
+
+
+@final
+class StepTimer:
+    """A watcher, see `watch_programs`, that ends the script when it has measured enough.
+
+    Args:
+        seconds: How long to measure.
+        step_name: Name of the function that is the step; None for the first program that updates a
+            trainable variable.
+    """
+
+    def __init__(self, seconds: float, step_name: str | None) -> None:
+        self._block_limit_seconds = seconds / _NUM_BLOCKS
+        self._step_name = step_name
+        self._step: _Step | None = None
+        self._num_warm = 0
+        self._num_steps = 0  # of the block
+        self._start = 0.0
+        self._blocks: list[float] = []
+
+    def wrap(self, call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
+        """What is called in the place of a program."""
+        if not (kind.trains if self._step_name is None else kind.name == self._step_name):
+            return call
+        return _Step(call, mesh, kind.name, self._run)
+
+    def timing(self, script: str) -> Timing:
+        """What was measured; times the all-reduces alone.
+
+        Raises:
+            InvalidValueError: if the script has taken too few steps.
+        """
+        if self._step is None:
+            what = "a training step" if self._step_name is None else repr(self._step_name)
+            raise InvalidValueError(
+                f"{script} ended without {what}, a program under a strategy. Strategies with"
+                " parameter servers or central storage cannot be measured; --step names another"
+                " function."
+            )
+        if not self._blocks:
+            raise InvalidValueError(
+                f"{script} ended after {self._num_warm + self._num_steps} steps. Let it train for"
+                " longer, or measure for less time with --seconds."
+            )
+        return self._step.timing(tuple(self._blocks))
+
+    def _run(self, step: "_Step", args: tuple[Any, ...]) -> Any:
+        if self._step is None:
+            self._step = step
+            step.remember(args)
+        if self._step is not step:  # the same function for another shape
+            return step.call(*args)
+        result = step.call(*args)
+        if self._num_warm < _NUM_WARM_UP_STEPS:
+            self._num_warm += 1
+            self._begin_after(result)
+            return result
+        self._num_steps += 1
+        if time.perf_counter() - self._start >= self._block_limit_seconds:
+            num_steps = self._num_steps
+            start, end = self._start, self._begin_after(result)
+            self._blocks.append((end - start) / num_steps)
+            if len(self._blocks) == _NUM_BLOCKS:
+                raise ScriptEnded
+        return result
+
+    def _begin_after(self, result: Any) -> float:
+        """Begins a block when the devices are through; returns when that was."""
+        jax.block_until_ready(result)
+        self._num_steps = 0
+        self._start = time.perf_counter()
+        return self._start
+
+
+@final
+class _Step:
+    """What stands for the jitted function of a step."""
+
+    def __init__(self, call: Any, mesh: jax.sharding.Mesh | None, name: str, run: Any) -> None:
+        self.call = call
+        self._mesh = mesh
+        self._name = name
+        self._run = run
+        self._specs: Any = None
+
+    def lower(self, *args: Any) -> Any:
+        """The function lowered for arguments."""
+        return self.call.lower(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(self, args)
+
+    def remember(self, args: tuple[Any, ...]) -> None:
+        """Keeps the shapes of the arguments, which the call consumes."""
+        self._specs = jax.tree.map(_spec, args)
+
+    def timing(self, block_seconds: tuple[float, ...]) -> Timing:
+        """With what can be told of the program."""
+        mesh = self._mesh
+        num_replicas = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
+        sizes: list[int] = []
+        if mesh is not None and mesh.size > 1:
+            hlo = self.call.lower(*self._specs).compile().as_text()
+            for found in collectives_of(hlo):
+                share = 1.0 if found.kind == "all-reduce" else 0.5
+                sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
+        return Timing(
+            step=self._name,
+            platform=jax.local_devices()[0].platform
+            if mesh is None
+            else mesh.devices.flat[0].platform,
+            num_replicas=num_replicas,
+            block_seconds=block_seconds,
+            examples_per_step=_num_examples(self._specs[-1], num_replicas),
+            num_reductions=len(sizes),
+            reduced_bytes=sum(sizes),
+            reduction_seconds=all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
+            if sizes and mesh is not None
+            else 0.0,
+        )
+
+
+def _spec(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=leaf.sharding,
+        weak_type=getattr(leaf, "weak_type", False),
+    )
+
+
+def _num_examples(data: Any, num_replicas: int) -> int | None:
+    """Size of the global batch among the arguments of a step; None if there is none."""
+    for leaf in jax.tree.leaves(data):
+        shape = np.shape(leaf)
+        if isinstance(leaf, np.ndarray) and shape:  # of Keras: the global batch
+            return shape[0]
+        spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+        if spec == P(REPLICA_AXIS) and len(shape) > 1:
+            return num_replicas * shape[1]
+    return None
