@@ -19,6 +19,7 @@ __all__ = ["launch_options", "main", "parser"]
 _EPILOG = """\
 examples:
   distributary launch --workers 4 train.py --epochs 3
+  distributary launch --workers 4 --dashboard train.py
   distributary launch --workers 2 --devices-per-worker 4 -m my_package.train
   distributary launch --workers 2 --ps 1 train.py
   distributary launch --nnodes 2 --node-rank 0 --master 10.0.0.1:29500 train.py
@@ -123,6 +124,25 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave the workers' memory allocator and thread pool as they are",
     )
+    add(
+        "--dashboard",
+        action="store_true",
+        help="serve a page that shows the workers of this host, at an address that is printed",
+    )
+    add(
+        "--dashboard-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="its port (default: a free one)",
+    )
+    add(
+        "--dashboard-address",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address of this host on which the page is served, without a password"
+        " (default: 127.0.0.1)",
+    )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of hosts")
     hosts.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
@@ -156,6 +176,8 @@ def _launch_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -
         log_dir=namespace.log_dir,
         evaluator=namespace.evaluator,
         tune=not namespace.no_tuning,
+        dashboard_port=namespace.dashboard_port if namespace.dashboard else None,
+        dashboard_address=namespace.dashboard_address,
         hosts=_host_options(namespace, environ),
     )
 

@@ -1,6 +1,6 @@
 """Training steps compiled for machines that are not here, and reports about them."""
 
-from distributary.compilation._collectives import collectives_of
+from distributary.compilation._collectives import collective_bytes, collectives_of
 from distributary.compilation._programs import ScriptEnded
 from distributary.compilation._report import Report
 from distributary.compilation._script import compile_script, run_script
@@ -15,6 +15,7 @@ __all__ = [
     "Report",
     "ScriptEnded",
     "Topology",
+    "collective_bytes",
     "collectives_of",
     "compile_script",
     "known_topologies",

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-__all__ = ["Collective", "collectives_of", "num_aliased_outputs"]
+__all__ = ["Collective", "collective_bytes", "collectives_of", "num_aliased_outputs"]
 
 
 @final
@@ -72,6 +72,14 @@ def collectives_of(hlo: str) -> list[Collective]:
             num_calls = _num_calls(owner, callers)
             found.append(_collective(match, line, owner, callers, num_calls))
     return found
+
+
+def collective_bytes(hlo: str) -> int:
+    """Size of the arrays that a program sends through collectives.
+
+    A loop of which the compiler does not say how often it runs counts once.
+    """
+    return sum(c.num_bytes * (c.num_calls or 1) for c in collectives_of(hlo))
 
 
 def num_aliased_outputs(hlo: str) -> int:

@@ -73,9 +73,9 @@ class ClusterCoordinator:
         add_plan = weakref.WeakMethod(self._add_plan)
         session, queue = self._cluster, self._queue
         workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
-        metrics = MetricsServer.from_environ(
-            os.environ, lambda: lines_of("coordinator", _statistics(queue, workers, session))
-        )
+        collect = lambda: _statistics(queue, workers, session)
+        metrics = MetricsServer.from_environ(os.environ, lambda: lines_of("coordinator", collect()))
+        strategy.extended.statistics_sources["coordinator"] = collect
 
         def end(error: Exception) -> None:
             queue.end(error)

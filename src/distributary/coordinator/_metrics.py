@@ -1,16 +1,12 @@
 """Numbers of a process as text for Prometheus, for programs on the same machine."""
 
-import errno
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from distributary.errors import InvalidValueError
-
-if TYPE_CHECKING:
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from distributary.monitoring import Answer, HttpServer
 
 __all__ = ["METRICS_VARIABLE", "MetricsServer", "lines_of"]
 
@@ -33,30 +29,12 @@ class MetricsServer:
     """
 
     def __init__(self, port: int, collect: Callable[[], Iterable[str]]) -> None:
-        from http.server import BaseHTTPRequestHandler
+        def respond(path: str) -> Answer:
+            text = "".join(f"{line}\n" for line in collect())
+            return Answer(text.encode(), "text/plain; version=0.0.4")
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                try:
-                    status, text = 200, "".join(f"{line}\n" for line in collect())
-                except Exception as error:
-                    status, text = 503, f"{type(error).__name__}: {error}\n"
-                content = text.encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                _log.debug(format, *args)
-
-        self._server = _listen(port, Handler)
-        self.port = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="distributary metrics", daemon=True
-        )
-        self._thread.start()
+        self._server = HttpServer("127.0.0.1", port, respond, "distributary metrics", _NUM_PORTS)
+        self.port = self._server.port
         _log.info("Metrics at http://127.0.0.1:%d/metrics", self.port)
 
     @classmethod
@@ -80,9 +58,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Ends its thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:
@@ -103,15 +79,3 @@ def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:
             for one in value:
                 lines += lines_of(name.removesuffix("s"), one, f'{{name="{one.name}"}}')
     return lines
-
-
-def _listen(port: int, handler: "type[BaseHTTPRequestHandler]") -> "ThreadingHTTPServer":
-    from http.server import ThreadingHTTPServer
-
-    for other in range(port, port + _NUM_PORTS - 1):
-        try:
-            return ThreadingHTTPServer(("127.0.0.1", other), handler)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    return ThreadingHTTPServer(("127.0.0.1", port + _NUM_PORTS - 1), handler)

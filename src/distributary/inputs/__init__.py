@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from distributary._late import late_names
 from distributary.inputs._contexts import DistributedInput, InputContext, ValueContext
-from distributary.inputs._statistics import InputStatistics, StepStatistics
+from distributary.inputs._statistics import Loop, StepCounts, StepStatistics
 
 if TYPE_CHECKING:
     from distributary.inputs._agreement import Agreement
@@ -23,8 +23,9 @@ __all__ = [
     "DistributedIterator",
     "Elements",
     "InputContext",
-    "InputStatistics",
+    "Loop",
     "PerReplicaSpec",
+    "StepCounts",
     "StepStatistics",
     "ValueContext",
     "checked",

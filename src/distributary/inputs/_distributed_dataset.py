@@ -29,7 +29,7 @@ from distributary.inputs._agreed_steps import AgreedSteps, Ready
 from distributary.inputs._agreement import signature, signature_of_specs
 from distributary.inputs._contexts import DistributedInput
 from distributary.inputs._sources import Batches, Elements
-from distributary.inputs._statistics import InputStatistics, Loop
+from distributary.inputs._statistics import Loop, StepCounts
 from distributary.topology import local_copy, progress
 from distributary.tracing import current_scope, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
@@ -72,7 +72,7 @@ class DistributedDataset(DistributedInput):
         share: Number of replicas here and elsewhere.
         depth: How many batches wait ahead of the step while the next one is made; 0 to make each
             when it is asked for.
-        statistics: Where waiting is counted.
+        counts: Where its steps count.
 
     Source: `tf.distribute.DistributedDataset`.
     """
@@ -83,14 +83,14 @@ class DistributedDataset(DistributedInput):
         placer: Placer | None,
         share: WorkerShare,
         depth: int,
-        statistics: InputStatistics,
+        counts: StepCounts,
     ) -> None:
         self._source = source
         self._placer = placer
         #: Number of replicas here and elsewhere.
         self.share = share
         self._depth = max(depth, source.prefetch_depth) if depth else 0
-        self._statistics = statistics
+        self.counts = counts
         self._num_passes = 0
 
     @property
@@ -165,13 +165,13 @@ class DistributedDataset(DistributedInput):
 
     def num_examples(self, values: Any) -> int:
         """How many rows the replicas of this process have in the values of a step."""
-        leaf = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, PerReplica))[0]
+        leaf = _first_leaf(values)
         if not isinstance(leaf, PerReplica):
             return int(np.shape(leaf)[0])
         if leaf.form != "stacked":
-            return sum(len(part) for part in leaf.values)
-        rows = jax.tree.leaves(leaf.payload)[0].shape[1:]
-        return self.share.replicas_per_worker * (rows[0] if rows else 1)
+            return sum(len(_first_leaf(part)) for part in leaf.values)
+        rows = _first_leaf(leaf.payload).shape
+        return self.share.replicas_per_worker * (rows[1] if len(rows) > 1 else 1)
 
     def _distribute(self, given: Any) -> Any:
         """The values of a step: `given` is a worker's batch, or a list of elements."""
@@ -206,6 +206,13 @@ class DistributedDataset(DistributedInput):
 
     def _alone(self, rows: Any) -> Any:
         return rows if self._placer is None else self._placer.place_alone(rows)
+
+
+def _first_leaf(nest: Any) -> Any:
+    # Called for every step; jax.tree.leaves takes several times as long.
+    while isinstance(nest, (tuple, list, dict)):
+        nest = next(iter(nest.values())) if isinstance(nest, dict) else nest[0]
+    return nest
 
 
 def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
@@ -276,7 +283,7 @@ class DistributedIterator(DistributedInput):
         self._join = join
         self._agreed: AgreedSteps | None = None
         self._position = 0
-        self._loop = Loop(dataset._statistics)
+        self._loop = Loop(dataset.counts)
         self._steps: Any = None
         self._prefetched: Prefetched | None = None
 
@@ -296,8 +303,11 @@ class DistributedIterator(DistributedInput):
         values = self._take() if self._agreed is None else self._agreed.next(self._take)
         self._position += 1
         self._loop.batch_is_there()
-        if progress.is_watched and self._join is _per_replica:
-            progress.add(1, self._dataset.num_examples(values))
+        if self._join is _per_replica:  # of `fit`, it counts the programs
+            num_examples = self._dataset.num_examples(values)
+            self._dataset.counts.num_examples += num_examples
+            if progress.is_watched:
+                progress.add(1, num_examples)
         return values
 
     def _take(self) -> Any:

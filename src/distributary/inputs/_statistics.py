@@ -1,36 +1,61 @@
-"""How long steps had to wait for their data."""
+"""What the steps of a strategy take, and wait for."""
 
 import time
 import warnings
+import weakref
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from distributary.errors import DistributaryWarning
-from distributary.topology import latest_program
+from distributary.topology import ProgramTimer, latest_program, profiled_steps
 from distributary.tracing import user_stacklevel
 
 # A warning needs this many steps and seconds, so that a slow start is not held against the data.
 _MIN_STEPS = 10
 _MIN_SECONDS = 0.5
+# A step in which the devices are timed waits for them, which costs less than a step's time: so at
+# most 1 % of the time, and not more than once a second.
+_STEPS_BETWEEN_SAMPLES = 100
+_SECONDS_BETWEEN_SAMPLES = 1.0
 
 
 @final
 @dataclass(frozen=True)
 class StepStatistics:
-    """What the steps of a strategy's loops over distributed datasets took.
+    """What the steps of a strategy took: of `fit`, and of loops over distributed datasets.
 
-    The first step of every loop, in which the program is compiled, is not counted.
+    A step is what a program does between one batch and the next one, if it runs anything on the
+    devices in between. The first step of every loop, in which the program is compiled, is not
+    counted.
 
     Args:
-        num_steps: Number of steps, from one batch to the next with a program run in between.
+        num_steps: Number of steps.
+        num_examples: Examples of this process in them, 0 where nobody knows.
         seconds: How long they took together.
-        input_wait_seconds: For how much of that time the devices had nothing to do because the next
+        host_seconds: Time from when a batch was there until the last program that works on it was
+            on its way to the devices: Python and dispatch. Without the time in which a dispatch
+            waits because too many programs are on their way. Goes on while the devices work, but a
+            CPU may do small programs within it.
+        input_wait_seconds: For how much of `seconds` the devices had nothing to do because the next
             batch was not there.
+        compute_seconds: For how much of `seconds` the devices were at work, collectives included.
+            An estimate: at most once a second, and in one of 100 steps, a step waits for its
+            results, and the steps until the next one count as if they took as long.
+        collective_bytes: Size of the arrays that went through collectives of compiled steps, on
+            each device, so far, as the compiler left them: of what goes into an all-reduce, of what
+            comes out of an all-gather. Counts every run of a program, those of first steps, too,
+            but not what `reduce` does outside of a `dist.function`, and no copies between memories.
+        num_retraces: How often a function was traced and compiled again, for other arguments.
     """
 
     num_steps: int = 0
+    num_examples: int = 0
     seconds: float = 0.0
+    host_seconds: float = 0.0
     input_wait_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    collective_bytes: int = 0
+    num_retraces: int = 0
 
     @property
     def input_wait_share(self) -> float:
@@ -38,25 +63,98 @@ class StepStatistics:
         return self.input_wait_seconds / self.seconds if self.seconds else 0.0
 
 
+class Program(Protocol):
+    """A compiled program."""
+
+    def collective_bytes(self) -> int:
+        """Size of the arrays that one run sends through collectives; for any thread."""
+        ...
+
+
 @final
-class InputStatistics:
-    """Counts of one strategy."""
+class ProgramRuns:
+    """How often a program was run, which it does not keep alive."""
+
+    __slots__ = ("_num_bytes", "num_runs", "program")
+
+    def __init__(self, program: Program) -> None:
+        self.program = weakref.ref(program)
+        self.num_runs = 0
+        self._num_bytes: int | None = None
+
+    @property
+    def collective_bytes(self) -> int:
+        """Of all runs; 0 if the program has gone before anybody asked."""
+        if not self.num_runs:
+            return 0
+        if self._num_bytes is None:
+            program = self.program()
+            self._num_bytes = 0 if program is None else program.collective_bytes()
+        return self.num_runs * self._num_bytes
+
+
+@final
+class StepCounts:
+    """Counts of one strategy.
+
+    Attributes:
+        num_examples: Examples in the steps so far, of this process.
+        num_retraces: Traces of functions after their first ones.
+        sample_at: When the next sample is due, by `time.perf_counter`.
+    """
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._seconds = 0.0
+        self._host_seconds = 0.0
         self._wait_seconds = 0.0
+        self._compute_seconds = 0.0
         self._warned = False
+        self._compute_per_step = 0.0  # in the latest sample
+        self.sample_at = 0.0
+        self.num_examples = 0
+        self.num_retraces = 0
+        self._programs: list[ProgramRuns] = []
+        self._num_alive = 0  # of the programs, when those that have gone were last removed
+        self._gone_bytes = 0  # of those
 
     def snapshot(self) -> StepStatistics:
-        """What has been counted so far."""
-        return StepStatistics(self._num_steps, self._seconds, self._wait_seconds)
+        """What has been counted so far. For any thread."""
+        return StepStatistics(
+            self._num_steps,
+            self.num_examples,
+            self._seconds,
+            self._host_seconds,
+            self._wait_seconds,
+            self._compute_seconds,
+            self._gone_bytes + sum(runs.collective_bytes for runs in list(self._programs)),
+            self.num_retraces,
+        )
 
-    def add(self, seconds: float, wait_seconds: float) -> None:
-        """Counts one step."""
-        self._num_steps += 1
+    def runs_of(self, program: Program) -> ProgramRuns:
+        """What counts the runs of a new program."""
+        if len(self._programs) > 2 * self._num_alive + 8:
+            gone = [runs for runs in self._programs if runs.program() is None]
+            self._gone_bytes += sum(runs.collective_bytes for runs in gone)
+            self._programs = [runs for runs in self._programs if runs.program() is not None]
+            self._num_alive = len(self._programs)
+        runs = ProgramRuns(program)
+        self._programs.append(runs)
+        return runs
+
+    def add(self, num_steps: int, seconds: float, host: float, wait: float) -> None:
+        """Counts steps: all of their time, that of the host, and that of waiting for data."""
+        self._num_steps += num_steps
         self._seconds += seconds
-        self._wait_seconds += min(wait_seconds, seconds)
+        self._host_seconds += min(host, seconds)
+        self._wait_seconds += wait
+        self._compute_seconds += min(num_steps * self._compute_per_step, seconds - wait)
+
+    def add_sample(self, num_steps: int, compute: float, seconds: float) -> None:
+        """The devices were at work for `compute` of the `seconds` of some steps that end now."""
+        self._compute_per_step = compute / num_steps
+        pause = max(_SECONDS_BETWEEN_SAMPLES, _STEPS_BETWEEN_SAMPLES * seconds / num_steps)
+        self.sample_at = time.perf_counter() + pause
 
     def warn_if_starved(self, loop: "Loop") -> None:
         """Warns once, when a loop has spent more than half of its time waiting for data."""
@@ -78,20 +176,26 @@ class InputStatistics:
 
 @final
 class Loop:
-    """One iteration over a distributed dataset: times what lies between its batches.
+    """One iteration over data: times what lies between its batches.
 
     Args:
-        statistics: What it counts for.
+        counts: What it counts for.
     """
 
-    def __init__(self, statistics: InputStatistics) -> None:
-        self._statistics = statistics
+    def __init__(self, counts: StepCounts) -> None:
+        self._counts = counts
         self.num_steps = 0
         self.seconds = 0.0
         self.wait_seconds = 0.0
+        self._is_first = True
         self._idle = 0.0
-        self._last: float | None = None
+        # Of the step that is under way: when it began, with how many batches, programs and seconds
+        # of waiting dispatches before it, and what times its programs.
+        self._begin: float | None = None
+        self._num_batches = 0
         self._num_programs = 0
+        self._blocked = 0.0
+        self._timer: ProgramTimer | None = None
 
     def waiting(self, seconds: float) -> None:
         """Called during and after a wait for the next batch, with the seconds since the last call.
@@ -104,16 +208,41 @@ class Loop:
     def batch_is_there(self) -> None:
         """Called when the next batch is handed out."""
         now = time.perf_counter()
-        idle, self._idle = self._idle, 0.0
-        last, self._last = self._last, now
-        before, self._num_programs = self._num_programs, latest_program.count
-        if last is None or before == self._num_programs:
-            return  # the first batch, or nobody trains on these batches
-        self.num_steps += 1
-        if self.num_steps == 1:
+        if self._begin is not None and latest_program.count == self._num_programs:
+            self._num_batches += 1  # several batches for one program, or nobody trains on them
             return
-        self.seconds += now - last
-        self.wait_seconds += min(idle, now - last)
-        self._statistics.add(now - last, idle)
-        if idle:
-            self._statistics.warn_if_starved(self)
+        if self._begin is not None:
+            self._end_step(now, self._begin)
+        self._begin, self._num_batches = now, 1
+        self._num_programs, self._blocked = latest_program.count, latest_program.blocked_seconds
+        if now >= self._counts.sample_at and not self._is_first:
+            self._timer = latest_program.timer = ProgramTimer()
+        if profiled_steps.begin_step is not None:
+            profiled_steps.begin_step()
+
+    def _end_step(self, now: float, begin: float) -> None:
+        num_batches = self._num_batches
+        idle, self._idle = self._idle, 0.0
+        if self._is_first:
+            self._is_first = False
+            return
+        seconds = now - begin
+        wait = min(idle, seconds)
+        if self._timer is not None:
+            self._end_sample(self._timer, seconds)
+        blocked = latest_program.blocked_seconds - self._blocked
+        host = latest_program.dispatched_at - begin - blocked
+        self._counts.add(num_batches, seconds, host, wait)
+        self.num_steps += num_batches
+        self.seconds += seconds
+        self.wait_seconds += wait
+        if wait:
+            self._counts.warn_if_starved(self)
+
+    def _end_sample(self, timer: ProgramTimer, seconds: float) -> None:
+        self._timer = None
+        if (
+            latest_program.timer is timer
+        ):  # else another loop has begun, or it had too many programs
+            latest_program.timer = None
+            self._counts.add_sample(self._num_batches, timer.seconds, seconds)

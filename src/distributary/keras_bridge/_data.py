@@ -73,7 +73,7 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 None,
                 share,
                 InputOptions().experimental_per_replica_buffer_size,
-                extended.input_statistics,
+                extended.step_counts,
             )
         if not isinstance(x, DistributedDataset):
             return _noted(original(x, *args, **kwargs))

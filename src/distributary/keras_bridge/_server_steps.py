@@ -12,6 +12,7 @@ from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, Remo
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.keras_bridge._data import UnknownSizes, current_call
 from distributary.keras_bridge._trainer import PARTS, Kind, variables_of_part
+from distributary.topology import progress
 
 _MAX_AHEAD_PER_WORKER = 32
 
@@ -120,6 +121,8 @@ class ServerSteps:
         return self._logs
 
     def _set_logs(self, logs: Any) -> None:
+        if self._kind == "train":
+            progress.note_logs(logs)
         # In place: `fit` keeps what it got for the last batch, and uses it after `join`.
         if isinstance(self._logs, dict) and isinstance(logs, dict):
             self._logs.update(logs)

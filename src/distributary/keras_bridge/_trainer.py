@@ -9,7 +9,9 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 import functools
 import signal
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, final
 
@@ -23,7 +25,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from distributary.collectives import ReduceOp
 from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryWarning, InvalidTypeError
-from distributary.keras_bridge._data import OwnRows, next_own, own_rows, take
+from distributary.inputs import Loop, StepCounts
+from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, own_rows, take
 from distributary.keras_bridge._replica import (
     agreed_state,
     is_summed,
@@ -34,6 +37,7 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.keras_bridge._stages import in_stages, staged_call
 from distributary.keras_bridge._variables import stored_value, whole_value
+from distributary.strategies import placed_struct_of
 from distributary.topology import (
     REPLICA_AXIS,
     ProgramKind,
@@ -122,6 +126,9 @@ class StepFunction:
         devices = () if self._replicated is None else tuple(self._replicated.device_set)
         self._dispatcher = dispatcher_for(devices)
         self._share = extended.worker_share()
+        self._counts = extended.step_counts
+        self._loop: Loop | None = None  # over the data, unless that has its own
+        self._loops_over: Callable[[], Any] = lambda: None
         self._steps = max(1, int(trainer.steps_per_execution))
         # Then every step runs on the whole batch, operation by operation, as with one replica:
         # nobody can step through the code of one replica while the others wait.
@@ -140,10 +147,19 @@ class StepFunction:
             StopIteration: if there is no batch left.
         """
         state = tuple([part if isinstance(part, Values) else Values(part) for part in state])
+        if iterator is not self._loops_over():
+            is_counted = isinstance(iterator, DatasetBatches)
+            self._loop = None if is_counted else Loop(self._counts)
+            try:
+                self._loops_over = weakref.ref(iterator)
+            except TypeError:
+                self._loops_over = lambda: iterator
         if self._steps == 1:
-            return self._dispatch(state, next_own(iterator))
+            return self._dispatch(state, self._wait(next_own, iterator))
         outputs: list[Any] = []
-        for stacked, count in take(iterator, self._steps):
+        batches = take(iterator, self._steps)
+        while (several := self._wait(next, batches, None)) is not None:
+            stacked, count = several
             if count > 1 and self._fuses(state, stacked):
                 out, state = self._dispatch(state, stacked, count)
                 outputs.append(out)
@@ -159,6 +175,16 @@ class StepFunction:
         if len(outputs) == 1:
             return outputs[0], state
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
+
+    def _wait(self, get: Callable[..., Any], *args: Any) -> Any:
+        """What `get` returns, a batch or several for which the devices may have to wait."""
+        if self._loop is None:
+            return get(*args)
+        begin = time.perf_counter()
+        batch = get(*args)
+        self._loop.waiting(time.perf_counter() - begin)
+        self._loop.batch_is_there()
+        return batch
 
     def variables(self) -> list[list[Any]]:
         """The variables whose values make up the state, in its order."""
@@ -251,18 +277,27 @@ class StepFunction:
                 self._eager and (key[0] == "one" or self._layouts is None),
                 kind,
                 stages,
+                self._counts,
             )
         call, data = program.prepare(state, data)
         if self._share.num_workers > 1:
             job_programs.begin()
+        if latest_program.timer is not None:
+            latest_program.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
         with _InterruptsDeferred():
             result: tuple[Any, Any] = self._dispatcher.run(call, _token, state, data)
             self.latest = result
-        latest_program.count += 1
+        token = _token(result)
+        is_sample = latest_program.timer is not None
+        latest_program.end(token, token)
+        if is_sample and self._kind == "train":
+            progress.note_logs(jax.tree.map(local_copy, result[0]))
+        program.runs.num_runs += 1
+        num_examples = _num_examples(data, *key, self._share)
+        self._counts.num_examples += num_examples
         if progress.is_watched:
-            progress.add(key[1], _num_examples(data, *key, self._share))
-        latest_program.output = _token(result)
+            progress.add(key[1], num_examples)
         if self._share.num_workers > 1:
             out, new_state = result
             return jax.tree.map(local_copy, out), new_state
@@ -416,6 +451,7 @@ class _Program:
         kind: What it is.
         stages: Mesh of the replicas, sharding of the parameter device and that of the state, if it
             lies there.
+        counts: Where its runs count.
     """
 
     def __init__(
@@ -428,7 +464,11 @@ class _Program:
         eager: bool,
         kind: ProgramKind,
         stages: tuple[Any, Any, Any] | None,
+        counts: StepCounts,
     ) -> None:
+        self.runs = counts.runs_of(self)
+        self._counts = counts
+        self._avals: Any = None  # of the first state and data
         self._eager = eager
         self._sharding = sharding
         self._stages = stages
@@ -476,10 +516,21 @@ class _Program:
             call = self._call
             if self._stages is None:
                 compile_ahead(call, state, data)
+                if self._avals is None and self._sharding is not None:
+                    self._avals = jax.tree.map(placed_struct_of, (state, data))
             else:
                 call = staged_call(call, state, data, self._sharding, *self._stages)
+            self._counts.num_retraces += bool(self._known)
             self._known[shapes] = call
         return call, data
+
+    def collective_bytes(self) -> int:
+        """Size of the arrays that one run sends through collectives."""
+        if self._avals is None:
+            return 0
+        from distributary.compilation import collective_bytes
+
+        return collective_bytes(self._call.lower(*self._avals).compile().as_text())
 
 
 def _on(mesh: Any, shardings: Any) -> Any:

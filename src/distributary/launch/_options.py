@@ -79,6 +79,9 @@ class LaunchOptions:
         log_dir: Folder for one file per worker and attempt; None writes none.
         evaluator: Whether host 0 also runs the task `"evaluator"`.
         tune: Whether workers get the allocator and thread settings of `worker_environ`.
+        dashboard_port: Where a page shows the workers of this host; 0 for a free port, None for no
+            page.
+        dashboard_address: On which address of this machine.
         hosts: The place of this host among several; None for a job on this machine alone.
 
     Raises:
@@ -95,6 +98,8 @@ class LaunchOptions:
     log_dir: Path | None = None
     evaluator: bool = False
     tune: bool = True
+    dashboard_port: int | None = None
+    dashboard_address: str = "127.0.0.1"
     hosts: HostOptions | None = None
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from distributary.errors import UnsupportedError
 from distributary.launch._environment import replaced_settings
@@ -12,6 +13,7 @@ from distributary.launch._output import Output
 from distributary.launch._remote_link import RemoteLink
 from distributary.launch._signals import Signals
 from distributary.launch._supervisor import Supervisor
+from distributary.monitoring import Dashboard, serve
 
 __all__ = ["run"]
 
@@ -68,13 +70,25 @@ def run(
         link = _link(options)
         with Signals() as signals:
             supervisor = Supervisor(options, environ, link, output, signals)
-            return supervisor.run()
+            with _dashboard(options, supervisor) as dashboard:
+                if dashboard is not None:
+                    output.say(f"The dashboard is at {dashboard.url}")
+                return supervisor.run()
     finally:
         if link is not None:
             link.close()
         if master is not None:
             master.close()
         output.close(should_not_wait)
+
+
+def _dashboard(
+    options: LaunchOptions, supervisor: Supervisor
+) -> AbstractContextManager[Dashboard | None]:
+    if options.dashboard_port is None:
+        return nullcontext()
+    port, address = options.dashboard_port, options.dashboard_address
+    return serve(supervisor.numbers, supervisor.describe, port, address)
 
 
 def _link(options: LaunchOptions) -> Link:

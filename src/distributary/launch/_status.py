@@ -2,20 +2,24 @@
 
 import contextlib
 import json
+import math
 import os
 import stat
 import threading
 import time
-from collections.abc import Mapping
-from typing import final
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 from distributary.launch._environment import STATUS_VARIABLE
+from distributary.monitoring import numbers_of
 from distributary.topology import progress
 
 __all__ = ["StatusReader", "report", "report_progress"]
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
+_strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each
 _MAX_MESSAGE_BYTES = 512  # POSIX's smallest PIPE_BUF: shorter writes are never torn
 
 
@@ -24,14 +28,16 @@ def report(
     step: int | None = None,
     examples_per_second: float | None = None,
     environ: Mapping[str, str] | None = None,
+    **values: float,
 ) -> None:
-    """Tells the launcher how far this worker is; does nothing without one, and never waits.
+    """Says how far this program is, and what it has computed lately; never waits for a launcher.
 
-    Steps of `fit` and of loops over distributed datasets are reported without it, once a second; a
-    program that calls it reports for itself from then on.
+    Shown in the launcher's status line and on dashboards, and written by `StatisticsLogger`. Steps
+    of `fit` and of loops over distributed datasets are reported without it, once a second; a
+    program that gives `step` or `examples_per_second` reports these for itself from then on.
 
-    Shown in the launcher's status line. A program that cannot call this writes a line of JSON to
-    the file descriptor in the environment variable `DISTRIBUTARY_STATUS_FD`, in one `write`:
+    A program that cannot call this writes a line of JSON to the file descriptor in the environment
+    variable `DISTRIBUTARY_STATUS_FD`, in one `write`:
     `{"step": 120, "examples_per_second": 5120.5}`. The descriptor is non-blocking: a line that does
     not fit is lost.
 
@@ -39,45 +45,75 @@ def report(
         step: Number of steps done.
         examples_per_second: Examples that this worker has computed per second, lately.
         environ: Environment to read, `os.environ` by default.
+        **values: Other numbers by name, `loss` for example. An array without dims is waited for.
     """
     global _is_reported_by_program
-    _is_reported_by_program = True
-    _write(os.environ if environ is None else environ, step, examples_per_second)
+    numbers = {name: float(value) for name, value in values.items()}
+    progress.values = {**progress.values, **numbers}
+    if step is not None or examples_per_second is not None:
+        _is_reported_by_program = True
+    said = {"step": step, "examples_per_second": examples_per_second, **numbers}
+    _write(os.environ if environ is None else environ, said)
 
 
-def _write(environ: Mapping[str, str], step: int | None, examples_per_second: float | None) -> None:
-    value = environ.get(STATUS_VARIABLE, "")
-    if not value.isdecimal():
+def _write(environ: Mapping[str, str], said: Mapping[str, float | None]) -> None:
+    text = environ.get(STATUS_VARIABLE, "")
+    if not text.isdecimal():
         return
-    said = {"step": step, "examples_per_second": examples_per_second}
-    line = json.dumps({name: value for name, value in said.items() if value is not None}) + "\n"
     # A program that a worker has started sees the variable, but has not inherited the descriptor,
     # and may have a file of its own under that number.
     with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(int(value)).st_mode):
-            os.write(int(value), line.encode())
+        if stat.S_ISFIFO(os.fstat(int(text)).st_mode):
+            for line in _lines(said):
+                os.write(int(text), line)
 
 
-def report_progress() -> None:
+def _lines(said: Mapping[str, float | None]) -> Iterator[bytes]:
+    """Lines that are written whole or not at all."""
+    line = b""
+    for name, value in said.items():
+        if value is None or not math.isfinite(value):
+            continue
+        entry = f"{json.dumps(name)}: {json.dumps(value)}".encode()
+        if line and len(line) + len(entry) + 4 > _MAX_MESSAGE_BYTES:
+            yield b"{" + line + b"}\n"
+            line = b""
+        line += b", " * bool(line) + entry
+    if line:
+        yield b"{" + line + b"}\n"
+
+
+def report_progress(extended: Any) -> None:
     """Reports the steps of `fit`, of loops over distributed datasets and of coordinators.
 
-    Once a second, from a thread, until the program calls `report` itself. Does nothing without the
-    launcher.
+    Once a second, from a thread. Does nothing without the launcher.
+
+    Args:
+        extended: `strategy.extended`, whose numbers are reported if it has done the most steps.
     """
-    if not progress.is_watched and os.environ.get(STATUS_VARIABLE):
+    if not os.environ.get(STATUS_VARIABLE):
+        return
+    _strategies.add(extended)
+    if not progress.is_watched:
         progress.is_watched = True
         threading.Thread(target=_report, name="distributary-progress", daemon=True).start()
 
 
 def _report() -> None:
     num_examples_before, then = 0, time.monotonic()
-    while not _is_reported_by_program:
+    while True:
         time.sleep(_SECONDS_BETWEEN_REPORTS)
         num_examples, now = progress.num_examples, time.monotonic()
-        if progress.num_steps:
+        said: dict[str, float | None] = {}
+        if progress.num_steps and not _is_reported_by_program:
             rate = (num_examples - num_examples_before) / (now - then)
-            _write(os.environ, progress.num_steps, rate if num_examples else None)
+            said = {
+                "step": progress.num_steps,
+                "examples_per_second": rate if num_examples else None,
+            }
         num_examples_before, then = num_examples, now
+        numbers = max(map(numbers_of, list(_strategies)), key=lambda n: n["num_steps"], default={})
+        _write(os.environ, {**said, **numbers})
 
 
 @final
@@ -118,6 +154,13 @@ class StatusReader:
         """Reads no more."""
         os.close(self._read_fd)
 
+    def numbers(self) -> dict[str, float]:
+        """All numbers that the worker has said, the latest by name. For any thread."""
+        numbers = dict(self._last)
+        if "step" in numbers:
+            numbers.setdefault("num_steps", numbers["step"])
+        return numbers
+
     def __str__(self) -> str:
         """What the worker has said last, `""` if nothing."""
         parts = []
@@ -133,4 +176,4 @@ class StatusReader:
         except (AttributeError, TypeError, ValueError):
             self.num_unreadable += 1
         else:
-            self._last.update(values)
+            self._last = {**self._last, **values}  # others read it

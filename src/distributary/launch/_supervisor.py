@@ -1,11 +1,14 @@
 """Runs the workers of one host, as the job commands."""
 
+import collections
+import platform
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from distributary.errors import LaunchError, WorkerLostError
 from distributary.launch._environment import Task, free_addresses, worker_environ
@@ -89,6 +92,7 @@ class Supervisor:
         # What is to be reported, and when, if no other worker turns out to have failed first.
         self._follower: tuple[float, Failed] | None = None
         self._started_at = time.monotonic()
+        self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
     def run(self) -> int:
         """Returns the exit code of the job when no process of it is left on this host."""
@@ -130,6 +134,30 @@ class Supervisor:
             if state:
                 parts.append(f"{r.worker.task}: {state}")
         return " · ".join(parts)
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """What the tasks have reported, by their names. For any thread."""
+        return {str(r.worker.task): r.status.numbers() for r in self._running}
+
+    def describe(self) -> dict[str, Any]:
+        """The job and the state of its tasks, for the dashboard. For any thread."""
+        running = self._running
+        tasks = [
+            {
+                "name": str(r.worker.task),
+                "state": "running" if r.worker.ending is None else str(r.worker.ending),
+                "has_failed": r.worker.ending is not None and bool(r.worker.ending.returncode),
+                "num_restarts": self._num_starts[str(r.worker.task)] - 1,
+            }
+            for r in running
+        ]
+        hosts = self._options.hosts
+        here = "" if hosts is None else f", host {hosts.host_rank} of {hosts.num_hosts}"
+        return {
+            "title": f"{self._count(running)} running" if running else "Nothing runs yet",
+            "subtitle": f"{shlex.join(self._options.command)} on {platform.node()}{here}",
+            "tasks": tasks,
+        }
 
     def _count(self, running: list[_Running]) -> str:
         """How many of which run: `"3 of 4"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps"`."""
@@ -227,6 +255,7 @@ class Supervisor:
             status.write_fd,
         )
         status.close_write_end()
+        self._num_starts[str(task)] += 1
         log_path = None
         if options.log_dir is not None:
             log_path = options.log_dir / f"{task.file_stem}.restart-{self._num_restarts}.log"

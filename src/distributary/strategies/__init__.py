@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from distributary._late import late_names
 from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
-from distributary.strategies._compiled import is_dynamic, signature_of, split_result, struct_of
+from distributary.strategies._compiled import (
+    is_dynamic,
+    placed_struct_of,
+    signature_of,
+    split_result,
+    struct_of,
+)
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._function import Function, function
@@ -38,6 +44,7 @@ __all__ = [
     "function",
     "initialize_tpu_system",
     "is_dynamic",
+    "placed_struct_of",
     "shutdown_tpu_system",
     "signature_of",
     "split_result",

@@ -42,7 +42,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     @property
     def step_statistics(self) -> StepStatistics:
         """How long the steps of loops over distributed datasets took, and waited for data."""
-        return self._extended.input_statistics.snapshot()
+        return self._extended.step_counts.snapshot()
 
     def scope(self) -> Any:
         """Context manager that makes this strategy current: variables created in it are its own.

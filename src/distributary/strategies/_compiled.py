@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import ContextError, InvalidTypeError
+from distributary.inputs import StepCounts
 from distributary.strategies._cache import WeakIdentity
 from distributary.topology import (
     REPLICA_AXIS,
@@ -50,14 +51,18 @@ class Compiled:
         dispatcher: Bounds the programs in flight.
         rebuild: From the program's outputs to the function's result.
         name: Name of the function.
+        counts: Where its runs count.
         home: Sharding of the device of the variables; None if they lie where replicas compute.
         storage: Sharding of the variables there.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_avals",
         "_call",
         "_captures",
         "_dispatcher",
+        "_has_collectives",
         "_is_of_job",
         "_read_only",
         "_rebuild",
@@ -66,6 +71,7 @@ class Compiled:
         "_token_of",
         "_written",
         "program",
+        "runs",
     )
 
     def __init__(
@@ -77,14 +83,18 @@ class Compiled:
         dispatcher: Dispatcher,
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
+        counts: StepCounts,
         home: Any = None,
         storage: Any = None,
     ) -> None:
         self.program = program
+        self.runs = counts.runs_of(self)
+        self._avals: Any = None  # of the arguments of the first call
         self._rebuild = rebuild
         self._replicated = replicated
         # None among them stands for arguments without a sharding, which go anywhere.
         self._shardings = None if replicated is None else (stacked, replicated, None)
+        self._has_collectives = replicated is not None and home is None
         self._is_of_job = replicated is not None and not replicated.is_fully_addressable
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
@@ -144,6 +154,14 @@ class Compiled:
         read_only = [cell()._value for cell in self._read_only]
         return self._call.lower(self._captures, written, read_only, args)
 
+    def collective_bytes(self) -> int:
+        """Size of the arrays that one run sends through collectives."""
+        if not self._has_collectives:
+            return 0
+        from distributary.compilation import collective_bytes
+
+        return collective_bytes(self.lowered(self._avals).compile().as_text())
+
     def __call__(self, args: Sequence[Any]) -> Any:
         """Runs the program once and returns the function's result.
 
@@ -172,6 +190,8 @@ class Compiled:
                 written = [v._copy() if v._shared else v._value for v in variables]
             if self._is_of_job:
                 job_programs.begin()
+            if latest_program.timer is not None:
+                latest_program.begin()
             new, outs, _ = self._dispatcher.run(
                 self._call, self._token_of, self._captures, written, read_only, args
             )
@@ -179,8 +199,11 @@ class Compiled:
                 variable._value = value
             for variable in shared:
                 variable._shared = False
-            latest_program.count += 1
-            latest_program.output = new[0] if new else outs[0] if outs else None
+            if not self.runs.num_runs:
+                self._avals = jax.tree.map(placed_struct_of, list(args))
+            self.runs.num_runs += 1
+            result = outs[0] if outs else None
+            latest_program.end(new[0] if new else result, result)
         return self._rebuild(outs)
 
 
@@ -343,6 +366,15 @@ def replica_shardings(mesh: Any) -> tuple[Any, Any]:
     """Shardings of values all replicas share, and of `[replica, *shape]`."""
     mesh = mesh_of_values(mesh)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))
+
+
+def placed_struct_of(leaf: Any) -> Any:
+    """Shape, dtype and place of an array; a Python number as it is."""
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.aval.weak_type
+        )
+    return struct_of(leaf) if hasattr(leaf, "dtype") else leaf
 
 
 def struct_of(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
-from distributary.inputs import DistributedInput, InputContext, InputStatistics, ValueContext
+from distributary.inputs import DistributedInput, InputContext, StepCounts, ValueContext
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
 from distributary.strategies._broadcast import all_workers, broadcast
 from distributary.strategies._compiled import replica_shardings
@@ -120,11 +120,9 @@ class StrategyExtended:
                 "experimental_shard_optimizer_state=True: `distributary compile` compiles steps"
                 " with mirrored optimizer state only. Leave it out for the report."
             )
-        if os.environ.get("DISTRIBUTARY_STATUS_FD"):
-            from distributary.launch import report_progress
-
-            report_progress()
         self._strategy = strategy
+        #: What else counts for the strategy, by name: each returns a dataclass of numbers.
+        self.statistics_sources: dict[str, Callable[[], Any]] = {}
         cores = [] if devices is None else [d if isinstance(d, Sequence) else (d,) for d in devices]
         self._devices = None if devices is None else tuple(own[0] for own in cores)
         self.num_logical_devices = len(cores[0]) if cores else 1
@@ -137,7 +135,7 @@ class StrategyExtended:
         first_replica = self.worker_number * self._replicas_per_worker
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
         self.is_default = is_default
-        self.input_statistics = InputStatistics()
+        self.step_counts = StepCounts()
         self._shard_optimizer_state = shard_optimizer_state
         self._distributed = distributed
         platform = self._devices[0].platform if self._devices else "cpu"
@@ -196,6 +194,10 @@ class StrategyExtended:
             self.runner.place_rows,
             home,
         )
+        if os.environ.get("DISTRIBUTARY_STATUS_FD") and not is_default:
+            from distributary.launch import report_progress
+
+            report_progress(self)
 
     # Devices
 
@@ -597,7 +599,7 @@ class StrategyExtended:
             self.runner if fetch else None,
             self.worker_share(),
             options.experimental_per_replica_buffer_size,
-            self.input_statistics,
+            self.step_counts,
         )
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:

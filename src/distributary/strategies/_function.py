@@ -88,6 +88,7 @@ class Function:
             except VariableGoneError:
                 del programs[key]
         entry = self._build(leaves, tree, mode.strategy)
+        mode.strategy.extended.step_counts.num_retraces += bool(programs)
         self._cache.note_trace(self.python_function, programs, key)
         programs[key] = entry
         return entry.compiled([leaves[i] for i in entry.picks])

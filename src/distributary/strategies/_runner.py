@@ -107,6 +107,7 @@ class ReplicaRunner:
             return self.run(function, args, kwargs, role)
         entry = self._build(function, args, kwargs, role)
         if role == "replica":  # an update is traced for every variable
+            self._strategy.extended.step_counts.num_retraces += bool(programs)
             self.cache.note_trace(function, programs, key)
         programs[key] = entry
         return entry.compiled(_pick(leaves, entry.picks))
@@ -184,6 +185,7 @@ class ReplicaRunner:
             self._dispatcher,
             rebuild,
             name,
+            self._strategy.extended.step_counts,
             self._home,
             self._storage,
         )

@@ -71,6 +71,7 @@ from distributary.topology._target import (
     watch_programs,
 )
 from distributary.topology._thread_pool import num_cores
+from distributary.topology._timing import ProgramTimer, profiled_steps
 
 if TYPE_CHECKING:
     from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
@@ -84,6 +85,7 @@ __all__ = [
     "DeviceOrderMode",
     "Dispatcher",
     "ProgramKind",
+    "ProgramTimer",
     "TPUSystemMetadata",
     "Target",
     "Topology",
@@ -118,6 +120,7 @@ __all__ = [
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",
+    "profiled_steps",
     "progress",
     "put_own",
     "put_replicated",

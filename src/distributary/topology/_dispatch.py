@@ -1,15 +1,18 @@
 """The order in which replica-wide programs reach their devices, and how many are in flight."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, final
 
 import jax
+import numpy as np
 
 from distributary.errors import InvalidValueError
 from distributary.topology._cpu import cpu_threads_suffice
+from distributary.topology._timing import ProgramTimer, wait_for_output
 
 __all__ = [
     "Dispatcher",
@@ -136,7 +139,9 @@ class Dispatcher:
                 return call(*args)
             tokens, stride = self._tokens, self._stride
             while len(tokens) * stride + self._since_token >= self._max_in_flight:
+                begin = time.perf_counter()
                 _wait_for(tokens.popleft())
+                latest_program.blocked_seconds += time.perf_counter() - begin
             result = call(*args)
             if self._since_token + 1 < stride:
                 self._since_token += 1
@@ -195,14 +200,47 @@ class LatestProgram:
         count: Number of programs dispatched so far.
         output: An array it makes, a list with one per replica, or None.
         lock: Held while a program is dispatched that may consume that array.
+        dispatched_at: When it was on its way, by `time.perf_counter`.
+        blocked_seconds: How long dispatches have waited for earlier programs so far.
+        timer: What times programs, while a step is a sample.
     """
 
-    __slots__ = ("count", "lock", "output")
+    __slots__ = ("blocked_seconds", "count", "dispatched_at", "lock", "output", "timer")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.count = 0
         self.output: Any = None
+        self.dispatched_at = 0.0
+        self.blocked_seconds = 0.0
+        self.timer: ProgramTimer | None = None
+
+    def wait(self) -> None:
+        """Waits until devices are no longer at work on it."""
+        with self.lock:
+            wait_for_output(self.output)
+
+    def begin(self) -> None:
+        """To be called before a program is dispatched if there is a timer."""
+        timer = self.timer
+        if timer is not None and timer.is_over:
+            self.timer = None
+        elif timer is not None:
+            self.blocked_seconds += timer.start(self.output)
+
+    def end(self, output: Any, result: Any) -> None:
+        """To be called when one was dispatched.
+
+        Args:
+            output: An array it makes, a list with one per replica, or None.
+            result: Likewise, of those that no later program consumes, if there are any.
+        """
+        self.count += 1
+        self.output = output
+        timer = self.timer
+        if timer is not None:
+            self.blocked_seconds += timer.stop(output if result is None else result)
+        self.dispatched_at = time.perf_counter()
 
     def is_running(self) -> bool:
         """Whether devices are still at work on it."""
@@ -251,19 +289,28 @@ class Progress:
         is_watched: Whether somebody does; nothing is counted otherwise.
         num_steps: Steps of `fit` and of loops over distributed datasets, and closures.
         num_examples: Examples in them, of this process.
+        values: Numbers that a program has of its own, such as its loss, the latest by name.
     """
 
-    __slots__ = ("is_watched", "num_examples", "num_steps")
+    __slots__ = ("is_watched", "num_examples", "num_steps", "values")
 
     def __init__(self) -> None:
         self.is_watched = False
         self.num_steps = 0
         self.num_examples = 0
+        self.values: dict[str, float] = {}
 
     def add(self, num_steps: int, num_examples: int) -> None:
         """Counts steps."""
         self.num_steps += num_steps
         self.num_examples += num_examples
+
+    def note_logs(self, logs: Any) -> None:
+        """Takes the numbers in the logs of Keras, which are there already."""
+        if isinstance(logs, dict):
+            kinds = (jax.Array, np.ndarray, np.generic, float, int)
+            numbers = {k: v for k, v in logs.items() if isinstance(v, kinds) and np.ndim(v) == 0}
+            self.values = {**self.values, **{k: float(v) for k, v in numbers.items()}}
 
 
 progress = Progress()

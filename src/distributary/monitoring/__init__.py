@@ -1,0 +1,17 @@
+"""See a run: a page, files of its numbers, and profiles of some steps."""
+
+from distributary.monitoring._dashboard import Dashboard, StatisticsLogger, dashboard, serve
+from distributary.monitoring._numbers import numbers_of
+from distributary.monitoring._profile import profile
+from distributary.monitoring._server import Answer, HttpServer
+
+__all__ = [
+    "Answer",
+    "Dashboard",
+    "HttpServer",
+    "StatisticsLogger",
+    "dashboard",
+    "numbers_of",
+    "profile",
+    "serve",
+]

@@ -1,0 +1,195 @@
+"""What a program starts to have its run seen."""
+
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.monitoring._numbers import numbers_of
+from distributary.monitoring._page import Describe, respond
+from distributary.monitoring._recorder import Recorder, Sink, Tasks
+from distributary.monitoring._server import HttpServer
+from distributary.monitoring._sinks import JsonLines, TensorBoard
+from distributary.topology import short_name
+
+__all__ = ["Dashboard", "StatisticsLogger", "dashboard", "serve"]
+
+
+@final
+class Dashboard:
+    """A page that shows a run while it goes on; a context manager that closes it.
+
+    Attributes:
+        url: Where it is.
+    """
+
+    def __init__(self, url: str, close: Callable[[], None]) -> None:
+        self.url = url
+        self._close = close
+
+    def close(self) -> None:
+        """Serves it no more."""
+        self._close()
+
+    def __enter__(self) -> "Dashboard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<dashboard at {self.url}>"
+
+
+def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Dashboard:
+    """Serves a page that shows the run of a strategy: speed, loss, and what steps wait for.
+
+    It shows the numbers of `strategy.step_statistics`, those of a `ClusterCoordinator`, the logs of
+    `fit`, and what the program says with `distributary.launch.report`. With several workers it
+    shows those of this process; `distributary launch --dashboard` shows all workers.
+
+    Args:
+        strategy: The strategy.
+        port: Where to listen; 0 takes a free port.
+        address: On which address. Anybody who reaches it can read the page: there is no password.
+
+    Returns:
+        An object with the `url`, to be closed by `close()` or as a context manager.
+
+    Raises:
+        InvalidTypeError: if `strategy` is no strategy.
+        InvalidValueError: for an impossible port.
+        OSError: if the port is taken.
+    """
+    collect = _collect_from(strategy, "dashboard")
+    extended = strategy.extended
+    devices = [short_name(device) for device in extended.worker_devices]
+    what = f"{type(strategy).__name__}, {_count(extended.num_replicas, 'replica')}"
+
+    def describe() -> dict[str, Any]:
+        where = f"process {os.getpid()} on {platform.node()}"
+        if extended.num_workers > 1:
+            where += f", worker {extended.worker_number} of {extended.num_workers}"
+        task = {"name": _TASK, "state": "running", "devices": devices}
+        return {"title": what, "subtitle": where, "tasks": [task]}
+
+    return serve(collect, describe, port, address)
+
+
+def serve(
+    collect: Callable[[], Tasks], describe: Describe, port: int, address: str, seconds: float = 1.0
+) -> Dashboard:
+    """Serves the page for the numbers of some tasks.
+
+    Args:
+        collect: Returns the numbers of every task by its name.
+        describe: Returns title, subtitle and the state of the tasks.
+        port: Where to listen; 0 takes a free port.
+        address: On which address.
+        seconds: Seconds between samples.
+
+    Raises:
+        InvalidValueError: for an impossible port.
+        OSError: if the port is taken.
+    """
+    if not 0 <= port < 1 << 16:
+        raise InvalidValueError(f"dashboard: port is {port}, expected 0 to 65535; 0 takes any.")
+    recorder = Recorder(collect, seconds)
+    try:
+        server = HttpServer(
+            address, port, partial(respond, recorder, describe), "distributary-dashboard"
+        )
+    except OSError:
+        recorder.close()
+        raise
+
+    def close() -> None:
+        server.close()
+        recorder.close()
+
+    host = f"[{address}]" if ":" in address else address
+    return Dashboard(f"http://{host}:{server.port}/", close)
+
+
+@final
+class StatisticsLogger:
+    """Writes the numbers of the run of a strategy to files until it is closed.
+
+    They are those of `dashboard`. A context manager; the last numbers are written at its end.
+
+    Args:
+        strategy: The strategy.
+        json_lines: File that gets a line of JSON per sample; what it has is kept.
+        tensorboard: Folder for a TensorBoard event file, which needs tensorboardX.
+        seconds: Seconds between samples.
+
+    Raises:
+        InvalidTypeError: if `strategy` is no strategy.
+        InvalidValueError: without a file, or if `seconds` is not positive.
+        MissingPackageError: for `tensorboard` without tensorboardX.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        *,
+        json_lines: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        seconds: float = 1.0,
+    ) -> None:
+        collect = _collect_from(strategy, "StatisticsLogger")
+        if json_lines is None and tensorboard is None:
+            raise InvalidValueError(
+                "StatisticsLogger: there is nothing to write to. Give json_lines=, the path of a"
+                " file, or tensorboard=, that of a folder."
+            )
+        if not seconds > 0:
+            raise InvalidValueError(
+                f"StatisticsLogger: seconds is {seconds}, expected a positive number of seconds."
+            )
+        sinks: list[Sink] = []
+        if tensorboard is not None:
+            sinks.append(TensorBoard(Path(tensorboard)))
+        if json_lines is not None:
+            sinks.append(JsonLines(Path(json_lines)))
+        self._recorder = Recorder(collect, seconds, sinks)
+
+    def close(self) -> None:
+        """Writes the last numbers and closes the files."""
+        self._recorder.close()
+
+    def __enter__(self) -> "StatisticsLogger":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_TASK = "this process"
+
+
+def _collect_from(strategy: Any, caller: str) -> Callable[[], Tasks]:
+    if not hasattr(strategy, "step_statistics"):
+        raise InvalidTypeError(
+            f"{caller}: strategy is {strategy!r}, expected a strategy of distributary, such as"
+            " distributary.MirroredStrategy()."
+        )
+    return lambda: {_TASK: numbers_of(strategy.extended)}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

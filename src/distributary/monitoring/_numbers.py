@@ -1,0 +1,83 @@
+"""Numbers of a run, flat and by name: the same on the page, in files and on the way to a launcher.
+
+Names have the form of TensorBoard's tags, `"step/compute_seconds"` for example.
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
+
+from distributary.errors import DistributaryError
+from distributary.topology import progress
+
+__all__ = ["Numbers", "finite", "numbers_of", "rates"]
+
+Numbers: TypeAlias = dict[str, float]
+
+# Of a step, in the time between two samples.
+_PER_STEP = (
+    "seconds",
+    "host_seconds",
+    "input_wait_seconds",
+    "compute_seconds",
+    "collective_bytes",
+)
+
+
+def numbers_of(extended: Any) -> Numbers:
+    """What is known of the run of a strategy in this process, as sums since its beginning.
+
+    Args:
+        extended: `strategy.extended`.
+
+    Returns:
+        Those of `StepStatistics`, of a `ClusterCoordinator`'s `statistics()` below
+        `"coordinator/"`, the latest logs of `fit` and what `launch.report` was given.
+    """
+    numbers: Numbers = {
+        "num_replicas": extended.num_replicas,
+        "num_restarts": int(os.environ.get("DISTRIBUTARY_RESTART", 0)),
+    }
+    numbers |= _flat(extended.step_counts.snapshot(), "")
+    for name, collect in list(extended.statistics_sources.items()):
+        with contextlib.suppress(DistributaryError):  # a server is lost
+            numbers |= _flat(collect(), f"{name}/")
+    if "coordinator/num_done" in numbers:
+        numbers["num_steps"] += numbers["coordinator/num_done"]
+    return numbers | progress.values
+
+
+def _flat(statistics: Any, prefix: str) -> Numbers:
+    """The numbers in a dataclass, and in those that it has tuples of."""
+    assert is_dataclass(statistics)
+    numbers: Numbers = {}
+    for field in fields(statistics):
+        value = getattr(statistics, field.name)
+        if isinstance(value, (int, float)):
+            numbers[prefix + field.name] = value
+        elif isinstance(value, tuple):
+            for i, part in enumerate(value):
+                numbers |= _flat(part, f"{prefix}{field.name}/{i}/")
+    return numbers
+
+
+def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    """Numbers for JSON, with None for those that it cannot have."""
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Numbers:
+    """What has changed between two samples that lie some seconds apart, per second and per step."""
+    changes = {name: after[name] - before[name] for name in after.keys() & before.keys()}
+    if not seconds or any(changes.get(name, 0) < 0 for name in ("num_steps", "num_examples")):
+        return {}  # it has started again in between
+    found: Numbers = {"steps_per_second": changes.get("num_steps", 0) / seconds}
+    if after.get("num_examples"):
+        found["examples_per_second"] = changes.get("num_examples", 0) / seconds
+    num_steps = changes.get("num_steps", 0)
+    if num_steps and changes.get("seconds"):
+        found |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
+    return found

@@ -1,0 +1,88 @@
+"""A thread that samples the numbers of a run."""
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias, final
+
+from distributary.monitoring._numbers import Numbers, rates
+
+__all__ = ["Recorder", "Sample", "Sink", "Tasks"]
+
+Tasks: TypeAlias = Mapping[str, Numbers]
+Sample: TypeAlias = dict[str, Any]
+
+_NUM_KEPT: Final = 900
+
+
+class Sink(Protocol):
+    """Where samples go."""
+
+    def write(self, when: float, numbers: Numbers) -> None:
+        """Takes the numbers of a process at some time, in seconds since 1970."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left."""
+        ...
+
+
+@final
+class Recorder:
+    """Samples numbers from a thread until it is closed, and once more then.
+
+    Args:
+        collect: Returns the numbers of every task by its name.
+        seconds: Seconds between samples.
+        sinks: Where the numbers of the only task go.
+    """
+
+    def __init__(
+        self, collect: Callable[[], Tasks], seconds: float, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self._collect = collect
+        self._seconds = seconds
+        self._sinks = sinks
+        self._samples: collections.deque[Sample] = collections.deque(maxlen=_NUM_KEPT)
+        self._num_samples = 0
+        self._lock = threading.Lock()
+        self._before: tuple[float, Tasks] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="distributary-statistics", daemon=True
+        )
+        self._thread.start()
+
+    def samples(self, first: int = 0) -> tuple[list[Sample], int]:
+        """Those that are kept from number `first` on, and the number of the next one."""
+        with self._lock:
+            num_kept = min(len(self._samples), max(0, self._num_samples - first))
+            return list(self._samples)[len(self._samples) - num_kept :], self._num_samples
+
+    def close(self) -> None:
+        """Takes a last sample and ends the thread."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._thread.join()
+        for sink in self._sinks:
+            sink.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds):
+            self._sample()
+        self._sample()
+
+    def _sample(self) -> None:
+        now = time.time()
+        tasks = {name: dict(numbers) for name, numbers in self._collect().items()}
+        then, before = self._before or (now, {})
+        self._before = now, {name: dict(numbers) for name, numbers in tasks.items()}
+        for name, numbers in tasks.items():
+            numbers |= rates(before.get(name, {}), numbers, now - then)
+            for sink in self._sinks:
+                sink.write(now, numbers)
+        with self._lock:
+            self._samples.append({"time": now, "tasks": tasks})
+            self._num_samples += 1
