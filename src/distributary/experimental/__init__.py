@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
     from distributary.coordinator import ParameterServerStrategy, local_cluster, ray_cluster
     from distributary.datasets import Optional
+    from distributary.monitoring import StatisticsLogger, dashboard, profile
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
 __all__ = [
@@ -22,12 +23,15 @@ __all__ = [
     "Optional",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "StatisticsLogger",
     "TPUStrategy",
     "TerminationConfig",
     "ValueContext",
     "coordinator",
+    "dashboard",
     "local_cluster",
     "partitioners",
+    "profile",
     "ray_cluster",
 ]
 
@@ -46,6 +50,10 @@ def __getattr__(name: str) -> Any:
         from distributary import coordinator
 
         return getattr(coordinator, name)
+    if name in ("StatisticsLogger", "dashboard", "profile"):
+        from distributary import monitoring
+
+        return getattr(monitoring, name)
     if name in ("MultiWorkerMirroredStrategy", "TPUStrategy"):
         from distributary import strategies
 

@@ -13,10 +13,10 @@ from distributary.tracing import user_stacklevel
 # A warning needs this many steps and seconds, so that a slow start is not held against the data.
 _MIN_STEPS = 10
 _MIN_SECONDS = 0.5
-# A step in which the devices are timed waits for them, which costs less than a step's time: so at
-# most 1 % of the time, and not more than once a second.
-_STEPS_BETWEEN_SAMPLES = 100
-_SECONDS_BETWEEN_SAMPLES = 1.0
+# A step in which the devices are timed waits for them, so they wait for the host's part of a step
+# once: at most 1 % of the time.
+_SAMPLE_SHARE = 0.01
+_SECONDS_BETWEEN_SAMPLES = (1.0, 30.0)  # at least, at most
 
 
 @final
@@ -39,8 +39,8 @@ class StepStatistics:
         input_wait_seconds: For how much of `seconds` the devices had nothing to do because the next
             batch was not there.
         compute_seconds: For how much of `seconds` the devices were at work, collectives included.
-            An estimate: at most once a second, and in one of 100 steps, a step waits for its
-            results, and the steps until the next one count as if they took as long.
+            An estimate: at most once a second a step waits for its results, and the steps until
+            the next such one count as if they took as long.
         collective_bytes: Size of the arrays that went through collectives of compiled steps, on
             each device, so far, as the compiler left them: of what goes into an all-reduce, of what
             comes out of an all-gather. Counts every run of a program, those of first steps, too,
@@ -150,11 +150,11 @@ class StepCounts:
         self._wait_seconds += wait
         self._compute_seconds += min(num_steps * self._compute_per_step, seconds - wait)
 
-    def add_sample(self, num_steps: int, compute: float, seconds: float) -> None:
-        """The devices were at work for `compute` of the `seconds` of some steps that end now."""
+    def add_sample(self, num_steps: int, compute: float, host: float) -> None:
+        """Some steps end now, in which devices and host were busy for so many seconds."""
         self._compute_per_step = compute / num_steps
-        pause = max(_SECONDS_BETWEEN_SAMPLES, _STEPS_BETWEEN_SAMPLES * seconds / num_steps)
-        self.sample_at = time.perf_counter() + pause
+        at_least, at_most = _SECONDS_BETWEEN_SAMPLES
+        self.sample_at = time.perf_counter() + min(max(at_least, host / _SAMPLE_SHARE), at_most)
 
     def warn_if_starved(self, loop: "Loop") -> None:
         """Warns once, when a loop has spent more than half of its time waiting for data."""
@@ -228,10 +228,10 @@ class Loop:
             return
         seconds = now - begin
         wait = min(idle, seconds)
-        if self._timer is not None:
-            self._end_sample(self._timer, seconds)
         blocked = latest_program.blocked_seconds - self._blocked
         host = latest_program.dispatched_at - begin - blocked
+        if self._timer is not None:
+            self._end_sample(self._timer, host)
         self._counts.add(num_batches, seconds, host, wait)
         self.num_steps += num_batches
         self.seconds += seconds
@@ -239,10 +239,10 @@ class Loop:
         if wait:
             self._counts.warn_if_starved(self)
 
-    def _end_sample(self, timer: ProgramTimer, seconds: float) -> None:
+    def _end_sample(self, timer: ProgramTimer, host: float) -> None:
         self._timer = None
         if (
             latest_program.timer is timer
         ):  # else another loop has begun, or it had too many programs
             latest_program.timer = None
-            self._counts.add_sample(self._num_batches, timer.seconds, seconds)
+            self._counts.add_sample(self._num_batches, timer.seconds, host)

@@ -11,7 +11,7 @@ import numpy as np
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.keras_bridge._data import UnknownSizes, current_call
-from distributary.keras_bridge._trainer import PARTS, Kind, variables_of_part
+from distributary.keras_bridge._trainer import PARTS, Kind, num_rows, variables_of_part
 from distributary.topology import progress
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -39,6 +39,7 @@ class ServerSteps:
         self._trainer = trainer
         self._kind = kind
         self._coordinator = ClusterCoordinator(strategy)
+        self._counts = strategy.extended.step_counts
         self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
         self._steps = max(1, int(trainer.steps_per_execution))
         self._running: deque[RemoteValue] = deque()
@@ -86,6 +87,7 @@ class ServerSteps:
             value = self._coordinator.schedule(self._on_next_batch, args=(iterator.of_workers,))
         else:
             value = self._coordinator.schedule(self._on_batch, args=(batch,))
+        self._counts.num_examples += num_rows(batch)
         if self._kind != "predict":
             self._running.append(value)
         return value

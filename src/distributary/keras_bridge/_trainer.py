@@ -600,12 +600,16 @@ def _token(outputs: Any) -> Any:
     return leaves[0] if leaves else None
 
 
+def num_rows(data: Any, axis: int = 0) -> int:
+    """Size of dim `axis` of the first array of a batch, 0 if it has none or nobody knows."""
+    leaves = jax.tree.leaves(data)
+    shape = np.shape(leaves[0]) if leaves else ()
+    return int(shape[axis] or 0) if len(shape) > axis else 0
+
+
 def _num_examples(data: Any, way: str, count: int, share: WorkerShare) -> int:
     """How many examples of the data of a program this process computes."""
-    leaves = jax.tree.leaves(data)
-    if not leaves or np.ndim(leaves[0]) < 1:
-        return 0
-    size = count * int(np.shape(leaves[0])[count > 1])
+    size = count * num_rows(data, axis=int(count > 1))
     # Split data counts the rows of all workers, and what is not split is computed by each.
     return size // share.num_workers if way == "split" else size
 

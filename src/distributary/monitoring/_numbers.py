@@ -74,10 +74,12 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
     changes = {name: after[name] - before[name] for name in after.keys() & before.keys()}
     if not seconds or any(changes.get(name, 0) < 0 for name in ("num_steps", "num_examples")):
         return {}  # it has started again in between
-    found: Numbers = {"steps_per_second": changes.get("num_steps", 0) / seconds}
+    num_steps = changes.get("num_steps", 0)
+    found: Numbers = {}
+    if after.get("num_steps"):
+        found["steps_per_second"] = num_steps / seconds
     if after.get("num_examples"):
         found["examples_per_second"] = changes.get("num_examples", 0) / seconds
-    num_steps = changes.get("num_steps", 0)
     if num_steps and changes.get("seconds"):
         found |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
     return found
