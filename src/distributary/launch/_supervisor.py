@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from distributary.errors import LaunchError, WorkerLostError
@@ -152,10 +153,12 @@ class Supervisor:
             for r in running
         ]
         hosts = self._options.hosts
+        program, *arguments = self._options.command
+        command = shlex.join([Path(program).name, *arguments])
         here = "" if hosts is None else f", host {hosts.host_rank} of {hosts.num_hosts}"
         return {
             "title": f"{self._count(running)} running" if running else "Nothing runs yet",
-            "subtitle": f"{shlex.join(self._options.command)} on {platform.node()}{here}",
+            "subtitle": f"{command} on {platform.node()}{here}",
             "tasks": tasks,
         }
 

@@ -76,10 +76,9 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
         return {}  # it has started again in between
     num_steps = changes.get("num_steps", 0)
     found: Numbers = {}
-    if after.get("num_steps"):
-        found["steps_per_second"] = num_steps / seconds
-    if after.get("num_examples"):
-        found["examples_per_second"] = changes.get("num_examples", 0) / seconds
+    for name in ("steps", "examples"):
+        if f"num_{name}" in changes and after[f"num_{name}"]:
+            found[f"{name}_per_second"] = changes[f"num_{name}"] / seconds
     if num_steps and changes.get("seconds"):
         found |= {f"step/{name}": changes[name] / num_steps for name in _PER_STEP}
     return found

@@ -47,7 +47,7 @@ class Recorder:
         self._samples: collections.deque[Sample] = collections.deque(maxlen=_NUM_KEPT)
         self._num_samples = 0
         self._lock = threading.Lock()
-        self._before: tuple[float, Tasks] | None = None
+        self._before = time.time(), collect()
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="distributary-statistics", daemon=True
@@ -75,12 +75,14 @@ class Recorder:
         self._sample()
 
     def _sample(self) -> None:
-        now = time.time()
-        tasks = {name: dict(numbers) for name, numbers in self._collect().items()}
-        then, before = self._before or (now, {})
-        self._before = now, {name: dict(numbers) for name, numbers in tasks.items()}
-        for name, numbers in tasks.items():
-            numbers |= rates(before.get(name, {}), numbers, now - then)
+        now, sums = time.time(), self._collect()
+        then, before = self._before
+        self._before = now, sums
+        tasks = {
+            name: numbers | rates(before.get(name, {}), numbers, now - then)
+            for name, numbers in sums.items()
+        }
+        for numbers in tasks.values():
             for sink in self._sinks:
                 sink.write(now, numbers)
         with self._lock:
