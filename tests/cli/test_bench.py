@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import distributary as dist
 
+dist.config.set_logical_cpu_devices(2)  # has no effect
 strategy = dist.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
 with strategy.scope():
     weights = dist.Variable(np.ones((5, 7), np.float32))

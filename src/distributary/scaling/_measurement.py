@@ -128,8 +128,8 @@ def _timed(
     if timing.num_replicas != num_replicas:
         raise LaunchError(
             f"{program.script} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
-            " strategy take all devices that there are, MirroredStrategy(), do not call"
-            " set_logical_cpu_devices, and ask for no more --replicas than there are GPUs."
+            " strategy take all devices there are, MirroredStrategy(), and ask for no more replicas"
+            " than there are GPUs; a TPU can only be measured as a whole."
         )
     return timing
 

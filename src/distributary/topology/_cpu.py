@@ -10,7 +10,7 @@ import jax
 from distributary.errors import BackendStartedError, InvalidValueError
 from distributary.topology._device_strings import local_devices_of
 from distributary.topology._jax_private import backends_started
-from distributary.topology._target import current_target
+from distributary.topology._target import devices_are_given
 from distributary.topology._thread_pool import CpuThreads
 
 __all__ = [
@@ -46,7 +46,7 @@ def set_logical_cpu_devices(num_devices: SupportsIndex) -> None:
     Source: `tf.config.set_logical_device_configuration`.
     """
     count = _checked_count(num_devices)
-    if current_target() is not None:  # whose devices the script gets
+    if devices_are_given():
         return
     if not backends_started():
         jax.config.update("jax_num_cpu_devices", count)

@@ -18,6 +18,7 @@ __all__ = [
     "aim_at",
     "compile_ahead",
     "current_target",
+    "devices_are_given",
     "devices_of_all_hosts",
     "for_target",
     "mesh_of_values",
@@ -98,6 +99,11 @@ def aim_at(target: Target | None) -> None:
 def current_target() -> Target | None:
     """The target, None without one."""
     return _target
+
+
+def devices_are_given() -> bool:
+    """Whether who runs the script has decided which devices it gets: with a target or a watcher."""
+    return _target is not None or _watcher is not None
 
 
 def devices_of_all_hosts() -> tuple[jax.Device, ...] | None:
