@@ -64,7 +64,8 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
     detail = f"{mesh.size} replicas: {times}; {_verdict(share, basis)}"
     numbers = {"replicas": mesh.size, "sizes": rows, "share_of_hardware": share, "hardware": basis}
     if share is not None and share < _LOW_SHARE:
-        return Check("all-reduce", "warning", detail, _fix_of_slow(mesh), numbers)
+        fix = _fix_of_slow(mesh, between_processes=network_bytes_per_second is not None)
+        return Check("all-reduce", "warning", detail, fix, numbers)
     return Check("all-reduce", "ok", detail, numbers=numbers)
 
 
@@ -159,9 +160,13 @@ def _verdict(share: float | None, basis: str) -> str:
     return f"the largest at {share:.0%} of the speed of {basis}"
 
 
-def _fix_of_slow(mesh: Mesh) -> str:
+def _fix_of_slow(mesh: Mesh, *, between_processes: bool) -> str:
+    if between_processes:
+        return (
+            "See `top` on every host for other programs; on GPUs NCCL_DEBUG=INFO tells the network"
+        )
     if mesh.devices.flat[0].platform == "cpu":
-        return "Give the job a machine that is not busy with other programs, see `top`"
+        return "See `top` for other programs; give the job a machine that is not busy"
     return "See `nvidia-smi topo -m` for how the GPUs are connected, and NCCL_DEBUG=INFO"
 
 
