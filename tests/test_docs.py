@@ -122,6 +122,26 @@ def test_relative_links_point_to_files(page):
     assert not dead, "\n".join(dead)
 
 
+def test_explained_messages_are_those_of_the_code():
+    """The lines "> `message`" of the page, in which `...` stands for anything."""
+    page = _ROOT / "docs" / "guide" / "troubleshooting.md"
+    messages = re.findall(r"^> `(.+)`$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    code = "\n".join(
+        # Strings that stand below each other are one.
+        re.sub(r'"\s*\n\s*f?"', "", file.read_text(encoding="utf-8"))
+        for file in sorted((_ROOT / "src").rglob("*.py"))
+    )
+
+    unknown = [
+        message
+        for message in messages
+        if not re.search(".*".join(map(re.escape, message.split("..."))), code)
+    ]
+
+    assert len(messages) > 40
+    assert unknown == []
+
+
 def _blocks(page: Path, language: str) -> list[_Block]:
     blocks, _ = _split(page.read_text(encoding="utf-8").splitlines())
     return [block for block in blocks if block.language == language]

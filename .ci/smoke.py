@@ -1,0 +1,57 @@
+"""Uses an installed distributary where nothing but its dependencies is installed."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import distributary as dist
+
+place = Path(dist.__file__)
+assert "site-packages" in place.parts, place
+assert (place.parent / "py.typed").is_file()
+
+dist.config.set_logical_cpu_devices(2)
+strategy = dist.MirroredStrategy()
+with strategy.scope():
+    weights = dist.Variable(np.zeros(3, np.float32), name="weights")
+x = np.random.default_rng(0).normal(size=(640, 3)).astype(np.float32)
+dataset = dist.data.Dataset.from_tensor_slices((x, x @ np.array([1, -2, 3], np.float32))).batch(64)
+
+
+def step(x, y):
+    gradient = dist.grad(lambda: ((x @ weights - y) ** 2).sum() / 64, weights)()
+    weights.assign_sub(0.3 * dist.get_replica_context().all_reduce("SUM", gradient))
+
+
+for _ in range(3):
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, args=batch)
+np.testing.assert_allclose(weights, [1, -2, 3], atol=0.01)
+
+
+def message_of(use):
+    try:
+        use()
+    except ImportError as error:
+        return str(error)
+    return "no ImportError"
+
+
+# What needs another package says which.
+cluster = {"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}
+for use, package, extra in (
+    (lambda: dist.checkpoint.Checkpoint(weights=weights).save("ckpt"), "orbax", "checkpoint"),
+    (lambda: dist.Server(cluster, job_name="ps", task_index=0), "grpc", "ps"),
+    (lambda: dist.experimental.ray_cluster(workers=1, ps=1), "ray", "ray"),
+):
+    assert importlib.util.find_spec(package) is None, f"{package} is installed"
+    assert f"distributary[{extra}]" in message_of(use)
+
+command = Path(sys.executable).with_name("distributary")
+process = subprocess.run([command, "devices"], capture_output=True, text=True, check=True)
+print(process.stdout.splitlines()[0])
+assert importlib.metadata.version("distributary") in process.stdout
