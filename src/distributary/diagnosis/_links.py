@@ -191,7 +191,7 @@ class Meeting:
             while "links" not in (order := self._leader.receive(_END_SECONDS)):
                 self._leader.send(asdict(self._link_to(order["measure"])))
             return [Link(**link) for link in order["links"]]
-        except (ValueError, ConnectionError, TimeoutError) as problem:
+        except (OSError, ValueError) as problem:
             raise ClusterError(
                 f"{self._peers[0]} has ended while links were measured: {problem}."
             ) from None
@@ -273,14 +273,17 @@ class _Listener:
         self._thread.start()
 
     def wait_for_members(self, count: int, seconds: float) -> dict[int, _Line]:
-        """The lines to the tasks that have come, by their numbers."""
+        """The lines to the tasks that have come, by their numbers from 1 to `count`."""
         members: dict[int, _Line] = {}
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while len(members) < count:
                 left = max(0.001, deadline - time.monotonic())
                 number, line = self._arrivals.get(timeout=left)
-                members[number] = line
+                if 0 < number <= count:  # else it is of another cluster
+                    members[number] = line
+                else:
+                    line.close()
         return members
 
     def close(self) -> None:
@@ -301,11 +304,10 @@ class _Listener:
         line = _Line(connection)
         try:
             number = line.receive(_TRANSFER_SECONDS).get("join")
-            if number is None:
-                _echo(connection)
-            else:
+            if isinstance(number, int):
                 self._arrivals.put((number, line))
                 return
+            _echo(connection)
         except (OSError, ValueError, AttributeError):  # somebody else's program
             pass
         line.close()
