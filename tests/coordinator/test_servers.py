@@ -200,7 +200,11 @@ def test_a_task_ends_well_when_it_is_told_to(tasks, certificates, tmp_path):
 def test_a_script_is_launched_as_all_tasks_and_survives_a_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     options = LaunchOptions(
-        (sys.executable, str(_JOB)), num_workers=2, num_servers=1, max_restarts=1
+        (sys.executable, str(_JOB)),
+        num_workers=2,
+        num_servers=1,
+        max_restarts=1,
+        devices_per_worker=2,
     )
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         code = run(options, stdout_fd=out.fileno(), stderr_fd=err.fileno())
@@ -208,9 +212,10 @@ def test_a_script_is_launched_as_all_tasks_and_survives_a_worker(tmp_path, monke
 
     assert code == 7, errors
     # What the killed worker has pushed counts, although others have repeated it with other batches.
-    first, second = output.splitlines()
+    first, second, third = output.splitlines()
     assert re.fullmatch(r"\[chief 0\] 50 \d+ \d+ \[1, 3, 5\]", first)
     assert re.fullmatch(r"\[chief 0\] 100 (\d+) \1 \[10, 11, 12\]", second)
+    assert re.fullmatch(r"\[chief 0\] <.*: 2 workers with 2 devices .*> (\d+) \1 \{4\}", third)
     assert "worker 0 was ended by SIGKILL" in errors
     assert "starting it again, restart 1 of 1" in errors
     assert "DistributaryWarning" not in errors
@@ -228,6 +233,25 @@ def test_missing_tasks_are_named(monkeypatch):
 
     assert f"worker 0 at {worker}: No connection" in str(caught.value)
     assert "ps 0" not in str(caught.value)
+
+
+class _Worker:
+    def __init__(self, number, num_devices):
+        self._fields = {"task": f"worker {number}", "versions": {}, "devices": num_devices}
+
+    def handle(self, message, peer):
+        return Message("ok", self._fields)
+
+
+def test_workers_with_another_number_of_devices_are_named():
+    addresses = free_addresses("127.0.0.1", 3)
+    services = [_Worker(0, 2), _Worker(1, 4), RoleCheck("ps 0", ParameterServer(0))]
+    cluster = {"worker": addresses[:2], "ps": addresses[2:]}
+    with contextlib.ExitStack() as stack:
+        for service, address in zip(services, addresses, strict=True):
+            stack.callback(GrpcServer(service, address).close)
+        with pytest.raises(ClusterError, match=r"worker 1 at \S+ has 4 .* worker 0 at \S+ has 2:"):
+            cluster_of(SimpleClusterResolver(ClusterSpec(cluster)))
 
 
 def test_a_server_waits_for_the_address_of_its_host(monkeypatch):

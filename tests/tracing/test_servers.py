@@ -171,6 +171,22 @@ def test_moving_averages_take_the_values_of_all_workers():
     assert cluster.split.overwritten == []
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_of_several_additions_that_to_the_state_is_the_last(marked):
+    def step(state, x):
+        new = x.sum(1) + (x[:, 0] + state[0]) + 1.0
+        return [push_p.bind(new) if marked else new]
+
+    cluster = Cluster(step, [np.ones(4, np.float32)], [0], [X])
+    _, first = cluster.compute(X)
+    _, second = cluster.compute(2 * X)
+    cluster.apply(second)
+    cluster.apply(first)
+    expected = 3 + 3 * (X.sum(1) + X[:, 0])
+    np.testing.assert_allclose(cluster.state[0], expected, rtol=1e-5, atol=1e-6)
+    assert cluster.split.overwritten == []
+
+
 def test_the_last_assignment_of_a_value_wins():
     def step(state, x):
         # No server has the state of the other.

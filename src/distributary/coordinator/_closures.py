@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+import jax
+
 from distributary.coordinator._nests import copy_of
-from distributary.coordinator._programs import Program, export_function, export_jaxpr
+from distributary.coordinator._programs import Program, export_function, export_per_device
 from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
 from distributary.errors import UnsupportedError
 from distributary.strategies import split_result
@@ -16,13 +18,16 @@ from distributary.tracing import (
     ServerPart,
     SparseUpdate,
     current_scope,
+    has_replicas,
     in_parts,
+    per_device,
     purify,
     rows_of,
     rows_of_update,
     split_over_servers,
     trace,
 )
+from distributary.values import PerReplica
 
 __all__ = ["ClosureTrace", "Part", "Plan", "ServerPlan", "Source", "current_trace", "plan_of"]
 
@@ -71,12 +76,29 @@ class Source:
     Attributes:
         kind: "next" for the next batch of an iterator, "value" for a value.
         number: Of the iterator or value.
-        handles: Stand for the leaves of the data in the trace.
+        columns: Of every array or `PerReplica` of the data, what stands for it in the trace: one
+            handle, or of replicas whose arrays differ in shape one for each.
+        tree: The structure of the data around these.
     """
 
     kind: str
     number: int
-    handles: list[Handle]
+    columns: list[list[Handle]]
+    tree: Any
+
+    @property
+    def handles(self) -> list[Handle]:
+        """Those of all columns."""
+        return [handle for column in self.columns for handle in column]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Shapes and dtypes of the leaves of the data, in their order."""
+        return [
+            jax.ShapeDtypeStruct(handle.shape, handle.dtype)
+            for handle in self.handles
+            for _ in range(handle.num_copies or 1)
+        ]
 
 
 @final
@@ -88,7 +110,8 @@ class Plan:
         sources: What a worker brings, in this order.
         program: What it runs.
         inputs: Where each of the program's inputs comes from: `("data", i)` is the i-th leaf of the
-            data of all sources, `("argument", i)` of the arguments, `("state", n)` is variable n,
+            data of all sources, `("replicas", i)` that leaf and those after it, one of each
+            replica, `("argument", i)` a leaf of the arguments, `("state", n)` is variable n,
             `("constant", i)` one of `constants`, `("rows", i)` the rows of the i-th buffer of
             `rows`, `("position", i)` where the numbers of its i-th lookup are among them.
         constants: Arrays that the function has captured.
@@ -130,24 +153,24 @@ class ClosureTrace:
         self.position = 0
         self._data_avals = None if data_avals is None else list(data_avals)
 
-    def take(self, kind: str, number: int, specs: Sequence[Any]) -> list[Any]:
-        """Data of the worker, as tracers.
+    def take(self, kind: str, number: int, element: Any) -> Any:
+        """Data of the worker, with tracers as leaves; inside `Strategy.run` those of a replica.
 
         Args:
             kind: Of the `Source`.
             number: Of the `Source`.
-            specs: Shapes and dtypes of its leaves.
+            element: The data, with shapes and dtypes as leaves.
         """
         if self.position == len(self.sources):
             if self._data_avals is not None:
-                specs = [self._data_avals.pop(0) for _ in specs]
-            handles = [Handle(None, f"{kind} {number}", s.shape, s.dtype) for s in specs]
-            self.sources.append(Source(kind, number, handles))
+                avals = self._data_avals
+                element = jax.tree.map(lambda _: avals.pop(0), element)
+            columns, tree = jax.tree.flatten(element, is_leaf=_is_per_replica)
+            handles = [_handles_of(column, f"{kind} {number}") for column in columns]
+            self.sources.append(Source(kind, number, handles, tree))
         source = self.sources[self.position]
         self.position += 1
-        scope = current_scope()
-        assert scope is not None
-        return [scope.read(handle) for handle in source.handles]
+        return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
 
     def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which takes the same data when it is traced again."""
@@ -158,6 +181,36 @@ class ClosureTrace:
             return function(*args, **kwargs)
 
         return again
+
+
+def _is_per_replica(value: Any) -> bool:
+    return isinstance(value, PerReplica)
+
+
+def _handles_of(column: Any, name: str) -> list[Handle]:
+    if not isinstance(column, PerReplica):
+        return [Handle(None, name, column.shape, column.dtype)]
+    first, *others = column.values
+    if all((one.shape, one.dtype) == (first.shape, first.dtype) for one in others):
+        return [Handle(None, name, first.shape, first.dtype, num_copies=len(column.values))]
+    return [Handle(None, name, one.shape, one.dtype) for one in column.values]
+
+
+def _read(column: list[Handle]) -> Any:
+    scope = current_scope()
+    assert scope is not None
+    values = [scope.read(handle) for handle in column]
+    if scope.kind == "replica" and len(values) > 1:
+        raise UnsupportedError(
+            "The next batch of a worker has parts of different sizes for its replicas, and is taken"
+            " inside Strategy.run. Take it outside, strategy.run(step, args=(next(iterator),))."
+        )
+    if len(values) > 1:
+        return PerReplica(values)
+    num_replicas = column[0].num_copies
+    if num_replicas is None or scope.kind == "replica":
+        return values[0]
+    return PerReplica.from_stacked(values[0], num_replicas)
 
 
 class _ThreadState(threading.local):
@@ -187,6 +240,7 @@ def plan_of(
     data_avals: Sequence[Any] | None,
     parts_of: Callable[[Handle], Sequence[Part]],
     sparse_update: SparseUpdate = "exact",
+    num_replicas: int = 1,
 ) -> Plan:
     """Traces the function of a closure; to be called in the scope of its strategy.
 
@@ -196,6 +250,7 @@ def plan_of(
         data_avals: Those of the data that workers bring; None for those of its sources.
         parts_of: From the handle of a variable to what keeps it, along dim 0.
         sparse_update: What servers do with rows that are not pushed.
+        num_replicas: Number of devices of a worker.
 
     Raises:
         InvalidTypeError: if it returns something that is no array.
@@ -210,19 +265,28 @@ def plan_of(
         return outs
 
     with _tracing(closure):
-        closed, scope = trace(closure.repeatable(flat), avals, "function", [])
+        closed, scope = trace(
+            closure.repeatable(flat), avals, "function", [], is_for_workers=num_replicas > 1
+        )
     pure = purify(closed, scope, avals, [])
-    data = [handle for source in closure.sources for handle in source.handles]
+    jaxpr, captures = pure.jaxpr, pure.captures
+    num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1
+    if num_devices > 1:
+        of_inputs = [*[None] * len(captures), *pure.handles, *[None] * len(avals)]
+        is_split = [handle is not None and handle.per_replica for handle in of_inputs]
+        jaxpr, consts = per_device(jaxpr, is_split, num_devices)
+        captures = [*consts, *captures]
+    data = _inputs_of_data(closure.sources)
     places = {handle: parts_of(handle) for handle in pure.handles if handle not in data}
     inputs = [
-        *(_Input("constant", i) for i in range(len(pure.captures))),
+        *(_Input("constant", i) for i in range(len(captures))),
         *(own for handle in pure.handles for own in _inputs_of(handle, places, data)),
         *(_Input("argument", i) for i in range(len(avals))),
     ]
     parts = {h: [part.num_rows for part in own] for h, own in places.items() if len(own) > 1}
     jaxpr, constants = in_parts(
-        pure.jaxpr,
-        {i: parts[h] for i, h in enumerate(pure.handles, len(pure.captures)) if h in parts},
+        jaxpr,
+        {i: parts[h] for i, h in enumerate(pure.handles, len(captures)) if h in parts},
         {i: parts[h] for i, h in enumerate(pure.written, pure.num_outs) if h in parts},
     )
     written = [part.number for handle in pure.written for part in places[handle]]
@@ -230,10 +294,11 @@ def plan_of(
     split = split_over_servers(
         jaxpr,
         [own.server for own in inputs],
-        [own.kind in ("data", "argument") for own in inputs],
+        [own.kind in ("data", "replicas", "argument") for own in inputs],
         [*[None] * pure.num_outs, *(of_number[number] for number in written)],
         [own.name or f"{own.kind} {own.number}" for own in inputs],
         constants,
+        num_devices,
     )
 
     of_outputs = [handle for handle in pure.written for _ in places[handle]]
@@ -253,8 +318,12 @@ def plan_of(
     def origin(position: int) -> tuple[str, int]:
         return inputs[position].kind, inputs[position].number
 
+    def export(closed: Any, origins: Sequence[tuple[str, int]], split_outputs: bool) -> Program:
+        is_split = [kind in ("replicas", "position") for kind, _ in origins]
+        return export_per_device(closed, is_split, num_devices, split_outputs)
+
     states = {i: own for i, own in enumerate(inputs) if own.server is not None}
-    rows, refusals = rows_of(split, states)
+    rows, refusals = rows_of(split, states, num_devices)
     servers = {
         server: _server_plan(
             part,
@@ -272,7 +341,8 @@ def plan_of(
         origins += [("rows", i) for i in range(len(rows.buffers))]
         num_lookups = sum(len(space.lookups) for space in rows.spaces)
         origins += [("position", i) for i in range(num_lookups)]
-        program = export_jaxpr(rows.ids)
+        of_ids = [origin(i) for i in rows.ids_inputs]
+        program = export(rows.ids, of_ids, split_outputs=True)
         buffers = [
             (
                 buffer.space,
@@ -283,14 +353,13 @@ def plan_of(
             )
             for buffer in rows.buffers
         ]
-        of_ids = [origin(i) for i in rows.ids_inputs]
         row_plan = RowPlan(program.name, of_ids, rows.spaces, buffers), program
     return Plan(
         closure.sources,
-        export_jaxpr((rows or split).worker),
+        export((rows or split).worker, origins, split_outputs=False),
         origins,
         # Copies: a worker that comes later is sent the values of now, as the others were.
-        [copy_of(capture) for capture in pure.captures],
+        [copy_of(capture) for capture in captures],
         pure.num_outs,
         servers,
         {part.number: part.server for own in places.values() for part in own},
@@ -312,12 +381,22 @@ class _Input:
     num_rows: int = 0
 
 
+def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, _Input]:
+    """The data that handles stand for."""
+    inputs: dict[Handle, _Input] = {}
+    position = 0
+    for handle in [handle for source in sources for handle in source.handles]:
+        inputs[handle] = _Input("replicas" if handle.per_replica else "data", position)
+        position += handle.num_copies or 1
+    return inputs
+
+
 def _inputs_of(
-    handle: Handle, places: Mapping[Handle, Sequence[Part]], data: list[Handle]
+    handle: Handle, places: Mapping[Handle, Sequence[Part]], data: Mapping[Handle, _Input]
 ) -> list[_Input]:
     """What keeps a variable, or the data that a handle stands for."""
     if handle not in places:
-        return [_Input("data", data.index(handle))]
+        return [data[handle]]
     return [
         _Input("state", part.number, handle.name, part.server, part.num_rows)
         for part in places[handle]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+import jax
 import numpy as np
 
 from distributary.coordinator._closures import Part
@@ -32,8 +33,20 @@ from distributary.coordinator._sources import LocalMakers
 from distributary.coordinator._statistics import ServerStatistics
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
-from distributary.errors import CancelledError, InvalidValueError, UnavailableError
+from distributary.errors import (
+    CancelledError,
+    DeviceError,
+    InvalidValueError,
+    UnavailableError,
+)
 from distributary.options import RecoveryOptions
+from distributary.topology import (
+    backends_started,
+    local_devices_of,
+    prepare_cpu_threads,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
 from distributary.tracing import Handle
 from distributary.variables import SavedRows, SavedVariable
 
@@ -238,6 +251,7 @@ class Cluster:
         workers: By their number.
         servers: By their number.
         describe: Describes functions that make data so that workers find them.
+        devices_per_worker: Number of devices of each worker.
     """
 
     def __init__(
@@ -245,7 +259,9 @@ class Cluster:
         workers: Sequence[Task],
         servers: Sequence[Task],
         describe: Callable[[Any], JSON],
+        devices_per_worker: int = 1,
     ) -> None:
+        self.devices_per_worker = devices_per_worker
         self._workers = workers
         self._servers = servers
         self.describe = describe
@@ -293,13 +309,13 @@ def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
     return [(start, min(start + num_rows, shape[0])) for start in range(0, shape[0], num_rows)]
 
 
-def check_numbers(function: str, workers: int, ps: int) -> None:
-    """Checks the numbers of workers and servers that a function gets.
+def check_numbers(function: str, **numbers: int) -> None:
+    """Checks the numbers of tasks and devices that a function gets.
 
     Raises:
         InvalidValueError: if one is not positive.
     """
-    for name, number in (("workers", workers), ("ps", ps)):
+    for name, number in numbers.items():
         if number < 1:
             raise InvalidValueError(f"{function}: {name} is {number}, expected at least 1.")
 
@@ -325,14 +341,16 @@ class LocalCluster(Cluster):
 
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
 
-    def __init__(self, num_workers: int, num_servers: int, limits: Limits | None) -> None:
-        self._limits = limits
+    def __init__(
+        self, devices_of_workers: Sequence[Sequence[jax.Device]], num_servers: int, limits: Any
+    ) -> None:
+        self._limits: Limits | None = limits
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
         self._link_lock = threading.Lock()
         servers = [f"ps {number}" for number in range(num_servers)]
-        workers = [f"worker {number}" for number in range(num_workers)]
+        workers = [f"worker {number}" for number in range(len(devices_of_workers))]
         makers = LocalMakers()
 
         def make_server(number: int, session: SessionId) -> ParameterServer:
@@ -343,7 +361,7 @@ class LocalCluster(Cluster):
                 ServerLink(SessionLink(self._connect(workers[number], server), server, session))
                 for server in servers
             ]
-            return Worker(number, links, makers.find)
+            return Worker(number, links, makers.find, devices_of_workers[number])
 
         self._makers: dict[str, Callable[[SessionId], Tenant]] = {
             **{name: functools.partial(make_server, i) for i, name in enumerate(servers)},
@@ -356,7 +374,8 @@ class LocalCluster(Cluster):
         def tasks(names: list[str]) -> list[Task]:
             return [Task(name, functools.partial(self._connect, "chief", name)) for name in names]
 
-        super().__init__(tasks(workers), tasks(servers), makers.describe)
+        num_devices = len(devices_of_workers[0])
+        super().__init__(tasks(workers), tasks(servers), makers.describe, num_devices)
 
     def kill(self, name: str) -> None:
         """Breaks all connections of a task, as if its process had been killed.
@@ -408,12 +427,15 @@ class LocalCluster(Cluster):
         return link
 
     def __repr__(self) -> str:
-        return f"local_cluster(workers={len(self._workers)}, ps={len(self._servers)})"
+        text = f"local_cluster(workers={len(self._workers)}, ps={len(self._servers)}"
+        count = self.devices_per_worker
+        return f"{text})" if count == 1 else f"{text}, devices_per_worker={count})"
 
 
 def local_cluster(
     workers: int = 2,
     ps: int = 1,
+    devices_per_worker: int = 1,
     *,
     limits: Limits | None = None,
 ) -> LocalCluster:
@@ -422,11 +444,34 @@ def local_cluster(
     Args:
         workers: Number of workers, each a thread.
         ps: Number of servers.
+        devices_per_worker: Number of CPU devices of each worker, each with a replica. Workers have
+            devices of their own if there are enough, the first one the first of them; otherwise
+            all have the same. If JAX has not started yet, there will be enough.
         limits: If given, what the tasks send each other is encoded, checked and decoded as between
             processes.
 
     Raises:
         InvalidValueError: if a number is not positive.
+        DeviceError: if JAX has started with fewer CPU devices than a worker is to have.
     """
-    check_numbers("local_cluster", workers, ps)
-    return LocalCluster(workers, ps, limits)
+    check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
+    return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps, limits)
+
+
+def _devices_of_workers(num_workers: int, num_devices: int) -> list[Sequence[jax.Device]]:
+    if num_devices == 1:
+        return [jax.local_devices(backend="cpu")[:1]] * num_workers
+    wanted = num_workers * num_devices
+    if not backends_started() and requested_cpu_devices() < wanted:
+        set_logical_cpu_devices(wanted)
+    devices = local_devices_of("CPU")
+    if len(devices) < num_devices:
+        raise DeviceError(
+            f"local_cluster: devices_per_worker is {num_devices}, but this process has"
+            f" {len(devices)} CPU devices. At the top of the program, before anything uses JAX,"
+            f" call distributary.config.set_logical_cpu_devices({wanted})."
+        )
+    prepare_cpu_threads(min(wanted, len(devices)))
+    if len(devices) < wanted:
+        return [devices[:num_devices]] * num_workers
+    return [devices[i : i + num_devices] for i in range(0, wanted, num_devices)]

@@ -17,7 +17,14 @@ from distributary.coordinator._cluster import Session
 from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._nests import copy_of, leaves_of, nest_of, structs_of, tree_of
+from distributary.coordinator._nests import (
+    copy_of,
+    leaves_of,
+    nest_of,
+    shapes_of,
+    structs_of,
+    tree_of,
+)
 from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
 from distributary.coordinator._queue import ClosureQueue
 from distributary.coordinator._sources import UnknownMakerError
@@ -281,8 +288,9 @@ class ClusterCoordinator:
                 data,
                 self._cluster.parts_of,
                 self._strategy._sparse_update,
+                self._strategy.num_replicas_in_sync,
             )
-            function.num_data = sum(len(source.handles) for source in plan.sources)
+            function.num_data = sum(len(source.leaves) for source in plan.sources)
             function.feeds = [self._feeds[s.number] for s in plan.sources if s.kind == "fed"]
             function.rebuild = plan.rebuild
         self._warn_of_refusals(plan.refusals)
@@ -338,21 +346,20 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
     for kind, number in plan.inputs:
         if kind == "state":
             pulls.setdefault(plan.server_of[number], []).append(number)
-    handles = [handle for source in plan.sources for handle in source.handles]
-    shapes = [(list(a.shape), str(a.dtype)) for a in (*handles, *function.avals)]
+    leaves = [leaf for source in plan.sources for leaf in source.leaves]
     return [
         Message(
             "function",
             {
                 "function": function.number,
-                "sources": [(s.kind, s.number, len(s.handles)) for s in plan.sources],
+                "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
             },
         ),
         Message(
             "plan",
             {
                 "function": function.number,
-                "shapes": shapes,
+                "shapes": shapes_of([*leaves, *function.avals]),
                 "program": plan.program.name,
                 "inputs": plan.inputs,
                 "num_results": plan.num_results,

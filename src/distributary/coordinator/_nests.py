@@ -7,6 +7,7 @@ import numpy as np
 
 from distributary.coordinator._messages import JSON, WireError, aligned_empty
 from distributary.errors import InvalidTypeError
+from distributary.values import PerReplica
 
 __all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
 
@@ -55,7 +56,7 @@ def structs_of(shapes: JSON) -> list[jax.ShapeDtypeStruct]:
 
 
 def nest_of(value: Any) -> JSON:
-    """The structure of a nest of tuples, lists and dicts with names as keys.
+    """The structure of a nest of tuples, lists, dicts with names as keys, and `PerReplica`.
 
     Raises:
         InvalidTypeError: if it has other containers.
@@ -66,6 +67,8 @@ def nest_of(value: Any) -> JSON:
         return ["dict", [[key, nest_of(one)] for key, one in value.items()]]
     if type(value) in (tuple, list):
         return [type(value).__name__, [nest_of(one) for one in value]]
+    if isinstance(value, PerReplica):
+        return ["replicas", [nest_of(one) for one in value.values]]
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
         return "leaf"
     raise InvalidTypeError(
@@ -95,7 +98,7 @@ def _value_of(nest: Any) -> Any:
     kind, items = nest
     if kind == "dict":
         return {key: _value_of(one) for key, one in items}
-    return {"tuple": tuple, "list": list}[kind](map(_value_of, items))
+    return {"tuple": tuple, "list": list, "replicas": PerReplica}[kind]([*map(_value_of, items)])
 
 
 _LEAF = object()

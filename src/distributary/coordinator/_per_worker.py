@@ -87,8 +87,7 @@ def experimental_get_current_worker_index() -> Any:
             "experimental_get_current_worker_index was called outside of a scheduled function."
             " Call it inside the function that is given to ClusterCoordinator.schedule."
         )
-    (index,) = trace.take("index", 0, [jax.ShapeDtypeStruct((), np.int32)])
-    return index
+    return trace.take("index", 0, jax.ShapeDtypeStruct((), np.int32))
 
 
 def closure_number() -> Any:
@@ -99,8 +98,7 @@ def closure_number() -> Any:
     trace = current_trace()
     if trace is None:
         return None
-    (number,) = trace.take("closure", 0, [jax.ShapeDtypeStruct((), np.uint32)])
-    return number
+    return trace.take("closure", 0, jax.ShapeDtypeStruct((), np.uint32))
 
 
 @final
@@ -128,8 +126,7 @@ class RemoteSource:
                 "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
                 " a function, and schedule it with the iterator as an argument."
             )
-        specs, tree = self._look()
-        return jax.tree.unflatten(tree, trace.take(self._kind, self._number, specs))
+        return trace.take(self._kind, self._number, self.element_spec)
 
     @property
     def element_spec(self) -> Any:

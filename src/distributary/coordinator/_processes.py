@@ -32,7 +32,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
-IDENTIFY: Final = "identify"  # -> name of the task, versions; of every task, to everybody
+# -> name of the task, its number of devices, versions; of every task, to everybody
+IDENTIFY: Final = "identify"
 _CONNECT_SECONDS = 120.0
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras")
 
@@ -46,7 +47,8 @@ def cluster_of(cluster_resolver: Any) -> Cluster:
         InvalidTypeError: if it is something else.
         InvalidValueError: if the cluster has no workers or no servers, or this process is not its
             chief.
-        ClusterError: if tasks do not come in time, or have other versions of packages.
+        ClusterError: if tasks do not come in time, or have other versions of packages, or workers
+            another number of devices than others.
     """
     if isinstance(cluster_resolver, Cluster):
         return cluster_resolver
@@ -134,7 +136,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     def link(peer: Peer) -> GrpcLink:
         return GrpcLink(peer.address, peer.task_type, credentials)
 
-    meet(peers, credentials, connect_seconds(environ))
+    num_devices = meet(peers, credentials, connect_seconds(environ))
 
     def tasks(task_type: str) -> list[Task]:
         return [
@@ -143,10 +145,10 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
             if peer.task_type == task_type
         ]
 
-    return Cluster(tasks("worker"), tasks("ps"), describe)
+    return Cluster(tasks("worker"), tasks("ps"), describe, num_devices)
 
 
-def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> None:
+def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> int:
     """Waits for all tasks, and checks that they are who they should be.
 
     Args:
@@ -154,22 +156,43 @@ def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> 
         credentials: Those of the chief, or None.
         seconds: How long to wait.
 
+    Returns:
+        Number of devices of every worker.
+
     Raises:
         ClusterError: see `cluster_of`.
     """
     _log.info("Waiting for %s", ", ".join(map(str, peers)))
     links = {peer: GrpcLink(peer.address, peer.task_type, credentials) for peer in peers}
     try:
-        _meet(links, seconds)
+        return _num_devices(_meet(links, seconds))
     finally:
         for link in links.values():
             link.close()
 
 
-def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:
+def _num_devices(found: Mapping[Peer, dict[str, Any]]) -> int:
+    counts = {
+        peer: fields.get("devices", 1)
+        for peer, fields in sorted(found.items(), key=lambda one: one[0].task_id)
+        if peer.task_type == "worker"
+    }
+    (first, expected), *others = counts.items()
+    for peer, count in others:
+        if count != expected:
+            raise ClusterError(
+                f"{peer} has {count} devices, and {first} has {expected}: a step is one program for"
+                " all workers. Start every worker with the same JAX_NUM_CPU_DEVICES, which"
+                " `distributary launch --devices-per-worker` sets."
+            )
+    return int(expected)
+
+
+def _meet(links: dict[Peer, GrpcLink], seconds: float) -> dict[Peer, dict[str, Any]]:
     end = time.monotonic() + seconds
     calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
     reasons: dict[Peer, Exception] = {}
+    found: dict[Peer, dict[str, Any]] = {}
     while calls:
         done, _ = concurrent.futures.wait(
             calls, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
@@ -179,10 +202,12 @@ def _meet(links: dict[Peer, GrpcLink], seconds: float) -> None:
         for call in done:
             peer = calls.pop(call)
             try:
-                _check(peer, call.result().fields)
+                found[peer] = call.result().fields
+                _check(peer, found[peer])
             except ConnectionLostError as error:
                 reasons[peer] = error
                 calls[links[peer].start(Message(IDENTIFY))] = peer
+    return found
 
 
 def _check(peer: Peer, fields: dict[str, Any]) -> None:

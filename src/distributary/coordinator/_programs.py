@@ -10,10 +10,13 @@ from typing import Any, final
 
 import jax
 import jax.export
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.topology import REPLICA_AXIS, dispatcher_for, make_mesh
 
-__all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr"]
+__all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr", "export_per_device"]
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -41,12 +44,52 @@ class Program:
 
 def export_jaxpr(closed: Any) -> Program:
     """A program of a closed jaxpr, from a flat list of arrays to one."""
+    return export_function(_function_of(closed), closed.in_avals, [None] * len(closed.in_avals))
 
+
+def export_per_device(
+    closed: Any, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
+) -> Program:
+    """A program for several devices, of what each of them runs over the axis `"replica"`.
+
+    Args:
+        closed: A closed jaxpr.
+        is_split: For every input, whether each device has its own: the row of `[device, *shape]`.
+        num_devices: Number of devices; with one it is the program of `export_jaxpr`.
+        split_outputs: Whether each device has its own outputs, that become such rows.
+    """
+    if num_devices == 1:
+        return export_jaxpr(closed)
+    mesh = jax.sharding.AbstractMesh((num_devices,), (REPLICA_AXIS,))
+    specs = tuple([P(REPLICA_AXIS) if split else P() for split in is_split])
+    of_one = _function_of(closed)
+
+    def run(*inputs: Any) -> list[Any]:
+        own = [x[0] if split else x for x, split in zip(inputs, is_split, strict=True)]
+        outs = of_one(*own)
+        return [out[None] for out in outs] if split_outputs else outs
+
+    on_all = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P(REPLICA_AXIS) if split_outputs else P(),
+        check_vma=False,
+    )
+    structs = [
+        jax.ShapeDtypeStruct((num_devices, *aval.shape) if split else aval.shape, aval.dtype)
+        for aval, split in zip(closed.in_avals, is_split, strict=True)
+    ]
+    shardings = tuple([NamedSharding(mesh, spec) for spec in specs])
+    return _exported(jax.jit(on_all, in_shardings=shardings), structs)
+
+
+def _function_of(closed: Any) -> Callable[..., list[Any]]:
     def run(*inputs: Any) -> list[Any]:
         outs: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)
         return outs
 
-    return export_function(run, closed.in_avals, [None] * len(closed.in_avals))
+    return run
 
 
 def export_function(
@@ -74,8 +117,12 @@ def export_function(
         )
         for aval, bucket in zip(avals, buckets, strict=True)
     ]
+    return _exported(jax.jit(run), structs)
+
+
+def _exported(jitted: Any, structs: Sequence[Any]) -> Program:
     try:
-        return Program.of(jax.export.export(jax.jit(run), platforms=["cpu"])(*structs))
+        return Program.of(jax.export.export(jitted, platforms=["cpu"])(*structs))
     except NotImplementedError as error:
         if "callback" not in str(error):
             raise
@@ -88,9 +135,16 @@ def export_function(
 
 @final
 class ProgramCache:
-    """The programs that a task knows, by name. Tasks in one process compile each of them once."""
+    """The programs that a task knows, by name.
 
-    def __init__(self) -> None:
+    Tasks in one process that have the same devices compile each of them once.
+
+    Args:
+        devices: Where they run; None for the first CPU device.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        self._devices = None if devices is None else tuple(devices)
         self._calls: dict[str, Callable[..., Sequence[Any]]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -100,8 +154,8 @@ class ProgramCache:
         """Adds the content of a program; returns its name.
 
         Raises:
-            InvalidValueError: if it has been damaged, or calls custom code that is not known to be
-                harmless.
+            InvalidValueError: if it has been damaged, calls custom code that is not known to be
+                harmless, or is for another number of devices.
         """
         digest, serialized = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         # XLA's parser crashes on damaged programs.
@@ -110,11 +164,17 @@ class ProgramCache:
         name = digest.hex()
         if name not in self._calls:
             with _loading:
-                self._calls[name] = _loaded(serialized)
+                devices = self._devices or (jax.local_devices(backend="cpu")[0],)
+                self._calls[name] = _loaded(serialized, devices)
         return name
 
     def run(self, name: str, inputs: Sequence[Any]) -> list[jax.Array]:
-        """Runs a program."""
+        """Runs a program.
+
+        Args:
+            name: Its name.
+            inputs: Arrays; instead of `[device, *shape]` also a list of `[*shape]`.
+        """
         return list(self._calls[name](*inputs))
 
 
@@ -122,15 +182,46 @@ _loading = threading.Lock()
 
 
 @functools.lru_cache(maxsize=256)
-def _loaded(serialized: bytes) -> Callable[..., Sequence[Any]]:
+def _loaded(serialized: bytes, devices: tuple[jax.Device, ...]) -> Callable[..., Sequence[Any]]:
     exported = jax.export.deserialize(bytearray(serialized))
     _check_custom_calls(exported)
+    if exported.nr_devices > 1:
+        return _on_devices(exported, devices)
     # Programs are exported for CPUs; arrays may be on another device by default.
-    cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    call = jax.jit(exported.call, in_shardings=cpu)
+    call = jax.jit(exported.call, in_shardings=jax.sharding.SingleDeviceSharding(devices[0]))
     if not any(jax.export.is_symbolic_dim(dim) for aval in exported.in_avals for dim in aval.shape):
         call.lower(*exported.in_avals).compile()  # not while others wait for the first result
-    return call
+
+    def run(*inputs: Any) -> Any:
+        return call(*[np.stack(x) if isinstance(x, list) else x for x in inputs])
+
+    return run
+
+
+def _on_devices(exported: Any, devices: tuple[jax.Device, ...]) -> Callable[..., Sequence[Any]]:
+    if exported.nr_devices != len(devices):
+        raise InvalidValueError(
+            f"A program is for {exported.nr_devices} devices, and there are {len(devices)}. All"
+            " workers must have the same number of devices, as long as the chief runs."
+        )
+    mesh = make_mesh(devices)
+    stacked = NamedSharding(mesh, P(REPLICA_AXIS))
+    call = jax.jit(exported.call, in_shardings=exported.in_shardings_jax(mesh))
+    call.lower(*exported.in_avals).compile()
+    dispatcher = dispatcher_for(devices)
+
+    def placed(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        rows = jax.device_put([row[None] for row in value], list(devices))
+        shape = (len(value), *value[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, stacked, rows)
+
+    def run(*inputs: Any) -> Any:
+        given = map(placed, inputs)
+        return dispatcher.run(call, lambda outs: outs[0] if outs else None, *given)
+
+    return run
 
 
 # What JAX lowers numeric functions to on CPUs; none of them touches anything but its operands.

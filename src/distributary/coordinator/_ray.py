@@ -82,7 +82,7 @@ class RayCluster(Cluster):
         makers = _Makers(ray, self._actors["ps 0"], seconds)
         super().__init__(workers, servers, makers.describe)
         try:
-            meet(self._wait(seconds), self._credentials, seconds)
+            self.devices_per_worker = meet(self._wait(seconds), self._credentials, seconds)
         except BaseException:
             self.close()
             raise
@@ -164,7 +164,7 @@ def ray_cluster(
             certificates.
         MissingPackageError: without ray.
     """
-    check_numbers("ray_cluster", workers, ps)
+    check_numbers("ray_cluster", workers=workers, ps=ps)
     return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
 
 

@@ -13,14 +13,21 @@ import json
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from distributary.coordinator._messages import JSON
+from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryError
+from distributary.inputs import DistributedInput, InputContext, StepCounts
+
+if TYPE_CHECKING:
+    from distributary.inputs import DistributedDataset
 
 __all__ = [
+    "DistributedSource",
     "LocalMakers",
     "ScriptEndError",
     "UnknownMakerError",
@@ -36,6 +43,48 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 class UnknownMakerError(DistributaryError, LookupError):
     """A function cannot be described, or a worker does not have it; the text says why."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DistributedSource(DistributedInput):
+    """Makes a dataset with a batch for each replica of a worker.
+
+    Iterated by the coordinator, it makes one there.
+
+    Args:
+        dataset: The dataset, or a function that makes it.
+        num_replicas: Number of replicas of a worker.
+        of_replicas: Whether it is a function from an `InputContext` to a dataset whose elements
+            belong to one replica each, and are not to be split.
+        depth: How many batches wait while a thread makes the next one; 0 for no thread.
+    """
+
+    dataset: Any
+    num_replicas: int
+    of_replicas: bool
+    depth: int
+
+    def __call__(self) -> "DistributedDataset":
+        """The dataset, which gives `PerReplica`s of arrays if there are several replicas."""
+        # Most jobs never distribute a dataset, and reading these modules takes a while.
+        from distributary.inputs import Batches, DistributedDataset, Elements
+
+        share = WorkerShare(1, 0, self.num_replicas)
+        if self.of_replicas:
+            context = InputContext(num_replicas_in_sync=self.num_replicas)
+            source: Any = Elements(lambda: [self.dataset(context)], self.num_replicas)
+        else:
+            source = Batches(as_maker(self.dataset)(), share)
+        return DistributedDataset(source, None, share, self.depth, StepCounts())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self())
+
+    @property
+    def element_spec(self) -> Any:
+        """See `DistributedDataset.element_spec`."""
+        return self().element_spec
 
 
 class ScriptEndError(BaseException):
@@ -83,6 +132,11 @@ def describe(maker: Any) -> JSON:
         UnknownMakerError: if it is something else than a function at the top level of a module, or
             its arguments are no JSON.
     """
+    if isinstance(maker, DistributedSource):
+        return {
+            **describe(maker.dataset),
+            "distributed": [maker.num_replicas, maker.of_replicas, maker.depth],
+        }
     args, kwargs = [], {}
     if isinstance(maker, functools.partial):
         maker, args, kwargs = maker.func, list(maker.args), dict(maker.keywords)
@@ -123,7 +177,9 @@ def find(description: JSON) -> Callable[[], Any]:
         function.__qualname__,
     ) != (module_name, name):
         raise UnknownMakerError(f"a worker has no function {name} in {module_name}{reason}")
-    return functools.partial(function, *description["args"], **description["kwargs"])
+    maker = functools.partial(function, *description["args"], **description["kwargs"])
+    how = description.get("distributed")
+    return maker if how is None else DistributedSource(maker, *how)
 
 
 def _attribute(module: Any, qualified_name: str) -> Any:

@@ -1,22 +1,32 @@
 """Asynchronous training with variables on servers."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from distributary.context import get_strategy
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
-from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.options import RecoveryOptions, RunOptions
+from distributary.coordinator._sources import DistributedSource
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.inputs import DistributedInput, InputContext
+from distributary.options import (
+    InputOptions,
+    InputReplicationMode,
+    RecoveryOptions,
+    RunOptions,
+)
 from distributary.strategies import Strategy, StrategyExtended
+from distributary.topology import REPLICA_AXIS
 from distributary.tracing import SparseUpdate, push
 from distributary.variables import (
+    AggregatedVariable,
     Keeper,
     ShardedVariable,
     Variable,
@@ -75,16 +85,19 @@ class ParameterServerStrategy(Strategy):
                 " 'lazy'."
             )
         self._cluster_resolver = cluster_resolver
-        self._cluster = cluster_of(cluster_resolver).open(recovery_options or RecoveryOptions())
+        cluster = cluster_of(cluster_resolver)
+        self._cluster = cluster.open(recovery_options or RecoveryOptions())
         self._coordinator: Any = None
         self._variable_partitioner = variable_partitioner
         self._sparse_update: SparseUpdate = sparse_update
+        count = cluster.devices_per_worker
         super().__init__(
             StrategyExtended(
                 self,
                 [jax.local_devices(backend="cpu")[0]],
-                distributed=False,
+                distributed=count > 1,
                 kind_of_variables=_ServerVariable,
+                workers_mesh=AbstractMesh((count,), (REPLICA_AXIS,)) if count > 1 else None,
             )
         )
 
@@ -105,7 +118,10 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` once, on the worker that runs the scheduled function around it.
+        """Calls `fn` on the worker that runs the scheduled function around it.
+
+        If workers have several devices, once for each of them, as `Strategy.run` does: arguments
+        that are `PerReplica`, as the batches of distributed datasets are, have a part for each.
 
         Source: `tf.distribute.ParameterServerStrategy.run`.
         """
@@ -119,15 +135,69 @@ class ParameterServerStrategy(Strategy):
         result = super().reduce(reduce_op, value, axis)
         return result if current_trace() is None else jax.tree.map(push, result)
 
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedSource:
+        """A dataset for `create_per_worker_dataset`, whose batches are split over the replicas.
+
+        Args:
+            dataset: As for `Strategy.experimental_distribute_dataset`, or a function that returns
+                such a dataset, which workers call themselves.
+            options: Input options.
+
+        Source: `tf.distribute.ParameterServerStrategy.experimental_distribute_dataset`.
+        """
+        if isinstance(dataset, DistributedInput):
+            raise InvalidTypeError(
+                "experimental_distribute_dataset: the dataset is distributed already. Give it to"
+                " create_per_worker_dataset."
+            )
+        return self._distributed(dataset, False, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: InputOptions | None = None,
+    ) -> DistributedSource:
+        """A dataset for `create_per_worker_dataset`, whose elements belong to one replica each.
+
+        Args:
+            dataset_fn: From an `InputContext` to an iterable of per-replica batches, of which every
+                step takes as many as a worker has replicas. Workers do not share the batches
+                between them: the context is that of the only pipeline.
+            options: Input options.
+
+        Source: `tf.distribute.ParameterServerStrategy.distribute_datasets_from_function`.
+        """
+        if not callable(dataset_fn):
+            raise InvalidTypeError(
+                f"distribute_datasets_from_function: dataset_fn is {dataset_fn!r}, expected a"
+                " function from an InputContext to an iterable of batches."
+            )
+        return self._distributed(dataset_fn, True, options)
+
+    def _distributed(
+        self, dataset: Any, of_replicas: bool, options: InputOptions | None
+    ) -> DistributedSource:
+        options = options or InputOptions()
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise UnsupportedError(
+                "InputReplicationMode.PER_REPLICA is not supported for the workers of"
+                f" {self!r}. Use PER_WORKER: each step takes one element per replica."
+            )
+        depth = options.experimental_per_replica_buffer_size
+        return DistributedSource(dataset, self.num_replicas_in_sync, of_replicas, depth)
+
     def __repr__(self) -> str:
-        cluster = self._cluster
+        cluster, count = self._cluster, self.num_replicas_in_sync
+        devices = "" if count == 1 else f" with {count} devices each"
         return (
-            f"<ParameterServerStrategy: {len(cluster.workers)} workers,"
+            f"<ParameterServerStrategy: {len(cluster.workers)} workers{devices},"
             f" {len(cluster.servers)} parameter servers>"
         )
 
 
-class _ServerVariable(Variable):
+class _ServerVariable(AggregatedVariable):
     """A variable on a parameter server."""
 
     _place: tuple[int, int]

@@ -25,7 +25,12 @@ from distributary.coordinator._sessions import (
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
 from distributary.errors import ClusterError
-from distributary.topology import backends_started
+from distributary.topology import (
+    backends_started,
+    local_devices_of,
+    prepare_local_devices,
+    requested_cpu_devices,
+)
 
 __all__ = ["RoleCheck", "TaskServer"]
 
@@ -76,6 +81,7 @@ class TaskServer:
         credentials = Credentials.from_environ(task_type, environ)
         name = f"{task_type} {task_id}"
         _keep_off_accelerators()
+        prepare_local_devices()
 
         def make_server(session: SessionId) -> Tenant:
             return ParameterServer(task_id)
@@ -85,7 +91,7 @@ class TaskServer:
                 ServerLink(SessionLink(GrpcLink(one.address, "ps", credentials), str(one), session))
                 for one in find_servers()
             ]
-            return Worker(task_id, links, find)
+            return Worker(task_id, links, find, jax.local_devices(backend="cpu"))
 
         is_server = task_type == "ps"
         self._service = SessionService(name, make_server if is_server else make_worker)
@@ -145,7 +151,8 @@ class RoleCheck:
             Exception: what the service raises.
         """
         if message.kind == IDENTIFY:
-            return Message("ok", {"task": self._name, "versions": versions()})
+            fields = {"task": self._name, "versions": versions(), "devices": _num_devices()}
+            return Message("ok", fields)
         may = peer.role in ("chief", "local") or (
             peer.role == "worker" and message.kind in self._for_workers
         )
@@ -176,6 +183,10 @@ def _listen(
                 raise
             _log.info("%s", error)
         time.sleep(_POLL_SECONDS)
+
+
+def _num_devices() -> int:
+    return len(local_devices_of("CPU")) if backends_started() else requested_cpu_devices()
 
 
 def _keep_off_accelerators() -> None:

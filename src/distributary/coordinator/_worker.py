@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from typing import Any, ClassVar, final
@@ -56,6 +56,18 @@ class _Plan:
     pulls: dict[int, list[int]]  # by server
     servers: list[_Server]
     rows: RowPlan | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """By the first of them, leaves that belong to one replica each."""
+
+    leaves: list[np.ndarray]
+    length: int
+
+    def __getitem__(self, first: int) -> list[np.ndarray]:
+        return self.leaves[first : first + self.length]
 
 
 @final
@@ -138,15 +150,21 @@ class Worker:
         number: Of the task.
         links: To the servers, by their number.
         find: Returns the function that a `maker` describes.
+        devices: On which programs run, each with a replica.
     """
 
     def __init__(
-        self, number: int, links: list[ServerLink], find: Callable[[JSON], Callable[[], Any]]
+        self,
+        number: int,
+        links: list[ServerLink],
+        find: Callable[[JSON], Callable[[], Any]],
+        devices: Sequence[jax.Device],
     ) -> None:
         self.number = number
         self._links = links
         self._find = find
-        self._programs = ProgramCache()
+        self._num_devices = len(devices)
+        self._programs = ProgramCache(devices)
         self._server_programs: dict[str, bytes] = {}
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
         self._plans: dict[tuple[int, Shapes], _Plan] = {}
@@ -311,6 +329,7 @@ class Worker:
         if plan is None:
             return step
         step.given["constant"] = plan.constants
+        step.given["replicas"] = _Runs(data, self._num_devices)
         for server, ids in plan.pulls.items():
             step.reads[server] = _Read(list(ids), len(ids))
         if plan.rows is not None:
@@ -362,7 +381,9 @@ class Worker:
         filled: list[Any] = [None] * (len(rows.buffers) if rows else 0)
         for own in step.reads.values():
             assert own.reply is not None
-            arrays = own.reply.arrays
+            arrays: list[Any] = own.reply.arrays
+            if self._num_devices > 1:  # those of servers in this process lie on one device
+                arrays = [*map(np.asarray, arrays)]
             state.update(zip(own.ids[: own.num_whole], arrays, strict=False))
             for (i, where), found in zip(own.places, arrays[own.num_whole :], strict=True):
                 if filled[i] is None:

@@ -121,7 +121,9 @@ class TracedVariables(keras.StatelessScope):
         assert scope is not None
         stand_in = _stand_in(variable)
         array = jnp.asarray(value, stand_in.dtype)
-        scope.write(stand_in._handle, _agreed(variable, stand_in, array))
+        if _is_replicas_own(variable, stand_in):
+            array = _agreed(variable, stand_in, array)
+        scope.write(stand_in._handle, array)
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
@@ -137,26 +139,40 @@ class TracedVariables(keras.StatelessScope):
             initialize_all_variables()
 
 
+def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
+    """Whether what is assigned to a variable is what one of several replicas has computed.
+
+    Gradients are combined before an optimizer applies them, so that what it assigns is the same
+    everywhere.
+    """
+    is_replica = current_mode().role == "replica" and stand_in._layout.num_replicas > 1
+    return is_replica and not (stand_in._handle.summed or in_optimizer() or variable.trainable)
+
+
 def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
     """What is assigned to a variable that has one value for all replicas.
 
-    Gradients are combined before an optimizer applies them, so that what it assigns is the same
-    everywhere. Other state that layers keep, such as moving averages, becomes the mean. Where the
-    replicas of anything else would differ, the trace ends with an error.
+    State that layers keep, such as moving averages, becomes the mean. Where the replicas of
+    anything else would differ, the trace ends with an error.
     """
-    mode = current_mode()
-    context = mode.replica_context
-    if mode.role != "replica" or context is None or stand_in._layout.num_replicas == 1:
-        return value
-    if stand_in._handle.summed or in_optimizer() or variable.trainable:
-        return value
+    context = current_mode().replica_context
+    assert context is not None
     aggregation = VariableAggregation[variable.aggregation.upper()]
+    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
     if aggregation in (VariableAggregation.NONE, VariableAggregation.MEAN):
-        is_float = jnp.issubdtype(value.dtype, jnp.inexact)
         aggregation = VariableAggregation.MEAN if is_float else VariableAggregation.NONE
-    return across_replicas(
-        value,
-        aggregation,
-        stand_in._layout.num_replicas,
-        lambda: context.replica_id_in_sync_group,
-    )
+
+    def combined(own: Any) -> Any:
+        return across_replicas(
+            own,
+            aggregation,
+            stand_in._layout.num_replicas,
+            lambda: context.replica_id_in_sync_group,
+        )
+
+    scope = current_scope()
+    if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):
+        return combined(value)
+    # Servers add what a step changes, so that the steps of all workers take part.
+    before = scope.read(stand_in._handle)
+    return before + combined(value - before)

@@ -27,7 +27,7 @@ from distributary.datasets import (
     is_hugging_face,
 )
 from distributary.errors import InvalidValueError
-from distributary.inputs import Batches, DistributedDataset
+from distributary.inputs import Batches, DistributedDataset, DistributedInput
 from distributary.options import InputOptions
 
 
@@ -58,6 +58,8 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
             given = dict(zip(("y", "sample_weight"), args, strict=False))
             return PerWorkerAdapter(x, {**given, **kwargs})
+        if isinstance(x, DistributedInput) and callable(x):  # made by whoever needs it
+            x = x()
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
             # Several workers read their rows; one splits the batches in the step.

@@ -26,7 +26,8 @@ def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
             from distributary.coordinator import closure_number
 
             number = closure_number()
-            return seed if number is None else seed.at[0].add(_spread(number, seed.dtype))
+            if number is not None:
+                seed = seed.at[1].add(_spread(number, seed.dtype))
         context = replica_context()
         if context is None:
             return seed

@@ -3,16 +3,27 @@
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.keras_bridge._data import UnknownSizes, current_call
-from distributary.keras_bridge._trainer import PARTS, Kind, num_rows, variables_of_part
+from distributary.keras_bridge._replica import optimizing, trainer_replica
+from distributary.keras_bridge._trainer import (
+    PARTS,
+    Kind,
+    common_size,
+    logs_of_all,
+    num_rows,
+    variables_of_part,
+)
 from distributary.topology import progress
+from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
 
@@ -38,6 +49,8 @@ class ServerSteps:
             )
         self._trainer = trainer
         self._kind = kind
+        self._strategy = strategy
+        self._num_replicas = strategy.num_replicas_in_sync
         self._coordinator = ClusterCoordinator(strategy)
         self._counts = strategy.extended.step_counts
         self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
@@ -47,10 +60,18 @@ class ServerSteps:
         self._outputs: Any = None  # their structure
 
         def on_batch(batch: Any) -> Any:
-            return strategy.run(self._step, args=(batch,))
+            if self._num_replicas == 1:
+                return strategy.run(self._step, args=(batch,))
+            parts = _parts_of(batch, self._num_replicas)
+            if parts is None:  # one device computes it
+                return self._step(_whole(batch))
+            result = strategy.run(self._step_of_replica, args=(parts,))
+            if self._kind == "predict":
+                return _whole(result)
+            return jax.tree.map(lambda own: own[0], map_leaves(lambda x: x.payload, result))
 
         def on_next_batch(batches: Any) -> Any:
-            return strategy.run(self._step, args=(next(batches),))
+            return on_batch(next(batches))
 
         # The coordinator knows functions by their identity.
         self._on_batch = on_batch
@@ -92,6 +113,12 @@ class ServerSteps:
             self._running.append(value)
         return value
 
+    def _step_of_replica(self, data: Any) -> Any:
+        """The part of a step that one of several replicas of a worker runs."""
+        with trainer_replica(self._strategy) as context:
+            out = self._step(data)
+            return out if self._kind == "predict" else logs_of_all(context, out)
+
     def _step(self, data: Any) -> Any:
         """A step as a worker and the servers run it; assigns what it changes."""
         trainer = self._trainer
@@ -105,10 +132,12 @@ class ServerSteps:
         else:
             out, non_trainable = trainer.predict_step(tuple(given), data)
             new = given[0], non_trainable
-        for part, before, after in zip(variables, state, new, strict=True):
-            for variable, old, value in zip(part, before, after, strict=True):
-                if value is not old:
-                    variable.assign(value)
+        for name, part, before, after in zip(PARTS[self._kind], variables, state, new, strict=True):
+            # Of trainable variables, too, the optimizer has made the new values.
+            with optimizing() if name in ("trainable", "optimizer") else nullcontext():
+                for variable, old, value in zip(part, before, after, strict=True):
+                    if value is not old:
+                        variable.assign(value)
         return out
 
     def _latest_logs(self, last: RemoteValue) -> Any:
@@ -141,6 +170,41 @@ class ServerSteps:
         return jax.tree.unflatten(self._outputs, leaves)
 
 
+def _parts_of(batch: Any, num_replicas: int) -> Any:
+    """A batch split over the replicas; None if it cannot be."""
+    leaves = jax.tree.leaves(batch, is_leaf=_is_per_replica)
+    if all(_is_per_replica(leaf) for leaf in leaves):
+        return batch if all(leaf.form == "stacked" for leaf in leaves) else None
+    size = common_size(batch)
+    if not size or size % num_replicas:
+        return None
+
+    def split(rows: Any) -> PerReplica:
+        parts = jnp.reshape(rows, (num_replicas, size // num_replicas, *rows.shape[1:]))
+        return PerReplica.from_stacked(parts, num_replicas)
+
+    return jax.tree.map(split, batch)
+
+
+def _whole(nest: Any) -> Any:
+    """The nest with the parts of all replicas joined along dim 0."""
+    return map_leaves(
+        lambda leaf: jnp.concatenate(leaf.values) if _is_per_replica(leaf) else leaf, nest
+    )
+
+
+def _spec_of_whole(leaf: Any) -> Any:
+    if not _is_per_replica(leaf):
+        return leaf
+    first = leaf.values[0]
+    size = sum(own.shape[0] for own in leaf.values)
+    return jax.ShapeDtypeStruct((size, *first.shape[1:]), first.dtype)
+
+
+def _is_per_replica(leaf: Any) -> bool:
+    return isinstance(leaf, PerReplica)
+
+
 @final
 class _Prediction:
     """An output of steps, an array once they have ended; what NumPy converts is waited for."""
@@ -171,7 +235,7 @@ class WorkerBatches:
         return self
 
     def __next__(self) -> Any:
-        return self.of_workers.element_spec
+        return map_leaves(_spec_of_whole, self.of_workers.element_spec)
 
 
 @final

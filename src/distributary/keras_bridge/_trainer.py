@@ -200,7 +200,7 @@ class StepFunction:
             return self._run(("split", count), state, data.rows)
         if self._eager:
             return self._run_eagerly(state, data)
-        size = _common_size(data, axis)
+        size = common_size(data, axis)
         if size is not None and size % self._num_replicas == 0:
             self._uneven_in_a_row = 0
             if self._share.num_workers > 1:
@@ -413,7 +413,7 @@ class StepFunction:
             )
             if "metrics" in new:
                 new["metrics"] = Values(sums().of(list(new["metrics"]), metrics))
-                out = _logs_of_all(context, out)
+                out = logs_of_all(context, out)
             elif any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                 raise InvalidTypeError(
                     f"{self._trainer.name}.predict_step returned a scalar. Under"
@@ -425,7 +425,7 @@ class StepFunction:
         return out, tuple(new.values())
 
 
-def _logs_of_all(context: Any, logs: Any) -> Any:
+def logs_of_all(context: Any, logs: Any) -> Any:
     """Logs of one replica as those of the whole batch; results of metrics are that already."""
     leaves, tree = jax.tree.flatten(logs)
     own = [i for i, leaf in enumerate(leaves) if not sums().is_of_all(leaf)]
@@ -614,7 +614,7 @@ def _num_examples(data: Any, way: str, count: int, share: WorkerShare) -> int:
     return size // share.num_workers if way == "split" else size
 
 
-def _common_size(batch: Any, axis: int = 0) -> int | None:
+def common_size(batch: Any, axis: int = 0) -> int | None:
     """Size of dim `axis` of all arrays of a batch; None if they differ."""
     sizes = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or sizes == {()}:

@@ -56,6 +56,7 @@ class CrossReplica:
         dispatcher: Bounds the programs in flight.
         place_rows: Puts a stacked `PerReplica` on the replicas' devices.
         home: Sharding of the device that results go to; None leaves them on the replicas'.
+        workers_mesh: The mesh of functions that are traced for other processes.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class CrossReplica:
         dispatcher: Dispatcher,
         place_rows: Callable[[PerReplica], PerReplica],
         home: Any = None,
+        workers_mesh: Any = None,
     ) -> None:
         self._home = home
+        self._workers_mesh = workers_mesh
         self._strategy = strategy
         self._num_replicas = num_replicas
         self._mesh = mesh
@@ -177,19 +180,25 @@ class CrossReplica:
         trees = [row.payload for row in rows]
         if rows[0].form == "local":
             return function(trees)
-        if self._mesh is None:
+        scope = current_scope()
+        is_for_workers = scope is not None and scope.is_for_workers
+        mesh = self._workers_mesh if is_for_workers else self._mesh
+        if mesh is None and self._num_replicas == 1:
             return function([jax.tree.map(lambda x: x[0], tree) for tree in trees])
+        if mesh is None:
+            results = jax.vmap(function, axis_name=REPLICA_AXIS)(trees)
+            return jax.tree.map(lambda x: x[0], results)
 
         def program(stacked: list[Any]) -> list[Any]:
             return jax.shard_map(
                 lambda local: function([jax.tree.map(lambda x: x[0], tree) for tree in local]),
-                mesh=self._mesh,
+                mesh=mesh,
                 in_specs=P(REPLICA_AXIS),
                 out_specs=P(),
                 check_vma=False,
             )(stacked)
 
-        if current_scope() is not None or inside_jax_trace():
+        if scope is not None or inside_jax_trace():
             return program(trees)
         jitted = self._jitted.get(key)
         if jitted is None:

@@ -97,6 +97,8 @@ class StrategyExtended:
         shard_optimizer_state: Whether every device holds a part of what optimizers keep.
         parameter_device: The device of the variables; None if they lie where the replicas compute.
         in_host_memory: Whether the variables lie in the host memory of `parameter_device`.
+        workers_mesh: The replicas of functions that are traced for other processes; `devices` is
+            then the one of this process.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -114,6 +116,7 @@ class StrategyExtended:
         shard_optimizer_state: bool = False,
         parameter_device: jax.Device | None = None,
         in_host_memory: bool = False,
+        workers_mesh: jax.sharding.AbstractMesh | None = None,
     ) -> None:
         if shard_optimizer_state and current_target() is not None:
             raise UnsupportedError(
@@ -126,7 +129,7 @@ class StrategyExtended:
         cores = [] if devices is None else [d if isinstance(d, Sequence) else (d,) for d in devices]
         self._devices = None if devices is None else tuple(own[0] for own in cores)
         self.num_logical_devices = len(cores[0]) if cores else 1
-        self.num_replicas = 1 if devices is None else len(devices)
+        self.num_replicas = len(devices or (None,)) if workers_mesh is None else workers_mesh.size
         self._workers = workers
         #: Number of processes, and which of them this one is.
         self.num_workers = 1 if workers is None else workers.num_workers
@@ -183,16 +186,18 @@ class StrategyExtended:
             first_replica,
             home,
             self.storage,
+            workers_mesh,
         )
         self.combine = CrossReplica(
             strategy,
             self.num_replicas,
-            mesh if self.num_replicas > 1 else None,
+            mesh if self.num_replicas > 1 and workers_mesh is None else None,
             self.cross_device_ops,
             self.options,
             dispatcher,
             self.runner.place_rows,
             home,
+            workers_mesh,
         )
         if os.environ.get("DISTRIBUTARY_STATUS_FD") and not is_default:
             from distributary.launch import report_progress
@@ -664,15 +669,16 @@ class StrategyExtended:
         merged = self.options.merge(options)
         if self.num_replicas == 1:
             reduced = reduce_alone(op, value)
-            if current_scope() is None:
-                return reduced
-            # What follows a collective is computed where the variables lie.
-            if self.home is not None:
-                return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
-            if self._layout.kind is not None:
-                return jax.tree.map(push_to_servers, reduced)
+        else:
+            reduced = reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+        if current_scope() is None:
             return reduced
-        return reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+        # What follows a collective is computed where the variables lie.
+        if self._layout.kind is not None:
+            return jax.tree.map(push_to_servers, reduced)
+        if self.num_replicas == 1 and self.home is not None:
+            return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
+        return reduced
 
     def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:
         """Combines the gradients of all replicas for an optimizer, inside `run`.

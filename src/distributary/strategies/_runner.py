@@ -54,6 +54,9 @@ class ReplicaRunner:
         dispatcher: Bounds the programs in flight.
         first_replica: Number of the first replica of this process.
         home: Sharding of the device of the variables; None if they lie where replicas compute.
+        storage: Sharding of the variables there.
+        workers_mesh: The mesh of functions that are traced for other processes; elsewhere all
+            replicas run one beside the other on the device of `mesh`.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class ReplicaRunner:
         first_replica: int = 0,
         home: Any = None,
         storage: Any = None,
+        workers_mesh: Any = None,
     ) -> None:
+        self._workers_mesh = workers_mesh
         self._home = home
         self._storage = storage
         self._first_replica = first_replica
@@ -190,13 +195,16 @@ class ReplicaRunner:
             self._storage,
         )
 
-    def _program(self, step: "_Step") -> ReplicaProgram:
+    def _program(self, step: "_Step", is_for_workers: bool = False) -> ReplicaProgram:
+        avals = step.avals
+        if self._workers_mesh is not None and not is_for_workers and len(avals) == 1:
+            avals = avals * self._num_replicas
         return ReplicaProgram(
             step.flat,
-            step.avals,
+            avals,
             step.varying,
             self._num_replicas,
-            self._mesh,
+            self._workers_mesh if is_for_workers else self._mesh,
             split_outputs=step.role == "replica",
             data=None if self._home is None else step.data,
         )
@@ -211,7 +219,7 @@ class ReplicaRunner:
     ) -> Any:
         """Inlines the program into the `distributary.function` that is being traced."""
         step = _Step(self._strategy, self._num_replicas, function, args, kwargs, role)
-        program = self._program(step)
+        program = self._program(step, scope.is_for_workers)
         scope.strategies.append(self._strategy)
         leaves = jax.tree.leaves((args, kwargs))
         new, outs = program(

@@ -38,6 +38,7 @@ from distributary.tracing._stages import (
 if TYPE_CHECKING:
     from distributary.tracing._one_device import OneDeviceProgram
     from distributary.tracing._parts import in_parts
+    from distributary.tracing._per_device import has_replicas, per_device
     from distributary.tracing._rows import (
         Lookup,
         RowSpace,
@@ -72,11 +73,13 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
+    "has_replicas",
     "in_order_of_outputs",
     "in_parts",
     "in_role",
     "opened",
     "part_of_program",
+    "per_device",
     "purify",
     "push",
     "register_around_traces",
@@ -101,7 +104,9 @@ __getattr__ = late_names(
         "ServerSplit": "_servers",
         "SparseUpdate": "_rows",
         "UpdatedRows": "_rows",
+        "has_replicas": "_per_device",
         "in_parts": "_parts",
+        "per_device": "_per_device",
         "rows_of": "_rows",
         "rows_of_update": "_rows",
         "sharded_map": "_sharded",

@@ -22,10 +22,16 @@ _SCATTERING = frozenset(
     {"reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "pgather"}
 )
 COLLECTIVES = _UNIFYING | _SCATTERING
-_VARYING_SOURCES = frozenset({"axis_index", "io_callback", "pure_callback", "infeed"})
+_OF_DEVICES = frozenset({"axis_index", "start_of_sum"})
+_VARYING_SOURCES = _OF_DEVICES | {"io_callback", "pure_callback", "infeed"}
 
 # Which replicas hold the same value: one number per replica, equal for replicas that agree.
 Agreement: TypeAlias = tuple[int, ...]
+
+
+def is_of_devices(eqn: Equation) -> bool:
+    """Whether replicas meet in an equation, or are told apart by it."""
+    return any(inner.primitive.name in COLLECTIVES | _OF_DEVICES for inner in walk([eqn]))
 
 
 def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
+from distributary.topology import REPLICA_AXIS
 
 Array: TypeAlias = Any  # a jax.Array or a tracer
 Jaxpr: TypeAlias = Any
@@ -147,6 +148,24 @@ def push(value: Array) -> Array:
     """Marks a value that a worker sends to the servers; what is made of it is theirs to compute."""
     pushed: Array = push_p.bind(value)
     return pushed
+
+
+# In a program of several devices; what adds to a sum takes it as the state to start from.
+start_p = jex_core.Primitive("start_of_sum")
+start_p.def_abstract_eval(lambda value: value)
+mlir.register_lowering(
+    start_p,
+    mlir.lower_fun(
+        lambda x: jnp.where(jax.lax.axis_index(REPLICA_AXIS) == 0, x, jnp.zeros_like(x)),
+        multiple_results=False,
+    ),
+)
+
+
+def start_of_sum(value: Array) -> Array:
+    """The value on replica 0 and zeros on the others, inside the program of one of several."""
+    start: Array = start_p.bind(value)
+    return start
 
 
 def _write_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.errors import UnsupportedError
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing._connectivity import is_jit
 from distributary.tracing._interpreter import evaluate
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._markers import Array, Equation, open_jaxpr, sub_jaxprs, walk
+from distributary.tracing._per_device import replica_dim
 
 
 @final
@@ -98,7 +98,7 @@ def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
     num_replicas = eqn.params["mesh"].size
     parts = []
     for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
-        dim = _replica_dim(spec)
+        dim = replica_dim(spec)
         whole = [operand] * num_replicas
         parts.append(whole if dim is None else jnp.split(operand, num_replicas, dim))
     inner, consts = open_jaxpr(eqn.params["jaxpr"])
@@ -106,11 +106,6 @@ def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
     outs = evaluate_jointly([inner] * num_replicas, [consts] * num_replicas, inputs)
     results = []
     for column, spec in zip(zip(*outs, strict=True), eqn.params["out_specs"], strict=True):
-        dim = _replica_dim(spec)
+        dim = replica_dim(spec)
         results.append(column[0] if dim is None else jnp.concatenate(column, dim))
     return results
-
-
-def _replica_dim(spec: Any) -> int | None:
-    """The dim over which the replicas are spread; None if each has all of the array."""
-    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

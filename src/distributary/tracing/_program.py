@@ -43,6 +43,7 @@ from distributary.tracing._markers import (
     handles_read,
     handles_written,
     opened,
+    start_of_sum,
     walk,
     write_p,
 )
@@ -92,6 +93,7 @@ def trace(
     kind: ScopeKind,
     axis_env: Sequence[tuple[str, int]],
     uneven: UnevenSizes | None = None,
+    is_for_workers: bool = False,
 ) -> tuple[Any, TraceScope]:
     """Runs `function` on tracers and returns its jaxpr, with markers, and what was recorded.
 
@@ -104,6 +106,7 @@ def trace(
         kind: Kind of the scope.
         axis_env: Names and sizes of the mesh axes collectives may use.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
+        is_for_workers: Whether the devices that run the program are those of other processes.
     """
     known = Known()
     for _ in range(_MAX_TRACES):
@@ -111,7 +114,7 @@ def trace(
         # trace, one would hide its assignments and tapes from this record, and what it asked of
         # the strategy.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven)
+        scope = TraceScope(kind, known, uneven, is_for_workers)
         with ExitStack() as stack:
             for around in _around_traces:
                 stack.enter_context(around())
@@ -432,12 +435,13 @@ class ReplicaProgram:
         def body(*own: Array) -> list[Array]:
             replica_id = lax.axis_index(REPLICA_AXIS)
             first = replica_id == 0
+            start = (
+                start_of_sum
+                if isinstance(self._mesh, jax.sharding.AbstractMesh)  # which programs are split
+                else lambda value: jnp.where(first, value, jnp.zeros_like(value))
+            )
             local = [
-                value[0]
-                if is_split[i]
-                else jnp.where(first, value, jnp.zeros_like(value))
-                if is_summed[i]
-                else value
+                value[0] if is_split[i] else start(value) if is_summed[i] else value
                 for i, value in zip(inputs, own, strict=True)
             ]
             values = [*stages.replica.consts, *local]

@@ -18,8 +18,8 @@ _ELEMENTWISE = frozenset(
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge
     gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
-    not optimization_barrier or pow push real reduce_precision rem round rsqrt select_n sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor
+    not optimization_barrier or pow psum push real reduce_precision rem round rsqrt select_n sign
+    sin sinh sqrt square start_of_sum stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
 _REDUCTIONS = frozenset(
@@ -31,7 +31,7 @@ _REDUCTIONS = frozenset(
 _ZERO_OF_ZERO = frozenset(
     """
     abs asin asinh atan atanh broadcast_in_dim cbrt ceil convert_element_type div erf expm1
-    floor imag log1p neg real reduce_max reduce_min reduce_precision reduce_sum reshape round
+    floor imag log1p neg psum real reduce_max reduce_min reduce_precision reduce_sum reshape round
     sign sin sinh slice split sqrt square squeeze tan tanh transpose
     """.split()  # noqa: SIM905
 )

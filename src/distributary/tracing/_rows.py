@@ -17,6 +17,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
+from distributary.topology import REPLICA_AXIS
 from distributary.tracing._interpreter import evaluate
 from distributary.tracing._markers import Array, Equation, jaxpr_of
 from distributary.tracing._numbering import Numbering
@@ -153,12 +154,16 @@ class RowUpdate:
     run: Callable[..., list[Array]]
 
 
-def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | None, dict[int, str]]:
+def rows_of(
+    split: ServerSplit, states: Collection[int], num_devices: int = 1
+) -> tuple[RowSplit | None, dict[int, str]]:
     """Finds tables of which a worker needs only rows.
 
     Args:
         split: The step.
         states: Positions of variables among the inputs of the whole.
+        num_devices: Number of devices of a worker, each of which looks up rows by numbers of its
+            own, and has those of all.
 
     Returns:
         The worker's part with rows, None if there are none; and by the position of a variable that
@@ -181,7 +186,7 @@ def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | Non
     for i, (v, number) in enumerate(zip(whole, numbers, strict=True)):
         if number != "zero":
             flow.refuse(v, "a sum needs all of it" if i < len(flow.sums) else "all of it is pushed")
-    spaces = _Spaces(jaxpr, flow)
+    spaces = _Spaces(jaxpr, flow, num_devices)
     refusals = {tables[v]: why for v, why in spaces.refusals.items() if v in tables}
     if not spaces.spaces:
         return None, refusals
@@ -201,7 +206,7 @@ def rows_of(split: ServerSplit, states: Collection[int]) -> tuple[RowSplit | Non
         return _evaluated(jaxpr, flow, values, spaces.capacities(), inverse)
 
     capacity_of = [spaces.spaces[taken[next(iter(group))][0]].capacity for group in buffers]
-    worker = jax.make_jaxpr(run)(
+    worker = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_devices)])(
         *(_struct(v.aval.shape, v.aval.dtype) for v in plain),
         *(
             _struct((capacity, *aval.shape[1:]), aval.dtype)
@@ -317,7 +322,8 @@ class _Spaces:
         refusals: By variable, why its table is none of them, although it is looked up.
     """
 
-    def __init__(self, jaxpr: Any, flow: RowFlow) -> None:
+    def __init__(self, jaxpr: Any, flow: RowFlow, num_devices: int) -> None:
+        self._num_devices = num_devices
         self.spaces: list[RowSpace] = []
         self.ids: list[Any] = []
         self.ids_of_lookups: list[Any] = []
@@ -339,7 +345,7 @@ class _Spaces:
             members = flow.members(root)
             first = min(flow.find(v)[1] for v in members)
             num_rows = max(flow.find(v)[1] + v.aval.shape[0] for v in members) - first
-            capacity = sum(math.prod(eqns[0].invars[1].aval.shape[:-1]) for eqns in keys.values())
+            capacity = sum(self._num_ids(eqns[0]) for eqns in keys.values())
             if capacity >= num_rows:
                 continue
             if flow.reason(root) is not None:
@@ -407,10 +413,12 @@ class _Spaces:
         for eqn in (*flow.lookups, *flow.refused_lookups):
             root, _ = flow.find(eqn.invars[0])
             why = flow.reason(root) or of_gradients.get(numbers_of.get(id(eqn), -1))
-            num_ids = math.prod(eqn.invars[1].aval.shape[:-1])
-            if why is not None and num_ids < eqn.invars[0].aval.shape[0]:
+            if why is not None and self._num_ids(eqn) < eqn.invars[0].aval.shape[0]:
                 refusals.update((v, why) for v in flow.members(root))
         return refusals
+
+    def _num_ids(self, eqn: Equation) -> int:
+        return self._num_devices * math.prod(eqn.invars[1].aval.shape[:-1])
 
 
 def _modes(eqns: Sequence[Equation]) -> tuple[bool, ...]:

@@ -61,6 +61,7 @@ class TraceScope:
             `distributary.function`.
         known: What is known from an earlier trace of the same function.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
+        is_for_workers: Whether the devices that run the program are those of other processes.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class TraceScope:
         kind: ScopeKind,
         known: Known | None = None,
         uneven: "UnevenSizes | None" = None,
+        is_for_workers: bool = False,
     ) -> None:
         self.kind = kind
         self.uneven = uneven
+        self.is_for_workers = is_for_workers
         self._known = known or Known()
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}

@@ -13,7 +13,8 @@ from typing import Any, final
 import jax.extend.core as jex_core
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._markers import Equation, jaxpr_of, push_p
+from distributary.tracing._divergence import is_of_devices
+from distributary.tracing._markers import Equation, jaxpr_of, start_p
 from distributary.tracing._stages import stage_of_equations, variables_of, without_calls
 
 __all__ = ["ServerPart", "ServerSplit", "split_over_servers"]
@@ -70,6 +71,7 @@ def split_over_servers(
     state_of_output: Sequence[int | None],
     names: Sequence[str],
     constants: Mapping[Any, Any] = MappingProxyType({}),
+    num_devices: int = 1,
 ) -> ServerSplit:
     """Splits a step over the servers that keep its variables.
 
@@ -80,7 +82,8 @@ def split_over_servers(
     Of a value that depends on data and was not pushed, only the last operation is the server's, and
     what it takes that is computed from state alone: `v.assign_add(x)` and moving averages. Its
     other operands are pushed. Without such an operation it is assigned as it is, and the last
-    worker wins.
+    worker wins. Of several additions to the old state, also of several devices that add to parts of
+    it, the one to the state is made the last.
 
     Args:
         jaxpr: The step, without markers of variables and without constants.
@@ -90,14 +93,16 @@ def split_over_servers(
             input that is its old state.
         names: For every input, its name in messages.
         constants: Values of more inputs, the last ones.
+        num_devices: Number of devices of a worker, of which the step is the program of each.
 
     Raises:
         UnsupportedError: if the update of a variable needs the state of several servers at once.
     """
     # Written out, so that an optimizer that is one function is not one for all servers.
     jaxpr, constants = without_calls(jaxpr, constants)
+    jaxpr = _with_sums_last(jaxpr, state_of_output)
     jaxpr, of_worker = stage_of_equations(
-        jaxpr, [*is_data, *[False] * len(constants)], num_replicas=2
+        jaxpr, [*is_data, *[False] * len(constants)], max(2, num_devices)
     )
     state = {v: owner for v, owner in zip(jaxpr.invars, owners, strict=False) if owner is not None}
     goals = [
@@ -160,6 +165,58 @@ def split_over_servers(
     return ServerSplit(worker, inputs, len(pushes), servers, overwritten)
 
 
+def _with_sums_last(jaxpr: Any, state_of_output: Sequence[int | None]) -> Any:
+    """The jaxpr with new state `(v + x) + y` as `v + (x + y)`, and that of devices alike.
+
+    Devices add to `start_of_sum(v)`, whose sum over them is `v`.
+    """
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    outputs = list(jaxpr.outvars)
+    eqns = list(jaxpr.eqns)
+    seen: set[Any] = set()
+
+    def start_of(atom: Any, of_devices: bool) -> Any:
+        """The state that an atom is, or that devices start from."""
+        eqn = makers.get(_hashable(atom))
+        if of_devices:
+            return eqn.invars[0] if eqn is not None and eqn.primitive is start_p else None
+        return atom
+
+    def added(atom: Any, state: Any, of_devices: bool) -> tuple[Any, Any] | None:
+        """What is added to the state to make an atom, and an equation that adds."""
+        eqn = makers.get(_hashable(atom))
+        if eqn is None or (atom, of_devices) in seen:
+            return None
+        seen.add((atom, of_devices))
+        name, found, others = eqn.primitive.name, None, []
+        if name in ("psum", "push") and len(eqn.invars) == 1:
+            found = added(eqn.invars[0], state, of_devices or name == "psum")
+        elif name in ("add", "add_any"):
+            for first, other in (eqn.invars, eqn.invars[::-1]):
+                if start_of(first, of_devices) is state:
+                    return other, eqn
+                found, others = added(first, state, of_devices), [other]
+                if found is not None:
+                    break
+        if found is None:
+            return None
+        new = jex_core.Var(atom.aval)
+        eqns.append(eqn.replace(invars=[found[0], *others], outvars=[new]))
+        return new, found[1]
+
+    for i, position in enumerate(state_of_output):
+        output = _hashable(outputs[i])
+        state = None if position is None else jaxpr.invars[position]
+        if state is None or output not in makers or state in variables_of(makers[output].invars):
+            continue
+        seen.clear()
+        found = added(output, state, False)
+        if found is not None:
+            outputs[i] = jex_core.Var(output.aval)
+            eqns.append(found[1].replace(invars=[state, found[0]], outvars=[outputs[i]]))
+    return jaxpr_of(jaxpr.invars, outputs, eqns, jaxpr.constvars)
+
+
 def _last_operations(
     jaxpr: Any,
     of_worker: Sequence[bool],
@@ -189,6 +246,7 @@ def _last_operations(
         elif (
             len(eqn.outvars) == 1
             and not eqn.effects
+            and not is_of_devices(eqn)
             and any(free.get(v) == {goal} for v in variables_of(eqn.invars))
         ):
             eqns += _copied(eqn.invars, makers, known, copies)
@@ -208,7 +266,8 @@ def _servers_without_data(
     }
     for eqn in jaxpr.eqns:
         operands = variables_of(eqn.invars)
-        if eqn.primitive is not push_p and not eqn.effects and all(v in free for v in operands):
+        stays = eqn.effects or is_of_devices(eqn)  # or is pushed, which counts as such
+        if not stays and all(v in free for v in operands):
             servers = set().union(*(free[v] for v in operands))
             free.update((v, servers) for v in eqn.outvars)
     return free

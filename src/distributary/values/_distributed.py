@@ -173,7 +173,7 @@ def _rows(stacked: Any, num_replicas: int) -> list[Any]:
 
     Of a replica with several logical devices, on the first.
     """
-    if isinstance(stacked, jax.core.Tracer):
+    if isinstance(stacked, (jax.core.Tracer, np.ndarray)):
         return [stacked[i] for i in range(num_replicas)]
     if stacked.is_fully_replicated and num_replicas > 1:
         own = local_copy(stacked)

@@ -6,6 +6,7 @@ from distributary._late import late_names
 from distributary.variables._aggregation import across_replicas
 from distributary.variables._conversion import initial_array
 from distributary.variables._distributed_variables import (
+    AggregatedVariable,
     MirroredVariable,
     SyncOnReadVariable,
     VariableComponent,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AggregatedVariable",
     "ForeignVariable",
     "Keeper",
     "KeptCopy",

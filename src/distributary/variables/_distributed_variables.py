@@ -24,42 +24,8 @@ from distributary.variables._enums import VariableAggregation
 from distributary.variables._variable import Variable
 
 
-class DistributedVariable(Variable, DistributedValues):
-    """What mirrored and sync-on-read variables share."""
-
-    @property
-    def values(self) -> tuple["VariableComponent", ...]:
-        """The copies of this process' replicas, for looking at."""
-        scope = current_scope()
-        if scope is None:
-            check_not_frozen(self._name, "read")
-            copies = self._copies(in_device_memory(self._value))
-        else:
-            self._check_strategy("read")
-            copies = self._copies_traced(scope)
-        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
-
-    def _copies(self, state: Array) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
-        return self._copies(scope.read(self._handle))
-
-    def __repr__(self) -> str:
-        if current_scope() is not None:
-            kind = type(self).__name__
-            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
-        return DistributedValues.__repr__(self)
-
-    __str__ = __repr__
-
-
-@final
-class MirroredVariable(DistributedVariable, on_read=False):
-    """A variable with the same value on every replica; created by `Variable` in a scope."""
-
-    def _copies(self, state: Array) -> tuple[Any, ...]:
-        return Mirrored(state, len(self._layout.replicated.device_set)).values
+class AggregatedVariable(Variable):
+    """A variable with one value for all replicas, which combine what they assign."""
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         if scope.kind != "replica" or current_mode().role != "replica":
@@ -98,6 +64,44 @@ class MirroredVariable(DistributedVariable, on_read=False):
         return aggregation_rules.slices_across_replicas(
             slices, self._aggregation, self._layout.num_replicas, scope.replica_id
         )
+
+
+class DistributedVariable(Variable, DistributedValues):
+    """What mirrored and sync-on-read variables share."""
+
+    @property
+    def values(self) -> tuple["VariableComponent", ...]:
+        """The copies of this process' replicas, for looking at."""
+        scope = current_scope()
+        if scope is None:
+            check_not_frozen(self._name, "read")
+            copies = self._copies(in_device_memory(self._value))
+        else:
+            self._check_strategy("read")
+            copies = self._copies_traced(scope)
+        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
+
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
+        return self._copies(scope.read(self._handle))
+
+    def __repr__(self) -> str:
+        if current_scope() is not None:
+            kind = type(self).__name__
+            return f"<{kind} '{self.name}' shape={self._shape} dtype={self._dtype.name}>"
+        return DistributedValues.__repr__(self)
+
+    __str__ = __repr__
+
+
+@final
+class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
+    """A variable with the same value on every replica; created by `Variable` in a scope."""
+
+    def _copies(self, state: Array) -> tuple[Any, ...]:
+        return Mirrored(state, len(self._layout.replicated.device_set)).values
 
 
 @final

@@ -146,7 +146,7 @@ class Variable(ArrayOperators):
             self._value = self._initial_state(self._layout.initial(initial))
         # Whether somebody else may hold the buffer, so that it must not be donated.
         self._shared = False
-        per_replica = self._layout.mirrored and on_read
+        per_replica = self._layout.mirrored and on_read and self._layout.kind is None
         self._handle = Handle(
             weakref.ref(self),
             self._name,

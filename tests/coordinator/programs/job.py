@@ -44,4 +44,26 @@ for dataset_fn in (functools.partial(dataset, 1, step=2), batches.make):
     coordinator.join()
     numbers = [int(number) for number in coordinator.fetch(results)]
     print(count.numpy(), int(total.numpy()), 10 * sum(numbers), sorted(set(numbers))[:3])
+
+# Each worker has two devices.
+source = strategy.distribute_datasets_from_function(batches.of_replicas)
+iterator = iter(coordinator.create_per_worker_dataset(source))
+
+
+def on_device(rows):
+    context = dist.get_replica_context()
+    total.assign_add(context.all_reduce("SUM", rows.sum()))
+    return rows.sum() + context.replica_id_in_sync_group
+
+
+def on_devices(iterator):
+    return strategy.run(on_device, args=(next(iterator),))
+
+
+total.assign(0)
+results = [coordinator.schedule(on_devices, args=(iterator,)) for _ in range(20)]
+coordinator.join()
+parts = [strategy.experimental_local_results(r) for r in coordinator.fetch(results)]
+first, second = np.array(parts).T
+print(strategy, int(total.numpy()), int((first + second - 1).sum()), {*map(int, second - first)})
 raise SystemExit(7)

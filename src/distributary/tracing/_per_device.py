@@ -1,0 +1,142 @@
+"""The program of one device out of a function whose replicas run on several.
+
+What is outside of the replicas is the same on all devices, and each of them computes it. So the
+function becomes one flat program with collectives, of which every device runs a copy, and whatever
+takes programs apart sees into the replicas.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.extend.core as jex_core
+from jax import lax
+
+from distributary.errors import UnsupportedError
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing._connectivity import call_of
+from distributary.tracing._interpreter import evaluate
+from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
+
+__all__ = ["has_replicas", "per_device", "replica_dim"]
+
+
+def has_replicas(eqns: Sequence[Equation]) -> bool:
+    """Whether some of the equations are run by replicas."""
+    return any(eqn.primitive.name == "shard_map" for eqn in walk(eqns))
+
+
+def per_device(jaxpr: Any, is_split: Sequence[bool], num_replicas: int) -> tuple[Any, list[Array]]:
+    """The program that each of the devices runs, over the axis `"replica"`.
+
+    Args:
+        jaxpr: The function, without markers and constants.
+        is_split: For every input `[replica, *shape]`, whether a device has only its row of it,
+            `[*shape]`.
+        num_replicas: Number of devices.
+
+    Returns:
+        The program, whose outputs are the same on all devices, and values of its first inputs,
+        before those of the function.
+
+    Raises:
+        UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
+    """
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape[1:] if split else v.aval.shape, v.aval.dtype)
+        for v, split in zip(jaxpr.invars, is_split, strict=True)
+    ]
+
+    def run(*args: Array) -> list[Array]:
+        values = [
+            _Value(own[None], 0) if split else _Value(own)
+            for own, split in zip(args, is_split, strict=True)
+        ]
+        return _evaluated(jaxpr, (), values)
+
+    closed = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals)
+    return opened(closed), closed.consts
+
+
+@final
+class _Value:
+    """A value on every device.
+
+    Args:
+        own: What this device has.
+        dim: The dim of which it has its part; None if it has the whole.
+    """
+
+    def __init__(self, own: Array, dim: int | None = None) -> None:
+        self._own = own
+        self._dim = dim
+        self._whole = own if dim is None else None
+
+    def whole(self) -> Array:
+        """All of it."""
+        if self._whole is None:
+            self._whole = lax.all_gather(self._own, REPLICA_AXIS, axis=self._dim, tiled=True)
+        return self._whole
+
+    def part(self, dim: int, num_replicas: int) -> Array:
+        """This device's part of a dim."""
+        if dim == self._dim:
+            return self._own
+        size = self.whole().shape[dim] // num_replicas
+        start = lax.axis_index(REPLICA_AXIS) * size
+        return lax.dynamic_slice_in_dim(self.whole(), start, size, dim)
+
+
+def _evaluated(jaxpr: Any, consts: Sequence[Array], args: Sequence[_Value]) -> list[Array]:
+    env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def value(atom: Any) -> _Value:
+        return _Value(atom.val) if isinstance(atom, jex_core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        operands = [value(atom) for atom in eqn.invars]
+        if name == "shard_map":
+            outs = _of_replica(eqn, operands)
+        elif not has_replicas([eqn]):
+            wholes = {v: env[v].whole() for v in eqn.invars if not isinstance(v, jex_core.Literal)}
+            outs = [*map(_Value, evaluate([eqn], eqn.outvars, wholes))]
+        elif (call := call_of(eqn)) is not None:
+            outs = [*map(_Value, _evaluated(*open_jaxpr(call), operands))]
+        else:
+            raise UnsupportedError(
+                f"Strategy.run inside jax.lax.{name} in a function that is scheduled on workers"
+                " with several devices is not supported. Call it outside of the loop or branch."
+            )
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [value(atom).whole() for atom in jaxpr.outvars]
+
+
+def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
+    num_replicas = eqn.params["mesh"].size
+    own = []
+    for operand, spec in zip(operands, eqn.params["in_specs"], strict=True):
+        dim = replica_dim(spec)
+        own.append(operand.whole() if dim is None else operand.part(dim, num_replicas))
+    inner, consts = open_jaxpr(eqn.params["jaxpr"])
+    eqns = [one for several in inner.eqns for one in _one_by_one(several)]
+    body = jaxpr_of(inner.invars, inner.outvars, eqns, inner.constvars)
+    outs = jax.core.eval_jaxpr(body, consts, *own)
+    return [
+        _Value(out, replica_dim(spec))
+        for out, spec in zip(outs, eqn.params["out_specs"], strict=True)
+    ]
+
+
+def _one_by_one(eqn: Equation) -> list[Equation]:
+    """The equation, a reduction of several arrays as one of each."""
+    if eqn.primitive.name != "psum":
+        return [eqn]
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return [eqn.replace(invars=[operand], outvars=[out]) for operand, out in pairs]
+
+
+def replica_dim(spec: Any) -> int | None:
+    """The dim over which the replicas are spread; None if each has all of the array."""
+    return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)
