@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from distributary.launch import report
+from distributary.topology import progress
 
 
 def test_streams_are_kept_apart(launch):
@@ -99,6 +101,22 @@ def test_report_writes_a_line_of_json_and_never_waits():
         os.close(write_fd)
 
     assert json.loads(first) == {"step": 3}
+
+
+def test_many_numbers_come_in_lines_that_are_written_whole(monkeypatch):
+    monkeypatch.setattr(progress, "values", {})
+    numbers = {f"metric_{i}": i / 3 for i in range(100)}
+    read_fd, write_fd = os.pipe()
+    try:
+        environ = {"DISTRIBUTARY_STATUS_FD": str(write_fd)}
+        report(environ=environ, **numbers, loss=np.float32("nan"))
+        lines = os.read(read_fd, 1 << 16).splitlines(keepends=True)
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+
+    assert max(map(len, lines)) <= 512  # what POSIX writes as a whole
+    assert {name: x for line in lines for name, x in json.loads(line).items()} == numbers
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": "x"}', "x" * 2000])

@@ -67,17 +67,21 @@ def test_asking_for_the_bytes_of_collectives_compiles_nothing(strategy_of, caplo
     assert any("ompil" in record.getMessage() for record in caplog.records)
 
 
-def test_programs_that_have_gone_still_count(strategy_of):
-    strategy = strategy_of(2)
+class _Program:
+    def collective_bytes(self):
+        return 16
 
-    def run_once(number):
-        step = lambda x: dist.get_replica_context().all_reduce("SUM", x * number)
-        strategy.run(step, (np.ones(_FEATURES, np.float32),))
-        return strategy.step_statistics.collective_bytes
 
-    sizes = [run_once(number) for number in range(8)]
+def test_programs_that_have_gone_still_count_and_are_not_kept():
+    counts = StepCounts()
 
-    assert sizes == [16 * (number + 1) for number in range(8)]
+    for number in range(1, 100):
+        program = _Program()
+        counts.runs_of(program).num_runs += 1
+        assert counts.snapshot().collective_bytes == 16 * number
+    del program
+
+    assert len(counts._programs) < 20
 
 
 def test_traces_for_other_arguments_count_as_retraces(strategy_of):

@@ -146,9 +146,10 @@ class StepCounts:
         """Counts steps: all of their time, that of the host, and that of waiting for data."""
         self._num_steps += num_steps
         self._seconds += seconds
-        self._host_seconds += min(host, seconds)
+        self._host_seconds += host
         self._wait_seconds += wait
-        self._compute_seconds += min(num_steps * self._compute_per_step, seconds - wait)
+        compute, at_most = num_steps * self._compute_per_step, seconds - wait
+        self._compute_seconds += compute if compute < at_most else at_most
 
     def add_sample(self, num_steps: int, compute: float, host: float) -> None:
         """Some steps end now, in which devices and host were busy for so many seconds."""
@@ -221,13 +222,13 @@ class Loop:
             profiled_steps.begin_step()
 
     def _end_step(self, now: float, begin: float) -> None:
-        num_batches = self._num_batches
-        idle, self._idle = self._idle, 0.0
+        num_batches, wait, seconds = self._num_batches, self._idle, now - begin
+        self._idle = 0.0
         if self._is_first:
             self._is_first = False
             return
-        seconds = now - begin
-        wait = min(idle, seconds)
+        if wait > seconds:
+            wait = seconds
         blocked = latest_program.blocked_seconds - self._blocked
         host = latest_program.dispatched_at - begin - blocked
         if self._timer is not None:
@@ -241,8 +242,6 @@ class Loop:
 
     def _end_sample(self, timer: ProgramTimer, host: float) -> None:
         self._timer = None
-        if (
-            latest_program.timer is timer
-        ):  # else another loop has begun, or it had too many programs
+        if latest_program.timer is timer:  # else another loop has begun, or there were too many
             latest_program.timer = None
             self._counts.add_sample(self._num_batches, timer.seconds, host)
