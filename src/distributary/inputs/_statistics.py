@@ -219,7 +219,7 @@ class Loop:
         if now >= self._counts.sample_at and not self._is_first:
             self._timer = latest_program.timer = ProgramTimer()
         if profiled_steps.begin_step is not None:
-            profiled_steps.begin_step()
+            profiled_steps.begin_step(self._is_first)
 
     def _end_step(self, now: float, begin: float) -> None:
         num_batches, wait, seconds = self._num_batches, self._idle, now - begin

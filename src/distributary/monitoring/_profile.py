@@ -23,7 +23,8 @@ def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
 
     A step is what lies between two batches of `fit` or of a loop over a distributed dataset; in the
     profile it is a slice named `step`, on the thread that calls the program. The recording begins
-    with the next batch and ends `num_steps` batches later, or when the profile is closed.
+    with the next batch that is not the first one of its loop, for which programs are compiled, and
+    ends `num_steps` batches later, or when the profile is closed.
 
     Args:
         path: The file to write, `"profile.json.gz"` for example: Chrome's trace format, compressed,
@@ -88,12 +89,15 @@ class Profile:
     ) -> None:
         self.close()
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, is_first: bool) -> None:
+        if is_first and self._folder is None:
+            return
         if self._num_begun == self._num_steps:
             self.close()
             return
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="distributary-profile-")
+            latest_program.wait()
             jax.profiler.start_trace(self._folder)
         else:
             self._step.__exit__(None, None, None)

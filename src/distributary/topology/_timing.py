@@ -63,13 +63,14 @@ class ProfiledSteps:
     """Tells a profile where steps begin.
 
     Attributes:
-        begin_step: Called where one begins, while a profile is wanted; else None.
+        begin_step: Called where one begins, with whether it is the first one of a loop, while a
+            profile is wanted; else None.
     """
 
     __slots__ = ("begin_step",)
 
     def __init__(self) -> None:
-        self.begin_step: Callable[[], None] | None = None
+        self.begin_step: Callable[[bool], None] | None = None
 
 
 profiled_steps = ProfiledSteps()
