@@ -384,7 +384,7 @@ class NcclAllReduce(_Summing):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = _check_num_packs("NcclAllReduce", num_packs)
+        self.num_packs: int = _check_num_packs("NcclAllReduce", num_packs)
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
         add = self._with_options(algorithms.all_reduce, num_replicas, options)
@@ -438,7 +438,7 @@ class HierarchicalCopyAllReduce(_Summing):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
+        self.num_packs: int = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
         groups = self._hosts or algorithms.neighbours(num_replicas)

@@ -228,7 +228,7 @@ class Variable(ArrayOperators):
 
     # Reading
 
-    def value(self) -> Array:
+    def value(self) -> jax.Array:
         """The value as a JAX array.
 
         In `run` a replica's own value; in a cross-replica context the value all replicas share, or
@@ -245,7 +245,7 @@ class Variable(ArrayOperators):
         check_not_frozen(self._name, "read")
         return self._read_eager()
 
-    def read_value(self) -> Array:
+    def read_value(self) -> jax.Array:
         """The same as `value()`."""
         return self.value()
 
