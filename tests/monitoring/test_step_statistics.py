@@ -47,7 +47,7 @@ def test_a_loop_counts_examples_host_compute_and_collectives(strategy_of):
     assert found.num_steps == 28  # the first one compiles, the last one has no end
     assert found.num_examples == 30 * 8
     assert found.collective_bytes == 30 * _FEATURES * 4
-    assert found.num_retraces == 0
+    assert (found.num_runs, found.num_retraces) == (30, 0)
     assert 0 < found.host_seconds < found.seconds
     assert 0 < found.compute_seconds <= found.seconds - found.input_wait_seconds
 
@@ -78,7 +78,8 @@ def test_programs_that_have_gone_still_count_and_are_not_kept():
     for number in range(1, 100):
         program = _Program()
         counts.runs_of(program).num_runs += 1
-        assert counts.snapshot().collective_bytes == 16 * number
+        found = counts.snapshot()
+        assert (found.collective_bytes, found.num_runs) == (16 * number, number)
     del program
 
     assert len(counts._programs) < 20
@@ -91,7 +92,8 @@ def test_traces_for_other_arguments_count_as_retraces(strategy_of):
     for rows in (1, 2, 1, 3):
         strategy.run(step, (np.ones((rows, _FEATURES), np.float32),))
 
-    assert strategy.step_statistics.num_retraces == 2
+    found = strategy.step_statistics
+    assert (found.num_retraces, found.num_runs, found.num_steps) == (2, 4, 0)
 
 
 def test_steps_of_fit_count(strategy_of, keras_seed):

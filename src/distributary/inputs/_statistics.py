@@ -46,6 +46,8 @@ class StepStatistics:
             comes out of an all-gather. Counts every run of a program, those of first steps, too,
             but not what `reduce` does outside of a `dist.function`, and no copies between memories.
         num_retraces: How often a function was traced and compiled again, for other arguments.
+        num_runs: How often a compiled program was run: by `run`, `dist.function` or `fit`. All that
+            is known of a loop over batches of one's own.
     """
 
     num_steps: int = 0
@@ -56,6 +58,7 @@ class StepStatistics:
     compute_seconds: float = 0.0
     collective_bytes: int = 0
     num_retraces: int = 0
+    num_runs: int = 0
 
     @property
     def input_wait_share(self) -> float:
@@ -116,7 +119,7 @@ class StepCounts:
         self.num_retraces = 0
         self._programs: list[ProgramRuns] = []
         self._num_alive = 0  # of the programs, when those that have gone were last removed
-        self._gone_bytes = 0  # of those
+        self._gone_bytes = self._gone_runs = 0  # of those
 
     def snapshot(self) -> StepStatistics:
         """What has been counted so far. For any thread."""
@@ -129,6 +132,7 @@ class StepCounts:
             self._compute_seconds,
             self._gone_bytes + sum(runs.collective_bytes for runs in list(self._programs)),
             self.num_retraces,
+            self._gone_runs + sum(runs.num_runs for runs in list(self._programs)),
         )
 
     def runs_of(self, program: Program) -> ProgramRuns:
@@ -136,6 +140,7 @@ class StepCounts:
         if len(self._programs) > 2 * self._num_alive + 8:
             gone = [runs for runs in self._programs if runs.program() is None]
             self._gone_bytes += sum(runs.collective_bytes for runs in gone)
+            self._gone_runs += sum(runs.num_runs for runs in gone)
             self._programs = [runs for runs in self._programs if runs.program() is not None]
             self._num_alive = len(self._programs)
         runs = ProgramRuns(program)

@@ -76,7 +76,7 @@ def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: floa
         return {}  # it has started again in between
     num_steps = changes.get("num_steps", 0)
     found: Numbers = {}
-    for name in ("steps", "examples"):
+    for name in ("steps", "examples", "runs"):
         if f"num_{name}" in changes and after[f"num_{name}"]:
             found[f"{name}_per_second"] = changes[f"num_{name}"] / seconds
     if num_steps and changes.get("seconds"):
