@@ -4,18 +4,23 @@ Pages link to each other as files of the repository. The site has no `docs/` in 
 links are written anew for it.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
+from distributary.cli import parser
+
 _ROOT = Path(__file__).parents[1]
 _DOCS = _ROOT / "docs"
 _INDEX = "api/index.md"  # the list of public names, in the order of the reference
+_COMMANDS = "api/commands.md"
 _MODULE = re.compile(r"^## `distributary\.([\w.]+)`$", flags=re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(?P<path>[\w./-]+)(?=[#)])")
 
@@ -23,7 +28,7 @@ _LINK = re.compile(r"(?<=\]\()(?P<path>[\w./-]+)(?=[#)])")
 def on_config(config):
     """Adds the pages of the reference behind the list of public names."""
     (section,) = (s for part in config.nav for s in part.values() if _INDEX in s)
-    section += [f"api/{module}.md" for module in _reference()]
+    section += [_COMMANDS, *(f"api/{module}.md" for module in _reference())]
     return config
 
 
@@ -32,6 +37,7 @@ def on_files(files, config):
         if not path.is_relative_to(_DOCS):
             name = path.relative_to(_ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    files.append(File.generated(config, _COMMANDS, content=_commands()))
     for module, names in _reference().items():
         blocks = "\n\n".join(f"::: {module}.{name}" for name in names)
         content = f"# {module}\n\n{blocks}\n"
@@ -87,6 +93,16 @@ def _reference():
         if names:
             reference[module] = names
     return reference
+
+
+def _commands():
+    """A page with the help of every command."""
+    sections = ["# Commands\n\n`python -m distributary` is the same as `distributary`."]
+    for name in re.findall(r"^    (\w+)  ", parser().format_help(), flags=re.MULTILINE):
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+            parser().parse_args([name, "--help"])
+        sections.append(f"## distributary {name}\n\n```text\n{text.getvalue()}```")
+    return "\n\n".join(sections)
 
 
 def _with_references(markdown):

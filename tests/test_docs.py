@@ -24,6 +24,7 @@ from distributary.cli import parser
 _ROOT = Path(__file__).parents[1]
 _PAGES = [
     *sorted(_ROOT.glob("*.md")),
+    *sorted((_ROOT / "benchmarks").glob("*.md")),
     *sorted((_ROOT / "examples").rglob("*.md")),
     *sorted((_ROOT / "docs").rglob("*.md")),
 ]
@@ -36,6 +37,7 @@ _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w-]*)
 _NO_RUN = re.compile(r" *<!-- *no-run:? *(?P<reason>.*?) *-->")
 _FILE = re.compile(r" *<!-- *file: *(?P<name>[\w./]+) *-->")
 _COMMAND = re.compile(r"(?:[A-Z_]+=\S+ +)*distributary (?P<arguments>.*?)(?: +#.*)?$", re.MULTILINE)
+_SCRIPT = re.compile(r"^python (?P<name>\w+/\w+\.py)(?P<arguments>[^#\n]*)", re.MULTILINE)
 _EXTRAS = re.compile(r"pip install .*?\.\[(?P<extras>[\w,]+)\]")
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)[^)]*\)|^ *\[[^\]]+\]: +(?P<definition>\S+)")
 _END_OF_BLOCK = "\0"
@@ -101,6 +103,12 @@ def test_options_and_extras_exist(page):
                 parser().parse_args(shlex.split(command["arguments"]))
             except SystemExit:
                 _fail(page, block.first_line, f"not a command: {command[0]}")
+        for command in _SCRIPT.finditer(text):
+            folder = (_ROOT / command["name"]).parent
+            assert (_ROOT / command["name"]).is_file(), command[0]
+            code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+            for option in re.findall(r"--[\w-]+", command["arguments"]):
+                assert f'"{option}"' in code, f"{command[0]}: no {option}"
         for command in _EXTRAS.finditer(text):
             unknown = set(command["extras"].split(",")) - set(project["optional-dependencies"])
             if unknown:

@@ -120,6 +120,14 @@ def test_a_job_that_loses_a_worker_goes_on_from_its_checkpoint(tmp_path):
     assert said[2:] >= ["Test accuracy: 95"], process.stdout
 
 
+def test_the_list_of_examples_is_complete():
+    page = (_EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+    missing = [path.name for path in _EXAMPLES.glob("*.py") if f"]({path.name})" not in page]
+
+    assert missing == []
+
+
 def _run(
     name: str, directory: Path, timeout_seconds: float, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
