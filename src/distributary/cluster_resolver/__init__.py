@@ -1,6 +1,7 @@
 """Where a job runs: its tasks, their addresses, and which of them this process is."""
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
@@ -27,4 +28,5 @@ __all__ = [
     "TPUClusterResolver",
     "UnionResolver",
     "multi_worker",
+    "visible_gpus",
 ]

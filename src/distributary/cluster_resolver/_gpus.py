@@ -9,7 +9,7 @@ from typing import final
 from distributary.cluster_resolver._ranks import checked_count, int_variable
 from distributary.errors import ClusterError
 
-__all__ = ["GpuShare", "share"]
+__all__ = ["GpuShare", "share", "visible_gpus"]
 
 _NVIDIA_SMI_SECONDS = 60.0
 _CURE = "Pass gpus_per_node to SlurmClusterResolver, 0 to compute on the CPU."
@@ -87,6 +87,15 @@ def share(
             " gpus_per_task if Slurm binds GPUs to tasks."
         )
     return GpuShare(gpus_per_task, ",".join(names[start : start + gpus_per_task]))
+
+
+def visible_gpus() -> int:
+    """How many GPUs the processes of this node may use.
+
+    Raises:
+        ClusterError: if their number is not known.
+    """
+    return _num_gpus(_visible())
 
 
 def _visible() -> list[str] | None:

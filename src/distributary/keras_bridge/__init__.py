@@ -4,6 +4,8 @@ Nothing of Keras is imported before the user does. `connect` runs when a strateg
 and installs the hooks, see `_hooks`, once Keras is there.
 """
 
+import importlib
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributary.context import register_scope_listener
-from distributary.errors import DistributaryWarning
+from distributary.errors import DistributaryWarning, MissingPackageError, UnsupportedError
 from distributary.tracing import register_around_traces
 from distributary.variables import (
     ForeignVariable,
@@ -19,17 +21,53 @@ from distributary.variables import (
     register_foreign_variables,
 )
 
-__all__ = ["connect"]
+__all__ = ["connect", "import_keras"]
+
+_connected = False
 
 
 def connect() -> bool:
     """Installs the hooks if Keras has been imported; returns whether it has."""
+    global _connected
     if "keras" not in sys.modules:
         return False
     from distributary.keras_bridge._hooks import install
 
     install()
+    _connected = True
     return True
+
+
+def import_keras() -> Any:
+    """The package `keras`, which runs on JAX; may be called first in the scope of a strategy.
+
+    Sets the environment variable `KERAS_BACKEND` to "jax" if Keras is yet to be imported and the
+    variable is not set.
+
+    Raises:
+        MissingPackageError: if Keras is not installed.
+        UnsupportedError: if Keras runs on another backend, or is to.
+    """
+    if "keras" in sys.modules:
+        where, backend = "runs", sys.modules["keras"].backend.backend()
+    else:
+        where, backend = "is to run", os.environ.setdefault("KERAS_BACKEND", "jax")
+    if backend != "jax":
+        raise UnsupportedError(
+            f"Keras {where} on the backend {backend!r}, but distributary distributes JAX. Set the"
+            " environment variable KERAS_BACKEND=jax, or leave it unset and import keras after"
+            " distributary.compat.tensorflow."
+        )
+    try:
+        keras = importlib.import_module("keras")
+    except ModuleNotFoundError as error:
+        if error.name != "keras":
+            raise
+        raise MissingPackageError(
+            "Keras is not installed. Install it: pip install 'distributary[keras]'."
+        ) from error
+    connect()
+    return keras
 
 
 def _around_trace() -> AbstractContextManager[object]:
@@ -71,7 +109,7 @@ class _ScopeListener:
         return connect()
 
     def left(self, strategy: Any, connected: bool) -> None:
-        if not connected and "keras" in sys.modules:
+        if not connected and not _connected and "keras" in sys.modules:
             warnings.warn(
                 f"Keras was imported inside the scope of {strategy!r}. Models created there before"
                 " another scope was entered are not distributed: import keras before `with"

@@ -1,0 +1,160 @@
+"""Devices, as `tf.config` lists and sets them."""
+
+import importlib.util
+import os
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+
+from distributary.cluster_resolver import visible_gpus
+from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
+from distributary.topology import backends_started, local_devices_of, set_logical_cpu_devices
+
+_KINDS = ("CPU", "GPU", "TPU")
+
+
+@final
+@dataclass(frozen=True)
+class PhysicalDevice:
+    """A device of this machine: `name` such as "/physical_device:CPU:0", and `device_type`."""
+
+    name: str
+    device_type: str
+
+
+@final
+@dataclass(frozen=True)
+class LogicalDevice:
+    """A device of JAX: `name` such as "/device:CPU:0", and `device_type`."""
+
+    name: str
+    device_type: str
+
+
+@final
+@dataclass(frozen=True)
+class LogicalDeviceConfiguration:
+    """One logical device of `set_logical_device_configuration`; `memory_limit` in MiB is refused.
+
+    Source: `tf.config.LogicalDeviceConfiguration`.
+    """
+
+    memory_limit: int | None = None
+
+
+def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
+    """The devices of this machine that JAX uses; does not start JAX.
+
+    The CPU is one device. Before JAX has started, TPUs are not listed.
+
+    Source: `tf.config.list_physical_devices`.
+    """
+    counts = {"CPU": 1, "GPU": _num_gpus(), "TPU": 0}
+    if backends_started():
+        counts |= {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
+    return [
+        PhysicalDevice(f"/physical_device:{kind}:{i}", kind)
+        for kind in _chosen(device_type)
+        for i in range(counts[kind])
+    ]
+
+
+def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
+    """The devices of JAX in this process; starts JAX.
+
+    Source: `tf.config.list_logical_devices`.
+    """
+    return [
+        LogicalDevice(f"/device:{kind}:{i}", kind)
+        for kind in _chosen(device_type)
+        for i in range(len(local_devices_of(kind)))
+    ]
+
+
+def set_logical_device_configuration(
+    device: PhysicalDevice, logical_devices: Sequence[LogicalDeviceConfiguration]
+) -> None:
+    """Makes the CPU act as several devices, before JAX starts.
+
+    Raises:
+        UnsupportedError: for other devices than the CPU, and for a memory limit.
+        BackendStartedError: if JAX has started with another number of devices.
+
+    Source: `tf.config.set_logical_device_configuration`.
+    """
+    limits = [logical.memory_limit for logical in logical_devices]
+    if device.device_type != "CPU" or any(limit is not None for limit in limits):
+        raise UnsupportedError(
+            f"tf.config.set_logical_device_configuration: {device.name} with the memory limits"
+            f" {limits}. JAX divides the CPU only, and limits the memory of a GPU by the environment"
+            " variable XLA_PYTHON_CLIENT_MEM_FRACTION."
+        )
+    set_logical_cpu_devices(len(limits))
+
+
+def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
+    """Hides all GPUs: `set_visible_devices([], "GPU")`, before JAX starts.
+
+    Raises:
+        UnsupportedError: for any other choice.
+        BackendStartedError: if JAX has started with GPUs.
+
+    Source: `tf.config.set_visible_devices`.
+    """
+    chosen = devices if isinstance(devices, (list, tuple)) else [devices]
+    if set(chosen) == set(list_physical_devices(device_type)):
+        return
+    if chosen or device_type != "GPU":
+        raise UnsupportedError(
+            f"tf.config.set_visible_devices({devices!r}, {device_type!r}): choose devices by the"
+            " environment variable CUDA_VISIBLE_DEVICES, or pass them to the strategy,"
+            " MirroredStrategy(['GPU:0', 'GPU:1'])."
+        )
+    _check_not_started("set_visible_devices")
+    jax.config.update("jax_platforms", "cpu")
+
+
+def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
+    """Whether JAX takes the memory of GPUs as it needs it; of all of them, before JAX starts.
+
+    Sets the environment variable `XLA_PYTHON_CLIENT_PREALLOCATE`.
+
+    Raises:
+        InvalidValueError: if the device is no GPU.
+        BackendStartedError: if JAX has started.
+
+    Source: `tf.config.experimental.set_memory_growth`.
+    """
+    if device.device_type != "GPU":
+        raise InvalidValueError(f"tf.config.experimental.set_memory_growth: {device} is no GPU.")
+    _check_not_started("experimental.set_memory_growth")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if enable else "true"
+
+
+def _check_not_started(what: str) -> None:
+    if backends_started():
+        raise BackendStartedError(
+            f"tf.config.{what}: JAX has already started, and its devices cannot change any more."
+            " Call it at the top of the program, before an array, a strategy or a Keras model."
+        )
+
+
+def _chosen(device_type: str | None) -> tuple[str, ...]:
+    if device_type is None:
+        return _KINDS
+    return tuple(kind for kind in _KINDS if kind == device_type.upper())
+
+
+def _num_gpus() -> int:
+    """How many GPUs JAX will find."""
+    # JAX adds its options to `config` as it defines them, unseen by type checkers.
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
+        return 0
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins is not None else None
+    names = [module.name for module in pkgutil.iter_modules(folders or [])]
+    return visible_gpus() if any(name.startswith("xla_cuda") for name in names) else 0

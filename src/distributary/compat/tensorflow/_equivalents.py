@@ -1,0 +1,254 @@
+"""What to use in the place of names of TensorFlow that are not there.
+
+A name of a module stands for everything in it.
+"""
+
+from distributary.compat.tensorflow._resolving import resolve
+from distributary.errors import MissingPackageError
+
+#: By the name after `tf.`; docs/migrating.md shows them.
+EQUIVALENTS: dict[str, str] = {
+    # Programs and control flow.
+    "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
+    "Graph": "tf.function, and jax.make_jaxpr to look at a program",
+    "gradients": "tf.GradientTape or jax.grad",
+    "hessians": "jax.hessian",
+    "custom_gradient": "jax.custom_vjp",
+    "recompute_grad": "jax.checkpoint",
+    "grad_pass_through": "jax.custom_vjp",
+    "no_gradient": "jax.custom_vjp",
+    "autodiff": "jax.jvp",
+    "autograph": "jax.lax.cond, jax.lax.scan and jax.lax.while_loop",
+    "case": "jax.lax.switch",
+    "switch_case": "jax.lax.switch",
+    "map_fn": "jax.lax.map",
+    "vectorized_map": "jax.vmap",
+    "scan": "jax.lax.scan",
+    "foldl": "jax.lax.scan",
+    "foldr": "jax.lax.scan with reverse=True",
+    "py_function": "jax.pure_callback, or plain Python outside of the step",
+    "numpy_function": "jax.pure_callback, or plain Python outside of the step",
+    "TensorArray": "the outputs of jax.lax.scan",
+    "control_dependencies": "nothing: assignments of a step keep the order of the program",
+    "group": "nothing: assignments of a step keep the order of the program",
+    "init_scope": "jax.ensure_compile_time_eval",
+    "inside_function": "not tf.executing_eagerly()",
+    "name_scope": "jax.named_scope",
+    "variable_creator_scope": "strategy.scope()",
+    "device": "jax.default_device, or the devices of a strategy",
+    "Assert": "an assert on what the step returns, or checkify of JAX",
+    "debugging": "an assert on what the step returns, numpy.testing, or checkify of JAX",
+    "assert_equal": "an assert on what the step returns, or checkify of JAX",
+    "assert_greater": "an assert on what the step returns, or checkify of JAX",
+    "assert_less": "an assert on what the step returns, or checkify of JAX",
+    "assert_rank": "an assert on the shape, which is known while a step is traced",
+    "ensure_shape": "an assert on the shape, which is known while a step is traced",
+    "rank": "x.ndim, which is known while a step is traced",
+    "TensorShape": "a tuple, which shapes of arrays are",
+    "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
+    "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
+    "get_static_value": "numpy.asarray outside of the step",
+    "timestamp": "time.time outside of the step",
+    "config.run_functions_eagerly": "jax.disable_jit for functions without a strategy; steps of a"
+    " strategy are always compiled",
+    "config.functions_run_eagerly": "not needed: steps of a strategy are always compiled",
+    "config.optimizer": "the environment variable XLA_FLAGS",
+    "config.threading": "the environment variable NPROC, the number of threads of XLA",
+    "config.set_soft_device_placement": "nothing: arrays are where their program runs",
+    "config.get_soft_device_placement": "nothing: arrays are where their program runs",
+    "config.get_visible_devices": "tf.config.list_physical_devices",
+    "config.get_logical_device_configuration": "tf.config.list_logical_devices",
+    "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
+    "config.experimental.enable_tensor_float_32_execution": "jax.default_matmul_precision",
+    "config.experimental.enable_op_determinism": "the environment variable"
+    " XLA_FLAGS=--xla_gpu_deterministic_ops=true",
+    "config.experimental.get_memory_info": "jax.devices()[0].memory_stats()",
+    "config.experimental.list_physical_devices": "tf.config.list_physical_devices",
+    "config.experimental.list_logical_devices": "tf.config.list_logical_devices",
+    "config.experimental": "tf.config, or the settings of JAX: jax.config",
+    # Strategies.
+    "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
+    "distribute.experimental.PreemptionWatcher": (
+        "tf.distribute.experimental.PreemptionCheckpointHandler"
+    ),
+    "distribute.experimental.CollectiveHints": (
+        "tf.distribute.experimental.CommunicationOptions"
+    ),
+    "distribute.cluster_resolver.GCEClusterResolver": (
+        "tf.distribute.cluster_resolver.SimpleClusterResolver, or TF_CONFIG"
+    ),
+    "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
+    "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
+    "tpu.experimental.embedding": "keras.layers.Embedding",
+    # Data.
+    "data.experimental.service": "several workers, each with its share of the dataset",
+    "data.experimental.assert_cardinality": "len(dataset)",
+    "data.experimental.make_csv_dataset": "numpy.genfromtxt or pandas, and from_tensor_slices",
+    "data.FixedLengthRecordDataset": "numpy.memmap and tf.data.Dataset.from_source",
+    "data.NumpyIterator": "dataset.as_numpy_iterator()",
+    "data.ThreadingOptions": "num_parallel_calls of map and interleave",
+    "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
+    "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
+    "io": "functions of Python and NumPy in Dataset.map; pillow for images",
+    "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
+    "audio": "soundfile or scipy.io.wavfile in Dataset.map",
+    "strings": "methods of Python's str in Dataset.map",
+    "string": "object arrays of NumPy; strings do not go to devices",
+    "as_string": "str in Dataset.map or outside of the step",
+    "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
+    "feature_column": "keras.utils.FeatureSpace",
+    "ragged": "arrays padded by Dataset.padded_batch, with a mask",
+    "RaggedTensor": "arrays padded by Dataset.padded_batch, with a mask",
+    "RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
+    "sequence_mask": "jax.numpy.arange(maxlen) < lengths[:, None]",
+    "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    "SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    "queue": "tf.data.Dataset.prefetch",
+    # Saving, logging and what surrounds a program.
+    "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
+    "train.Example": "tf.data.TFRecordDataset, and the package protobuf to parse its records",
+    "train.Feature": "tf.data.TFRecordDataset, and the package protobuf to parse its records",
+    "train.ExponentialMovingAverage": "use_ema=True of Keras optimizers",
+    "train.CheckpointOptions": "tf.train.Checkpoint without options",
+    "train.list_variables": "tf.train.Checkpoint.restore, which names what does not fit",
+    "train.load_checkpoint": "tf.train.Checkpoint.restore",
+    "train.load_variable": "tf.train.Checkpoint.restore with partial=True",
+    "train.Coordinator": "threading and concurrent.futures of Python",
+    "train": "tf.train.Checkpoint and keras.optimizers",
+    "summary": "keras.callbacks.TensorBoard, or tensorboardX",
+    "profiler": "jax.profiler",
+    "lite": "model.export(path, format='onnx') of Keras",
+    "mlir": "jax.jit(f).lower(x).as_text()",
+    "xla": "jax.jit",
+    "raw_ops": "jax.lax",
+    "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
+    "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
+    "version": "tf.__version__",
+    "sysconfig": "tf.config.list_physical_devices",
+    "errors": "the exceptions of distributary.errors, which are also those of Python",
+    "random.Generator": "keras.random.SeedGenerator with keras.random, or jax.random with a key",
+    "random.get_global_generator": "keras.random.SeedGenerator, or jax.random with a key",
+    "random.set_global_generator": "tf.random.set_seed",
+    "random.create_rng_state": "jax.random.key",
+    "random.experimental": "jax.random with a key",
+    "random.fold_in": "jax.random.fold_in",
+    "random.split": "jax.random.split",
+    "random": "jax.random with a key",
+    # Mathematics under other names.
+    "acosh": "jax.numpy.arccosh",
+    "asinh": "jax.numpy.arcsinh",
+    "atanh": "jax.numpy.arctanh",
+    "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
+    "bitcast": "jax.lax.bitcast_convert_type",
+    "bitwise": "jax.numpy.bitwise_and, bitwise_or, left_shift and others",
+    "broadcast_dynamic_shape": "jax.numpy.broadcast_shapes",
+    "broadcast_static_shape": "jax.numpy.broadcast_shapes",
+    "constant_initializer": "keras.initializers.Constant",
+    "ones_initializer": "keras.initializers.Ones",
+    "random_normal_initializer": "keras.initializers.RandomNormal",
+    "random_uniform_initializer": "keras.initializers.RandomUniform",
+    "zeros_initializer": "keras.initializers.Zeros",
+    "complex": "jax.lax.complex",
+    "dynamic_partition": "a boolean mask, x[mask], outside of the step",
+    "dynamic_stitch": "x.at[indices].set(values)",
+    "eig": "jax.numpy.linalg.eig",
+    "eigvals": "jax.numpy.linalg.eigvals",
+    "matrix_square_root": "jax.scipy.linalg.sqrtm",
+    "histogram_fixed_width": "jax.numpy.histogram",
+    "histogram_fixed_width_bins": "jax.numpy.digitize",
+    "linalg": "jax.numpy.linalg and jax.scipy.linalg",
+    "realdiv": "tf.divide",
+    "scalar_mul": "tf.multiply",
+    "saturate_cast": "tf.clip_by_value and tf.cast",
+    "scatter_nd": "jax.numpy.zeros(shape).at[indices].add(updates)",
+    "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
+    "signal": "jax.numpy.fft, jax.scipy.signal, keras.ops.stft",
+    "slice": "x[begin:end], or jax.lax.dynamic_slice",
+    "strided_slice": "x[begin:end:step]",
+    "tensor_scatter_nd_add": "x.at[indices].add(updates)",
+    "tensor_scatter_nd_sub": "x.at[indices].add(-updates)",
+    "tensor_scatter_nd_max": "x.at[indices].max(updates)",
+    "tensor_scatter_nd_min": "x.at[indices].min(updates)",
+    "tensor_scatter_nd_update": "x.at[indices].set(updates)",
+    "truncatediv": "jax.lax.div",
+    "truncatemod": "jax.lax.rem",
+    "unique_with_counts": "jax.numpy.unique with return_counts=True",
+    "math.bessel_i0": "jax.scipy.special.i0",
+    "math.bessel_i0e": "jax.scipy.special.i0e",
+    "math.bessel_i1": "jax.scipy.special.i1",
+    "math.bessel_i1e": "jax.scipy.special.i1e",
+    "math.erfcinv": "jax.scipy.special.erfinv of 1 - x",
+    "math.igamma": "jax.scipy.special.gammainc",
+    "math.igammac": "jax.scipy.special.gammaincc",
+    "math.lbeta": "jax.scipy.special.betaln",
+    "math.lgamma": "jax.scipy.special.gammaln",
+    "math.cumulative_logsumexp": "jax.lax.cumlogsumexp",
+    "math.invert_permutation": "jax.numpy.argsort",
+    "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",
+    "math.reciprocal_no_nan": "jax.numpy.where(x == 0, 0, 1 / x)",
+    "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
+    "math.segment_max": "jax.ops.segment_max",
+    "math.segment_min": "jax.ops.segment_min",
+    "math.segment_prod": "jax.ops.segment_prod",
+    "math.segment_sum": "jax.ops.segment_sum",
+    "math.segment_mean": "jax.ops.segment_sum, divided by the counts",
+    "math.unsorted_segment_max": "jax.ops.segment_max",
+    "math.unsorted_segment_min": "jax.ops.segment_min",
+    "math.unsorted_segment_prod": "jax.ops.segment_prod",
+    "math.unsorted_segment_sum": "jax.ops.segment_sum",
+    "math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
+    "math.unsorted_segment_sqrt_n": "jax.ops.segment_sum, divided by the roots of the counts",
+    "math.zero_fraction": "jax.numpy.mean(x == 0)",
+    "nn.zero_fraction": "jax.numpy.mean(x == 0)",
+    "math": "jax.numpy, jax.lax and jax.scipy.special",
+    "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
+    "nn.avg_pool": "keras.ops.average_pool",
+    "nn.conv2d_transpose": "keras.ops.conv_transpose",
+    "nn.conv1d": "keras.ops.conv",
+    "nn.conv3d": "keras.ops.conv",
+    "nn.convolution": "keras.ops.conv",
+    "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
+    "nn.separable_conv2d": "keras.ops.separable_conv",
+    "nn.crelu": "jax.nn.relu of x and -x",
+    "nn.lrn": "keras.layers.LayerNormalization",
+    "nn.weighted_cross_entropy_with_logits": (
+        "keras.losses.BinaryCrossentropy with sample_weight"
+    ),
+    "nn.weighted_moments": "jax.numpy.average and its square",
+    "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
+    "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
+    "nn.embedding_lookup_sparse": "tf.nn.embedding_lookup with padded ids and a mask",
+    "nn.safe_embedding_lookup_sparse": "tf.nn.embedding_lookup with padded ids and a mask",
+    "nn": "jax.nn and keras.ops",
+    "quantization": "keras.quantizers",
+}
+
+# Where a function of the same name usually has the same meaning.
+_SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "keras.ops")
+
+
+def equivalent(name: str) -> str:
+    """What to use in the place of `tf.{name}`, for the end of an error message."""
+    if name in EQUIVALENTS:
+        return EQUIVALENTS[name]
+    last = name.rpartition(".")[2]
+    space = name
+    is_of_arrays = "." not in name or name.startswith(("math.", "nn."))
+    if is_of_arrays and last in EQUIVALENTS:
+        return EQUIVALENTS[last]
+    if is_of_arrays:
+        for module in _SEARCHED:
+            if _has(module, last):
+                return f"{module}.{last}"
+    while space:
+        space = space.rpartition(".")[0]
+        if space in EQUIVALENTS:
+            return EQUIVALENTS[space]
+    return "jax.numpy, jax.lax, keras.ops or distributary; docs/migrating.md has a table"
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(resolve(module), name)
+    except MissingPackageError:
+        return False

@@ -1,0 +1,64 @@
+"""The modules `tf`, `tf.distribute`, `tf.nn`, ... made from the tables."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from distributary.compat.tensorflow._equivalents import equivalent
+from distributary.compat.tensorflow._resolving import resolve
+from distributary.compat.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
+
+_ROOT = "distributary.compat.tensorflow"
+
+
+def names_in(space: str) -> list[str]:
+    """The names of a module, `"distribute.experimental"`; those of `tf` itself for `""`."""
+    prefix = f"{space}." if space else ""
+    known = (*TARGETS, *OPERATIONS, *CONSTANTS)
+    found = (name.removeprefix(prefix) for name in known if name.startswith(prefix))
+    return sorted({name.partition(".")[0] for name in found})
+
+
+def lookup(name: str) -> Any:
+    """The object `tf.{name}`.
+
+    Raises:
+        AttributeError: naming what to use in its place.
+    """
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    if name in OPERATIONS:
+        return OPERATIONS[name].function(f"tf.{name}")
+    if name in TARGETS:
+        return resolve(TARGETS[name])
+    if f"{_ROOT}.{name}" in sys.modules:
+        return sys.modules[f"{_ROOT}.{name}"]
+    message = f"tf.{name} is not among the names that {_ROOT} has."
+    if not name.rpartition(".")[2].startswith("__"):
+        message = f"{message} Use in its place: {equivalent(name)}."
+    raise AttributeError(message, name=name.rpartition(".")[2])
+
+
+class Namespace(ModuleType):
+    """A module whose names are those of the tables that begin with its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{_ROOT}.{name}", f"`tf.{name}`, without TensorFlow.")
+        self._space = name
+
+    def __getattr__(self, name: str) -> Any:
+        found = lookup(f"{self._space}.{name}")
+        setattr(self, name, found)
+        return found
+
+    def __dir__(self) -> list[str]:
+        return names_in(self._space)
+
+
+def install() -> None:
+    """Makes every module importable, also by `from distributary.compat.tensorflow.nn import relu`."""
+    for name in (*TARGETS, *OPERATIONS, *CONSTANTS):
+        space = name.rpartition(".")[0]
+        while space and f"{_ROOT}.{space}" not in sys.modules:
+            sys.modules[f"{_ROOT}.{space}"] = Namespace(space)
+            space = space.rpartition(".")[0]

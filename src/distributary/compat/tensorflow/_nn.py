@@ -1,0 +1,196 @@
+"""Losses and layers of `tf.nn`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distributary.compat.tensorflow._operations import array
+from distributary.compat.tensorflow._random import seed_of
+from distributary.compat.tensorflow._resolving import resolve
+from distributary.context import get_replica_context
+from distributary.errors import ContextError, InvalidValueError
+from distributary.tracing import current_scope
+
+Array = Any
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Array:
+    """The replica's part of the mean loss of the global batch; sum it over the replicas.
+
+    Args:
+        per_example_loss: Array `[examples, ...]` of this replica.
+        sample_weight: Array that can be multiplied with it.
+        global_batch_size: What the sum is divided by; default the number of examples of all
+            replicas, also where they have different numbers.
+
+    Raises:
+        ContextError: in a cross-replica context.
+        InvalidValueError: without `global_batch_size`, if the loss is a scalar.
+
+    Source: `tf.nn.compute_average_loss`.
+    """
+    context = _replica_context("compute_average_loss")
+    losses = array(per_example_loss)
+    if global_batch_size is None:
+        if losses.ndim == 0:
+            raise InvalidValueError(
+                "tf.nn.compute_average_loss: per_example_loss is a scalar, expected a loss for"
+                " every example, [examples, ...]. Create the loss with reduction=None, or pass"
+                " global_batch_size."
+            )
+        global_batch_size = losses.shape[0] * context.num_replicas_in_sync
+        scope = current_scope()
+        if scope is not None and scope.uneven is not None:
+            global_batch_size = context.all_reduce("SUM", jnp.float32(losses.shape[0]))
+    if sample_weight is not None:
+        losses = losses * array(sample_weight, losses.dtype)
+    return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Array:
+    """The replica's part of a loss that does not depend on the batch.
+
+    Raises:
+        ContextError: in a cross-replica context.
+
+    Source: `tf.nn.scale_regularization_loss`.
+    """
+    context = _replica_context("scale_regularization_loss")
+    return jnp.sum(array(regularization_loss)) / context.num_replicas_in_sync
+
+
+def _replica_context(name: str) -> Any:
+    context = get_replica_context()
+    if context is None:
+        raise ContextError(
+            f"tf.nn.{name} is called in a cross-replica context, where there is no batch of one"
+            " replica. Call it inside the function that is given to strategy.run."
+        )
+    return context
+
+
+def softmax_cross_entropy_with_logits(
+    labels: Any, logits: Any, axis: int = -1, name: str | None = None
+) -> Array:
+    """`tf.nn.softmax_cross_entropy_with_logits`: labels are distributions."""
+    return -jnp.sum(array(labels) * jax.nn.log_softmax(array(logits), axis), axis)
+
+
+def sparse_softmax_cross_entropy_with_logits(
+    labels: Any, logits: Any, name: str | None = None
+) -> Array:
+    """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is no class."""
+    log_probabilities = jax.nn.log_softmax(array(logits))
+    ids = array(labels)[..., None]
+    return -jnp.take_along_axis(log_probabilities, ids, axis=-1, mode="fill")[..., 0]
+
+
+def sigmoid_cross_entropy_with_logits(
+    labels: Any = None, logits: Any = None, name: str | None = None
+) -> Array:
+    """`tf.nn.sigmoid_cross_entropy_with_logits`."""
+    scores = array(logits)
+    return jax.nn.softplus(scores) - scores * array(labels, scores.dtype)
+
+
+def l2_loss(t: Any, name: str | None = None) -> Array:
+    """`tf.nn.l2_loss`: half the sum of squares."""
+    return jnp.sum(array(t) ** 2) / 2
+
+
+def moments(
+    x: Any, axes: Any, shift: Any = None, keepdims: bool = False, name: str | None = None
+) -> tuple[Array, Array]:
+    """`tf.nn.moments`: mean and variance."""
+    values, dims = array(x), axes if isinstance(axes, int) else tuple(axes)
+    return jnp.mean(values, dims, keepdims=keepdims), jnp.var(values, dims, keepdims=keepdims)
+
+
+def bias_add(
+    value: Any, bias: Any, data_format: str | None = None, name: str | None = None
+) -> Array:
+    """`tf.nn.bias_add`."""
+    values, own = array(value), array(bias)
+    if data_format is not None and data_format.startswith("NC"):
+        own = own.reshape(-1, *[1] * (values.ndim - 2))
+    return values + own
+
+
+def dropout(
+    x: Any, rate: float, noise_shape: Any = None, seed: int | None = None, name: str | None = None
+) -> Array:
+    """`tf.nn.dropout`: other numbers in every step and on every replica."""
+    drop = resolve("keras.random.dropout")
+    return drop(array(x), rate, None if noise_shape is None else tuple(noise_shape), seed_of(seed))
+
+
+def conv2d(
+    input: Any,
+    filters: Any,
+    strides: Any,
+    padding: str,
+    data_format: str = "NHWC",
+    dilations: Any = None,
+    name: str | None = None,
+) -> Array:
+    """`tf.nn.conv2d`."""
+    return resolve("keras.ops.conv")(
+        array(input),
+        array(filters),
+        strides=_of_space(strides, data_format),
+        padding=padding.lower(),
+        data_format=_KERAS_FORMATS[data_format],
+        dilation_rate=_of_space(1 if dilations is None else dilations, data_format),
+    )
+
+
+def max_pool2d(
+    input: Any,
+    ksize: Any,
+    strides: Any,
+    padding: str,
+    data_format: str = "NHWC",
+    name: str | None = None,
+) -> Array:
+    """`tf.nn.max_pool2d`."""
+    return _pool("max_pool", input, ksize, strides, padding, data_format)
+
+
+def avg_pool2d(
+    input: Any,
+    ksize: Any,
+    strides: Any,
+    padding: str,
+    data_format: str = "NHWC",
+    name: str | None = None,
+) -> Array:
+    """`tf.nn.avg_pool2d`."""
+    return _pool("average_pool", input, ksize, strides, padding, data_format)
+
+
+_KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
+
+
+def _pool(
+    name: str, input: Any, ksize: Any, strides: Any, padding: str, data_format: str
+) -> Array:
+    return resolve(f"keras.ops.{name}")(
+        array(input),
+        _of_space(ksize, data_format),
+        _of_space(strides, data_format),
+        padding.lower(),
+        _KERAS_FORMATS[data_format],
+    )
+
+
+def _of_space(sizes: int | Sequence[int], data_format: str) -> tuple[int, int]:
+    """Height and width of what TensorFlow takes as 1, 2 or 4 numbers."""
+    numbers = [sizes] if isinstance(sizes, int) else list(sizes)
+    if len(numbers) == 4:
+        first = data_format.index("H")
+        numbers = numbers[first : first + 2]
+    return numbers[0], numbers[-1]

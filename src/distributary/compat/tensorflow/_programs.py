@@ -1,0 +1,170 @@
+"""What a program of TensorFlow is made of besides arrays."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distributary.compat.tensorflow._operations import array, plain, tensor
+from distributary.datasets import TensorSpec
+from distributary.errors import InvalidValueError
+from distributary.strategies import function as compile_function
+from distributary.tracing import current_scope
+
+
+def function(
+    func: Callable[..., Any] | None = None,
+    input_signature: Sequence[Any] | None = None,
+    autograph: bool = True,
+    jit_compile: bool | None = None,
+    reduce_retracing: bool = False,
+    experimental_implements: str | None = None,
+    experimental_autograph_options: Any = None,
+    experimental_attributes: Any = None,
+    experimental_follow_type_hints: bool | None = None,
+) -> Any:
+    """`distributary.function` with the arguments of `tf.function`.
+
+    `input_signature` converts arguments to its dtypes and checks their shapes; the rest is without
+    effect. Functions are always compiled, and once for every shape.
+
+    Raises:
+        InvalidValueError: if an argument does not have a shape of `input_signature`.
+
+    Source: `tf.function`.
+    """
+    if func is None:
+        return lambda func: function(func, input_signature)
+    compiled = compile_function(func)
+    if input_signature is None:
+        return compiled
+
+    def checked(*args: Any) -> Any:
+        if len(args) != len(input_signature):
+            raise InvalidValueError(
+                f"tf.function {func.__name__}: {len(args)} arguments, but input_signature has"
+                f" {len(input_signature)}."
+            )
+        is_spec = lambda node: isinstance(node, TensorSpec)
+        convert = lambda spec, value: _converted(func.__name__, spec, value)
+        return compiled(*jax.tree.map(convert, tuple(input_signature), args, is_leaf=is_spec))
+
+    return checked
+
+
+def _converted(name: str, spec: TensorSpec, value: Any) -> Any:
+    made = array(value, spec.dtype)
+    if not spec.accepts(made):
+        raise InvalidValueError(
+            f"tf.function {name}: an argument has shape {made.shape}, but input_signature says"
+            f" {spec}."
+        )
+    return made
+
+
+def print_(
+    *inputs: Any,
+    output_stream: Any = None,
+    summarize: int | None = 3,
+    sep: str = " ",
+    end: str = "\n",
+    name: str | None = None,
+) -> None:
+    """`tf.print`: to stderr; inside a step each replica prints when it computes.
+
+    Args:
+        inputs: Arrays, variables and anything that can be printed.
+        output_stream: A text stream; default `sys.stderr`.
+        summarize: How many elements are shown at both ends of a dim; -1 for all.
+        sep: Text between the inputs.
+        end: Text after the last one.
+        name: Without effect.
+
+    Source: `tf.print`.
+    """
+    leaves, tree = jax.tree.flatten(jax.tree.map(plain, inputs))
+    picks = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    edge = 3 if summarize is None else summarize
+
+    def show(*arrays: Any) -> None:
+        shown = list(leaves)
+        for i, value in zip(picks, arrays, strict=True):
+            shown[i] = _Shown(np.asarray(value), edge)
+        text = sep.join(str(value) for value in jax.tree.unflatten(tree, shown))
+        stream = sys.stderr if output_stream is None else output_stream
+        stream.write(text + end)
+
+    if current_scope() is None:
+        show(*(leaves[i] for i in picks))
+    else:
+        jax.debug.callback(show, *(leaves[i] for i in picks))
+
+
+class _Shown:
+    """An array as `tf.print` writes it, also inside a list or dict."""
+
+    def __init__(self, array: np.ndarray, edge: int) -> None:
+        self._text = np.array2string(
+            array, threshold=sys.maxsize if edge < 0 else 2 * edge, edgeitems=max(edge, 1)
+        )
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def cond(
+    pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str | None = None
+) -> Any:
+    """`tf.cond`: one of two functions without arguments, whose results have the same structure."""
+    return jax.lax.cond(tensor(pred), true_fn, false_fn)
+
+
+def while_loop(
+    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Any], **options: Any
+) -> Any:
+    """`tf.while_loop`; options such as `shape_invariants` are without effect."""
+
+    def next_(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        after = body(*values)
+        return tuple(after) if isinstance(after, (list, tuple)) else (after,)
+
+    return jax.lax.while_loop(lambda values: cond(*values), next_, jax.tree.map(array, tuple(loop_vars)))
+
+
+def executing_eagerly() -> bool:
+    """`tf.executing_eagerly`: False inside `Strategy.run` and `tf.function`."""
+    return current_scope() is None
+
+
+def is_tensor(x: Any) -> bool:
+    """`tf.is_tensor`: whether it is an array of JAX or a variable."""
+    return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
+
+
+def get_logger() -> logging.Logger:
+    """`tf.get_logger`: the logger of distributary."""
+    return logging.getLogger("distributary")
+
+
+def map_structure(func: Callable[..., Any], *structure: Any, **kwargs: Any) -> Any:
+    """`tf.nest.map_structure`."""
+    return jax.tree.map(func, *structure, is_leaf=_is_none)
+
+
+def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
+    """`tf.nest.flatten`."""
+    return jax.tree.leaves(structure, is_leaf=_is_none)
+
+
+def pack_sequence_as(
+    structure: Any, flat_sequence: Sequence[Any], expand_composites: bool = False
+) -> Any:
+    """`tf.nest.pack_sequence_as`."""
+    return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
+
+
+def _is_none(value: Any) -> bool:
+    return value is None

@@ -1,0 +1,157 @@
+"""Random numbers: other ones in every call, step and replica, the same for the same seed."""
+
+import random
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.compat.tensorflow._operations import array, canonical
+from distributary.compat.tensorflow._resolving import resolve
+from distributary.context import get_strategy
+from distributary.errors import ContextError
+from distributary.topology import inside_jax_trace
+from distributary.tracing import current_scope
+
+Array = Any
+
+# A generator is a Keras variable, which belongs to one strategy.
+_generators: "weakref.WeakKeyDictionary[Any, dict[int | None, Any]]" = weakref.WeakKeyDictionary()
+_global_seed: int | None = None
+
+
+def set_seed(seed: int) -> None:
+    """Starts the random numbers of `tf.random` anew; they are not those of TensorFlow.
+
+    Initial weights and dropout layers of Keras follow `keras.utils.set_random_seed`, as with
+    TensorFlow.
+
+    Source: `tf.random.set_seed`.
+    """
+    global _global_seed
+    _global_seed = int(seed)
+    _generators.clear()
+
+
+def seed_of(seed: int | None) -> Any:
+    """What draws numbers for the current strategy: one generator for each `seed`.
+
+    Its state is a variable, so that a compiled step draws other numbers each time.
+
+    Raises:
+        ContextError: inside a `jax.jit` of the user, which would repeat the same numbers.
+    """
+    if current_scope() is None and inside_jax_trace():
+        raise ContextError(
+            "tf.random and tf.nn.dropout keep a state, which a function that jax.jit compiles"
+            " cannot change. Compile it with tf.function, or use jax.random with a key."
+        )
+    own = _generators.setdefault(get_strategy(), {})
+    if seed not in own:
+        start = random.getrandbits(31) if _global_seed is None and seed is None else 0
+        mixed = np.random.SeedSequence([start, _global_seed or 0, seed or 0, seed is not None])
+        own[seed] = resolve("keras.random.SeedGenerator")(int(mixed.generate_state(1)[0] >> 1))
+    return own[seed]
+
+
+def normal(
+    shape: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.normal`."""
+    return _drawn("normal", shape, dtype, seed) * stddev + mean
+
+
+def truncated_normal(
+    shape: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.truncated_normal`."""
+    return _drawn("truncated_normal", shape, dtype, seed) * stddev + mean
+
+
+def uniform(
+    shape: Any,
+    minval: Any = 0,
+    maxval: Any = None,
+    dtype: Any = np.float32,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.uniform`: from `minval` up to, without, `maxval`; integers need a `maxval`."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        if maxval is None:
+            raise ValueError(f"tf.random.uniform: maxval is None, expected one for {dtype}.")
+        draw = resolve("keras.random.randint")
+        return draw(tuple(shape), minval, maxval, _name(dtype), seed_of(seed))
+    drawn = _drawn("uniform", shape, dtype, seed)
+    return drawn * ((1 if maxval is None else maxval) - minval) + minval
+
+
+def shuffle(value: Any, seed: int | None = None, name: str | None = None) -> Array:
+    """`tf.random.shuffle`: along dim 0."""
+    return resolve("keras.random.shuffle")(array(value), 0, seed_of(seed))
+
+
+def categorical(
+    logits: Any,
+    num_samples: int,
+    dtype: Any = np.int64,
+    seed: int | None = None,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.categorical`."""
+    draw = resolve("keras.random.categorical")
+    return draw(array(logits), num_samples, _name(dtype), seed_of(seed))
+
+
+def stateless_normal(
+    shape: Any,
+    seed: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = np.float32,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.stateless_normal`: the same numbers for the same `seed` of two integers."""
+    return jax.random.normal(_key(seed), tuple(shape), canonical(dtype)) * stddev + mean
+
+
+def stateless_uniform(
+    shape: Any,
+    seed: Any,
+    minval: Any = 0,
+    maxval: Any = None,
+    dtype: Any = np.float32,
+    name: str | None = None,
+) -> Array:
+    """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
+    key, kind = _key(seed), canonical(dtype)
+    if jnp.issubdtype(kind, jnp.integer):
+        return jax.random.randint(key, tuple(shape), minval, maxval, kind)
+    last = 1 if maxval is None else maxval
+    return jax.random.uniform(key, tuple(shape), kind, minval, last)
+
+
+def _drawn(name: str, shape: Any, dtype: Any, seed: int | None) -> Array:
+    draw = resolve(f"keras.random.{name}")
+    return draw(tuple(shape), dtype=_name(dtype), seed=seed_of(seed))
+
+
+def _name(dtype: Any) -> str:
+    return str(canonical(dtype))
+
+
+def _key(seed: Any) -> Array:
+    first, second = array(seed)
+    return jax.random.fold_in(jax.random.key(first), second)
