@@ -15,7 +15,7 @@ import os, sys
 import jax, numpy  # JAX sets environment variables of its own.
 
 environ_before = dict(os.environ)
-import distributary
+import distributary, distributary.compat.tensorflow
 from jax._src import xla_bridge
 
 assert dict(os.environ) == environ_before, "the environment has changed"

@@ -199,6 +199,43 @@ def _use(strategy):
     return step, outer, v
 
 
+class Box:
+    """Something that a step captures."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_step_defined_inside_a_function_that_takes_an_iterator_is_traced_once(strategy_of):
+    strategy = strategy_of(2)
+    dataset = strategy.experimental_distribute_dataset([_ones(2)] * 9)
+    traces = Box([])
+    weights = {"w": dist.Variable(1.0)}
+
+    @dist.function
+    def train(iterator, box, factor):
+        def scaled(x):
+            return x * factor * weights["w"]
+
+        def step(x, offset=box.value):
+            traces.value.append(box)
+            return scaled(x).sum() + box.value + offset
+
+        return strategy.reduce("SUM", strategy.run(step, (next(iterator),)), axis=None)
+
+    iterator, one, two = iter(dataset), Box(1.0), Box(10.0)
+    results = [float(train(iterator, box, 1.0)) for box in (one, one, two, two, one)]
+    results += [float(train(iterator, one, factor)) for factor in (3.0, 3.0, -0.0, 0.0)]
+
+    assert results == [6, 6, 42, 42, 6, 10, 10, 4, 4]
+    assert [box is two for box in traces.value] == [False, True, False, False, False]
+    reference = weakref.ref(two)
+    traces.value.clear()
+    del two
+    gc.collect()
+    assert reference() is None
+
+
 def test_dropped_function_is_collected(strategy_of):
     strategy = strategy_of(2)
     step, outer, v = _use(strategy)

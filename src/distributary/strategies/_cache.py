@@ -1,10 +1,16 @@
 """Compiled programs by function and arguments; functions are not kept alive."""
 
 import contextlib
+import contextvars
+import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, final
+
+import jax
+import numpy as np
 
 from distributary.errors import DistributaryWarning
 from distributary.tracing import user_stacklevel
@@ -16,7 +22,8 @@ _TRACES_BEFORE_WARNING = 8
 class ProgramCache:
     """Programs of one strategy or of one `distributary.function`.
 
-    An entry goes when its function is collected. Bound methods count as their function and object.
+    An entry goes when its function is collected. Bound methods count as their function and object,
+    and functions that a `distributary.function` defines anew in every call as one, see `Inner`.
 
     Args:
         what: Name of the caller in warnings.
@@ -39,7 +46,8 @@ class ProgramCache:
         owner = getattr(function, "__self__", None)
         if owner is not None and hasattr(function, "__func__"):
             return self._methods[function.__func__][owner]
-        return self._functions[function]
+        inner = _inner.get()
+        return self._functions[function if inner is None else inner.same(function)]
 
     def note_trace(self, function: Callable[..., Any], programs: dict[Any, Any], key: Any) -> None:
         """Warns once if a function is traced again and again, and names the cause."""
@@ -65,6 +73,75 @@ class ProgramCache:
             DistributaryWarning,
             stacklevel=user_stacklevel(),
         )
+
+
+_inner: "contextvars.ContextVar[Inner | None]" = contextvars.ContextVar("_inner", default=None)
+
+
+@final
+class Inner:
+    """The functions that are defined inside of a function whose Python code runs in every call.
+
+    Two of them are the same if they have the same code, and capture the same objects.
+    """
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[Any, object] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Lets every `ProgramCache` know while the code runs."""
+        token = _inner.set(self)
+        try:
+            yield
+        finally:
+            _inner.reset(token)
+
+    def same(self, function: Callable[..., Any]) -> object:
+        """An object that stands for all functions that are the same as this one."""
+        try:
+            key = _captured(function, [])
+        except (TypeError, ValueError):  # the second is that of a variable without a value
+            return function
+        stand_in = self._stand_ins.get(key)
+        if stand_in is None:
+            self._stand_ins = {k: v for k, v in self._stand_ins.items() if _is_alive(k)}
+            stand_in = self._stand_ins[key] = _StandIn()
+        return stand_in
+
+
+class _StandIn:
+    """Can be referenced weakly."""
+
+
+def _captured(value: Any, outer: list[Any]) -> Any:
+    """What identifies a value that a function captures, without keeping it alive.
+
+    Raises:
+        TypeError: for data, which differs in every call, and for objects without weak references.
+    """
+    if isinstance(value, types.FunctionType):
+        if any(value is function for function in outer):  # it calls itself
+            return "recursion"
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inside = [_captured(part, [*outer, value]) for part in (*cells, *defaults)]
+        return value.__code__, id(value.__globals__), tuple(inside)
+    if isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (tuple, list)):
+        return tuple(_captured(part, outer) for part in value)
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return type(value), repr(value)  # tells 0.0 from -0.0
+    return WeakIdentity(value)
+
+
+def _is_alive(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_alive, key))
+    return not isinstance(key, WeakIdentity) or key() is not None
 
 
 _V = TypeVar("_V")

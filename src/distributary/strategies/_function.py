@@ -11,7 +11,7 @@ import jax
 from distributary.context import current_mode, in_default_context
 from distributary.errors import InvalidTypeError
 from distributary.inputs import DistributedInput
-from distributary.strategies._cache import ProgramCache
+from distributary.strategies._cache import Inner, ProgramCache
 from distributary.strategies._compiled import (
     Compiled,
     VariableGoneError,
@@ -35,7 +35,7 @@ def function(
     The function is traced on the first call and whenever shapes, dtypes, structures, static
     arguments or the current strategy change. Variables that it assigns keep their new values.
     A function that is given a distributed dataset or iterator runs its Python code each time, and
-    compiles each `Strategy.run` in it.
+    compiles each `Strategy.run` in it, once for a step function that it defines itself.
 
     Args:
         func: The function; without it a decorator is returned.
@@ -69,14 +69,16 @@ class Function:
             weakref.WeakKeyDictionary()
         )
         self._cache = ProgramCache("distributary.function")
+        self._inner = Inner()
         functools.update_wrapper(self, python_function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if current_scope() is not None or any(
-            isinstance(leaf, DistributedInput) for leaf in leaves
-        ):
+        if current_scope() is not None:
             return self.python_function(*args, **kwargs)
+        if any(isinstance(leaf, DistributedInput) for leaf in leaves):
+            with self._inner.active():
+                return self.python_function(*args, **kwargs)
         mode = current_mode()
         programs = self._programs.setdefault(mode.strategy, {})
         signature = tuple([signature_of(leaf, "distributary.function") for leaf in leaves])

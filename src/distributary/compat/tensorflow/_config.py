@@ -89,7 +89,7 @@ def set_logical_device_configuration(
     if device.device_type != "CPU" or any(limit is not None for limit in limits):
         raise UnsupportedError(
             f"tf.config.set_logical_device_configuration: {device.name} with the memory limits"
-            f" {limits}. JAX divides the CPU only, and limits the memory of a GPU by the environment"
+            f" {limits}. JAX divides the CPU only; the memory of a GPU is limited by the environment"
             " variable XLA_PYTHON_CLIENT_MEM_FRACTION."
         )
     set_logical_cpu_devices(len(limits))

@@ -53,7 +53,7 @@ EQUIVALENTS: dict[str, str] = {
     " strategy are always compiled",
     "config.functions_run_eagerly": "not needed: steps of a strategy are always compiled",
     "config.optimizer": "the environment variable XLA_FLAGS",
-    "config.threading": "the environment variable NPROC, the number of threads of XLA",
+    "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
     "config.set_soft_device_placement": "nothing: arrays are where their program runs",
     "config.get_soft_device_placement": "nothing: arrays are where their program runs",
     "config.get_visible_devices": "tf.config.list_physical_devices",
@@ -71,9 +71,7 @@ EQUIVALENTS: dict[str, str] = {
     "distribute.experimental.PreemptionWatcher": (
         "tf.distribute.experimental.PreemptionCheckpointHandler"
     ),
-    "distribute.experimental.CollectiveHints": (
-        "tf.distribute.experimental.CommunicationOptions"
-    ),
+    "distribute.experimental.CollectiveHints": ("tf.distribute.experimental.CommunicationOptions"),
     "distribute.cluster_resolver.GCEClusterResolver": (
         "tf.distribute.cluster_resolver.SimpleClusterResolver, or TF_CONFIG"
     ),
@@ -210,10 +208,7 @@ EQUIVALENTS: dict[str, str] = {
     "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
     "nn.separable_conv2d": "keras.ops.separable_conv",
     "nn.crelu": "jax.nn.relu of x and -x",
-    "nn.lrn": "keras.layers.LayerNormalization",
-    "nn.weighted_cross_entropy_with_logits": (
-        "keras.losses.BinaryCrossentropy with sample_weight"
-    ),
+    "nn.weighted_cross_entropy_with_logits": ("keras.losses.BinaryCrossentropy with sample_weight"),
     "nn.weighted_moments": "jax.numpy.average and its square",
     "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
     "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",

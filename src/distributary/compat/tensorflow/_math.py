@@ -135,8 +135,10 @@ def gather(
     """`tf.gather`: rows of a variable come one by one, their gradient is `IndexedSlices`."""
     dim = batch_dims if axis is None else axis
     ids = array(indices)
-    if isinstance(params, (Variable, ShardedVariable)) and dim == 0:
+    if isinstance(params, ShardedVariable):
         return embedding_lookup(params, ids)
+    if isinstance(params, Variable) and dim == 0:
+        return params.sparse_read(ids)
 
     def take(values: Array, ids: Array) -> Array:
         return jnp.take(values, ids, axis=dim - batch_dims if dim >= 0 else dim)

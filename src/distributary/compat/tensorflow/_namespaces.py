@@ -56,7 +56,7 @@ class Namespace(ModuleType):
 
 
 def install() -> None:
-    """Makes every module importable, also by `from distributary.compat.tensorflow.nn import relu`."""
+    """Makes every module importable: `from distributary.compat.tensorflow.nn import relu`."""
     for name in (*TARGETS, *OPERATIONS, *CONSTANTS):
         space = name.rpartition(".")[0]
         while space and f"{_ROOT}.{space}" not in sys.modules:

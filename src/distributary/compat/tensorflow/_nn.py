@@ -175,9 +175,7 @@ def avg_pool2d(
 _KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
 
 
-def _pool(
-    name: str, input: Any, ksize: Any, strides: Any, padding: str, data_format: str
-) -> Array:
+def _pool(name: str, input: Any, ksize: Any, strides: Any, padding: str, data_format: str) -> Array:
     return resolve(f"keras.ops.{name}")(
         array(input),
         _of_space(ksize, data_format),

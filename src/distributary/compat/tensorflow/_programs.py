@@ -131,7 +131,9 @@ def while_loop(
         after = body(*values)
         return tuple(after) if isinstance(after, (list, tuple)) else (after,)
 
-    return jax.lax.while_loop(lambda values: cond(*values), next_, jax.tree.map(array, tuple(loop_vars)))
+    return jax.lax.while_loop(
+        lambda values: cond(*values), next_, jax.tree.map(array, tuple(loop_vars))
+    )
 
 
 def executing_eagerly() -> bool:

@@ -245,9 +245,7 @@ OPERATIONS: dict[str, Operation] = {
     "math.softplus": Operation("jax.nn.softplus", "features"),
     "math.truediv": Operation("jax.numpy.true_divide", "x y"),
     "truediv": Operation("jax.numpy.true_divide", "x y"),
-    "clip_by_value": Operation(
-        "jax.numpy.clip", "t", "clip_value_min:min clip_value_max:max"
-    ),
+    "clip_by_value": Operation("jax.numpy.clip", "t", "clip_value_min:min clip_value_max:max"),
     "convert_to_tensor": Operation("jax.numpy.asarray", "value", "dtype=None"),
     "expand_dims": Operation("jax.numpy.expand_dims", "input", "axis"),
     "eye": Operation("jax.numpy.eye", "", "num_rows:N num_columns=None:M dtype=None"),
@@ -279,9 +277,7 @@ _DTYPES = (
 CONSTANTS: dict[str, Any] = {
     "__version__": "2.21.0",
     "newaxis": None,
-    **{
-        f"{space}{name}": jnp.dtype(name) for space in ("", "dtypes.") for name in _DTYPES.split()
-    },
+    **{f"{space}{name}": jnp.dtype(name) for space in ("", "dtypes.") for name in _DTYPES.split()},
     "bool": jnp.dtype(bool),
     "dtypes.bool": jnp.dtype(bool),
     "double": jnp.dtype("float64"),

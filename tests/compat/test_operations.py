@@ -1,0 +1,106 @@
+"""Functions of `tf`, compared with what TensorFlow returned for the same calls."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import distributary as dist
+import distributary.compat.tensorflow as tf
+
+_spec = importlib.util.spec_from_file_location(
+    "compat_operations", Path(__file__).with_name("operations.py")
+)
+operations = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(operations)
+
+_32_BITS = {"float64": "float32", "int64": "int32"}
+
+
+def test_results_are_those_of_tensorflow():
+    recorded = np.load(operations.RESULTS)
+    compared = set()
+
+    wrong = []
+    for call in operations.CALLS:
+        for i, array in enumerate(operations.results(tf, call)):
+            expected = recorded[f"{call} [{i}]"]
+            expected = expected.astype(_32_BITS.get(str(expected.dtype), expected.dtype))
+            compared.add(f"{call} [{i}]")
+            fits = (array.shape, array.dtype) == (expected.shape, expected.dtype)
+            if not fits or not np.allclose(array, expected, rtol=2e-5, atol=1e-5):
+                wrong.append(f"{call}: {array!r}, expected {expected!r}")
+
+    assert wrong == []
+    assert compared == set(recorded.files)
+
+
+def test_arguments_may_be_variables_and_lists_of_them():
+    keras_variable = tf.keras.Variable([1.0, 2.0])
+    variable = tf.Variable([3.0, 4.0])
+
+    np.testing.assert_array_equal(tf.add(variable, keras_variable), [4, 6])
+    np.testing.assert_array_equal(tf.reduce_sum([variable, keras_variable], axis=0), [4, 6])
+    np.testing.assert_array_equal(tf.clip_by_value(variable, 0, variable[0]), [3, 3])
+    np.testing.assert_array_equal(tf.gather(variable, [1, 0]), [4, 3])
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match=r"tf.reduce_sum\(input_tensor, axis=None.*'axes'"):
+        tf.reduce_sum([1.0], axes=0)
+    with pytest.raises(TypeError, match=r"tf\.add\(x, y, name=None\): missing.*'y'"):
+        tf.add(1.0)
+
+
+def test_rows_that_are_gathered_have_sparse_gradients():
+    table = tf.Variable(np.ones((5, 2), np.float32))
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [3, 0]) * 2)
+        return tape.gradient(loss, table)
+
+    rows = gradient()
+
+    assert isinstance(rows, tf.IndexedSlices)
+    np.testing.assert_array_equal(rows.indices, [3, 0])
+
+
+def test_results_have_the_method_numpy():
+    array = tf.reduce_sum([[1.0, 2.0]], axis=1).numpy()
+
+    assert type(array) is np.ndarray
+    assert array.flags.writeable
+    assert isinstance(tf.reduce_sum([1.0]).numpy(), np.float32)
+    assert isinstance(tf.constant(1), tf.Tensor)
+    with pytest.raises(AttributeError):
+        jax.jit(lambda x: x.numpy())(1.0)
+
+
+def _mean_loss(strategy, losses):
+    (batch,) = strategy.experimental_distribute_dataset([np.float32(losses)])
+
+    def step(batch):
+        part = tf.nn.compute_average_loss(batch) + tf.nn.scale_regularization_loss(100.0)
+        return part, tf.nn.compute_average_loss(batch, sample_weight=2.0, global_batch_size=10)
+
+    parts = strategy.run(step, args=(batch,))
+    return [float(strategy.reduce(dist.ReduceOp.SUM, part, axis=None)) for part in parts]
+
+
+def test_average_loss_is_that_of_the_global_batch_also_of_an_uneven_one(strategy_of):
+    strategy = strategy_of(2)
+
+    assert _mean_loss(strategy, [1, 2, 3, 6]) == pytest.approx([103.0, 2.4])
+    assert _mean_loss(strategy, [1, 2, 6]) == pytest.approx([103.0, 1.8])
+    assert _mean_loss(strategy, [4]) == pytest.approx([104.0, 0.8])
+
+
+def test_average_loss_says_what_it_needs(strategy_of):
+    with strategy_of(2).scope(), pytest.raises(dist.errors.ContextError, match=r"strategy\.run"):
+        tf.nn.compute_average_loss([1.0])
+    with pytest.raises(ValueError, match=r"a scalar.*reduction=None"):
+        tf.nn.compute_average_loss(1.0)

@@ -1,0 +1,136 @@
+"""Programs, random numbers and devices under TensorFlow's names."""
+
+import jax
+import numpy as np
+import pytest
+
+import distributary as dist
+import distributary.compat.tensorflow as tf
+from distributary.errors import (
+    BackendStartedError,
+    ContextError,
+    InvalidValueError,
+    UnsupportedError,
+)
+
+
+def test_input_signature_converts_and_checks_arguments():
+    spec = tf.TensorSpec([None, 2], tf.float32)
+
+    @tf.function(input_signature=[spec, {"by": tf.TensorSpec([], tf.int32)}])
+    def scaled(x, options):
+        assert (x.dtype, options["by"].dtype) == (np.float32, np.int32)
+        return x * options["by"]
+
+    np.testing.assert_array_equal(scaled([[1, 2]], {"by": 3}), [[3, 6]])
+    with pytest.raises(InvalidValueError, match=r"scaled: .*shape \(2,\).*None, 2"):
+        scaled([1, 2], {"by": 3})
+    with pytest.raises(InvalidValueError, match="1 arguments, but input_signature has 2"):
+        scaled([[1, 2]])
+
+
+def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):
+    strategy = strategy_of(2)
+    variable = tf.Variable([1.0, 2.0])
+
+    tf.print("outside", variable, {"a": tf.constant(3)}, sep="|")
+
+    strategy.run(lambda x: tf.print("replica", x), args=(dist.PerReplica([0, 1]),))
+    jax.effects_barrier()
+
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == "outside|[1. 2.]|{'a': 3}"
+    assert sorted(err.splitlines()[1:]) == ["replica 0", "replica 1"]
+
+
+def test_control_flow():
+    @tf.function
+    def power(x):
+        steps, result = tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * x), (0, 1.0))
+        return tf.cond(steps > 2, lambda: result, lambda: -result)
+
+    assert float(power(tf.constant(2.0))) == 8
+    assert tf.executing_eagerly()
+    nest = {"a": [1, None], "b": 2}
+    doubled = tf.nest.map_structure(lambda x: x and 2 * x, nest)
+    assert doubled == {"a": [2, None], "b": 4}
+    assert tf.nest.pack_sequence_as(nest, tf.nest.flatten(doubled)) == doubled
+    assert tf.is_tensor(tf.Variable(1.0))
+    assert not tf.is_tensor(np.ones(1))
+
+
+def _draws(strategy, num_steps):
+    def step():
+        dropped = tf.nn.dropout(tf.ones([64]), 0.5)
+        return tf.random.normal([3]), tf.random.uniform([2], 5, 9, tf.int32), dropped
+
+    return [
+        [np.stack(strategy.experimental_local_results(part)) for part in strategy.run(step)]
+        for _ in range(num_steps)
+    ]
+
+
+def test_random_numbers_differ_between_steps_and_replicas_and_follow_the_seed(strategy_of):
+    strategy = strategy_of(2)
+
+    tf.random.set_seed(7)
+    first, second = _draws(strategy, 2)
+    tf.random.set_seed(7)
+    (again,) = _draws(strategy, 1)
+    tf.random.set_seed(8)
+    (other,) = _draws(strategy, 1)
+
+    normals = [values for step in (first, second, other) for values in step[0]]
+    assert len({values.tobytes() for values in normals}) == 6
+    for before, after in zip(first, again, strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert set(np.concatenate([first[1], second[1]]).ravel()) <= {5, 6, 7, 8}
+    assert set(first[2].ravel()) == {0, 2}
+
+
+def test_random_numbers_outside_of_steps():
+    tf.random.set_seed(1)
+    values = tf.random.normal([4000], mean=3.0, stddev=2.0).numpy()
+    other = tf.random.normal([4000], seed=5).numpy()
+    tf.random.set_seed(1)
+
+    np.testing.assert_array_equal(values, tf.random.normal([4000], mean=3.0, stddev=2.0))
+    np.testing.assert_array_equal(other, tf.random.normal([4000], seed=5))
+    assert abs(values.mean() - 3) < 0.15
+    assert abs(values.std() - 2) < 0.15
+    assert np.corrcoef(values, other)[0, 1] < 0.1
+    assert sorted(tf.random.shuffle([3, 1, 2]).tolist()) == [1, 2, 3]
+    assert np.abs(tf.random.truncated_normal([500], stddev=0.5)).max() <= 1
+    assert tf.random.categorical([[-50.0, 50.0]], 3).tolist() == [[1, 1, 1]]
+    one, two = (tf.random.stateless_uniform([2], (1, i), 5, 50, tf.int32) for i in (2, 3))
+    np.testing.assert_array_equal(one, tf.random.stateless_uniform([2], [1, 2], 5, 50, tf.int32))
+    assert one.tolist() != two.tolist()
+
+
+def test_random_numbers_that_would_repeat_are_refused():
+    with pytest.raises(ContextError, match=r"jax\.jit compiles"):
+        jax.jit(lambda: tf.random.normal([2]))()
+
+
+def test_devices_are_listed_and_settings_that_come_too_late_are_refused():
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    one = tf.config.LogicalDeviceConfiguration()
+
+    assert cpu.name == "/physical_device:CPU:0"
+    assert tf.config.list_physical_devices("GPU") == []
+    assert [device.name for device in tf.config.list_logical_devices()][-1] == "/device:CPU:7"
+    tf.config.set_visible_devices([], "GPU")  # as it is
+    strategy = dist.OneDeviceStrategy(tf.config.list_logical_devices("CPU")[3].name)
+    assert "CPU:3" in repr(strategy)
+    with pytest.raises(BackendStartedError, match="already started"):
+        tf.config.set_logical_device_configuration(cpu, [one, one])
+    with pytest.raises(BackendStartedError, match="set_memory_growth: JAX has already started"):
+        tf.config.experimental.set_memory_growth(gpu, True)
+    with pytest.raises(UnsupportedError, match="XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        tf.config.set_logical_device_configuration(gpu, [one, one])
+    with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES"):
+        tf.config.set_visible_devices([gpu], "GPU")
+    with pytest.raises(InvalidValueError, match="is no GPU"):
+        tf.config.experimental.set_memory_growth(cpu, True)
