@@ -89,8 +89,8 @@ def set_logical_device_configuration(
     if device.device_type != "CPU" or any(limit is not None for limit in limits):
         raise UnsupportedError(
             f"tf.config.set_logical_device_configuration: {device.name} with the memory limits"
-            f" {limits}. JAX divides the CPU only; the memory of a GPU is limited by the environment"
-            " variable XLA_PYTHON_CLIENT_MEM_FRACTION."
+            f" {limits}. JAX divides the CPU only; the environment variable"
+            " XLA_PYTHON_CLIENT_MEM_FRACTION limits the memory of a GPU."
         )
     set_logical_cpu_devices(len(limits))
 

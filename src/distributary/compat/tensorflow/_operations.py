@@ -20,7 +20,8 @@ class Operation:
     Args:
         target: Full name of the function that is called.
         tensors: Names of the arguments that are arrays, in order; they are passed by position.
-        options: Names of the others, with TensorFlow's defaults: `"axis=0 keepdims=False"`. They are passed by name, by the one after a colon if there is one:
+        options: Names of the others, with TensorFlow's defaults: `"axis=0 keepdims=False"`. They
+            are passed by name, by the one after a colon if there is one:
             `"alpha=0.2:negative_slope"`.
     """
 
