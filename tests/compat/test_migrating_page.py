@@ -16,8 +16,8 @@ _OWN = "distributary.compat.tensorflow._"
 _ABOUT_OTHERS = """
 ## Names that are not there
 
-The error that a name raises says the same. A module stands for all of its names. Functions of arrays
-that are not in the table have the same name in `jax.numpy` or `keras.ops`, mostly.
+The error that a name raises says the same. A module stands for all of its names. Functions of
+arrays that are not in the table have the same name in `jax.numpy` or `keras.ops`, mostly.
 """
 
 

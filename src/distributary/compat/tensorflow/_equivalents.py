@@ -3,8 +3,7 @@
 A name of a module stands for everything in it.
 """
 
-from distributary.compat.tensorflow._resolving import resolve
-from distributary.errors import MissingPackageError
+import importlib
 
 #: By the name after `tf.`; docs/migrating.md shows them.
 EQUIVALENTS: dict[str, str] = {
@@ -201,6 +200,11 @@ EQUIVALENTS: dict[str, str] = {
     "math": "jax.numpy, jax.lax and jax.scipy.special",
     "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
     "nn.avg_pool": "keras.ops.average_pool",
+    "nn.ctc_loss": "keras.ops.ctc_loss",
+    "nn.depth_to_space": "keras.ops.depth_to_space",
+    "nn.max_pool": "keras.ops.max_pool",
+    "nn.softsign": "keras.ops.softsign",
+    "nn.space_to_depth": "keras.ops.space_to_depth",
     "nn.conv2d_transpose": "keras.ops.conv_transpose",
     "nn.conv1d": "keras.ops.conv",
     "nn.conv3d": "keras.ops.conv",
@@ -219,7 +223,7 @@ EQUIVALENTS: dict[str, str] = {
 }
 
 # Where a function of the same name usually has the same meaning.
-_SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special", "keras.ops")
+_SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
 
 
 def equivalent(name: str) -> str:
@@ -233,17 +237,10 @@ def equivalent(name: str) -> str:
         return EQUIVALENTS[last]
     if is_of_arrays:
         for module in _SEARCHED:
-            if _has(module, last):
+            if hasattr(importlib.import_module(module), last):
                 return f"{module}.{last}"
     while space:
         space = space.rpartition(".")[0]
         if space in EQUIVALENTS:
             return EQUIVALENTS[space]
     return "jax.numpy, jax.lax, keras.ops or distributary; docs/migrating.md has a table"
-
-
-def _has(module: str, name: str) -> bool:
-    try:
-        return hasattr(resolve(module), name)
-    except MissingPackageError:
-        return False

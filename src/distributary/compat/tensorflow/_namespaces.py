@@ -34,7 +34,7 @@ def lookup(name: str) -> Any:
     if f"{_ROOT}.{name}" in sys.modules:
         return sys.modules[f"{_ROOT}.{name}"]
     message = f"tf.{name} is not among the names that {_ROOT} has."
-    if not name.rpartition(".")[2].startswith("__"):
+    if not name.rpartition(".")[2].startswith("_"):
         message = f"{message} Use in its place: {equivalent(name)}."
     raise AttributeError(message, name=name.rpartition(".")[2])
 
