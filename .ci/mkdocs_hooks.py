@@ -83,7 +83,7 @@ def _reference():
     for module in modules:  # grows
         exported = importlib.import_module(module)
         names = []
-        for name in exported.__all__:
+        for name in getattr(exported, "__all__", ()):
             value = getattr(exported, name)
             if inspect.ismodule(value):
                 modules += [value.__name__] if value.__name__ not in modules else []
