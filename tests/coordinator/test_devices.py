@@ -218,9 +218,9 @@ def test_keras_fits_as_one_device_does():
     labels, weights = RNG.integers(0, 3, 15), RNG.uniform(0.5, 2, 15)
     strategy = _strategy(1, partitioner=FixedShardsPartitioner(2))
     strategy.cluster_resolver.fault = spy = _Spy()
-    expected = _embeddings()
     with strategy.scope():
         model = _embeddings()
+    expected = _embeddings()
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
 
     # Batches of 8 and 7.
