@@ -27,7 +27,7 @@ from distributary.coordinator._nests import (
 )
 from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
 from distributary.coordinator._queue import ClosureQueue
-from distributary.coordinator._sources import UnknownMakerError
+from distributary.coordinator._sources import UnknownMakerError, distributed_by
 from distributary.coordinator._statistics import CoordinatorStatistics
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
@@ -184,7 +184,9 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Function without arguments that returns an iterable of batches, or such an
                 iterable that may be iterated several times at once. Workers do not share the
-                batches between them: shuffle and repeat.
+                batches between them: shuffle and repeat. Also what
+                `experimental_distribute_dataset` and `distribute_datasets_from_function` of the
+                strategy give, or a function that returns it, which is called here.
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
@@ -214,6 +216,7 @@ class ClusterCoordinator:
         )
 
     def _new_dataset(self, dataset_fn: Any) -> RemoteSource:
+        dataset_fn = distributed_by(dataset_fn, self._strategy)
         number = self._new_source("next", dataset_fn)
         if number is not None:
             return RemoteSource("next", number, functools.partial(self._peek, "next", number))

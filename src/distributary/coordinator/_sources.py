@@ -9,6 +9,7 @@ workers.
 import functools
 import importlib
 import importlib.machinery
+import inspect
 import json
 import sys
 import threading
@@ -33,6 +34,7 @@ __all__ = [
     "UnknownMakerError",
     "as_maker",
     "describe",
+    "distributed_by",
     "find",
     "is_reimporting",
 ]
@@ -123,6 +125,25 @@ class LocalMakers:
     def find(self, description: JSON) -> Callable[[], Any]:
         """The function of a number."""
         return as_maker(self._makers[description])
+
+
+def distributed_by(maker: Any, strategy: Any) -> Any:
+    """What a function distributes with the strategy, which workers do not have, else the function.
+
+    Args:
+        maker: A function, or data.
+        strategy: The strategy.
+    """
+    if not isinstance(maker, types.FunctionType):
+        return maker
+    try:
+        used = inspect.getclosurevars(maker)
+    except ValueError:  # it names something that has no value yet
+        return maker
+    if not any(value is strategy for value in (*used.globals.values(), *used.nonlocals.values())):
+        return maker
+    made = maker()
+    return made if isinstance(made, DistributedSource) else maker
 
 
 def describe(maker: Any) -> JSON:

@@ -46,8 +46,14 @@ for dataset_fn in (functools.partial(dataset, 1, step=2), batches.make):
     print(count.numpy(), int(total.numpy()), 10 * sum(numbers), sorted(set(numbers))[:3])
 
 # Each worker has two devices.
-source = strategy.distribute_datasets_from_function(batches.of_replicas)
-iterator = iter(coordinator.create_per_worker_dataset(source))
+
+
+def of_worker():
+    """As in programs for tf.distribute; workers have no strategy."""
+    return strategy.distribute_datasets_from_function(batches.of_replicas)
+
+
+iterator = iter(coordinator.create_per_worker_dataset(of_worker))
 
 
 def on_device(rows):
