@@ -247,6 +247,20 @@ def test_keras_fits_as_one_device_does():
     np.testing.assert_allclose(model.get_weights()[-1], expected.get_weights()[-1], rtol=1e-3)
 
 
+def test_devices_and_steps_draw_other_numbers():
+    strategy = _strategy(1)
+    with strategy.scope():
+        seeds = keras.random.SeedGenerator(0)
+    coordinator = ClusterCoordinator(strategy)
+
+    def closure():
+        return strategy.run(lambda: keras.random.uniform((), seed=seeds))
+
+    drawn = [coordinator.schedule(closure).fetch() for _ in range(3)]
+    numbers = [float(x) for own in drawn for x in strategy.experimental_local_results(own)]
+    assert len(set(numbers)) == 6
+
+
 def test_what_cannot_be_distributed_is_named():
     strategy = _strategy(1)
     source = strategy.experimental_distribute_dataset(BATCHES)
