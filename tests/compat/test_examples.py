@@ -1,4 +1,4 @@
-"""The programs in examples/tensorflow learn, started as a user would start them."""
+"""The programs in examples/tf_distribute learn, started as a user would start them."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_PROGRAMS = Path(__file__).parents[2] / "examples" / "tensorflow"
+_PROGRAMS = Path(__file__).parents[2] / "examples" / "tf_distribute"
 _SECONDS = 300  # about 10 on two idle cores
 
 
