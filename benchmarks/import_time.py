@@ -85,6 +85,7 @@ def _imports_jax() -> bool:
 def _time_process(program: str) -> float:
     """Seconds from starting a Python that runs `program` to its end."""
     environ = _processes.environment()
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every round would compile what we measure
     start = time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", program], env=environ, check=True, capture_output=True, text=True
