@@ -80,4 +80,4 @@ for epoch in range(options.epochs):
 
 logits = model(images[num_train:])
 test_accuracy = tf.reduce_mean(tf.cast(tf.argmax(logits, axis=1) == labels[num_train:], tf.float32))
-print(f"Test accuracy {test_accuracy.numpy():.3f}")
+print(f"On the test set: accuracy {test_accuracy.numpy():.3f}")
