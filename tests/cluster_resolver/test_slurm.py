@@ -311,6 +311,7 @@ def test_a_wrong_argument_is_refused(step, arguments, error, message):
         (None, {}, 0, None),
         (None, {"gpus_per_node": 1}, 0, None),
         ("", {}, 0, ""),
+        ("-1", {}, 0, "-1"),
         ("3", {"gpus_per_node": 2, "gpus_per_task": 1}, 1, "3"),
         # Switched off.
         (None, {"gpus_per_node": 4, "auto_set_gpu": False}, 2, None),

@@ -100,7 +100,10 @@ def visible_gpus() -> int:
 
 def _visible() -> list[str] | None:
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [name for name in text.replace(" ", "").split(",") if name]
+    if text is None:
+        return None
+    names = [name for name in text.replace(" ", "").split(",") if name]
+    return names[: names.index("-1")] if "-1" in names else names  # CUDA looks no further
 
 
 def _bound_by_slurm(visible: list[str] | None, max_tasks_per_node: int) -> bool:
