@@ -125,6 +125,17 @@ def test_a_new_function_object_in_every_call_is_named_as_the_cause(strategy_of):
     assert "new function object" in str(warning.message)
 
 
+def test_a_step_may_return_constants(strategy_of):
+    strategy = strategy_of(2)
+
+    constants = strategy.run(lambda: (jnp.asarray(1.5), jnp.array(3), jnp.ones(2)))
+
+    for value, expected in zip(constants, (np.float32(1.5), np.int32(3), np.ones(2)), strict=True):
+        for component in strategy.experimental_local_results(value):
+            assert component.dtype == jnp.asarray(expected).dtype
+            np.testing.assert_array_equal(component, expected)
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_results_keep_their_structure_and_python_values(strategy_of, num_replicas):
     strategy = strategy_of(num_replicas)

@@ -453,7 +453,8 @@ class ReplicaProgram:
             for k, total in zip(summed, totals, strict=True):
                 outs[k] = total
             split = [out_split[i] for i in outputs] + [False] * stages.num_cut
-            return [out[None] if s else out for out, s in zip(outs, split, strict=True)]
+            # `asarray` because JAX has constants that are no arrays.
+            return [jnp.asarray(o)[None] if s else o for o, s in zip(outs, split, strict=True)]
 
         split, whole = P(REPLICA_AXIS), P()
         own = [values[i] for i in inputs]
