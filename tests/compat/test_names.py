@@ -110,16 +110,16 @@ cpu = tf.config.list_physical_devices("CPU")[0]
 two = [tf.config.LogicalDeviceConfiguration()] * 2
 tf.config.set_logical_device_configuration(cpu, two)
 strategy = tf.distribute.MirroredStrategy()
-with strategy.scope():
-    model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
-    assert len(model.weights[0].value.addressable_shards) == 2
+(numbers,) = strategy.experimental_local_results(strategy.run(lambda: tf.random.normal([2])))[:1]
+assert numbers[0] != numbers[1]
+assert tf.keras.backend.backend() == "jax"
 assert [device.name for device in tf.config.list_logical_devices("CPU")] == [
     "/device:CPU:0", "/device:CPU:1"
 ]
 """
 
 
-def test_keras_may_be_used_first_in_the_scope_and_runs_on_jax():
+def test_keras_may_be_used_first_inside_of_a_step_and_runs_on_jax():
     environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
     process = subprocess.run(
         [sys.executable, "-W", "error", "-c", _FIRST_USE_OF_KERAS],

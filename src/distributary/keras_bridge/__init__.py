@@ -5,6 +5,7 @@ and installs the hooks, see `_hooks`, once Keras is there.
 """
 
 import importlib
+import importlib.util
 import os
 import sys
 import warnings
@@ -21,9 +22,10 @@ from distributary.variables import (
     register_foreign_variables,
 )
 
-__all__ = ["connect", "import_keras"]
+__all__ = ["connect", "expect_keras", "import_keras"]
 
 _connected = False
+_expected = False
 
 
 def connect() -> bool:
@@ -70,13 +72,33 @@ def import_keras() -> Any:
     return keras
 
 
+def expect_keras() -> None:
+    """Lets functions that are traced be the first that call `import_keras`.
+
+    Keras is then imported before such a trace, if it is installed and runs on JAX.
+    """
+    global _expected
+    _expected = True
+
+
 def _around_trace() -> AbstractContextManager[object]:
     """Lets a function that is traced use Keras variables."""
+    if _expected and not _connected and _can_be_imported():
+        import_keras()
     if not connect() or not uses_jax():
         return nullcontext()
     from distributary.keras_bridge._custom_loops import TracedVariables
 
     return TracedVariables()
+
+
+def _can_be_imported() -> bool:
+    """Whether Keras is yet to be imported, and would run on JAX."""
+    return (
+        "keras" not in sys.modules
+        and os.environ.get("KERAS_BACKEND", "jax") == "jax"
+        and importlib.util.find_spec("keras") is not None
+    )
 
 
 def uses_jax() -> bool:

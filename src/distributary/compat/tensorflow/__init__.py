@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from distributary.compat.tensorflow import _namespaces
+from distributary.keras_bridge import expect_keras
 
 
 def __getattr__(name: str) -> Any:
@@ -35,3 +36,4 @@ def _numpy(array: jax.Array) -> np.ndarray:
 # Programs of TensorFlow call it everywhere, and JAX has nothing under this name.
 jax.Array.numpy = _numpy  # type: ignore[attr-defined]
 _namespaces.install()
+expect_keras()  # `tf.random` in a step may be the first that needs it
