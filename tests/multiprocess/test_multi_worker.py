@@ -187,7 +187,7 @@ def _check_errors(errors, worker):
     assert "dtype and number of dims" in shapes
 
 
-@pytest.mark.parametrize(("num_workers", "devices", "options"), [(2, 2, ["sharded"]), (3, 1, [])])
+@pytest.mark.parametrize(("num_workers", "devices", "options"), [(2, 2, []), (3, 1, ["sharded"])])
 def test_keras_computes_what_it_computes_in_one_process(
     num_workers, devices, options, job, alone, tmp_path
 ):
