@@ -15,11 +15,13 @@ from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
 from distributary.coordinator._statistics import Tally, WorkerStatistics
 from distributary.errors import (
+    CancelledError,
     CoordinatorReplacedError,
     InvalidValueError,
     PSUnavailableError,
     UnavailableError,
 )
+from distributary.topology import start_thread
 
 __all__ = ["Workers"]
 
@@ -188,7 +190,7 @@ class _Driver:
 
     def start(self) -> None:
         """Starts the thread."""
-        threading.Thread(target=self._drive, name="distributary-driver", daemon=True).start()
+        start_thread(self._drive, self._stop, "distributary-driver")
 
     def statistics(self, is_live: bool) -> WorkerStatistics:
         """What the worker has done."""
@@ -202,6 +204,11 @@ class _Driver:
         sums.add(self._past.sums)
         sums.add(self._tally)
         return WorkerStatistics(self.name, state, self._num_losses, self._num_closures, **sums.sums)
+
+    def _stop(self) -> None:
+        self._queue.end(CancelledError("The program ends."))
+        if self._connection is not None:
+            self._connection.close()
 
     def _drive(self) -> None:
         try:
@@ -241,7 +248,7 @@ class _Driver:
                 self._workers.add(self)
                 running = self._serve()
                 self._workers.remove(self)
-                if self.connection.is_lost():
+                if self.connection.is_lost() and not self._queue.closed.is_set():
                     self._num_losses += 1
                     _log.warning("%s is lost: %s", self.name, self.error)
                 pause = _MIN_PAUSE_SECONDS

@@ -1,5 +1,6 @@
 """Links without sockets, for clusters in one process and for tests of faults."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from distributary.coordinator._links import (
     wait,
 )
 from distributary.coordinator._messages import Limits, Message, decode, encode
+from distributary.topology import start_thread
 
 __all__ = ["InProcessLink"]
 
@@ -52,9 +54,7 @@ class InProcessLink:
         self._limits = limits
         self._fault = fault
         self._lock = threading.Lock()
-        self._connection = self._connect(service)
-        if service is None:
-            self._connection.end(RefusedError(f"Nothing listens at {name}."))
+        self._connection = self._connect(service, f"Nothing listens at {name}.")
 
     def start(self, message: Message) -> "Future[Message]":
         """Sends a request; see `Link`."""
@@ -93,14 +93,13 @@ class InProcessLink:
                 connection.requests.put((number, message))
         return connection, future
 
-    def _connect(self, service: Service | None) -> "_Connection":
+    def _connect(self, service: Service | None, why_not: str) -> "_Connection":
         connection = _Connection(self._name, service)
-        threading.Thread(
-            target=self._serve,
-            args=(connection,),
-            name=f"distributary link to {self._name}",
-            daemon=True,
-        ).start()
+        if service is None:
+            connection.end(RefusedError(why_not))
+        else:
+            name = f"distributary link to {self._name}"
+            start_thread(functools.partial(self._serve, connection), self.close, name)
         return connection
 
     def _serve(self, connection: "_Connection") -> None:
@@ -134,9 +133,7 @@ class InProcessLink:
         with self._lock:
             if old is not self._connection:
                 return
-            self._connection = self._connect(service)
-            if service is None:
-                self._connection.end(RefusedError(reason))
+            self._connection = self._connect(service, reason)
         old.end(ConnectionLostError(reason))
 
 

@@ -1,13 +1,15 @@
 """A thread that makes elements ahead of those who take them."""
 
-import atexit
 import contextvars
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, final
+
+from distributary.topology import start_thread
 
 _END: Any = object()
 _NOTHING_YET: Any = object()
@@ -51,20 +53,6 @@ class _Shared:
                 break
             self.made.put(element)
             del element
-
-
-_running: "weakref.WeakKeyDictionary[threading.Thread, _Shared]" = weakref.WeakKeyDictionary()
-_EXIT_SECONDS = 5.0
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Ends the threads while the interpreter still works for them."""
-    running = list(_running.items())
-    for _, shared in running:
-        shared.stop()
-    for thread, _ in running:
-        thread.join(_EXIT_SECONDS)
 
 
 @final
@@ -138,12 +126,10 @@ class Prefetched:
 
     def _start(self) -> None:
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._shared.make,), name="distributary-prefetch", daemon=True
-        )
         self._close = weakref.finalize(self, self._shared.stop)
-        _running[self._thread] = self._shared
-        self._thread.start()
+        self._thread = start_thread(
+            partial(context.run, self._shared.make), self._shared.stop, "distributary-prefetch"
+        )
 
     def close(self) -> None:
         """Ends the thread, after the element it is making."""

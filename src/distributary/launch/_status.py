@@ -9,11 +9,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, final
 
 from distributary.launch._environment import STATUS_VARIABLE
 from distributary.monitoring import numbers_of
-from distributary.topology import progress
+from distributary.topology import progress, start_thread
 
 __all__ = ["StatusReader", "report", "report_progress"]
 
@@ -96,13 +97,13 @@ def report_progress(extended: Any) -> None:
     _strategies.add(extended)
     if not progress.is_watched:
         progress.is_watched = True
-        threading.Thread(target=_report, name="distributary-progress", daemon=True).start()
+        ended = threading.Event()
+        start_thread(partial(_report, ended), ended.set, "distributary-progress")
 
 
-def _report() -> None:
+def _report(ended: threading.Event) -> None:
     num_examples_before, then = 0, time.monotonic()
-    while True:
-        time.sleep(_SECONDS_BETWEEN_REPORTS)
+    while not ended.wait(_SECONDS_BETWEEN_REPORTS):
         num_examples, now = progress.num_examples, time.monotonic()
         said: dict[str, float | None] = {}
         if progress.num_steps and not _is_reported_by_program:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias, final
 
 from distributary.monitoring._numbers import Numbers, rates
+from distributary.topology import start_thread
 
 __all__ = ["Recorder", "Sample", "Sink", "Tasks"]
 
@@ -30,7 +31,7 @@ class Sink(Protocol):
 
 @final
 class Recorder:
-    """Samples numbers from a thread until it is closed, and once more then.
+    """Samples numbers from a thread until it is closed or the program ends, and once more then.
 
     Args:
         collect: Returns the numbers of every task by its name.
@@ -49,10 +50,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._before = time.time(), collect()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="distributary-statistics", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread(self._run, self._closed.set, "distributary-statistics")
 
     def samples(self, first: int = 0) -> tuple[list[Sample], int]:
         """Those that are kept from number `first` on, and the number of the next one."""
@@ -66,13 +64,15 @@ class Recorder:
             return
         self._closed.set()
         self._thread.join()
-        for sink in self._sinks:
-            sink.close()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._seconds):
+        try:
+            while not self._closed.wait(self._seconds):
+                self._sample()
             self._sample()
-        self._sample()
+        finally:
+            for sink in self._sinks:
+                sink.close()
 
     def _sample(self) -> None:
         now, sums = time.time(), self._collect()

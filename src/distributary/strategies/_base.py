@@ -41,7 +41,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     @property
     def step_statistics(self) -> StepStatistics:
-        """How long the steps of loops over distributed datasets took, and waited for data."""
+        """What the steps of `fit` and of loops over distributed datasets took, and waited for."""
         return self._extended.step_counts.snapshot()
 
     def scope(self) -> Any:

@@ -71,6 +71,7 @@ from distributary.topology._target import (
     watch_programs,
 )
 from distributary.topology._thread_pool import num_cores
+from distributary.topology._threads import start_thread
 from distributary.topology._timing import ProgramTimer, profiled_steps
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ __all__ = [
     "shard_dim",
     "shard_spec",
     "short_name",
+    "start_thread",
     "stored_shards",
     "watch_programs",
     "whole_shards",

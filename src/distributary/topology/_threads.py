@@ -1,0 +1,45 @@
+"""Threads that end before Python does."""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+__all__ = ["start_thread"]
+
+_EXIT_SECONDS = 5.0
+
+_stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def start_thread(
+    run: Callable[[], object], stop: Callable[[], object], name: str
+) -> threading.Thread:
+    """Starts a daemon thread that is ended when the program ends, as every thread that uses JAX is.
+
+    Left alone, a daemon thread is cut off while the interpreter shuts down, wherever it is; in
+    JAX's C++ code that aborts the process ("FATAL: exception not rethrown").
+
+    Args:
+        run: What the thread does.
+        stop: Makes `run` return soon. Called when the program ends, which waits some seconds. Both
+            are kept as long as the thread runs.
+        name: Name of the thread.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _stops[thread] = stop
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _end_all() -> None:
+    stops = list(_stops.items())
+    for _, stop in stops:
+        stop()
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread, _ in stops:
+        thread.join(max(0.0, end - time.monotonic()))
