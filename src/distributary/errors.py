@@ -135,7 +135,8 @@ class WorkerLostError(DistributaryError, RuntimeError):
     Attributes:
         exit_code: Exit code of a worker that ends because another one was lost, `EX_TEMPFAIL` of
             `<sysexits.h>`. `distributary launch` looks for the worker that ended first.
-        line_prefix: Beginning of the line on stderr with which such a worker says which one.
+        line_prefix: Beginning of what such a worker says on stderr, up to the end of the line:
+            which one was lost.
 
     Source: `tf.errors.UnavailableError`, which a collective raises in this situation.
     """

@@ -21,7 +21,10 @@ run_forever()
 
 
 def test_without_another_the_first_that_ended_tells_the_reason(launch):
-    result = launch(f'if name == "worker1":\n    run_forever()\n{_ENDED_BECAUSE_OF_ANOTHER}')
+    traceback = 'print("  File", end=" ", file=sys.stderr)'  # of another thread, under way
+    script = f'if name == "worker1":\n    run_forever()\n{traceback}{_ENDED_BECAUSE_OF_ANOTHER}'
+
+    result = launch(script)
 
     assert result.code == 75
     assert ": worker 7 was lost; ending all workers." in result.stderr

@@ -298,7 +298,8 @@ class Supervisor:
                 self._fail(Failed(self._generation, code, text, lines))
             elif self._follower is None:
                 prefix = WorkerLostError.line_prefix
-                reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+                # Its traceback may have begun the line.
+                reasons = [line.partition(prefix)[2] for line in lines if prefix in line]
                 text = ": ".join([text, *reasons])
                 failed = Failed(self._generation, code, text, lines)
                 self._follower = now + _LOST_WORKER_SECONDS, failed
