@@ -120,7 +120,7 @@ def test_a_signal_to_one_worker_saves_on_all_and_the_restarted_job_ends_on_the_s
     )
 
     assert ended.returncode == 0, ended.stderr
-    assert "ended with exit code 42" in ended.stderr
+    assert "ended with exit code 42" in ended.stderr, ended.stderr
     lines = re.findall(r"^\[worker \d\] (\{.*\})$", ended.stdout, flags=re.MULTILINE)
     results = [json.loads(line) for line in lines]
     assert len(results) == 2

@@ -1,23 +1,27 @@
 """A way to JAX's coordination service that does not break when the service dies."""
 
-import contextlib
+import os
 import socket
-import threading
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+from pathlib import Path
 
 __all__ = ["relay_to"]
 
-_PART_BYTES = 1 << 16
-_CONNECT_SECONDS = 5.0
-_RETRY_SECONDS = 0.02
+_PROGRAM = Path(__file__).with_name("_relay_process.py")
+
+_processes: list["subprocess.Popen[bytes]"] = []  # each ends when its stdin is closed
 
 
 def relay_to(address: tuple[str, int]) -> str:
-    """A loopback address of this process whose connections are passed on to `address`.
+    """A loopback address of this machine whose connections are passed on to `address`.
 
     JAX's client ends the process from C++, without a sentence, as soon as its connection to the
     service breaks. A connection of the relay stays open then; who is lost is told by `Liveness`.
+
+    The relay is a process of its own, which ends with this one: JAX asks the service for things
+    with Python's lock held, when a preempted job agrees on a step for example, so no thread of this
+    process could pass the answer on.
 
     Args:
         address: Host and port of the service.
@@ -25,51 +29,15 @@ def relay_to(address: tuple[str, int]) -> str:
     Returns:
         `"127.0.0.1:PORT"`.
     """
-    server = socket.create_server(("127.0.0.1", 0))
-    _start(_accept, server, address)
-    return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def _accept(server: socket.socket, address: tuple[str, int]) -> None:
-    while True:
-        client, _ = server.accept()
-        try:
-            service = _connect(address)
-        except OSError:
-            client.close()  # which tries again
-            continue
-        for connection in (client, service):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _start(_to_service, client, service)
-        _start(_to_client, service, client)
-
-
-def _connect(address: tuple[str, int]) -> socket.socket:
-    # The service is started at this moment. Left to itself, the client would pause for a second.
-    end = time.monotonic() + _CONNECT_SECONDS
-    while True:
-        try:
-            return socket.create_connection(address)
-        except ConnectionRefusedError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(_RETRY_SECONDS)
-
-
-def _to_service(client: socket.socket, service: socket.socket) -> None:
-    with client, service:
-        _pass_on(client, service)
-
-
-def _to_client(service: socket.socket, client: socket.socket) -> None:
-    _pass_on(service, client)  # and leaves the client's connection as it is
-
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(_PART_BYTES):
-            target.sendall(data)
-
-
-def _start(function: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=function, args=args, name="distributary-relay", daemon=True).start()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = address
+        arguments = [str(server.fileno()), str(os.getpid()), host, str(port)]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_PROGRAM), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(server.fileno(),),
+            start_new_session=True,  # signals to all processes of a job are not for it
+        )
+        _processes.append(process)
+        return f"127.0.0.1:{server.getsockname()[1]}"
