@@ -1,7 +1,5 @@
 """Workers with several devices, against one device."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import keras
@@ -28,21 +26,9 @@ BATCHES = [(X[:8], Y[:8]), (X[8:15], Y[8:15]), (X[15:16], Y[15:16]), (X[16:], Y[
 TABLE = RNG.normal(size=(60, 3)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def _closed_clusters():
-    """Ends the tasks of every cluster, and the threads in which they read ahead."""
-    yield
-    while _clusters:
-        _clusters.pop().close()
-    gc.collect()
-
-
-_clusters = []
-
-
 def _strategy(workers, limits=None, partitioner=None):
-    _clusters.append(local_cluster(workers, ps=2, devices_per_worker=2, limits=limits))
-    return dist.ParameterServerStrategy(_clusters[-1], partitioner)
+    cluster = local_cluster(workers, ps=2, devices_per_worker=2, limits=limits)
+    return dist.ParameterServerStrategy(cluster, partitioner)
 
 
 class _Spy:

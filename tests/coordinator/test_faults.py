@@ -434,21 +434,31 @@ def test_options_that_cannot_be(name):
         RecoveryOptions(**{name: 0})
 
 
-def test_threads_end_with_the_coordinator():
+def test_threads_end_with_the_coordinator_and_the_cluster():
     threads_before = set(threading.enumerate())
     job = _Job()
     job.run(5)
-    threads = [
+    threads = set(threading.enumerate()) - threads_before
+    of_coordinator = {
         thread
-        for thread in set(threading.enumerate()) - threads_before
+        for thread in threads
         if thread.name in ("distributary-driver", "distributary heartbeat")
-    ]
+    }
     cluster = job.cluster
     del job
     gc.collect()
 
-    assert len(threads) == 2 + 4
+    assert len(of_coordinator) == 2 + 4
+    _wait_for_end(of_coordinator)
+    _wait_for_end(thread for thread in threads if "link to worker" in thread.name)
+    _wait_for_end(t for t in threading.enumerate() if t.name == "distributary-close")
+    assert any(thread.is_alive() for thread in threads)
+    del cluster
+    gc.collect()
+    _wait_for_end(threads)
+
+
+def _wait_for_end(threads):
     for thread in threads:
         thread.join(_SECONDS)
-        assert not thread.is_alive()
-    cluster.close()
+        assert not thread.is_alive(), thread.name

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -348,6 +348,10 @@ class LocalCluster(Cluster):
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
+        # In a thread, as whoever collects garbage may be one of those that end.
+        name = "distributary-close"
+        closing = threading.Thread(target=_close_all, args=[self._links], name=name, daemon=True)
+        weakref.finalize(self, closing.start).atexit = False
         self._link_lock = threading.Lock()
         servers = [f"ps {number}" for number in range(num_servers)]
         workers = [f"worker {number}" for number in range(len(devices_of_workers))]
@@ -415,10 +419,14 @@ class LocalCluster(Cluster):
             self.kill(name)
 
     def _connect(self, source: str, target: str) -> Link:
+        cluster = weakref.ref(self)  # the thread of a link must not keep it
+
         def fault(message: Message, deliver: Callable[[Message], Message]) -> Message:
-            if self.fault is None:
+            function = getattr(cluster(), "fault", None)
+            if function is None:
                 return deliver(message)
-            return self.fault(source, target, message, deliver)
+            reply: Message = function(source, target, message, deliver)
+            return reply
 
         with self._link_lock:
             service = self._services[target]
@@ -430,6 +438,11 @@ class LocalCluster(Cluster):
         text = f"local_cluster(workers={len(self._workers)}, ps={len(self._servers)}"
         count = self.devices_per_worker
         return f"{text})" if count == 1 else f"{text}, devices_per_worker={count})"
+
+
+def _close_all(links: Iterable[Link]) -> None:
+    for link in list(links):
+        link.close()
 
 
 def local_cluster(

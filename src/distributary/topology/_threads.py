@@ -3,16 +3,13 @@
 import atexit
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 __all__ = ["start_thread"]
 
 _EXIT_SECONDS = 5.0
 
-_stops: "weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]]" = (
-    weakref.WeakKeyDictionary()
-)
+_stops: dict[threading.Thread, Callable[[], object]] = {}  # of those that run
 
 
 def start_thread(
@@ -29,7 +26,14 @@ def start_thread(
             are kept as long as the thread runs.
         name: Name of the thread.
     """
-    thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def run_and_forget() -> None:
+        try:
+            run()
+        finally:
+            del _stops[thread]
+
+    thread = threading.Thread(target=run_and_forget, name=name, daemon=True)
     _stops[thread] = stop
     thread.start()
     return thread
