@@ -1,9 +1,9 @@
 """Distribution strategies for JAX and Keras 3, with the tf.distribute API."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distributary import config, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
+from distributary._late import late_names
 from distributary.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -94,27 +94,26 @@ __all__ = [
     "value_and_grad",
 ]
 
-_MODULES = ("checkpoint", "cluster_resolver", "coordinator", "data", "tpu")
 # Reading these takes a tenth of the time that importing jax takes.
-_LATER = {
-    "DistributedDataset": "distributary.inputs",
-    "DistributedIterator": "distributary.inputs",
-    "MultiWorkerMirroredStrategy": "distributary.strategies",
-    "ParameterServerStrategy": "distributary.coordinator",
-    "PerReplicaSpec": "distributary.inputs",
-    "Server": "distributary.coordinator",
-    "ShardedVariable": "distributary.variables",
-    "TPUStrategy": "distributary.strategies",
-    "embedding_lookup": "distributary.variables",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"distributary.{name}")
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = late_names(
+    __name__,
+    {
+        "DistributedDataset": "inputs",
+        "DistributedIterator": "inputs",
+        "MultiWorkerMirroredStrategy": "strategies",
+        "ParameterServerStrategy": "coordinator",
+        "PerReplicaSpec": "inputs",
+        "Server": "coordinator",
+        "ShardedVariable": "variables",
+        "TPUStrategy": "strategies",
+        "checkpoint": "distributary.checkpoint",
+        "cluster_resolver": "distributary.cluster_resolver",
+        "coordinator": "distributary.coordinator",
+        "data": "distributary.data",
+        "embedding_lookup": "variables",
+        "tpu": "distributary.tpu",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -12,12 +12,16 @@ def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
 
     Args:
         package: Its `__name__`.
-        modules: For each name the module of the package that defines it.
+        modules: For each name the module that defines it, or is it: one of the package,
+            `"_rows"`, or any other of distributary by its full name.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807
-        if name in modules:
-            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        path = modules[name]
+        inside = path if path.startswith(f"{__package__}.") else f"{package}.{path}"
+        module = importlib.import_module(inside)
+        return module if path.endswith(f".{name}") else getattr(module, name)
 
     return __getattr__

@@ -1,7 +1,8 @@
 """Settings that must be made before JAX starts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.topology import set_logical_cpu_devices
 
 if TYPE_CHECKING:
@@ -10,10 +11,5 @@ if TYPE_CHECKING:
 __all__ = ["experimental_connect_to_cluster", "set_logical_cpu_devices"]
 
 
-def __getattr__(name: str) -> Any:
-    # With it come the cluster resolvers.
-    if name == "experimental_connect_to_cluster":
-        from distributary.strategies import experimental_connect_to_cluster
-
-        return experimental_connect_to_cluster
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# With it come the cluster resolvers.
+__getattr__ = late_names(__name__, {"experimental_connect_to_cluster": "distributary.strategies"})

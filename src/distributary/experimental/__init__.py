@@ -1,8 +1,8 @@
 """Names that may still change."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from distributary._late import late_names
 from distributary.inputs import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
 from distributary.strategies import CentralStorageStrategy
@@ -36,30 +36,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # With them come modules that take a while to read.
-    if name == "Optional":
-        from distributary.datasets import Optional
-
-        return Optional
-    if name == "coordinator":
-        return importlib.import_module("distributary.coordinator")
-    if name == "partitioners":
-        return importlib.import_module("distributary.experimental.partitioners")
-    if name in ("ParameterServerStrategy", "local_cluster", "ray_cluster"):
-        from distributary import coordinator
-
-        return getattr(coordinator, name)
-    if name in ("StatisticsLogger", "dashboard", "profile"):
-        from distributary import monitoring
-
-        return getattr(monitoring, name)
-    if name in ("MultiWorkerMirroredStrategy", "TPUStrategy"):
-        from distributary import strategies
-
-        return getattr(strategies, name)
-    if name in ("PreemptionCheckpointHandler", "TerminationConfig"):
-        from distributary import checkpoint
-
-        return getattr(checkpoint, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# With them come modules that take a while to read.
+__getattr__ = late_names(
+    __name__,
+    {
+        "MultiWorkerMirroredStrategy": "distributary.strategies",
+        "Optional": "distributary.datasets",
+        "ParameterServerStrategy": "distributary.coordinator",
+        "PreemptionCheckpointHandler": "distributary.checkpoint",
+        "StatisticsLogger": "distributary.monitoring",
+        "TPUStrategy": "distributary.strategies",
+        "TerminationConfig": "distributary.checkpoint",
+        "coordinator": "distributary.coordinator",
+        "dashboard": "distributary.monitoring",
+        "local_cluster": "distributary.coordinator",
+        "partitioners": "distributary.experimental.partitioners",
+        "profile": "distributary.monitoring",
+        "ray_cluster": "distributary.coordinator",
+    },
+)

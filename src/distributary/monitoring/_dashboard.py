@@ -5,10 +5,10 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.monitoring._closing import Closing
 from distributary.monitoring._numbers import numbers_of
 from distributary.monitoring._page import Describe, respond
 from distributary.monitoring._recorder import Recorder, Sink, Tasks
@@ -20,7 +20,7 @@ __all__ = ["Dashboard", "StatisticsLogger", "dashboard", "serve"]
 
 
 @final
-class Dashboard:
+class Dashboard(Closing):
     """A page that shows a run while it goes on; a context manager that closes it.
 
     Attributes:
@@ -34,17 +34,6 @@ class Dashboard:
     def close(self) -> None:
         """Serves it no more."""
         self._close()
-
-    def __enter__(self) -> "Dashboard":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<dashboard at {self.url}>"
@@ -121,7 +110,7 @@ def serve(
 
 
 @final
-class StatisticsLogger:
+class StatisticsLogger(Closing):
     """Writes the numbers of the run of a strategy to files until it is closed.
 
     They are those of `dashboard`. A context manager; the last numbers are written at its end.
@@ -166,17 +155,6 @@ class StatisticsLogger:
     def close(self) -> None:
         """Writes the last numbers and closes the files."""
         self._recorder.close()
-
-    def __enter__(self) -> "StatisticsLogger":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 _TASK = "this process"

@@ -5,12 +5,12 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, final
 
 import jax
 
 from distributary.errors import ContextError, InvalidValueError
+from distributary.monitoring._closing import Closing
 from distributary.topology import latest_program, profiled_steps
 
 __all__ = ["Profile", "profile"]
@@ -46,7 +46,7 @@ def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
 
 
 @final
-class Profile:
+class Profile(Closing):
     """A recording; made by `profile`.
 
     Attributes:
@@ -77,17 +77,6 @@ class Profile:
             shutil.move(trace, self.path)
         finally:
             shutil.rmtree(self._folder)
-
-    def __enter__(self) -> "Profile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _begin_step(self, is_first: bool) -> None:
         if is_first and self._folder is None:

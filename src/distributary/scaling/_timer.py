@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from distributary.compilation import ScriptEnded, collectives_of
 from distributary.diagnosis import all_reduce_seconds
 from distributary.errors import InvalidValueError
+from distributary.strategies import placed_struct_of
 from distributary.topology import REPLICA_AXIS, ProgramKind
 
 __all__ = ["StepTimer", "Timing"]
@@ -144,7 +145,7 @@ class _Step:
 
     def remember(self, args: tuple[Any, ...]) -> None:
         """Keeps the shapes of the arguments, which the call consumes."""
-        self._specs = jax.tree.map(_spec, args)
+        self._specs = jax.tree.map(placed_struct_of, args)
 
     def timing(self, block_seconds: tuple[float, ...]) -> Timing:
         """With what can be told of the program."""
@@ -172,24 +173,14 @@ class _Step:
         )
 
 
-def _spec(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=leaf.sharding,
-        weak_type=getattr(leaf, "weak_type", False),
-    )
-
-
 def _num_examples(data: Any, num_replicas: int) -> int | None:
     """Size of the global batch among the arguments of a step; None if there is none."""
     for leaf in jax.tree.leaves(data):
         shape = np.shape(leaf)
-        if isinstance(leaf, np.ndarray) and shape:  # of Keras: the global batch
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is None and shape:  # of Keras, from the host: the global batch
             return shape[0]
-        spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+        spec = getattr(sharding, "spec", None)
         if spec == P(REPLICA_AXIS) and len(shape) > 1:
             return num_replicas * shape[1]
     return None
