@@ -214,11 +214,16 @@ def _with_jax(
         yield machine.devices(num_devices)
         yield machine.thread_pool()
         yield machine.allocator(os.environ)
-    try:
-        if "all-reduce" in parts:
-            yield all_reduce(strategy.extended.mesh, network_bytes_per_second)
-        if "training" in parts:
-            yield training(strategy)
-    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
-        fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
-        yield Check("all-reduce", "problem", f"{type(error).__name__}: {error}", fix)
+    checks: dict[str, Callable[[], Check]] = {
+        "all-reduce": lambda: all_reduce(strategy.extended.mesh, network_bytes_per_second),
+        "training": lambda: training(strategy),
+    }
+    for part, check in checks.items():
+        if part not in parts:
+            continue
+        try:
+            yield check()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
+            fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
+            yield Check(part, "problem", f"{type(error).__name__}: {error}", fix)
+            return

@@ -1,0 +1,46 @@
+"""The short training finds replicas that compute wrongly."""
+
+import re
+
+import jax
+import pytest
+
+import distributary as dist
+from distributary.diagnosis._training import training
+
+
+class _Wrong(dist.CrossDeviceOps):
+    """Sums in which every replica counts with a weight."""
+
+    def __init__(self, weights):
+        self._weights = jax.numpy.asarray(weights)
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        weight = self._weights[jax.lax.axis_index("replica")]
+        return jax.tree.map(
+            lambda x: jax.lax.psum((x * weight).astype(x.dtype), "replica"),
+            per_replica_value.payload,
+        )
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([1.0, 1.0], None),
+        ([1.0, 0.9], r"its weights differ from those of one device by \d\.\de-0\d"),
+        ([1.0, 0.0], r"its weights differ from those of one device by \d\.\de"),
+        ([0.0, 0.0], "it does not learn"),
+        ([1.0, float("nan")], "it does not learn"),
+    ],
+)
+def test_wrong_sums_are_found(weights, problem):
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=_Wrong(weights))
+
+    check = training(strategy)
+
+    if problem is None:
+        assert (check.status, check.fix) == ("ok", None)
+    else:
+        assert check.status == "problem"
+        assert re.search(problem, check.detail), check.detail
+        assert "one device less at a time" in check.fix
