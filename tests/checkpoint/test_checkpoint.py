@@ -207,13 +207,27 @@ def test_what_does_not_fit_changes_nothing(change, message, tmp_path):
         assert checkpoint.epoch == 2
 
 
+def test_what_was_restored_can_be_asked_as_in_tensorflow(tmp_path):
+    checkpoint = Checkpoint(a=1)
+
+    with pytest.raises(ValueError, match=r"restore\(None\) has restored nothing"):
+        checkpoint.restore(None).expect_partial().assert_consumed()
+    path = checkpoint.save(tmp_path / "ckpt")
+    checkpoint.restore(path).assert_consumed().assert_existing_objects_matched()
+
+
 def test_partial_restores_what_is_in_both(tmp_path):
     path = Checkpoint(a=1, b=2).save(tmp_path / "ckpt")
     other = Checkpoint(b=0, c=3)
 
-    other.restore(path, partial=True)
+    status = other.restore(path, partial=True)
 
     assert (other.b, other.c) == (2, 3)
+    with pytest.raises(ValueError, match=r"in part.\nNot in the checkpoint: c.\nOnly .*: a\.$"):
+        status.assert_consumed()
+    with pytest.raises(ValueError, match=r"in part.\nNot in the checkpoint: c\.$"):
+        status.expect_partial().assert_existing_objects_matched()
+    Checkpoint(b=0).restore(path, partial=True).assert_existing_objects_matched()
     with pytest.raises(ValueError, match="b is of type int, and here of type str"):
         Checkpoint(b="x").restore(path, partial=True)
 

@@ -25,8 +25,24 @@ def test_input_signature_converts_and_checks_arguments():
     np.testing.assert_array_equal(scaled([[1, 2]], {"by": 3}), [[3, 6]])
     with pytest.raises(InvalidValueError, match=r"scaled: .*shape \(2,\).*None, 2"):
         scaled([1, 2], {"by": 3})
-    with pytest.raises(InvalidValueError, match="1 arguments, but input_signature has 2"):
+    np.testing.assert_array_equal(scaled(options={"by": 3}, x=[[1, 2]]), [[3, 6]])
+    with pytest.raises(TypeError, match=r"scaled\(x, options\): missing .*'options'"):
         scaled([[1, 2]])
+    with pytest.raises(InvalidValueError, match="1 arguments, but input_signature has 0"):
+        tf.function(lambda x: x, input_signature=[])(1)
+
+
+def test_input_signature_of_a_method_is_without_self():
+    class Model:
+        factor = 2
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+        def scaled(self, x):
+            """Doc."""
+            return x * self.factor
+
+    np.testing.assert_array_equal(Model().scaled([1, 2]), [2, 4])
+    assert Model.scaled.__doc__ == "Doc."
 
 
 def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import jax
 import numpy as np
@@ -155,7 +155,9 @@ class Checkpoint:
         meeting = Round(f"Checkpoint {path}", _SECONDS)
         return commit(self._snapshot(meeting), path, meeting)
 
-    def restore(self, save_path: str | os.PathLike[str] | None, partial: bool = False) -> None:
+    def restore(
+        self, save_path: str | os.PathLike[str] | None, partial: bool = False
+    ) -> "RestoreStatus":
         """Takes over the state of a checkpoint.
 
         Everything is read and compared first: if something does not fit, nothing has changed.
@@ -166,16 +168,20 @@ class Checkpoint:
             partial: Whether names that are only here or only in the checkpoint are left alone
                 instead of being an error.
 
+        Returns:
+            What was left alone. Everything else is restored already; nothing needs to be asked of
+            it.
+
         Raises:
             InvalidValueError: naming what is missing, unexpected or of another shape, dtype or
                 type.
             CheckpointError: if the checkpoint cannot be read here, on another worker or a server.
             PSUnavailableError: if a parameter server is lost.
 
-        Source: `tf.train.Checkpoint.restore`, whose `expect_partial()` is `partial=True`.
+        Source: `tf.train.Checkpoint.restore`, which restores partially unless asked.
         """
         if save_path is None:
-            return
+            return RestoreStatus(None)
         path = Path(save_path).absolute()
         _check_outside("restore")
         plans: list[_Plan] = []
@@ -202,6 +208,7 @@ class Checkpoint:
                 raise
             self._objects.update(plans[0].carry_out())
             self._counters.update(plans[0].saved.counters)
+            return RestoreStatus(path, plans[0].missing, plans[0].unexpected)
 
     # The rest is for the manager.
 
@@ -289,7 +296,55 @@ class Checkpoint:
             stack.callback(copies[-1].drop)
         stack.enter_context(_at_rest(_by_keeper(present)))
         present = {name: leaf for name, leaf in present.items() if name not in far}
-        return _Plan(present, rebuild, entries, arrays, copies, saved)
+        return _Plan(present, rebuild, entries, arrays, copies, saved, missing, unexpected)
+
+
+@final
+class RestoreStatus:
+    """What `Checkpoint.restore` has done; all methods return this object.
+
+    Args:
+        path: The checkpoint; None if there was none.
+        missing: Names that are only here.
+        unexpected: Names that are only in the checkpoint.
+
+    Source: what `tf.train.Checkpoint.restore` returns.
+    """
+
+    def __init__(
+        self, path: Path | None, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        self._path = path
+        self._missing = list(missing)
+        self._unexpected = list(unexpected)
+
+    def assert_consumed(self) -> Self:
+        """Checks that everything here was restored, and everything that was saved.
+
+        Raises:
+            InvalidValueError: if something was left alone, or there was no checkpoint.
+        """
+        return self._check(self._missing, self._unexpected)
+
+    def assert_existing_objects_matched(self) -> Self:
+        """Checks that everything here was restored.
+
+        Raises:
+            InvalidValueError: if something was left alone, or there was no checkpoint.
+        """
+        return self._check(self._missing, [])
+
+    def expect_partial(self) -> Self:
+        """Does nothing: what is left alone is an error of `restore` without `partial=True`."""
+        return self
+
+    def _check(self, missing: list[str], unexpected: list[str]) -> Self:
+        if self._path is None:
+            raise InvalidValueError("Checkpoint.restore(None) has restored nothing.")
+        if missing or unexpected:
+            found = "\n".join(_differences(missing, unexpected, []))
+            raise InvalidValueError(f"The checkpoint {self._path} was restored in part.\n{found}")
+        return self
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
@@ -449,16 +504,10 @@ def _check_outside(what: str) -> None:
 def _refusal(
     path: Path, missing: list[str], unexpected: list[str], problems: list[str], partial: bool
 ) -> str:
-    lines = [f"The checkpoint {path} does not fit; nothing was restored."]
-    for title, names in (
-        ("Not in the checkpoint", [] if partial else missing),
-        ("Only in the checkpoint", [] if partial else unexpected),
-        ("Otherwise in the checkpoint", problems),
-    ):
-        if names:
-            more = len(names) - _MAX_NAMES_SHOWN
-            shown = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"{title}: {shown}.")
+    lines = [
+        f"The checkpoint {path} does not fit; nothing was restored.",
+        *_differences(*(([], []) if partial else (missing, unexpected)), problems),
+    ]
     if missing or unexpected:
         lines.append(
             "Build the same objects with all their variables first (a Keras optimizer with"
@@ -466,6 +515,21 @@ def _refusal(
             " in both."
         )
     return "\n".join(lines)
+
+
+def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:
+    """A line for each kind of differences between what is here and a checkpoint."""
+    lines = []
+    for title, names in (
+        ("Not in the checkpoint", missing),
+        ("Only in the checkpoint", unexpected),
+        ("Otherwise in the checkpoint", problems),
+    ):
+        if names:
+            more = len(names) - _MAX_NAMES_SHOWN
+            shown = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"{title}: {shown}.")
+    return lines
 
 
 @final
@@ -479,6 +543,8 @@ class _Plan:
         arrays: The arrays of `leaves` that have one.
         kept: Values of variables that are kept elsewhere.
         saved: The checkpoint.
+        missing: Names that are only here.
+        unexpected: Names that are only in the checkpoint.
     """
 
     def __init__(
@@ -489,8 +555,12 @@ class _Plan:
         arrays: Mapping[str, Any],
         kept: Sequence[KeptCopy],
         saved: Saved,
+        missing: Sequence[str],
+        unexpected: Sequence[str],
     ) -> None:
         self.saved = saved
+        self.missing = missing
+        self.unexpected = unexpected
         self._kept = kept
         self._rebuild = rebuild
         self._entries = entries

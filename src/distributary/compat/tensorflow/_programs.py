@@ -1,5 +1,7 @@
 """What a program of TensorFlow is made of besides arrays."""
 
+import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -42,15 +44,25 @@ def function(
     if input_signature is None:
         return compiled
 
-    def checked(*args: Any) -> Any:
-        if len(args) != len(input_signature):
+    parameters = inspect.signature(func)
+    num_own = int(next(iter(parameters.parameters), "") == "self")
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = parameters.bind(*args, **kwargs).args
+        except TypeError as error:
+            raise TypeError(f"tf.function {func.__name__}{parameters}: {error}") from None
+        own, given = given[:num_own], given[num_own:]
+        if len(given) != len(input_signature):
             raise InvalidValueError(
-                f"tf.function {func.__name__}: {len(args)} arguments, but input_signature has"
+                f"tf.function {func.__name__}: {len(given)} arguments, but input_signature has"
                 f" {len(input_signature)}."
             )
         is_spec = lambda node: isinstance(node, TensorSpec)
         convert = lambda spec, value: _converted(func.__name__, spec, value)
-        return compiled(*jax.tree.map(convert, tuple(input_signature), args, is_leaf=is_spec))
+        converted = jax.tree.map(convert, tuple(input_signature), given, is_leaf=is_spec)
+        return compiled(*own, *converted)
 
     return checked
 

@@ -11,7 +11,7 @@ import numpy as np
 from distributary.compat.tensorflow._operations import array, canonical
 from distributary.compat.tensorflow._resolving import resolve
 from distributary.context import get_strategy
-from distributary.errors import ContextError
+from distributary.errors import ContextError, InvalidValueError
 from distributary.topology import inside_jax_trace
 from distributary.tracing import current_scope
 
@@ -89,9 +89,7 @@ def uniform(
     name: str | None = None,
 ) -> Array:
     """`tf.random.uniform`: from `minval` up to, without, `maxval`; integers need a `maxval`."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        if maxval is None:
-            raise ValueError(f"tf.random.uniform: maxval is None, expected one for {dtype}.")
+    if _is_integer(dtype, maxval):
         draw = resolve("keras.random.randint")
         return draw(tuple(shape), minval, maxval, _name(dtype), seed_of(seed))
     drawn = _drawn("uniform", shape, dtype, seed)
@@ -137,10 +135,19 @@ def stateless_uniform(
 ) -> Array:
     """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
     key, kind = _key(seed), canonical(dtype)
-    if jnp.issubdtype(kind, jnp.integer):
+    if _is_integer(kind, maxval):
         return jax.random.randint(key, tuple(shape), minval, maxval, kind)
     last = 1 if maxval is None else maxval
     return jax.random.uniform(key, tuple(shape), kind, minval, last)
+
+
+def _is_integer(dtype: Any, maxval: Any) -> bool:
+    """Whether integers are drawn, which need a `maxval`."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if is_integer and maxval is None:
+        name = jnp.dtype(dtype).name
+        raise InvalidValueError(f"tf.random: maxval is None, expected a number for {name}.")
+    return is_integer
 
 
 def _drawn(name: str, shape: Any, dtype: Any, seed: int | None) -> Array:
