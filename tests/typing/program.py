@@ -27,11 +27,14 @@ assert_type(strategy.num_replicas_in_sync, int)
 assert_type(strategy.extended, dist.StrategyExtended)
 assert_type(strategy.extended.should_checkpoint, bool)
 assert_type(strategy.step_statistics, dist.StepStatistics)
+assert_type(strategy.cluster_resolver, dist.cluster_resolver.ClusterResolver | None)
+assert_type(dist.get_strategy(), dist.Strategy)
 assert_type(dist.has_strategy(), bool)
 assert_type(dist.get_replica_context(), dist.ReplicaContext | None)
 
 # Variables.
-with strategy.scope():
+with strategy.scope() as in_scope:
+    assert_type(in_scope, dist.MirroredStrategy)
     weights = dist.Variable(np.zeros(3, np.float32), name="weights")
     total = dist.Variable(
         0.0,
@@ -82,7 +85,10 @@ options = dist.data.Options()
 options.experimental_distribute.auto_shard_policy = dist.data.AutoShardPolicy.DATA
 dataset = dataset.with_options(options)
 assert_type(dataset, dist.data.Dataset)
-for batch in strategy.experimental_distribute_dataset(dataset):
+distributed = strategy.experimental_distribute_dataset(dataset)
+assert_type(distributed, dist.DistributedDataset)
+assert_type(iter(distributed), dist.DistributedIterator)
+for batch in distributed:
     result = strategy.run(step, args=batch)
     mean = strategy.reduce(dist.ReduceOp.MEAN, result, axis=None)
     parts = strategy.experimental_local_results(result)

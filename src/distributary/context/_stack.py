@@ -13,6 +13,7 @@ from distributary.errors import ContextError, InvalidTypeError
 
 if TYPE_CHECKING:
     from distributary.context._replica_context import ReplicaContext
+    from distributary.strategies import Strategy
 
 Role = Literal["cross", "replica", "update"]
 
@@ -104,12 +105,13 @@ def another_thread_in_scope() -> bool:
     return any(thread != me for thread in tuple(_threads_in_scope))
 
 
-def get_strategy() -> Any:
+def get_strategy() -> "Strategy":
     """The current `Strategy`, or the default strategy outside every scope.
 
     Source: `tf.distribute.get_strategy`.
     """
-    return current_mode().strategy
+    strategy: Strategy = current_mode().strategy
+    return strategy
 
 
 def has_strategy() -> bool:

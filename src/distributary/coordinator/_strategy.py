@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from distributary.context import get_strategy
+from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
@@ -135,10 +135,12 @@ class ParameterServerStrategy(Strategy):
         result = super().reduce(reduce_op, value, axis)
         return result if current_trace() is None else jax.tree.map(push, result)
 
-    def experimental_distribute_dataset(
+    def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedSource:
         """A dataset for `create_per_worker_dataset`, whose batches are split over the replicas.
+
+        Every worker makes a `DistributedDataset` of it.
 
         Args:
             dataset: As for `Strategy.experimental_distribute_dataset`, or a function that returns
@@ -154,7 +156,7 @@ class ParameterServerStrategy(Strategy):
             )
         return self._distributed(dataset, False, options)
 
-    def distribute_datasets_from_function(
+    def distribute_datasets_from_function(  # type: ignore[override]
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
@@ -207,7 +209,7 @@ class _ServerVariable(AggregatedVariable):
     def _new(cls, *args: Any, **kwargs: Any) -> Any:
         """What `Variable(...)` gives in the scope: a `ShardedVariable` if it is divided."""
         options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        strategy = get_strategy()
+        strategy = current_mode().strategy
         beside, partitioner = neighbor(), strategy._variable_partitioner
         if isinstance(beside, Variable) or (beside is None and partitioner is None):
             return object.__new__(cls)

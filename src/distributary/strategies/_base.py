@@ -2,14 +2,19 @@
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
 
-from distributary.collectives import as_reduce_op
+from distributary.collectives import ReduceOp, as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
+
+if TYPE_CHECKING:
+    from distributary.cluster_resolver import ClusterResolver
+    from distributary.inputs import DistributedDataset
 
 
 class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are constructed)
@@ -35,7 +40,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return self._extended.num_replicas
 
     @property
-    def cluster_resolver(self) -> Any:
+    def cluster_resolver(self) -> "ClusterResolver | None":
         """The cluster resolver of strategies that span processes, else None."""
         return None
 
@@ -44,7 +49,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """What the steps of `fit` and of loops over distributed datasets took, and waited for."""
         return self._extended.step_counts.snapshot()
 
-    def scope(self) -> Any:
+    def scope(self) -> AbstractContextManager[Self]:
         """Context manager that makes this strategy current: variables created in it are its own.
 
         `with` binds the strategy. The scope holds for this thread and may be entered repeatedly.
@@ -97,7 +102,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         require_cross_replica(self, "run")
         return self._extended.runner.run(fn, tuple(args), dict(kwargs) if kwargs else {}, "replica")
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """Combines the replicas' values to one.
 
         Args:
@@ -150,7 +157,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
-    ) -> Any:
+    ) -> "DistributedDataset":
         """Splits global batches over the replicas.
 
         Args:
@@ -177,7 +184,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
-    ) -> Any:
+    ) -> "DistributedDataset":
         """Distributes a dataset whose elements are batches of one replica.
 
         Args:
