@@ -25,6 +25,15 @@ dist.config.set_logical_cpu_devices(8)
 _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its way out
 
 
+# Tests that start processes take longest. Last of all, they would leave one of pytest's workers
+# without work for minutes.
+_FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _FIRST.isdisjoint(item.path.parts))
+
+
 @pytest.fixture
 def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
     """A function that returns a `MirroredStrategy` on the given number of CPU devices."""
