@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from distributary.coordinator._chunks import Assembly, split
+from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import ConnectionLostError, DeadlineError
@@ -153,8 +153,10 @@ def test_chunks_are_put_together_again():
 
     results = [assembly.add(chunk) for chunk in chunks]
 
-    assert [len(chunk) - 16 for chunk in chunks] == [*[1 << 20] * 4, 7]
-    assert results[:-1] == [None] * 4
+    full = MAX_CHUNK_BYTES - 16
+    rest = sum(map(len, contents)) - 3 * full
+    assert [len(chunk) - 16 for chunk in chunks] == [full] * 3 + [rest]
+    assert results[:-1] == [None] * 3
     assert results[-1][0] == 7
     assert bytes(results[-1][1]) == b"".join(contents)
     # Where XLA needs no copy.

@@ -1,4 +1,4 @@
-"""Messages in chunks of 1 MiB, which gRPC carries several times as fast as messages of 64 MiB.
+"""Messages in chunks of 1 MiB, which gRPC carries several times as fast as those of 64 MiB.
 
 A chunk is the number of the request, the bytes of its message that follow in later chunks, and
 bytes of the message. The chunks of a message follow each other.
@@ -15,7 +15,8 @@ from distributary.coordinator._messages import Buffer, Limits, WireError, aligne
 __all__ = ["MAX_CHUNK_BYTES", "Assembly", "split"]
 
 _HEAD = struct.Struct("<QQ")
-_CONTENT_BYTES = 1 << 20
+# 1 MiB of data with its header is one chunk: a second one waits until the first one was sent.
+_CONTENT_BYTES = (1 << 20) + (1 << 14)
 MAX_CHUNK_BYTES = _HEAD.size + _CONTENT_BYTES
 
 

@@ -74,15 +74,15 @@ class InProcessLink:
 
         Calls raise until `revive`. A request that is being handled is handled to its end.
         """
-        self._reconnect(self._connection, None, "broke: it was killed")
+        self._reconnect(None, None, "broke: it was killed")
 
     def revive(self, service: Service) -> None:
         """Calls reach a service again, that of the process started in place of the killed one."""
-        self._reconnect(self._connection, service, "was cut")
+        self._reconnect(None, service, "was cut")
 
     def close(self) -> None:
         """Ends the link; see `Link`. What is being handled is handled to its end."""
-        self._reconnect(self._connection, None, "is closed")
+        self._reconnect(None, None, "is closed")
 
     def _start(self, message: Message) -> "tuple[_Connection, Future[Message]]":
         message = self._carry(message)
@@ -128,10 +128,13 @@ class InProcessLink:
             return message
         return decode(b"".join(encode(message, self._limits)), self._limits)
 
-    def _reconnect(self, old: "_Connection", service: Service | None, event: str) -> None:
+    def _reconnect(self, old: "_Connection | None", service: Service | None, event: str) -> None:
+        """Replaces a connection unless that was done, or the present one if `old` is None."""
         reason = f"The connection to {self._name} {event}."
         with self._lock:
-            if old is not self._connection:
+            if old is None:
+                old = self._connection
+            elif old is not self._connection:
                 return
             self._connection = self._connect(service, reason)
         old.end(ConnectionLostError(reason))
