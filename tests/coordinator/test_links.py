@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
+from distributary.coordinator._chunks import Assembly, split
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import ConnectionLostError, DeadlineError
@@ -147,16 +147,15 @@ def test_a_sender_with_other_limits_is_told(service):
 
 
 def test_chunks_are_put_together_again():
-    contents = [random.randbytes(n) for n in (5, 3 << 20, 0, (1 << 20) - 5, 7)]
+    full = (1 << 20) + (1 << 14)
+    contents = [random.randbytes(n) for n in (5, 3 * full, 0, full - 5, 7)]
     chunks = list(split(7, contents))
     assembly = Assembly(Limits())
 
     results = [assembly.add(chunk) for chunk in chunks]
 
-    full = MAX_CHUNK_BYTES - 16
-    rest = sum(map(len, contents)) - 3 * full
-    assert [len(chunk) - 16 for chunk in chunks] == [full] * 3 + [rest]
-    assert results[:-1] == [None] * 3
+    assert [len(chunk) - 16 for chunk in chunks] == [*[full] * 4, 7]
+    assert results[:-1] == [None] * 4
     assert results[-1][0] == 7
     assert bytes(results[-1][1]) == b"".join(contents)
     # Where XLA needs no copy.

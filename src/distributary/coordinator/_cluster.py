@@ -42,6 +42,7 @@ from distributary.errors import (
 from distributary.options import RecoveryOptions
 from distributary.topology import (
     backends_started,
+    call_when_collected,
     local_devices_of,
     prepare_cpu_threads,
     requested_cpu_devices,
@@ -348,10 +349,7 @@ class LocalCluster(Cluster):
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
-        # In a thread, as whoever collects garbage may be one of those that end.
-        name = "distributary-close"
-        closing = threading.Thread(target=_close_all, args=[self._links], name=name, daemon=True)
-        weakref.finalize(self, closing.start).atexit = False
+        call_when_collected(self, functools.partial(_close_all, self._links))
         self._link_lock = threading.Lock()
         servers = [f"ps {number}" for number in range(num_servers)]
         workers = [f"worker {number}" for number in range(len(devices_of_workers))]

@@ -32,6 +32,7 @@ from distributary.coordinator._statistics import CoordinatorStatistics
 from distributary.coordinator._values import PerWorkerValues, RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.strategies import is_dynamic, signature_of, struct_of
+from distributary.topology import call_when_collected
 from distributary.tracing import user_stacklevel
 
 __all__ = ["ClusterCoordinator"]
@@ -92,9 +93,7 @@ class ClusterCoordinator:
         session.watch(end, queue.at_rest)
         self._workers = workers
         self._metrics = metrics
-        # In a thread, as whoever collects garbage may be one of those that end.
-        closing = threading.Thread(target=session.close, name="distributary-close", daemon=True)
-        weakref.finalize(self, closing.start).atexit = False
+        call_when_collected(self, session.close)
 
     @property
     def strategy(self) -> Any:

@@ -71,7 +71,7 @@ from distributary.topology._target import (
     watch_programs,
 )
 from distributary.topology._thread_pool import num_cores
-from distributary.topology._threads import start_thread
+from distributary.topology._threads import call_when_collected, start_thread
 from distributary.topology._timing import ProgramTimer, profiled_steps
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ __all__ = [
     "Topology",
     "aim_at",
     "backends_started",
+    "call_when_collected",
     "canonical_name",
     "compile_ahead",
     "coordination_client",

@@ -1,11 +1,12 @@
-"""Threads that end before Python does."""
+"""Threads that end before Python does, and what is ended with an object."""
 
 import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
-__all__ = ["start_thread"]
+__all__ = ["call_when_collected", "start_thread"]
 
 _EXIT_SECONDS = 5.0
 
@@ -15,7 +16,7 @@ _stops: dict[threading.Thread, Callable[[], object]] = {}  # of those that run
 def start_thread(
     run: Callable[[], object], stop: Callable[[], object], name: str
 ) -> threading.Thread:
-    """Starts a daemon thread that is ended when the program ends, as every thread that uses JAX is.
+    """Starts a daemon thread that is ended when the program ends; for threads that use JAX.
 
     Left alone, a daemon thread is cut off while the interpreter shuts down, wherever it is; in
     JAX's C++ code that aborts the process ("FATAL: exception not rethrown").
@@ -37,6 +38,15 @@ def start_thread(
     _stops[thread] = stop
     thread.start()
     return thread
+
+
+def call_when_collected(owner: object, function: Callable[[], object]) -> None:
+    """Calls a function, which must not keep `owner`, when `owner` is collected; not at the end.
+
+    In a thread, as whoever collects garbage may be one of those that the function ends.
+    """
+    thread = threading.Thread(target=function, name="distributary-close", daemon=True)
+    weakref.finalize(owner, thread.start).atexit = False
 
 
 @atexit.register
