@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+import sklearn.datasets  # noqa: F401 - it sets environment variables, which a test must not change
 
 import distributary as dist
 from distributary.diagnosis._training import training
