@@ -181,12 +181,13 @@ class Compiled:
         with latest_program.lock:
             variables = [cell() for cell in self._written]
             try:
-                written = [v._value for v in variables]
-                shared = [v for v in variables if v._shared]
+                written = [v._value for v in variables if not v._shared]
                 read_only = [cell()._value for cell in self._read_only]
             except AttributeError:
                 raise VariableGoneError from None
-            if shared:
+            shared: list[Any] = []
+            if len(written) < len(variables):
+                shared = [v for v in variables if v._shared]
                 written = [v._copy() if v._shared else v._value for v in variables]
             if self._is_of_job:
                 job_programs.begin()
@@ -249,6 +250,9 @@ def _whole(value: Any, handle: Handle, sharding: Any) -> Any:
 
 # What one argument looks like to the cache: cheap to make and to compare.
 
+# Arrays that are no tracers. JAX decides in Python whether an object is an array.
+_array_types: set[type] = set()
+
 
 def signature_of(leaf: Any, what: str) -> Any:
     """Key of an argument; equal keys mean that the same program can be used.
@@ -256,9 +260,12 @@ def signature_of(leaf: Any, what: str) -> Any:
     Arrays count by shape and dtype, Python numbers by type; everything else is static and counts
     by value, or by identity where it can be referenced weakly.
     """
-    if isinstance(leaf, jax.Array):
-        if isinstance(leaf, jax.core.Tracer):
-            raise _inside_jax(what)
+    kind = type(leaf)
+    if kind in _array_types or isinstance(leaf, jax.Array):
+        if kind not in _array_types:
+            if isinstance(leaf, jax.core.Tracer):
+                raise _inside_jax(what)
+            _array_types.add(kind)
         aval = leaf.aval
         # Arrays of random keys have no weak types.
         return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
@@ -269,7 +276,6 @@ def signature_of(leaf: Any, what: str) -> Any:
                 " objects cannot go to a device. Map them to numbers first."
             )
         return leaf.shape, leaf.dtype
-    kind = type(leaf)
     if kind in (int, float, complex):
         return kind
     if isinstance(leaf, Variable):

@@ -119,7 +119,26 @@ class Dispatcher:
             WorkerLostError: if the program has failed because another worker was lost.
         """
         try:
-            return self._run(call, token_of, *args)
+            lock = self._lock
+            if lock is None:
+                return call(*args)
+            with lock:
+                if not self.bounded:
+                    return call(*args)
+                tokens, stride = self._tokens, self._stride
+                while len(tokens) * stride + self._since_token >= self._max_in_flight:
+                    begin = time.perf_counter()
+                    _wait_for(tokens.popleft())
+                    latest_program.blocked_seconds += time.perf_counter() - begin
+                result = call(*args)
+                if self._since_token + 1 < stride:
+                    self._since_token += 1
+                    return result
+                token = token_of(result)
+                if token is not None:
+                    tokens.append(token)
+                    self._since_token = 0
+                return result
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if job_programs.explain is None:
                 raise
@@ -127,30 +146,6 @@ class Dispatcher:
             if explained is error:
                 raise
             raise explained from error
-
-    def _run(
-        self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Any
-    ) -> _T:
-        lock = self._lock
-        if lock is None:
-            return call(*args)
-        with lock:
-            if not self.bounded:
-                return call(*args)
-            tokens, stride = self._tokens, self._stride
-            while len(tokens) * stride + self._since_token >= self._max_in_flight:
-                begin = time.perf_counter()
-                _wait_for(tokens.popleft())
-                latest_program.blocked_seconds += time.perf_counter() - begin
-            result = call(*args)
-            if self._since_token + 1 < stride:
-                self._since_token += 1
-                return result
-            token = token_of(result)
-            if token is not None:
-                tokens.append(token)
-                self._since_token = 0
-            return result
 
 
 # One thread pool in the process, so one window over all meshes of CPU devices.

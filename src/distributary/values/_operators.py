@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,14 @@ class ArrayOperators:
     def __jax_array__(self) -> Any:
         raise NotImplementedError
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.Array, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__jax_array__(), name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Those of `jax.Array` are properties.
+
+            With this function Python would not cache where it found attributes: each would take
+            twice as long to read, those that a cached program reads of its variables as well.
+            """
 
     def __getitem__(self, index: Any) -> Any:
         return self.__jax_array__()[index]
@@ -85,6 +89,10 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Any:
     return method
 
 
+def _attribute(name: str) -> Any:
+    return property(lambda self: getattr(self.__jax_array__(), name))
+
+
 _ARITHMETIC = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
 )
@@ -93,4 +101,7 @@ for _name in (*_ARITHMETIC, *_COMPARISON):
     setattr(ArrayOperators, f"__{_name}__", _binary(getattr(operator, f"__{_name}__")))
 for _name in _ARITHMETIC:
     setattr(ArrayOperators, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
+for _name in dir(jax.Array):
+    if not _name.startswith("_"):
+        setattr(ArrayOperators, _name, _attribute(_name))
 ArrayOperators.__hash__ = None  # type: ignore[assignment]
