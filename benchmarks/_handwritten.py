@@ -116,6 +116,7 @@ Replicas: TypeAlias = LocalReplicas | WorkerReplicas
 def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> InProcessPeer:
     """Places state and data on the replicas' devices and compiles at the first step."""
     parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
+    state: State
     if workload.sparse:
         replica_step, state = _sparse_step(workload, replicas), parameters
     elif workload.optimizer == "adam":

@@ -51,8 +51,8 @@ def start_jax(
             _processes.environment(1, platform),
             options,
             Task("worker", worker),
-            addresses,
-            generation=0,
+            {"worker": addresses},
+            num_restarts=0,
             status_fd=_NO_DESCRIPTOR,
         )
         del environ[STATUS_VARIABLE]

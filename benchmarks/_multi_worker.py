@@ -109,12 +109,13 @@ def _all_reduce(sizes: Sequence[int]) -> list[Peer]:
             ),
             "run": lambda: strategy.run(summed, args=(value,)),
         }
+
+        def one_at_a_time(call: Callable[[], Reduced]) -> Callable[[int], Reduced]:
+            return lambda number: jax.block_until_ready(call())
+
         return [
             InProcessPeer(
-                f"{name}_{num_bytes}",
-                lambda number, call=call: jax.block_until_ready(call()),  # one at a time
-                lambda result: None,
-                first_element,
+                f"{name}_{num_bytes}", one_at_a_time(call), lambda result: None, first_element
             )
             for name, call in calls.items()
         ]

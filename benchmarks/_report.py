@@ -88,7 +88,7 @@ def write(
     folder: Path = RESULTS,
 ) -> Path:
     """Prints machine and versions and writes everything to `folder/name.json`."""
-    document = {
+    document: dict[str, Json] = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
@@ -170,7 +170,8 @@ def plot_ratios(rows: Sequence[Mapping[str, Json]], bar: float, path: Path, titl
         ]
         if controls:
             axes.scatter(
-                *zip(*controls, strict=True),
+                [position for position, _ in controls],
+                [ratio for _, ratio in controls],
                 marker="o",
                 s=26,
                 facecolor="white",

@@ -106,6 +106,7 @@ class ServedJob:
 
     def _tell(self, line: str) -> None:
         for process in self._processes:
+            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError, ValueError):  # it ended; was closed
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
@@ -127,8 +128,10 @@ class ServedJob:
     def _release(self) -> None:
         for process in self._processes:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
+                if process.stdin is not None:
+                    process.stdin.close()
+            if process.stdout is not None:
+                process.stdout.close()
         for log in self._logs:
             log.close()
 

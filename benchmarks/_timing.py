@@ -10,6 +10,7 @@ __all__ = [
     "InProcessPeer",
     "Peer",
     "RatioSummary",
+    "Timed",
     "check_agreement",
     "choose_steps",
     "interleave",
@@ -22,17 +23,21 @@ Output: TypeAlias = Any
 RatioSummary: TypeAlias = dict[str, float]
 
 
-class Peer(Protocol):
-    """One implementation of a workload. Its state goes on from call to call."""
+class Timed(Protocol):
+    """Something whose steps are timed."""
 
     name: str
 
-    def losses(self, num_steps: int) -> list[float]:
-        """Takes `num_steps` steps and returns the loss of each."""
-        ...
-
     def time_block(self, num_steps: int) -> float:
         """Takes `num_steps` steps, waits for the last and returns the seconds per step."""
+        ...
+
+
+class Peer(Timed, Protocol):
+    """One implementation of a workload. Its state goes on from call to call."""
+
+    def losses(self, num_steps: int) -> list[float]:
+        """Takes `num_steps` steps and returns the loss of each."""
         ...
 
     def close(self) -> None:
@@ -125,7 +130,7 @@ def choose_steps(peer: Peer, block_seconds: float) -> int:
 
 
 def interleave(
-    peers: Sequence[Peer], num_rounds: int, num_steps: Mapping[str, int]
+    peers: Sequence[Timed], num_rounds: int, num_steps: Mapping[str, int]
 ) -> dict[str, list[float]]:
     """Times one block of every peer per round, after one block each that does not count.
 

@@ -69,7 +69,7 @@ def _build_step(workload: Workload) -> InProcessPeer:
     per_replica_batch_size = workload.global_batch_size // num_workers
     sum_of_losses = _LOSSES[workload.model]
 
-    class MeanLoss(torch.nn.Module):
+    class MeanLoss(torch.nn.Module):  # type: ignore[name-defined]
         """DDP takes the mean of the workers' gradients, so each takes the mean of its rows."""
 
         def __init__(self) -> None:

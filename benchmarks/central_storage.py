@@ -143,7 +143,7 @@ def _table_row(row: dict[str, Json]) -> list[object]:
     def compared(theirs: int, ours: int) -> list[object]:
         return [f"{theirs / _MEBIBYTE:.2f}", f"{ours / _MEBIBYTE:.2f}", ours / theirs]
 
-    step = [None, None, None]
+    step: list[object] = [None, None, None]
     if mirrored["step"] and central["step"]:
         step = compared(mirrored["step"]["total_bytes"], central["step"]["total_bytes"])
     return [

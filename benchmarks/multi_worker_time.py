@@ -242,8 +242,8 @@ def _measure_training(request: dict[str, Json]) -> list[dict[str, Json]]:
 
         peers: list[_timing.Peer] = []
         for name in names:
-            of_fit = epochs is not None and _is_of_fit(name)
-            peers.append(FitPeer(served[name], epochs) if of_fit else served[name])
+            of_name = served[name]
+            peers.append(FitPeer(of_name, epochs) if epochs and _is_of_fit(name) else of_name)
         losses = {
             peer.name: peer.losses(_CHECK_EPOCHS if _is_of_fit(peer.name) else _CHECK_STEPS)
             for peer in peers

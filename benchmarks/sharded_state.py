@@ -76,7 +76,9 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
         others = _plans.programs()  # held, so that none is freed and replaced
         losses[way] = peer.losses(2)
         new = [p for p in _plans.programs() if not any(p is other for other in others)]
-        program_bytes[way] = _plans.largest_plan(new)["total_bytes"]
+        plan = _plans.largest_plan(new)
+        assert plan is not None
+        program_bytes[way] = plan["total_bytes"]
         state_bytes[way] = sum(
             variable._value.addressable_shards[0].data.nbytes
             for variable in model.optimizer.variables

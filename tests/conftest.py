@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import distributary as dist
+from distributary.datasets import show_arrays_by
 
 # Must come before anything starts the JAX backends.
 dist.config.set_logical_cpu_devices(8)
@@ -28,6 +29,11 @@ _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its wa
 # Tests that start processes take longest. Last of all, they would leave one of pytest's workers
 # without work for minutes.
 _FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
+
+
+def pytest_collection_finish() -> None:
+    # The tests of `distributary.compat.tensorflow` have imported it, which changes this.
+    show_arrays_by(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,6 +43,15 @@ with strategy.scope() as in_scope:
         aggregation=dist.VariableAggregation.SUM,
     )
 assert_type(weights, dist.Variable)
+assert_type(2 * weights - weights / 2, Any)
+assert_type(weights[0] < weights.mean(), Any)
+
+
+def product(x: jax.Array) -> jax.Array:
+    assert_type(x @ weights, Any)
+    return x @ weights + 2.0 * weights
+
+
 assert_type(weights.value(), jax.Array)
 assert_type(weights.name, str)
 assert_type(weights.shape, tuple[int, ...])

@@ -11,6 +11,7 @@ from distributary.datasets._iterator import (
     next_as_optional,
     next_or_out_of_range,
     restored,
+    show_arrays_by,
     state_of,
 )
 from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
@@ -68,6 +69,7 @@ __all__ = [
     "next_or_out_of_range",
     "restored",
     "runs_of",
+    "show_arrays_by",
     "split_rows",
     "state_of",
     "with_drawn_seeds",

@@ -436,11 +436,14 @@ class Dataset:
 
     def as_numpy_iterator(self) -> "DatasetIterator":
         """The same as `iter`: elements are NumPy arrays."""
-        return iter(self)
+        return self._pass(is_plain=True)
 
     def __iter__(self) -> "DatasetIterator":
+        return self._pass()
+
+    def _pass(self, is_plain: bool = False) -> "DatasetIterator":
         self._num_passes += 1
-        return DatasetIterator(self, self._node, self._num_passes - 1)
+        return DatasetIterator(self, self._node, self._num_passes - 1, is_plain)
 
     def restore(self, node: Node, num_passes: int) -> None:
         """From now on the dataset is `node`, and so many passes over it have begun."""

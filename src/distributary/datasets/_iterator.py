@@ -5,7 +5,16 @@ from typing import Any, Protocol, final
 
 from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
 from distributary.datasets._streams import Stream
+from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidValueError, OutOfRangeError
+
+_show: Callable[[Any], Any] | None = None
+
+
+def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
+    """From now on loops over datasets get `show(array)` in the place of every array, or that."""
+    global _show
+    _show = show
 
 
 class _Restorable(Protocol):
@@ -21,7 +30,10 @@ class DatasetIterator:
     Source: `tf.data.Iterator`.
     """
 
-    def __init__(self, dataset: _Restorable, node: Node, number: int) -> None:
+    def __init__(
+        self, dataset: _Restorable, node: Node, number: int, is_plain: bool = False
+    ) -> None:
+        self._show = None if is_plain else _show
         self._dataset = dataset
         self._node = node
         self._number = number
@@ -36,7 +48,7 @@ class DatasetIterator:
             self._stream = self._node.stream((self._number,))
         element = next(self._stream)
         self._position += 1
-        return element
+        return element if self._show is None else map_arrays(self._show, element)
 
     def get_next(self) -> Any:
         """The next element.

@@ -40,6 +40,8 @@ __all__ = ["Supervisor"]
 _LAST_LINES_SECONDS = 0.3
 # For the worker that was lost to end, after one that has ended because of it.
 _LOST_WORKER_SECONDS = 1.0
+# For the chief to end after a worker or server that may end because the chief is about to.
+_CHIEF_ENDS_SECONDS = 3.0
 
 
 @final
@@ -92,6 +94,8 @@ class Supervisor:
         self._has_finished = False  # and has said so
         # What is to be reported, and when, if no other worker turns out to have failed first.
         self._follower: tuple[float, Failed] | None = None
+        # What has ended well before the chief, and when that is to be said if the chief goes on.
+        self._ended_early: list[tuple[float, Task]] = []
         self._started_at = time.monotonic()
         self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
@@ -174,13 +178,22 @@ class Supervisor:
         return ", ".join(parts)
 
     def _wait(self) -> None:
-        timeout = None
+        times = [at for at, _ in self._ended_early]
         if self._follower is not None:
-            timeout = max(0.0, self._follower[0] - time.monotonic())
+            times.append(self._follower[0])
+        timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(timeout):
             key.data()
-        if self._follower is not None and time.monotonic() >= self._follower[0]:
+        now = time.monotonic()
+        if self._follower is not None and now >= self._follower[0]:
             self._fail(self._follower[1])
+        while self._ended_early and now >= self._ended_early[0][0]:
+            _, task = self._ended_early.pop(0)
+            if self._stop is None and self._exit is None:
+                self._output.say(
+                    f"{task} has ended before the chief. Workers and servers call"
+                    " distributary.Server(...).join()."
+                )
 
     def _watch(self, source: Signals | Link | Worker | StatusReader, act: Callable) -> None:
         self._selector.register(source, selectors.EVENT_READ, act)
@@ -233,6 +246,7 @@ class Supervisor:
         self._generation = self._num_restarts = command.generation
         self._has_finished = False
         self._follower = None
+        self._ended_early = []
         self._cluster = {"worker": command.workers}
         tasks = [Task("worker", command.first + i) for i in range(options.num_workers)]
         if options.num_servers:
@@ -304,10 +318,7 @@ class Supervisor:
                 failed = Failed(self._generation, code, text, lines)
                 self._follower = now + _LOST_WORKER_SECONDS, failed
         elif worker.task.task_type in ("worker", "ps") and self._options.num_servers:
-            self._output.say(
-                f"{worker.task} has ended before the chief. Workers and servers call"
-                " distributary.Server(...).join()."
-            )
+            self._ended_early.append((time.monotonic() + _CHIEF_ENDS_SECONDS, worker.task))
         elif not self._has_finished and all(
             r.worker.ending is not None and not r.worker.ending.returncode
             for r in self._running

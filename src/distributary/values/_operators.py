@@ -31,6 +31,14 @@ class ArrayOperators:
             twice as long to read, those that a cached program reads of its variables as well.
             """
 
+        def _operator(self, other: Any) -> Any: ...
+
+        __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _operator
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _operator
+        __rpow__ = __matmul__ = __rmatmul__ = __lshift__ = __rlshift__ = _operator
+        __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _operator
+        __xor__ = __rxor__ = __lt__ = __le__ = __gt__ = __ge__ = _operator
+
     def __getitem__(self, index: Any) -> Any:
         return self.__jax_array__()[index]
 
