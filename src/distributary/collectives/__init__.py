@@ -1,6 +1,6 @@
 """Values in, values out: all-reduce and all-gather over the replicas."""
 
-from distributary.collectives._algorithms import all_gather
+from distributary.collectives._algorithms import all_gather, all_reduce_of_vectors
 from distributary.collectives._cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,
@@ -25,6 +25,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "all_gather",
+    "all_reduce_of_vectors",
     "as_reduce_op",
     "check_reducible",
     "default_cross_device_ops",

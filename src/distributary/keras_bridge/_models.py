@@ -18,6 +18,7 @@ from distributary.context import (
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._data import Call, batches_of, current_call
+from distributary.keras_bridge._interrupts import interrupts
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.tracing import user_stacklevel
@@ -91,7 +92,7 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             return original(self, *args, **kwargs)
         check_same_strategy(strategy, f"{self.name}.{what}")
-        with strategy.scope():
+        with strategy.scope(), interrupts.watched():
             token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,6 +19,7 @@ from distributary.context import (
     pop,
     push,
 )
+from distributary.keras_bridge._joined_sums import METRICS
 from distributary.keras_bridge._variables import keeps_on_servers
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
@@ -162,7 +164,8 @@ class Sums:
         if aggregation == "only_first_replica":
             return [of_first_replica(self._context, value) for value in values]
         op = ReduceOp.SUM if aggregation == "sum" else ReduceOp.MEAN
-        return self._context.all_reduce(op, values) if values else []
+        with jax.named_scope(METRICS):
+            return self._context.all_reduce(op, values) if values else []
 
     def note_of_all(self, values: list[Any]) -> None:
         """Remembers results that were computed from sums, and so belong to all replicas."""

@@ -7,8 +7,6 @@ the iterator, splits them over the replicas and calls the model's own `train_ste
 """
 
 import functools
-import signal
-import threading
 import time
 import warnings
 import weakref
@@ -27,6 +25,8 @@ from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.inputs import Loop, StepCounts
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, own_rows, take
+from distributary.keras_bridge._interrupts import interrupts
+from distributary.keras_bridge._joined_sums import with_joined_sums
 from distributary.keras_bridge._replica import (
     agreed_state,
     is_summed,
@@ -233,7 +233,7 @@ class StepFunction:
             return False
         if self._fusible is None:
             self._fusible = True
-            if self._mesh.devices.flat[0].platform == "cpu":
+            if self._is_on_cpus:
                 batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
                 if isinstance(batch, OwnRows):
                     batch = batch.rows
@@ -241,6 +241,10 @@ class StepFunction:
                 jaxpr = jax.make_jaxpr(self._step)(self._for_all(aval, state), batch)
                 self._fusible = not _has_convolution(jaxpr.jaxpr)
         return self._fusible
+
+    @property
+    def _is_on_cpus(self) -> bool:
+        return bool(self._mesh.devices.flat[0].platform == "cpu")
 
     def _note_uneven(self, size: int | None) -> None:
         """Warns once if it is not only the last batch that cannot be split."""
@@ -285,7 +289,7 @@ class StepFunction:
         if latest_program.timer is not None:
             latest_program.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
-        with _InterruptsDeferred():
+        with interrupts:
             result: tuple[Any, Any] = self._dispatcher.run(call, _token, state, data)
             self.latest = result
         token = _token(result)
@@ -323,6 +327,8 @@ class StepFunction:
             step = self._replica_step if is_split else self._shared_step
             return in_stages(step, self._mesh, is_split, is_split and predict)
         step = self._step if way != "split" else self._replica_step
+        if way == "split" and self._share.num_workers > 1 and self._is_on_cpus:
+            step = with_joined_sums(step)
         if count > 1:
             step = _repeated(step, keep_all=predict)
         if way != "one":
@@ -542,32 +548,6 @@ def _on(mesh: Any, shardings: Any) -> Any:
         return SingleDeviceSharding(mesh.devices.flat[0])
 
     return jax.tree.map(on, shardings)
-
-
-@final
-class _InterruptsDeferred:
-    """Ctrl-C inside the `with` block is raised at its end. Threads do not receive it."""
-
-    __slots__ = ("_caught", "_handler")
-
-    def __enter__(self) -> None:
-        self._caught: tuple[Any, ...] | None = None
-        self._handler: Any = None
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                signal.signal(signal.SIGINT, self._catch)
-                self._handler = handler
-
-    def _catch(self, *details: Any) -> None:
-        self._caught = details
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._caught is not None:
-            self._handler(*self._caught)
 
 
 def _repeated(step: Callable[..., Any], keep_all: bool) -> Callable[..., Any]:

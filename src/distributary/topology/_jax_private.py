@@ -1,5 +1,6 @@
 """The one place that uses private names of JAX."""
 
+import functools
 from typing import Any
 
 import jax
@@ -57,12 +58,20 @@ def put_rows(
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype:
         array = array.astype(dtype)
-    per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
-    before, size = array.shape[:axis], array.shape[axis] * per_replica // len(devices)
-    num_rows = sharding.mesh.shape[sharding.spec[axis]] * size
-    aval = core.ShapedArray((*before, num_rows, *array.shape[axis + 1 :]), dtype)
-    all_before = (slice(None),) * axis
-    starts = [i // per_replica * size for i in range(len(devices))]
-    parts = [array[(*all_before, slice(start, start + size))] for start in starts]
-    put: jax.Array = pxla.batched_device_put(aval, sharding, parts, devices)
+    aval, parts = _parts_of_rows(array.shape, dtype, sharding, len(devices), axis)
+    put: jax.Array = pxla.batched_device_put(aval, sharding, [array[p] for p in parts], devices)
     return put
+
+
+@functools.lru_cache
+def _parts_of_rows(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: Any, num_devices: int, axis: int
+) -> tuple[Any, list[tuple[slice, ...]]]:
+    """What the array is on all devices, and what of it each of this process gets."""
+    per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
+    before, size = shape[:axis], shape[axis] * per_replica // num_devices
+    num_rows = sharding.mesh.shape[sharding.spec[axis]] * size
+    aval = core.ShapedArray((*before, num_rows, *shape[axis + 1 :]), dtype)
+    all_before = (slice(None),) * axis
+    starts = [i // per_replica * size for i in range(num_devices)]
+    return aval, [(*all_before, slice(start, start + size)) for start in starts]

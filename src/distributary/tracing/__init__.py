@@ -6,7 +6,8 @@ The order of the passes is told in `docs/design/tracing.md`.
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.tracing._divergence import COLLECTIVES
+from distributary.tracing._divergence import COLLECTIVES, is_of_devices
+from distributary.tracing._interpreter import evaluate
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
 from distributary.tracing._program import (
@@ -73,10 +74,12 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
+    "evaluate",
     "has_replicas",
     "in_order_of_outputs",
     "in_parts",
     "in_role",
+    "is_of_devices",
     "opened",
     "part_of_program",
     "per_device",

@@ -500,6 +500,7 @@ def _evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Any, int]
 
 
 def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Array]:
+    """The values of `outs`, which the equations make, with those of their inputs in `env`."""
     defined = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(
         var for eqn in eqns for var in _variables(eqn.invars) if var not in defined

@@ -1,0 +1,61 @@
+"""Ctrl-C in the middle of a step is raised when the step's result is kept."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+__all__ = ["interrupts"]
+
+
+@final
+class _Interrupts:
+    """In a `with interrupts:` block Ctrl-C waits for its end, where `watched` is entered.
+
+    Python handles signals in its main thread; in other threads both do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None  # of the program
+        self._is_held = False
+        self._caught: tuple[Any, ...] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Entered once for many steps: it takes 20 us."""
+        is_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGINT) if is_main and self._handler is None else None
+        if not callable(handler):
+            yield
+            return
+        self._handler = handler
+        signal.signal(signal.SIGINT, self._receive)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) == self._receive:  # else a callback has set its own
+                signal.signal(signal.SIGINT, handler)
+            self._handler = None
+
+    def _receive(self, *details: Any) -> None:
+        if self._is_held:
+            self._caught = details
+        else:
+            (self._handler or signal.default_int_handler)(*details)
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._is_held = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._is_held = False
+        details, self._caught = self._caught, None
+        if details is not None:
+            self._receive(*details)
+
+
+interrupts = _Interrupts()
+"""Those of this process."""

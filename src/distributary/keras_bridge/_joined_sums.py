@@ -1,0 +1,77 @@
+"""One vector for the sums of a step's metrics and of its gradients.
+
+Keras updates the optimizer before the metrics, so these are two arrays; gloo, which sums between
+processes of CPUs, pays for each.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+
+from distributary.collectives import all_reduce_of_vectors
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import evaluate, is_of_devices, opened, variables_of
+
+__all__ = ["METRICS", "with_joined_sums"]
+
+METRICS = "sums_of_metrics"
+"""Name of the scope in which metrics are summed."""
+
+
+def with_joined_sums(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` with the sums of metrics in the vector of the last other sum.
+
+    They stay where they are if that needs one of them or the other way round, if there is no such
+    vector of their dtype, and if the step has side effects, whose order could change.
+
+    Args:
+        step: From trees of arrays to trees of arrays; the step of one replica. Metrics are summed
+            in the scope `METRICS`.
+    """
+
+    def joined(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
+        jaxpr = opened(closed)
+        values = dict(zip(jaxpr.invars, [*closed.consts, *jax.tree.leaves(args)], strict=True))
+        sums, before = _joinable(jaxpr.eqns)
+        if sums:
+            _evaluate(before, values)
+            totals = all_reduce_of_vectors([values[eqn.invars[0]] for eqn in sums])
+            values.update((eqn.outvars[0], t) for eqn, t in zip(sums, totals, strict=True))
+        done = {id(eqn) for eqn in (*before, *sums)}
+        _evaluate([eqn for eqn in jaxpr.eqns if id(eqn) not in done], values)
+        outs = [v.val if isinstance(v, jex_core.Literal) else values[v] for v in jaxpr.outvars]
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return joined
+
+
+def _joinable(eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The sums that can be one, and the equations they need, in order; both may be empty."""
+    params = {"axes": (REPLICA_AXIS,), "axis_index_groups": None}
+    sums = [eqn for eqn in eqns if eqn.primitive.name == "psum" and eqn.params == params]
+    of_metrics = [eqn for eqn in sums if METRICS in str(eqn.source_info.name_stack)]
+    others = [eqn for eqn in sums if eqn not in of_metrics and eqn.invars[0].aval.ndim == 1]
+    # A named axis is an effect, too.
+    has_effects = any(eqn.effects and not is_of_devices(eqn) for eqn in eqns)
+    if not others or has_effects:
+        return [], []
+    last = others[-1]
+    alike = [e for e in of_metrics if e.invars[0].aval.dtype == last.invars[0].aval.dtype]
+    chosen = [last, *alike]
+    needed = set(variables_of(v for eqn in chosen for v in eqn.invars))
+    before = []
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            before.append(eqn)
+            needed.update(variables_of(eqn.invars))
+    if not alike or any(eqn in before for eqn in chosen):
+        return [], []
+    return chosen, before[::-1]
+
+
+def _evaluate(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    made = [v for eqn in eqns for v in eqn.outvars]
+    values.update(zip(made, evaluate(eqns, made, values), strict=True))
