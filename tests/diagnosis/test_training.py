@@ -7,6 +7,7 @@ import pytest
 import sklearn.datasets  # noqa: F401 - it sets environment variables, which a test must not change
 
 import distributary as dist
+from distributary.diagnosis import _training
 from distributary.diagnosis._training import training
 
 
@@ -45,3 +46,35 @@ def test_wrong_sums_are_found(weights, problem):
         assert check.status == "problem"
         assert re.search(problem, check.detail), check.detail
         assert "one device less at a time" in check.fix
+
+
+def test_replicas_that_differ_are_found(monkeypatch):
+    """As after a bit of one device's memory has changed."""
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    created, changed = [], []
+    run = strategy.run
+
+    def creates(value):
+        created.append(dist.Variable(value))
+        return created[-1]
+
+    def runs(*args, **kwargs):
+        result = run(*args, **kwargs)
+        if not changed:
+            kernel = created[0]
+            changed.append(kernel)
+            first, second = (shard.data for shard in kernel._value.addressable_shards)
+            copies = [first, second.at[0, 0].add(1e-6)]
+            kernel._value = jax.make_array_from_single_device_arrays(
+                kernel.shape, kernel._value.sharding, copies
+            )
+        return result
+
+    monkeypatch.setattr(_training, "Variable", creates)
+    monkeypatch.setattr(strategy, "run", runs)
+
+    check = training(strategy)
+
+    assert check.status == "problem"
+    assert check.detail.endswith("the replicas have different weights")
+    assert check.numbers["difference_to_one_device"] < 1e-3
