@@ -12,7 +12,16 @@ import pytest
 
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
-from distributary.launch._job import Exit, Finished, Prepare, Ready, Start
+from distributary.launch._job import (
+    Exit,
+    Finished,
+    Interrupted,
+    Prepare,
+    Ready,
+    Start,
+    Tasks,
+    TaskState,
+)
 from distributary.launch._master import Master
 from distributary.launch._remote_link import RemoteLink
 
@@ -183,6 +192,25 @@ def test_links_carry_the_course_of_a_job(master, hosts):
     for link in links:
         assert _receive(link) == [Exit(0, last_lines=[])]
         link.close()
+
+
+def test_host_0_learns_of_the_tasks_of_others(hosts):
+    options = LaunchOptions(("true",), hosts=hosts(0), dashboard_port=0)
+    master = Master(options, print)
+    links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+    state = TaskState(name="worker 1", state="running", has_failed=False, num_restarts=0)
+    tasks = Tasks([state], {"worker 1": {"num_steps": 3.0}})
+
+    links[1].send(tasks)
+    links[1].send(Interrupted(1, "done"))
+
+    assert [link.wants_tasks for link in links] == [False, True]
+    assert [_receive(links[0]), _receive(links[0])] == [[Prepare(0)], [Exit(1, "done", 1, [])]]
+    assert master.tasks() == {1: tasks}
+    for link in links:
+        link.close()
+    master.close()
+    assert master.tasks() == {}
 
 
 def test_a_wrong_token_is_refused_on_both_sides(master, hosts):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +97,7 @@ def launch(tmp_path):
         names = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "XLA_FLAGS")
         environ = {name: value for name, value in os.environ.items() if name not in names}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environ["DISTRIBUTARY_TOKEN"] = "0123456789abcdef"  # for several hosts
         command = [sys.executable, "-m", "distributary", "launch", "--dashboard", *arguments]
         process = subprocess.Popen(
             [*command, str(_PROGRAMS / program), str(tmp_path / "seen")],
@@ -174,6 +176,36 @@ def test_a_browser_shows_two_workers(launch, tmp_path):
     finally:
         (tmp_path / "seen").touch()
         assert process.wait(_SECONDS) == 0
+
+
+def test_host_0_shows_the_tasks_of_all_hosts(launch, tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        master = f"127.0.0.1:{listener.getsockname()[1]}"
+    hosts = ("--nnodes", "2", "--master", master)
+    first, url = launch("one_number.py", *hosts, "--node-rank", "0", "--workers", "2")
+    second, url_of_second = launch("one_number.py", *hosts, "--node-rank", "1")
+
+    try:
+        steps = lambda numbers: [_latest(numbers, f"worker {i}").get("step") for i in range(3)]
+        numbers = _wait_for(url, lambda n: steps(n) == [10, 11, 12])
+        own = _wait_for(url_of_second, lambda n: steps(n) == [None, None, 12])
+        assert numbers["title"] == "3 of 3 running"
+        assert re.search(r" on 2 hosts$", numbers["subtitle"])
+        assert [(task["name"], task["host"]) for task in numbers["tasks"]] == [
+            ("worker 0", 0),
+            ("worker 1", 0),
+            ("worker 2", 1),
+        ]
+        assert own["title"] == "1 of 1 running"
+        assert re.search(r", host 1 of 2$", own["subtitle"])
+        text, _ = _seen_by_chromium(url, tmp_path)
+        assert re.search(
+            r"worker 1, host 0\s+running\s+11.*worker 2, host 1\s+running\s+12", text["tasks"]
+        )
+    finally:
+        (tmp_path / "seen").touch()
+        assert [process.wait(_SECONDS) for process in (first, second)] == [0, 0]
 
 
 def test_a_browser_shows_parameter_servers(launch, tmp_path):

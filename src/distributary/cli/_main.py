@@ -127,7 +127,8 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dashboard",
         action="store_true",
-        help="serve a page that shows the workers of this host, at an address that is printed",
+        help="serve a page that shows the workers, on host 0 those of all hosts, at an address that"
+        " is printed",
     )
     add(
         "--dashboard-port",

@@ -11,9 +11,9 @@ One `Job` decides for all hosts; it knows no sockets, no processes and no clock:
 import dataclasses
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypedDict, final, get_args
 
 __all__ = [
     "Command",
@@ -29,6 +29,8 @@ __all__ = [
     "Start",
     "Stop",
     "Stopped",
+    "TaskState",
+    "Tasks",
     "decode",
     "encode",
 ]
@@ -162,12 +164,35 @@ class Interrupted:
     text: str
 
 
+@final
+class TaskState(TypedDict):
+    """What a page says about a task."""
+
+    name: str
+    state: str  # "running", or how it has ended
+    has_failed: bool
+    num_restarts: int
+
+
+@final
+@dataclass(frozen=True)
+class Tasks:
+    """Report: the tasks of this host, for the page of host 0. It decides nothing.
+
+    Args:
+        states: How they are.
+        numbers: What they have said, by their names.
+    """
+
+    states: Sequence[TaskState]
+    numbers: Mapping[str, dict[str, float]]
+
+
 Command = Prepare | Start | Restart | Stop | Exit
-Report = Ready | Failed | Finished | Stopped | Interrupted
+Report = Ready | Failed | Finished | Stopped | Interrupted | Tasks
 
 _TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (Prepare, Start, Restart, Stop, Exit, Ready, Failed, Finished, Stopped, Interrupted)
+    cls.__name__: cls for cls in (*get_args(Command), *get_args(Report))
 }
 
 

@@ -14,6 +14,9 @@ class Link(Protocol):
     address: str
     """Address of this host for the workers of other hosts."""
 
+    wants_tasks: bool
+    """Whether `Tasks` are to be sent now and then."""
+
     def fileno(self) -> int:
         """The descriptor that becomes readable when something comes; -1 for none.
 
@@ -46,6 +49,7 @@ class LocalLink:
     """
 
     address = "127.0.0.1"
+    wants_tasks = False
 
     def __init__(self, max_restarts: int) -> None:
         self._job = Job(1, max_restarts)

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from distributary.errors import LaunchError
 from distributary.launch._handshake import dump, has_proof, keep_alive, new_challenge, with_proof
-from distributary.launch._job import Command, Job, decode, encode
+from distributary.launch._job import Command, Job, Tasks, decode, encode
 from distributary.launch._options import HostOptions, LaunchOptions, split_address
 from distributary.launch._remote_link import PROTOCOL
 
@@ -51,11 +51,17 @@ class Master:
         # Touched by the thread only, like the job.
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._peers: dict[int, str] = {}
+        self._tasks: dict[int, Tasks] = {}  # of the other hosts; read by any thread
+        self._wants_tasks = options.dashboard_port is not None
         self._socket = _listen(self._hosts)
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve()), name="launch-master", daemon=True
         )
         self._thread.start()
+
+    def tasks(self) -> dict[int, Tasks]:
+        """The tasks of the other hosts, as they were a second ago, if there is a dashboard."""
+        return dict(self._tasks)
 
     def close(self) -> None:
         """Waits until all hosts have taken note of the end of the job, for a few seconds.
@@ -133,12 +139,17 @@ class Master:
         self._send(self._job.join(host))
         try:
             while line := await reader.readline():
-                self._send(self._job.report(host, decode(line)))
+                report = decode(line)
+                if isinstance(report, Tasks):
+                    self._tasks[host] = report
+                else:
+                    self._send(self._job.report(host, report))
         except (OSError, ValueError) as error:
             self._say(f"host {host}: {error}")
         finally:
             del self._writers[host]
             del self._peers[host]
+            self._tasks.pop(host, None)
             self._send(self._job.lose(host, f"the launcher of host {host} ({peer}) has gone"))
 
     async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
@@ -155,7 +166,8 @@ class Master:
             raise _RefusedError("another version of distributary runs there")
         host = self._checked_rank(hello)
         own_challenge = str(hello["challenge"])
-        writer.write(dump(with_proof({"welcome": host}, token, own_challenge, challenge, "master")))
+        welcome = {"welcome": host, "wants_tasks": self._wants_tasks and host != 0}
+        writer.write(dump(with_proof(welcome, token, own_challenge, challenge, "master")))
         return host
 
     def _checked_rank(self, hello: dict[str, Any]) -> int:

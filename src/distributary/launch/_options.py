@@ -79,8 +79,8 @@ class LaunchOptions:
         log_dir: Folder for one file per worker and attempt; None writes none.
         evaluator: Whether host 0 also runs the task `"evaluator"`.
         tune: Whether workers get the allocator and thread settings of `worker_environ`.
-        dashboard_port: Where a page shows the workers of this host; 0 for a free port, None for no
-            page.
+        dashboard_port: Where a page shows the workers of this host, on host 0 those of all hosts; 0
+            for a free port, None for no page.
         dashboard_address: On which address of this machine.
         hosts: The place of this host among several; None for a job on this machine alone.
 

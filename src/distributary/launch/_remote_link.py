@@ -14,7 +14,7 @@ from distributary.launch._options import HostOptions, split_address
 
 __all__ = ["PROTOCOL", "RemoteLink"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 _TRY_SECONDS = 2.0  # for one attempt to connect
 _ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
@@ -120,6 +120,7 @@ class RemoteLink:
                 f"launch: what listens at {hosts.master} does not know the token of this job. Is"
                 " another job using the address?"
             )
+        self.wants_tasks = bool(answer["wants_tasks"])
 
     def _read_answer(self) -> dict[str, Any]:
         while b"\n" not in self._received:

@@ -10,6 +10,7 @@ from distributary.launch._link import Link, LocalLink
 from distributary.launch._master import Master
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
+from distributary.launch._overview import Overview
 from distributary.launch._remote_link import RemoteLink
 from distributary.launch._signals import Signals
 from distributary.launch._supervisor import Supervisor
@@ -70,7 +71,9 @@ def run(
         link = _link(options)
         with Signals() as signals:
             supervisor = Supervisor(options, environ, link, output, signals)
-            with _dashboard(options, supervisor) as dashboard:
+            others = master.tasks if master is not None else dict
+            overview = Overview(options, supervisor.tasks, others)
+            with _dashboard(options, overview) as dashboard:
                 if dashboard is not None:
                     output.say(f"The dashboard is at {dashboard.url}")
                 return supervisor.run()
@@ -83,12 +86,12 @@ def run(
 
 
 def _dashboard(
-    options: LaunchOptions, supervisor: Supervisor
+    options: LaunchOptions, overview: Overview
 ) -> AbstractContextManager[Dashboard | None]:
     if options.dashboard_port is None:
         return nullcontext()
     port, address = options.dashboard_port, options.dashboard_address
-    return serve(supervisor.numbers, supervisor.describe, port, address)
+    return serve(overview.numbers, overview.describe, port, address)
 
 
 def _link(options: LaunchOptions) -> Link:

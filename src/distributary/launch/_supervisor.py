@@ -1,15 +1,12 @@
 """Runs the workers of one host, as the job commands."""
 
 import collections
-import platform
 import selectors
-import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from distributary.errors import LaunchError, WorkerLostError
 from distributary.launch._environment import Task, free_addresses, worker_environ
@@ -25,10 +22,13 @@ from distributary.launch._job import (
     Start,
     Stop,
     Stopped,
+    Tasks,
+    TaskState,
 )
 from distributary.launch._link import Link
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output, TaskOutput
+from distributary.launch._overview import RUNNING, count_running
 from distributary.launch._signals import Signals
 from distributary.launch._status import StatusReader
 from distributary.launch._worker import Worker
@@ -42,6 +42,7 @@ _LAST_LINES_SECONDS = 0.3
 _LOST_WORKER_SECONDS = 1.0
 # For the chief to end after a worker or server that may end because the chief is about to.
 _CHIEF_ENDS_SECONDS = 3.0
+_SECONDS_BETWEEN_TASKS = 1.0
 
 
 @final
@@ -97,6 +98,8 @@ class Supervisor:
         # What has ended well before the chief, and when that is to be said if the chief goes on.
         self._ended_early: list[tuple[float, Task]] = []
         self._started_at = time.monotonic()
+        # When the state of the tasks is to be sent, if it is.
+        self._tasks_at = self._started_at if link.wants_tasks else None
         self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
     def run(self) -> int:
@@ -128,7 +131,7 @@ class Supervisor:
         running = self._running
         if not running:
             return ""
-        parts = [f"{self._count(running)} running"]
+        parts = [count_running(self.tasks().states)]
         if self._stop is not None or self._exit is not None:
             parts[0] += ", ending"
         if self._options.max_restarts:
@@ -140,51 +143,33 @@ class Supervisor:
                 parts.append(f"{r.worker.task}: {state}")
         return " · ".join(parts)
 
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """What the tasks have reported, by their names. For any thread."""
-        return {str(r.worker.task): r.status.numbers() for r in self._running}
-
-    def describe(self) -> dict[str, Any]:
-        """The job and the state of its tasks, for the dashboard. For any thread."""
+    def tasks(self) -> Tasks:
+        """The tasks of this host. For any thread."""
         running = self._running
-        tasks = [
-            {
-                "name": str(r.worker.task),
-                "state": "running" if r.worker.ending is None else str(r.worker.ending),
-                "has_failed": r.worker.ending is not None and bool(r.worker.ending.returncode),
-                "num_restarts": self._num_starts[str(r.worker.task)] - 1,
-            }
+        states = [
+            TaskState(
+                name=str(r.worker.task),
+                state=RUNNING if r.worker.ending is None else str(r.worker.ending),
+                has_failed=r.worker.ending is not None and bool(r.worker.ending.returncode),
+                num_restarts=self._num_starts[str(r.worker.task)] - 1,
+            )
             for r in running
         ]
-        hosts = self._options.hosts
-        program, *arguments = self._options.command
-        command = shlex.join([Path(program).name, *arguments])
-        here = "" if hosts is None else f", host {hosts.host_rank} of {hosts.num_hosts}"
-        return {
-            "title": f"{self._count(running)} running" if running else "Nothing runs yet",
-            "subtitle": f"{command} on {platform.node()}{here}",
-            "tasks": tasks,
-        }
-
-    def _count(self, running: list[_Running]) -> str:
-        """How many of which run: `"3 of 4"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps"`."""
-        if not self._options.num_servers:
-            return f"{sum(r.worker.ending is None for r in running)} of {len(running)}"
-        parts = []
-        for task_type, noun in (("chief", "chiefs"), ("worker", "workers"), ("ps", "ps")):
-            of_type = [r for r in running if r.worker.task.task_type == task_type]
-            num_alive = sum(r.worker.ending is None for r in of_type)
-            parts.append(f"{num_alive} of {len(of_type)} {noun}")
-        return ", ".join(parts)
+        return Tasks(states, {str(r.worker.task): r.status.numbers() for r in running})
 
     def _wait(self) -> None:
         times = [at for at, _ in self._ended_early]
         if self._follower is not None:
             times.append(self._follower[0])
+        if self._tasks_at is not None:
+            times.append(self._tasks_at)
         timeout = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(timeout):
             key.data()
         now = time.monotonic()
+        if self._tasks_at is not None and now >= self._tasks_at:
+            self._tasks_at = now + _SECONDS_BETWEEN_TASKS
+            self._link.send(self.tasks())
         if self._follower is not None and now >= self._follower[0]:
             self._fail(self._follower[1])
         while self._ended_early and now >= self._ended_early[0][0]:
