@@ -1,5 +1,8 @@
 """Closures on the workers of a cluster in this process."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,10 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits, Message
-from distributary.coordinator._per_worker import experimental_get_current_worker_index
+from distributary.coordinator._per_worker import (
+    PerWorkerValues,
+    experimental_get_current_worker_index,
+)
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
     CancelledError,
@@ -130,7 +136,7 @@ def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):
             yield buffer
 
     iterator = iter(coordinator.create_per_worker_dataset(batches))
-    values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(20)]
+    values = [coordinator.schedule(next, args=(iterator,)) for _ in range(20)]
     assert [set(value) for value in coordinator.fetch(values)] == [{i} for i in range(20)]
 
     def given(x):
@@ -262,6 +268,11 @@ def test_a_worker_has_values_of_its_own(cluster):
     np.testing.assert_array_equal(total, [sum(found)] * 2)
 
 
+def test_values_of_workers_are_made_by_a_coordinator():
+    with pytest.raises(InvalidTypeError, match=r"got \[1, 2\]\. What .* create_per_worker_value"):
+        PerWorkerValues([1, 2])
+
+
 def test_an_error_of_a_worker_names_it_and_where_it_was_raised(cluster):
     strategy = cluster(1, 1)
     coordinator = ClusterCoordinator(strategy)
@@ -287,3 +298,63 @@ def test_a_cluster_ends_with_its_coordinators():
 
     with pytest.raises(CancelledError, match="The coordinator was closed"):
         coordinator.schedule(lambda: jnp.int32(3))
+
+
+def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    is_open, num_traces = [], 0
+
+    def batches():
+        is_open.append(True)
+        number = len(is_open)
+        try:
+            while True:
+                yield np.full(3, number, np.float32)
+        finally:
+            is_open[number - 1] = False
+
+    def step(iterator):
+        nonlocal num_traces
+        num_traces += 1
+        return next(iterator)
+
+    dataset = coordinator.create_per_worker_dataset(batches)
+    iterator = iter(dataset)
+    assert set(coordinator.schedule(step, args=(iterator,)).fetch()) == {1}
+    num_told, traces_of_one = len(coordinator._cluster.setup.all()[1]), num_traces
+
+    for number in range(2, 6):
+        other = iter(dataset)
+        values = [coordinator.schedule(step, args=(i,)) for i in (iterator, other, iterator)]
+        assert [set(value) for value in coordinator.fetch(values)] == [{1}, {number}, {1}]
+    coordinator.join()
+    del other
+    last = iter(dataset)
+    assert set(coordinator.schedule(step, args=(last,)).fetch()) == {6}
+
+    assert num_traces == traces_of_one
+    assert is_open == [True, False, False, False, False, True]
+    assert len(coordinator._cluster.setup.all()[1]) == num_told + 1
+
+
+def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+
+    class Model:
+        def double(self, x):
+            return 2 * x
+
+    def scheduled(i):
+        def add(x, number=i):
+            return x + number
+
+        model = Model()
+        values = [coordinator.schedule(f, args=(np.float32(1),)) for f in (add, model.double)]
+        assert coordinator.fetch(values) == [1 + i, 2]
+        coordinator.join()
+        return weakref.ref(add), weakref.ref(model), len(coordinator._cluster.setup.all()[1])
+
+    add, model, num_told = scheduled(0)
+    gc.collect()
+    assert (add(), model()) == (None, None)
+    assert [scheduled(i)[2] for i in (1, 2)] == [num_told, num_told]

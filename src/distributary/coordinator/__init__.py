@@ -5,6 +5,7 @@ from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._per_worker import (
     PerWorkerDataset,
     PerWorkerIterator,
+    PerWorkerValues,
     closure_number,
     experimental_get_current_worker_index,
 )
@@ -16,7 +17,7 @@ from distributary.coordinator._statistics import (
     WorkerStatistics,
 )
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.coordinator._values import PerWorkerValues, RemoteValue
+from distributary.coordinator._values import RemoteValue
 from distributary.options import RecoveryOptions
 
 __all__ = [

@@ -29,6 +29,7 @@ from distributary.coordinator._sessions import (
     hello,
     new_session,
 )
+from distributary.coordinator._setup import Setup
 from distributary.coordinator._sources import LocalMakers
 from distributary.coordinator._statistics import ServerStatistics
 from distributary.coordinator._store import ParameterServer
@@ -83,8 +84,7 @@ class Session:
 
     Attributes:
         at_rest: A context in which no closure runs; raises the error of an earlier one.
-        setup: What a worker has to know before it can run closures, in the order of creation; from
-            the number of the worker to a message.
+        setup: What a worker has to know before it can run closures.
         server_links: To the servers, by their number.
     """
 
@@ -100,7 +100,7 @@ class Session:
         self.servers = servers
         self.options = options
         self.id = session
-        self.setup: list[Callable[[int], Message]] = []
+        self.setup = Setup()
         self.server_links = [self._connect(server) for server in servers]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None

@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, final
@@ -25,13 +26,20 @@ from distributary.coordinator._nests import (
     structs_of,
     tree_of,
 )
-from distributary.coordinator._per_worker import Feed, PerWorkerDataset, RemoteSource
-from distributary.coordinator._queue import ClosureQueue
+from distributary.coordinator._per_worker import (
+    Feed,
+    PerWorkerDataset,
+    PerWorkerIterator,
+    PerWorkerValues,
+    RemoteSource,
+)
+from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._setup import Key
 from distributary.coordinator._sources import UnknownMakerError, distributed_by
 from distributary.coordinator._statistics import CoordinatorStatistics
-from distributary.coordinator._values import PerWorkerValues, RemoteValue
+from distributary.coordinator._values import RemoteValue
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
-from distributary.strategies import is_dynamic, signature_of, struct_of
+from distributary.strategies import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.topology import call_when_collected
 from distributary.tracing import user_stacklevel
 
@@ -66,13 +74,12 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._cluster = strategy._cluster
         self._queue = ClosureQueue(self._cluster.options.max_closure_losses, self._cluster.finish)
-        # By function, then by structure of the arguments.
-        self._functions: weakref.WeakKeyDictionary[Any, dict[Any, _Function]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._num_functions = 0
+        self._functions = ProgramCache("ClusterCoordinator.schedule")
+        self._function_numbers = itertools.count()
         self._source_numbers = itertools.count()
-        self._feeds: dict[int, Feed] = {}
+        self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+        # What was collected, in whichever thread, and workers have not been told to forget.
+        self._gone: deque[Key] = deque()
         self._has_warned_of_feeding = False
         self._warned_of_rows: set[str] = set()
         # Whoever schedules a function traces it, and the threads below, for other shapes.
@@ -146,10 +153,12 @@ class ClusterCoordinator:
                 "schedule: an argument is a RemoteValue, which one worker has computed and another"
                 " may not have. Pass remote_value.fetch()."
             )
-        function = self._function(fn, leaves, tree)
+        sources = [leaf.source for leaf in leaves if isinstance(leaf, _OF_WORKERS)]
+        call = _call_of(fn, leaves, tree)
+        function = self._function(fn, call, leaves, tree, sources)
         arrays = filter(is_dynamic, leaves)
         own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
-        return self._queue.put(function, own)
+        return self._queue.put(function, own, call, sources)
 
     def join(self) -> None:
         """Waits until all closures have ended.
@@ -209,27 +218,40 @@ class ClusterCoordinator:
                 )
                 for value in values
             ]
-            self._workers.tell(messages.__getitem__)
-        return PerWorkerValues(
-            RemoteSource("value", number, functools.partial(self._peek, "value", number)).take
-        )
+            self._workers.tell(("source", number), messages.__getitem__)
+        return PerWorkerValues(self._of_workers("value", number))
 
     def _new_dataset(self, dataset_fn: Any) -> RemoteSource:
         dataset_fn = distributed_by(dataset_fn, self._strategy)
         number = self._new_source("next", dataset_fn)
         if number is not None:
-            return RemoteSource("next", number, functools.partial(self._peek, "next", number))
-        number, feed = next(self._source_numbers), Feed(dataset_fn)
-        self._feeds[number] = feed
-        return RemoteSource("fed", number, feed.peek)
+            return self._of_workers("next", number)
+        number = next(self._source_numbers)
+        feed = self._feeds[number] = Feed(dataset_fn)
+        return RemoteSource("fed", number, feed.peek, feed)
+
+    def _of_workers(self, kind: str, number: int) -> RemoteSource:
+        """What the workers have, until it is not used any more."""
+        source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
+        weakref.finalize(source, self._gone.append, ("source", number)).atexit = False
+        return source
+
+    def _forget(self) -> None:
+        """Has the workers forget what was collected."""
+        keys = set()
+        while self._gone:
+            keys.add(self._gone.popleft())
+        if keys:
+            self._workers.forget(keys)
 
     def _new_source(self, kind: str, maker: Any) -> int | None:
         """Has the workers call a function; its number, or None if they do not have it."""
+        self._forget()
         number = next(self._source_numbers)
         try:
             fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
             message = Message("source", fields)
-            reply = self._workers.tell(lambda worker: message)
+            reply = self._workers.tell(("source", number), lambda worker: message)
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
         except UnknownMakerError as error:
@@ -254,38 +276,47 @@ class ClusterCoordinator:
 
     # Functions
 
-    def _function(self, fn: Any, leaves: list[Any], tree: Any) -> "_Function":
-        key = tree, tuple([signature_of(leaf, "ClusterCoordinator.schedule") for leaf in leaves])
+    def _function(
+        self,
+        fn: Any,
+        call: Callable[..., Any],
+        leaves: list[Any],
+        tree: Any,
+        sources: Sequence[RemoteSource],
+    ) -> "_Function":
+        key = tree, tuple([_signature_of(leaf) for leaf in leaves])
         with self._tracing:
-            versions = self._functions.setdefault(fn, {})
-            if key not in versions:
-                versions[key] = self._new_function(fn, leaves, tree)
-            return versions[key]
-
-    def _new_function(self, fn: Any, leaves: list[Any], tree: Any) -> "_Function":
-        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
-        static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
-
-        def call(*arrays: Any) -> Any:
-            parts = [leaf._take() if isinstance(leaf, PerWorkerValues) else leaf for leaf in static]
-            for i, array in zip(dynamic, arrays, strict=True):
-                parts[i] = array
-            args, kwargs = jax.tree.unflatten(tree, parts)
-            return fn(*args, **kwargs)
-
-        avals = [struct_of(leaves[i]) for i in dynamic]
-        name = getattr(fn, "__qualname__", None) or repr(fn)
-        function = _Function(self._num_functions, name, call, avals)
-        self._num_functions += 1
-        self._add_plan(function, None)
+            versions = self._functions.programs_of(fn)
+            function: _Function | None = versions.get(key)
+            if function is None:
+                self._forget()
+                avals = [struct_of(leaf) for leaf in leaves if is_dynamic(leaf)]
+                name = getattr(fn, "__qualname__", None) or repr(fn)
+                function = _Function(next(self._function_numbers), name, avals)
+                gone = "function", function.number
+                weakref.finalize(function, self._gone.append, gone).atexit = False
+                self._trace(function, call, sources, None)
+                self._functions.note_trace(fn, versions, key)
+                versions[key] = function
         return function
 
-    def _add_plan(self, function: "_Function", shapes: list[Any] | None) -> None:
-        """Traces a function, for data of other shapes than at first, and tells the workers."""
-        data = None if shapes is None else structs_of(shapes[: function.num_data])
+    def _add_plan(self, closure: Closure, shapes: list[Any]) -> None:
+        """Traces the function of a closure, for data of other shapes than at first."""
+        function = closure.function
+        data = structs_of(shapes[: function.num_data])
+        self._trace(function, closure.call, closure.sources, data)
+
+    def _trace(
+        self,
+        function: "_Function",
+        call: Callable[..., Any],
+        sources: Sequence[RemoteSource],
+        data: list[Any] | None,
+    ) -> None:
+        """Traces a function, and tells the workers."""
         with self._tracing, self._strategy.scope():
             plan = plan_of(
-                function.call,
+                call,
                 function.avals,
                 data,
                 self._cluster.parts_of,
@@ -293,11 +324,16 @@ class ClusterCoordinator:
                 self._strategy.num_replicas_in_sync,
             )
             function.num_data = sum(len(source.leaves) for source in plan.sources)
-            function.feeds = [self._feeds[s.number] for s in plan.sources if s.kind == "fed"]
+            is_fed = [source.kind == "fed" for source in sources]
+            function.feeds = [
+                self._feeds[s.number] if s.kind == "fed" else s.number
+                for s in plan.sources
+                if s.kind == "fed" or (s.kind == "bound" and is_fed[s.number])
+            ]
             function.rebuild = plan.rebuild
         self._warn_of_refusals(plan.refusals)
         for message in _messages_of(function, plan):
-            self._workers.tell_later(message)
+            self._workers.tell_later(("function", function.number), message)
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
         for name in refusals.keys() - self._warned_of_rows:
@@ -318,28 +354,62 @@ def _statistics(queue: ClosureQueue, workers: Workers, session: Session) -> Coor
     )
 
 
+_OF_WORKERS = (PerWorkerIterator, PerWorkerValues)
+
+
+def _signature_of(leaf: Any) -> Any:
+    if isinstance(leaf, _OF_WORKERS):
+        return leaf.source.signature
+    return signature_of(leaf, "ClusterCoordinator.schedule")
+
+
+def _call_of(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> Callable[..., Any]:
+    """From arrays to what a function returns for these, and the other arguments as they are."""
+    dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+    static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
+
+    def call(*arrays: Any) -> Any:
+        parts = list(static)
+        places = itertools.count()
+        for i, leaf in enumerate(static):
+            if isinstance(leaf, _OF_WORKERS):
+                bound = leaf.source.bound(next(places))
+                is_value = isinstance(leaf, PerWorkerValues)
+                parts[i] = bound.take() if is_value else PerWorkerIterator(bound)
+        for i, array in zip(dynamic, arrays, strict=True):
+            parts[i] = array
+        args, kwargs = jax.tree.unflatten(tree, parts)
+        return fn(*args, **kwargs)
+
+    return call
+
+
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class _Function:
-    """A function of closures.
+    """What closures have in common that were scheduled with one function and alike arguments.
+
+    Nothing here keeps the function itself: the closures do that need it.
 
     Attributes:
         number: What workers know it by.
         name: For messages.
-        call: From arrays to what it returns.
-        avals: Shapes and dtypes of the arrays.
+        avals: Shapes and dtypes of the arrays among the arguments.
         num_data: Number of leaves of data that workers bring to it, or are sent with it.
-        feeds: What they are sent.
+        feeds: What they are sent, or the places among the sources of a closure of what makes it.
         rebuild: From the arrays that workers return to the result.
     """
 
     number: int
     name: str
-    call: Callable[..., Any]
     avals: list[Any]
     num_data: int = 0
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[Feed | int] = field(default_factory=list)
     rebuild: Callable[..., Any] = field(default=list)
+
+    def feeds_of(self, sources: Sequence[Any]) -> list[Feed]:
+        """What a closure with these sources is sent."""
+        return [sources[f].feed if isinstance(f, int) else f for f in self.feeds]
 
 
 def _messages_of(function: _Function, plan: Plan) -> list[Message]:

@@ -5,7 +5,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 from distributary.coordinator._cluster import Session, Task
@@ -13,6 +13,7 @@ from distributary.coordinator._links import ConnectionLostError, DeadlineError, 
 from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
+from distributary.coordinator._setup import Key
 from distributary.coordinator._statistics import Tally, WorkerStatistics
 from distributary.errors import (
     CancelledError,
@@ -40,8 +41,8 @@ class Workers:
     Args:
         session: Of the coordinator.
         queue: Where the closures come from.
-        add_plan: Called with a function of closures and the shapes of data for which a worker has
-            no plan; appends one to the setup of the session.
+        add_plan: Called with a closure and the shapes of data for which a worker has no plan; adds
+            one to the setup of the session.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Workers:
         for driver in self._drivers:
             driver.start()
 
-    def tell(self, message: Callable[[int], Message]) -> Message:
+    def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
         """Tells a worker what to know, and if it replies "ok" all others before they run closures.
 
         Args:
+            key: What it is about.
             message: From the number of a worker to the message for it.
 
         Returns:
@@ -73,12 +75,17 @@ class Workers:
             Exception: as `call`.
         """
         with self._telling:
-            return self._with_some(lambda connection: connection.tell(message))
+            return self._with_some(lambda connection: connection.tell(key, message))
 
-    def tell_later(self, message: Message) -> None:
+    def tell_later(self, key: Key, message: Message) -> None:
         """Tells all workers before they run closures."""
         with self._telling:
-            self._session.setup.append(lambda worker: message)
+            self._session.setup.add(key, lambda worker: message)
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Workers forget, before they run closures, what is not used any more."""
+        with self._telling:
+            self._session.setup.remove(keys)
 
     def call(self, message: Callable[[int], Message]) -> Message:
         """The reply of some worker.
@@ -269,7 +276,7 @@ class _Driver:
             self._past.add(self._tally)
             self._tally = Tally().sums
             return False
-        new.num_told = old.num_told
+        new.told = old.told
         return True
 
     def _serve(self) -> list[Closure]:
@@ -304,6 +311,7 @@ class _Driver:
                     "function": function.number,
                     "closures": [closure.number for closure in leased],
                     "num_args": len(function.avals),
+                    "bound": [[(s.kind, s.number) for s in closure.sources] for closure in leased],
                     "finished": self._queue.num_finished(),
                 },
                 arrays,
@@ -319,7 +327,7 @@ class _Driver:
             if "error" in fields:
                 raise exception_of(fields["error"], self.name)
             if "shapes" in fields:
-                self._add_plan(function, fields["shapes"])
+                self._add_plan(closures[0], fields["shapes"])
                 return True  # it has taken the data for them
         except (*_LOST, CoordinatorReplacedError):
             raise
@@ -343,7 +351,7 @@ class _Driver:
         num_bytes = 0
         for closure in itertools.takewhile(lambda c: c.function is function, closures):
             if closure.fed is None:
-                closure.fed = self._feed(function)
+                closure.fed = self._feed(closure)
             if isinstance(closure.fed, Exception):
                 if not leased:
                     raise closure.fed
@@ -355,9 +363,10 @@ class _Driver:
                 break
         return leased, arrays
 
-    def _feed(self, function: Any) -> list[Any] | Exception:
+    def _feed(self, closure: Closure) -> list[Any] | Exception:
         try:
-            return [array for feed in function.feeds for array in feed.next(self._number)]
+            feeds = closure.function.feeds_of(closure.sources)
+            return [array for feed in feeds for array in feed.next(self._number)]
         except Exception as error:
             return error
 
@@ -379,7 +388,7 @@ class _Connection:
 
     Attributes:
         incarnation: Another one when the worker has forgotten everything.
-        num_told: How much of the setup of the session the worker knows.
+        told: What the messages of the session's setup were about that the worker knows.
         error: Why it was lost.
     """
 
@@ -387,7 +396,8 @@ class _Connection:
         self, number: int, task: Task, session: Session, queue: ClosureQueue, seconds: float
     ) -> None:
         self._number = number
-        self.num_told = 0
+        self.told: dict[int, Key] = {}
+        self._version = -1  # of the setup, when it was told all of it
         self.error: Exception | None = None
         self._session = session
         self._queue = queue
@@ -411,14 +421,13 @@ class _Connection:
             self._tell_all()
         return self._link.call(message(self._number))
 
-    def tell(self, message: Callable[[int], Message]) -> Message:
+    def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
         """The reply of the worker to what all have to know if it is "ok"."""
         with self._lock:
             self._tell_all()
             reply = self._link.call(message(self._number))
             if reply.kind == "ok":
-                self._session.setup.append(message)
-                self.num_told += 1
+                self.told[self._session.setup.add(key, message)] = key
             return reply
 
     def is_lost(self) -> bool:
@@ -437,11 +446,21 @@ class _Connection:
         self._link.close()
 
     def _tell_all(self) -> None:
-        for one in self._session.setup[self.num_told :]:
-            reply = self._link.call(one(self._number))
+        if self._version == self._session.setup.version:
+            return
+        version, messages = self._session.setup.all()
+        if gone := self.told.keys() - messages.keys():
+            self._link.call(Message("forget", {"keys": [self.told[number] for number in gone]}))
+            for number in gone:
+                del self.told[number]
+        for number, (key, message) in messages.items():
+            if number in self.told:
+                continue
+            reply = self._link.call(message(self._number))
             if reply.kind != "ok":
                 raise InvalidValueError(
                     f"What another worker has is not known to {self._link.name}:"
                     f" {reply.fields['why']}. All workers must run the same script."
                 )
-            self.num_told += 1
+            self.told[number] = key
+        self._version = version

@@ -10,7 +10,12 @@ import numpy as np
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
 from distributary.coordinator._sources import as_maker
-from distributary.errors import ContextError, OutOfRangeError, UnsupportedError
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 from distributary.tracing import current_scope
 
 __all__ = [
@@ -18,6 +23,7 @@ __all__ = [
     "Peekable",
     "PerWorkerDataset",
     "PerWorkerIterator",
+    "PerWorkerValues",
     "RemoteSource",
     "closure_number",
     "experimental_get_current_worker_index",
@@ -43,12 +49,36 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._new_source())
 
 
-@final
-class PerWorkerIterator:
-    """Iterators of the workers over their datasets; an argument of scheduled functions."""
+class _OfWorkers:
+    """Stands for data that every worker has of its own, among the arguments of a function."""
 
     def __init__(self, source: "RemoteSource") -> None:
+        if not isinstance(source, RemoteSource):
+            raise InvalidTypeError(
+                f"{type(self).__name__}: got {source!r}. What workers have of their own is made by"
+                " create_per_worker_value and create_per_worker_dataset of a ClusterCoordinator."
+            )
         self._source = source
+
+    @property
+    def source(self) -> "RemoteSource":
+        """Where the data comes from."""
+        return self._source
+
+
+@final
+class PerWorkerValues(_OfWorkers):
+    """Values of which every worker has its own; made by `create_per_worker_value`.
+
+    As an argument of a scheduled function it stands for the value of the worker that runs it.
+
+    Source: `tf.distribute.coordinator.PerWorkerValues`.
+    """
+
+
+@final
+class PerWorkerIterator(_OfWorkers):
+    """Iterators of the workers over their datasets; an argument of scheduled functions."""
 
     def __iter__(self) -> "PerWorkerIterator":
         if current_trace() is not None:  # a loop would never end
@@ -107,16 +137,37 @@ class RemoteSource:
 
     Args:
         kind: `"next"` for batches of datasets that workers make, `"fed"` for those that they are
-            sent, `"value"`.
-        number: By which the workers know it.
+            sent, `"value"`; `"bound"` in a trace for that which a closure has among its arguments.
+        number: By which the workers know it; if it is bound, its place among those.
         peek: Returns shapes and dtypes of what comes next, and its structure.
+        feed: Makes what workers are sent.
     """
 
-    def __init__(self, kind: str, number: int, peek: Callable[[], tuple[list[Any], Any]]) -> None:
-        self._kind = kind
-        self._number = number
+    def __init__(
+        self,
+        kind: str,
+        number: int,
+        peek: Callable[[], tuple[list[Any], Any]],
+        feed: "Feed | None" = None,
+    ) -> None:
+        self.kind = kind
+        self.number = number
+        self.feed = feed
         self._peek = peek
         self._seen: tuple[list[Any], Any] | None = None
+        self._signature: Any = None
+
+    @property
+    def signature(self) -> Any:
+        """Equal for data with which a function needs to be traced once only."""
+        if self._signature is None:
+            specs, tree = self._look()
+            self._signature = self.kind, tuple([(s.shape, s.dtype) for s in specs]), tree
+        return self._signature
+
+    def bound(self, place: int) -> "RemoteSource":
+        """What stands in a trace for this and all others with its signature."""
+        return RemoteSource("bound", place, self._look)
 
     def take(self) -> Any:
         """The data in a function that is traced."""
@@ -126,7 +177,7 @@ class RemoteSource:
                 "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
                 " a function, and schedule it with the iterator as an argument."
             )
-        return trace.take(self._kind, self._number, self.element_spec)
+        return trace.take(self.kind, self.number, self.element_spec)
 
     @property
     def element_spec(self) -> Any:

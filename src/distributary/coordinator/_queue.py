@@ -26,6 +26,8 @@ class Closure:
         number: Counts the closures of a coordinator; servers apply what each pushes once.
         function: What is called.
         args: Its arguments, flat.
+        call: From these to what it returns, for tracing it again.
+        sources: The data of workers among the arguments.
         fed: Arrays that the coordinator has taken from its datasets for it; or why it could not.
         result: Receives what it returns.
         lost: The workers that were lost while they ran it.
@@ -34,6 +36,8 @@ class Closure:
     number: int
     function: Any
     args: list[Any]
+    call: Callable[..., Any]
+    sources: Sequence[Any]
     fed: list[Any] | Exception | None = None
     result: RemoteValue = field(default_factory=RemoteValue)
     lost: list[str] = field(default_factory=list)
@@ -74,7 +78,9 @@ class ClosureQueue:
         self._ended: set[int] = set()
         self._counts = dict.fromkeys(("done", "failed", "cancelled", "retried"), 0)
 
-    def put(self, function: Any, args: list[Any]) -> RemoteValue:
+    def put(
+        self, function: Any, args: list[Any], call: Callable[..., Any], sources: Sequence[Any] = ()
+    ) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
         with self._lock:
             # Also bounds the set of those that have ended, here and on the servers.
@@ -82,7 +88,7 @@ class ClosureQueue:
                 lambda: self._error or self._next_number - self._finished < _MAX_QUEUED
             )
             self._raise_error()
-            closure = Closure(self._next_number, function, args)
+            closure = Closure(self._next_number, function, args, call, sources)
             self._next_number += 1
             self._queued.append(closure)
             self._has_work.notify()

@@ -1,12 +1,11 @@
-"""What closures return, and values that every worker has of its own."""
+"""What closures return."""
 
 import threading
-from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import jax
 
-__all__ = ["PerWorkerValues", "RemoteValue"]
+__all__ = ["RemoteValue"]
 
 
 class RemoteValue:
@@ -51,16 +50,3 @@ class RemoteValue:
     def __repr__(self) -> str:
         state = "waiting" if not self._ready.is_set() else "failed" if self._error else "ready"
         return f"<RemoteValue: {state}>"
-
-
-@final
-class PerWorkerValues:
-    """Values of which every worker has its own; made by `create_per_worker_value`.
-
-    As an argument of a scheduled function it stands for the value of the worker that runs it.
-
-    Source: `tf.distribute.coordinator.PerWorkerValues`.
-    """
-
-    def __init__(self, take: Callable[[], Any]) -> None:
-        self._take = take

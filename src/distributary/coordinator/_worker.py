@@ -136,12 +136,14 @@ class Worker:
         peek     kind, number         -> shapes and nest of what comes next
         function function, sources    what a function takes of this worker's data: kinds, numbers
                                       and numbers of leaves; "index" is the worker's number,
-                                      "closure" that of the closure
+                                      "closure" that of the closure, "bound" what `bound` says
         plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
                  arrays: constants; blobs: programs of the worker, of the servers and, if there
                  are rows, of their numbers
-        run      function, closures, num_args, finished; arrays: for every closure its
-                 arguments and its batches of the kind "fed"
+        forget   keys                 functions and sources that are not used any more
+        run      function, closures, num_args, bound, finished; arrays: for every closure its
+                 arguments and its batches of the kind "fed"; bound: kinds and numbers of the
+                 sources among the arguments
                                       -> num_ended; tally; arrays: results; and if not all
                                       have ended: error, or the shapes that a plan is needed for,
                                       or nothing if there was not the time
@@ -234,6 +236,18 @@ class Worker:
         self._functions[fields["function"]] = [(k, i, n) for k, i, n in fields["sources"]]
         return Message("ok")
 
+    def _forget(self, message: Message) -> Message:
+        gone = {kind: set[int]() for kind in ("function", "source")}
+        for kind, number in message.fields["keys"]:
+            gone[kind].add(number)
+        for number in gone["function"]:
+            self._functions.pop(number, None)
+        self._plans = {k: plan for k, plan in self._plans.items() if k[0] not in gone["function"]}
+        for number in gone["source"]:
+            self._iterators.pop(number, None)
+            self._values.pop(number, None)
+        return Message("ok")
+
     def _plan(self, message: Message) -> Message:
         fields = message.fields
         servers = [
@@ -277,7 +291,11 @@ class Worker:
             arrays = message.arrays[i * size : (i + 1) * size]
             try:
                 return self._prepare(
-                    fields["function"], closure, arrays[:num_args], arrays[num_args:]
+                    fields["function"],
+                    closure,
+                    arrays[:num_args],
+                    arrays[num_args:],
+                    fields["bound"][i],
                 )
             except Exception as error:
                 return error
@@ -315,14 +333,19 @@ class Worker:
         return Message("ok", reply, results)
 
     def _prepare(
-        self, function: int, closure: int, args: list[np.ndarray], fed: list[np.ndarray]
+        self,
+        function: int,
+        closure: int,
+        args: list[np.ndarray],
+        fed: list[np.ndarray],
+        bound: Sequence[tuple[str, int]],
     ) -> "_Step":
         """Gets the data of a closure, and finds out what it pulls."""
         data = self._waiting.pop(closure, None)
         taken: list[tuple[Peekable, Any]] = []
         if data is None:
             with self._tally.time("data"):
-                data, taken = self._data(function, closure, fed)
+                data, taken = self._data(function, closure, fed, bound)
         shapes = _as_shapes(shapes_of([*data, *args]))
         plan = self._plans.get((function, shapes))
         step = _Step(closure, plan, shapes, {"data": data, "argument": args}, taken)
@@ -347,13 +370,19 @@ class Worker:
         return step
 
     def _data(
-        self, function: int, closure: int, fed: list[np.ndarray]
+        self,
+        function: int,
+        closure: int,
+        fed: list[np.ndarray],
+        bound: Sequence[tuple[str, int]],
     ) -> tuple[list[np.ndarray], list[tuple[Peekable, Any]]]:
         """What one closure gets besides its arguments, and what was taken from iterators for it."""
         leaves: list[np.ndarray] = []
         taken: list[tuple[Peekable, Any]] = []
         left = iter(fed)
         for kind, number, num_leaves in self._functions[function]:
+            if kind == "bound":
+                kind, number = bound[number]
             if kind == "index":
                 leaves.append(np.asarray(self.number, np.int32))
             elif kind == "closure":
@@ -434,6 +463,7 @@ class Worker:
         list(self._threads.map(push, step.plan.servers))
 
     _methods: ClassVar[dict[str, Callable[["Worker", Message], Message]]] = {
+        "forget": _forget,
         "function": _function,
         "peek": _peek,
         "plan": _plan,

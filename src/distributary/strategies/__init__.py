@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from distributary._late import late_names
 from distributary.strategies._base import Strategy
+from distributary.strategies._cache import ProgramCache
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._compiled import (
     is_dynamic,
@@ -36,6 +37,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "Place",
+    "ProgramCache",
     "Staged",
     "Strategy",
     "StrategyExtended",

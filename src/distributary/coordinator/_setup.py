@@ -1,0 +1,49 @@
+"""What workers have to know before they can run closures."""
+
+import itertools
+import threading
+from collections.abc import Callable, Collection
+from typing import TypeAlias, final
+
+from distributary.coordinator._messages import Message
+
+__all__ = ["Key", "Setup"]
+
+#: What a message is about: `("source", number)` or `("function", number)`.
+Key: TypeAlias = tuple[str, int]
+
+
+@final
+class Setup:
+    """Messages for workers in the order of their creation, until what they are about is not used.
+
+    For any thread.
+
+    Attributes:
+        version: Another one after every change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._messages: dict[int, tuple[Key, Callable[[int], Message]]] = {}
+
+    def add(self, key: Key, message: Callable[[int], Message]) -> int:
+        """Adds a message, from the number of a worker; returns the number of the message."""
+        with self._lock:
+            number = next(self._numbers)
+            self._messages[number] = key, message
+            self.version += 1
+        return number
+
+    def remove(self, keys: Collection[Key]) -> None:
+        """Removes the messages about what is not used any more."""
+        with self._lock:
+            self._messages = {n: own for n, own in self._messages.items() if own[0] not in keys}
+            self.version += 1
+
+    def all(self) -> tuple[int, dict[int, tuple[Key, Callable[[int], Message]]]]:
+        """The version, and its messages by their numbers."""
+        with self._lock:
+            return self.version, dict(self._messages)
