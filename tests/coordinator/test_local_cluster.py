@@ -19,6 +19,7 @@ from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import (
     CancelledError,
     ContextError,
+    DistributaryWarning,
     InvalidTypeError,
     InvalidValueError,
     OutOfRangeError,
@@ -358,3 +359,14 @@ def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
     gc.collect()
     assert (add(), model()) == (None, None)
     assert [scheduled(i)[2] for i in (1, 2)] == [num_told, num_told]
+
+
+def test_a_run_that_is_not_scheduled_is_told_once():
+    strategy = ParameterServerStrategy(local_cluster(1, 1))
+
+    def step():
+        return jnp.float32(2)
+
+    with pytest.warns(DistributaryWarning, match=r"\.run .* the coordinator computes it"):
+        assert strategy.run(step) == 2
+    assert strategy.run(step) == 2

@@ -1,6 +1,7 @@
 """Asynchronous training with variables on servers."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -14,7 +15,12 @@ from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
 from distributary.coordinator._sources import DistributedSource
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+)
 from distributary.inputs import DistributedInput, InputContext
 from distributary.options import (
     InputOptions,
@@ -24,7 +30,7 @@ from distributary.options import (
 )
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import SparseUpdate, push
+from distributary.tracing import SparseUpdate, push, user_stacklevel
 from distributary.variables import (
     AggregatedVariable,
     Keeper,
@@ -90,6 +96,7 @@ class ParameterServerStrategy(Strategy):
         self._coordinator: Any = None
         self._variable_partitioner = variable_partitioner
         self._sparse_update: SparseUpdate = sparse_update
+        self._has_warned = False
         count = cluster.devices_per_worker
         super().__init__(
             StrategyExtended(
@@ -122,12 +129,22 @@ class ParameterServerStrategy(Strategy):
 
         If workers have several devices, once for each of them, as `Strategy.run` does: arguments
         that are `PerReplica`, as the batches of distributed datasets are, have a part for each.
+        Outside of scheduled functions it runs here, with a warning.
 
         Source: `tf.distribute.ParameterServerStrategy.run`.
         """
         trace = current_trace()
         if trace is not None:
             fn = trace.repeatable(fn)
+        elif not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "ParameterServerStrategy.run was called outside of a scheduled function, so the"
+                " coordinator computes it, and no worker. To use the workers, call it in a function"
+                " that is given to ClusterCoordinator.schedule.",
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
         return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
