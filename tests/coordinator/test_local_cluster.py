@@ -370,3 +370,18 @@ def test_a_run_that_is_not_scheduled_is_told_once():
     with pytest.warns(DistributaryWarning, match=r"\.run .* the coordinator computes it"):
         assert strategy.run(step) == 2
     assert strategy.run(step) == 2
+
+
+def test_a_variable_that_takes_the_place_of_another_is_used(cluster):
+    strategy = cluster(1, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def step():
+        return variable.assign_add(1.0)
+
+    for start in (0.0, 10.0):
+        with strategy.scope():
+            variable = dist.Variable(start)
+        coordinator.schedule(step)
+        coordinator.join()
+        assert variable.numpy() == start + 1

@@ -120,6 +120,7 @@ class Plan:
         server_of: By the number of a variable that of its server.
         rows: What it takes rows of, if it does.
         refusals: By the name of a variable of which rows are looked up, why it travels as a whole.
+        cells: For every variable what returns it, or None when it was collected.
         rebuild: From the results to what the function returns.
     """
 
@@ -132,6 +133,7 @@ class Plan:
     server_of: dict[int, int]
     rows: tuple[RowPlan, Program] | None
     refusals: dict[str, str]
+    cells: list[Callable[[], Any]]
     rebuild: Callable[..., Any]
 
 
@@ -365,6 +367,7 @@ def plan_of(
         {part.number: part.server for own in places.values() for part in own},
         row_plan,
         {states[i].name: why for i, why in refusals.items()},
+        [handle.cell for handle in places if handle.cell is not None],
         rebuilds[0],
     )
 

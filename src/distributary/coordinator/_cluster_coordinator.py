@@ -288,7 +288,7 @@ class ClusterCoordinator:
         with self._tracing:
             versions = self._functions.programs_of(fn)
             function: _Function | None = versions.get(key)
-            if function is None:
+            if function is None or any(cell() is None for cell in function.cells):
                 self._forget()
                 avals = [struct_of(leaf) for leaf in leaves if is_dynamic(leaf)]
                 name = getattr(fn, "__qualname__", None) or repr(fn)
@@ -330,6 +330,7 @@ class ClusterCoordinator:
                 for s in plan.sources
                 if s.kind == "fed" or (s.kind == "bound" and is_fed[s.number])
             ]
+            function.cells = plan.cells
             function.rebuild = plan.rebuild
         self._warn_of_refusals(plan.refusals)
         for message in _messages_of(function, plan):
@@ -397,6 +398,7 @@ class _Function:
         avals: Shapes and dtypes of the arrays among the arguments.
         num_data: Number of leaves of data that workers bring to it, or are sent with it.
         feeds: What they are sent, or the places among the sources of a closure of what makes it.
+        cells: See `Plan`. A name may now mean another variable if one was collected.
         rebuild: From the arrays that workers return to the result.
     """
 
@@ -405,6 +407,7 @@ class _Function:
     avals: list[Any]
     num_data: int = 0
     feeds: list[Feed | int] = field(default_factory=list)
+    cells: list[Callable[[], Any]] = field(default_factory=list)
     rebuild: Callable[..., Any] = field(default=list)
 
     def feeds_of(self, sources: Sequence[Any]) -> list[Feed]:

@@ -1,5 +1,6 @@
 """Carries out `Strategy.run`: traces, caches and calls the program of the replicas."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -400,11 +401,8 @@ class _Step:
             return rebuild
         if program.uneven or not all(program.split_outs):
             return lambda outs: self._merge(rebuild, program, outs)
-
-        def wrap(tree: Any) -> PerReplica:
-            return PerReplica.from_stacked(tree, num_replicas)
-
-        return lambda outs: rebuild(outs, wrap)
+        wrap = functools.partial(PerReplica.from_stacked, num_replicas=num_replicas)
+        return functools.partial(rebuild, wrap=wrap)
 
     def _merge(
         self, rebuild: Callable[..., Any], program: ReplicaProgram, outs: Sequence[Any]

@@ -18,9 +18,13 @@ def inside_jax_trace() -> bool:
     True below `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`, False below an eager `grad` or
     `vmap`. jax 0.10.2 has it in `jax.extend.core` under a name that says not to rely on it; a
     better one is asked for in https://github.com/jax-ml/jax/issues/18544, open as of that version.
-    It builds a string each time, so the usual case, no trace at all, is looked up before.
+    It builds a string each time, so the usual case, no trace at all, is looked up before, as
+    `core.trace_ctx.is_top_level` does with three more calls.
     """
-    if core.trace_ctx.is_top_level():
+    if (
+        core.trace_state_strong_ref.value is core.eval_trace
+        and core.axis_env_state.value is core.top_axis_env
+    ):
         return False
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
 
