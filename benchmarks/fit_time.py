@@ -21,10 +21,11 @@ Four sections, see `--sections`:
 """
 
 import argparse
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,6 +40,7 @@ import _workloads
 from _epochs import Epochs, FitPeer
 
 Json: TypeAlias = Any
+Rows: TypeAlias = Iterator[dict[str, Json]]
 
 SECTIONS = ("step", "host", "start", "memory")
 PEERS = (
@@ -133,8 +135,13 @@ def main(arguments: argparse.Namespace) -> int:
     }
     problems: list[str] = []
     rows: list[dict[str, Json]] = []
-    for section in arguments.sections:
-        rows.extend({"section": section, **row} for row in run[section](arguments, problems))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for section in arguments.sections:
+            for row in run[section](arguments, problems):
+                rows.append({"section": section, **row})
+    except KeyboardInterrupt:
+        problems.append("interrupted; what had been measured is written")
     for section in arguments.sections:
         if own := [row for row in rows if row["section"] == section]:
             _PRINT[section](own)
@@ -187,8 +194,7 @@ def _selected(arguments: argparse.Namespace) -> list[_workloads.Workload]:
 # Time per step
 
 
-def _run_step_section(arguments: argparse.Namespace, problems: list[str]) -> list[dict[str, Json]]:
-    rows = []
+def _run_step_section(arguments: argparse.Namespace, problems: list[str]) -> Rows:
     for workload in _selected(arguments):
         for num_replicas in arguments.replicas:
             names = _peers_of(workload, num_replicas, arguments.peers)
@@ -205,9 +211,8 @@ def _run_step_section(arguments: argparse.Namespace, problems: list[str]) -> lis
             print(f"{workload.name}, {num_replicas} replicas ...", file=sys.stderr, flush=True)
             row = _run_child(request, num_replicas, problems)
             if row is not None:
-                rows.append(row)
+                yield row
                 problems.extend(_disagreements(row))
-    return rows
 
 
 def _peers_of(workload: _workloads.Workload, num_replicas: int, wanted: Sequence[str]) -> list[str]:
@@ -401,8 +406,7 @@ def _print_step(rows: list[dict[str, Json]]) -> None:
 # Time of the host
 
 
-def _run_host_section(arguments: argparse.Namespace, problems: list[str]) -> list[dict[str, Json]]:
-    rows = []
+def _run_host_section(arguments: argparse.Namespace, problems: list[str]) -> Rows:
     for way in ("distributary", "keras"):
         if way not in arguments.peers:
             continue
@@ -415,8 +419,7 @@ def _run_host_section(arguments: argparse.Namespace, problems: list[str]) -> lis
         print(f"host, {way} ...", file=sys.stderr, flush=True)
         row = _run_child(request, 1, problems)
         if row is not None:
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _measure_host(request: dict[str, Json]) -> dict[str, Json]:
@@ -522,15 +525,13 @@ def _print_host(rows: list[dict[str, Json]]) -> None:
 # Against Keras, in fresh processes
 
 
-def _run_start_section(arguments: argparse.Namespace, problems: list[str]) -> list[dict[str, Json]]:
+def _run_start_section(arguments: argparse.Namespace, problems: list[str]) -> Rows:
     workloads = [_workloads.WORKLOADS["mlp32"]]
     counts = [count for count in arguments.replicas if count <= 2]
     return _run_pairs("start", START_BAR, workloads, counts, arguments, problems)
 
 
-def _run_memory_section(
-    arguments: argparse.Namespace, problems: list[str]
-) -> list[dict[str, Json]]:
+def _run_memory_section(arguments: argparse.Namespace, problems: list[str]) -> Rows:
     counts = arguments.replicas
     return _run_pairs("memory", MEMORY_BAR, _selected(arguments), counts, arguments, problems)
 
@@ -542,9 +543,8 @@ def _run_pairs(
     counts: Sequence[int],
     arguments: argparse.Namespace,
     problems: list[str],
-) -> list[dict[str, Json]]:
+) -> Rows:
     """distributary and Keras in turns, every measurement in a process of its own."""
-    rows = []
     for workload in workloads:
         for num_replicas in counts:
             ways = ("distributary", "keras" if num_replicas == 1 else "data_parallel")
@@ -565,19 +565,16 @@ def _run_pairs(
                 statistics.median(values) if values and None not in values else None
                 for values in found.values()
             )
-            rows.append(
-                {
-                    "workload": workload.name,
-                    "replicas": num_replicas,
-                    "processes": found,
-                    "distributary": ours,
-                    "theirs": theirs,
-                    "against": ways[1],
-                    "ratio": ours / theirs if ours and theirs else None,
-                    "bar": bar,
-                }
-            )
-    return rows
+            yield {
+                "workload": workload.name,
+                "replicas": num_replicas,
+                "processes": found,
+                "distributary": ours,
+                "theirs": theirs,
+                "against": ways[1],
+                "ratio": ours / theirs if ours and theirs else None,
+                "bar": bar,
+            }
 
 
 def _measure_start(request: dict[str, Json]) -> dict[str, Json]:
