@@ -1,5 +1,6 @@
 """Gives closures to workers, and knows what has become of them."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -154,9 +155,13 @@ class ClusterCoordinator:
                 " may not have. Pass remote_value.fetch()."
             )
         sources = [leaf.source for leaf in leaves if isinstance(leaf, _OF_WORKERS)]
-        call = _call_of(fn, leaves, tree)
-        function = self._function(fn, call, leaves, tree, sources)
-        arrays = filter(is_dynamic, leaves)
+        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        arrays = [leaves[i] for i in dynamic]
+        key = tree, tuple([_signature_of(leaf) for leaf in leaves])
+        for i in dynamic:
+            leaves[i] = None  # what follows keeps the other arguments
+        call = _call_of(fn, leaves, dynamic, tree)
+        function = self._function(fn, call, key, arrays, sources)
         own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
         return self._queue.put(function, own, call, sources)
 
@@ -233,14 +238,18 @@ class ClusterCoordinator:
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """What the workers have, until it is not used any more."""
         source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
-        weakref.finalize(source, self._gone.append, ("source", number)).atexit = False
+        self._forget_when_collected(source, ("source", number))
         return source
+
+    def _forget_when_collected(self, owner: object, key: Key) -> None:
+        weakref.finalize(owner, self._gone.append, key).atexit = False
 
     def _forget(self) -> None:
         """Has the workers forget what was collected."""
         keys = set()
-        while self._gone:
-            keys.add(self._gone.popleft())
+        with contextlib.suppress(IndexError):  # until there are none, also for other threads
+            while True:
+                keys.add(self._gone.popleft())
         if keys:
             self._workers.forget(keys)
 
@@ -280,21 +289,19 @@ class ClusterCoordinator:
         self,
         fn: Any,
         call: Callable[..., Any],
-        leaves: list[Any],
-        tree: Any,
+        key: Any,
+        arrays: Sequence[Any],
         sources: Sequence[RemoteSource],
     ) -> "_Function":
-        key = tree, tuple([_signature_of(leaf) for leaf in leaves])
         with self._tracing:
             versions = self._functions.programs_of(fn)
             function: _Function | None = versions.get(key)
             if function is None or any(cell() is None for cell in function.cells):
                 self._forget()
-                avals = [struct_of(leaf) for leaf in leaves if is_dynamic(leaf)]
+                avals = [struct_of(array) for array in arrays]
                 name = getattr(fn, "__qualname__", None) or repr(fn)
                 function = _Function(next(self._function_numbers), name, avals)
-                gone = "function", function.number
-                weakref.finalize(function, self._gone.append, gone).atexit = False
+                self._forget_when_collected(function, ("function", function.number))
                 self._trace(function, call, sources, None)
                 self._functions.note_trace(fn, versions, key)
                 versions[key] = function
@@ -364,10 +371,10 @@ def _signature_of(leaf: Any) -> Any:
     return signature_of(leaf, "ClusterCoordinator.schedule")
 
 
-def _call_of(fn: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> Callable[..., Any]:
-    """From arrays to what a function returns for these, and the other arguments as they are."""
-    dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
-    static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
+def _call_of(
+    fn: Callable[..., Any], static: Sequence[Any], dynamic: Sequence[int], tree: Any
+) -> Callable[..., Any]:
+    """From the arrays at the places `dynamic` to what `fn` returns for all arguments."""
 
     def call(*arrays: Any) -> Any:
         parts = list(static)

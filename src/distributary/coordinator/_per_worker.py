@@ -58,12 +58,7 @@ class _OfWorkers:
                 f"{type(self).__name__}: got {source!r}. What workers have of their own is made by"
                 " create_per_worker_value and create_per_worker_dataset of a ClusterCoordinator."
             )
-        self._source = source
-
-    @property
-    def source(self) -> "RemoteSource":
-        """Where the data comes from."""
-        return self._source
+        self.source = source
 
 
 @final
@@ -90,16 +85,16 @@ class PerWorkerIterator(_OfWorkers):
         return self
 
     def __next__(self) -> Any:
-        return self._source.take()
+        return self.source.take()
 
     @property
     def element_spec(self) -> Any:
         """A nest of the `jax.ShapeDtypeStruct`s of the first worker's next batch."""
-        return self._source.element_spec
+        return self.source.element_spec
 
     def get_next(self) -> Any:
         """The next batch of the worker, inside a scheduled function."""
-        return self._source.take()
+        return self.source.take()
 
 
 def experimental_get_current_worker_index() -> Any:

@@ -131,7 +131,7 @@ class Supervisor:
         running = self._running
         if not running:
             return ""
-        parts = [count_running(self.tasks().states)]
+        parts = [count_running(self._states(running))]
         if self._stop is not None or self._exit is not None:
             parts[0] += ", ending"
         if self._options.max_restarts:
@@ -146,7 +146,11 @@ class Supervisor:
     def tasks(self) -> Tasks:
         """The tasks of this host. For any thread."""
         running = self._running
-        states = [
+        numbers = {str(r.worker.task): r.status.numbers() for r in running}
+        return Tasks(self._states(running), numbers)
+
+    def _states(self, running: Sequence[_Running]) -> list[TaskState]:
+        return [
             TaskState(
                 name=str(r.worker.task),
                 state=RUNNING if r.worker.ending is None else str(r.worker.ending),
@@ -155,7 +159,6 @@ class Supervisor:
             )
             for r in running
         ]
-        return Tasks(states, {str(r.worker.task): r.status.numbers() for r in running})
 
     def _wait(self) -> None:
         times = [at for at, _ in self._ended_early]
