@@ -219,6 +219,7 @@ class ParameterServerStrategy(Strategy):
 class _ServerVariable(AggregatedVariable):
     """A variable on a parameter server."""
 
+    _stores_array = False
     _place: tuple[int, int]
     _given: Any = None  # the initial value, if it was computed to know the shape
 

@@ -28,7 +28,7 @@ from distributary.topology import (
 )
 from distributary.tracing import FunctionProgram, Handle, ReplicaProgram
 from distributary.values import DistributedValues, IndexedSlices, same_structure
-from distributary.variables import Variable
+from distributary.variables import StateList, Variable, joined
 
 
 class VariableGoneError(Exception):
@@ -64,10 +64,12 @@ class Compiled:
         "_dispatcher",
         "_has_collectives",
         "_is_of_job",
+        "_num_single_runs",
         "_read_only",
         "_rebuild",
         "_replicated",
         "_shardings",
+        "_states",
         "_token_of",
         "_written",
         "program",
@@ -99,6 +101,9 @@ class Compiled:
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
+        # Of what it writes, if these store their arrays together; they keep it alive.
+        self._states: Callable[[], StateList | None] = _no_states
+        self._num_single_runs = 0
         self._call: Any
         self._captures: Sequence[Sequence[Any]]
         if home is not None:
@@ -179,13 +184,20 @@ class Compiled:
             ]
         # Reading, donating and replacing the state is one step for other threads.
         with latest_program.lock:
-            variables = [cell() for cell in self._written]
+            states = self._states()
+            if states is not None and states.withheld:
+                states = None
+            variables: list[Any] = []
+            shared: list[Any] = []
             try:
-                written = [v._value for v in variables if not v._shared]
                 read_only = [cell()._value for cell in self._read_only]
+                if states is not None:
+                    written = states.arrays
+                else:
+                    variables = [cell() for cell in self._written]
+                    written = [v._value for v in variables if not v._shared]
             except AttributeError:
                 raise VariableGoneError from None
-            shared: list[Any] = []
             if len(written) < len(variables):
                 shared = [v for v in variables if v._shared]
                 written = [v._copy() if v._shared else v._value for v in variables]
@@ -196,16 +208,36 @@ class Compiled:
             new, outs, _ = self._dispatcher.run(
                 self._call, self._token_of, self._captures, written, read_only, args
             )
-            for variable, value in zip(variables, new, strict=True):
-                variable._value = value
-            for variable in shared:
-                variable._shared = False
+            if states is not None:
+                states.arrays = new
+            else:
+                for variable, value in zip(variables, new, strict=True):
+                    variable._value = value
+                for variable in shared:
+                    variable._shared = False
+                self._join(variables)
             if not self.runs.num_runs:
                 self._avals = jax.tree.map(placed_struct_of, list(args))
             self.runs.num_runs += 1
             result = outs[0] if outs else None
             latest_program.end(new[0] if new else result, result)
         return self._rebuild(outs)
+
+    def _join(self, variables: Sequence[Any]) -> None:
+        """Has the variables store their arrays together, after 2, 4, 8, ... runs one by one.
+
+        Of several programs that write a variable, one at a time can have it so. As each waits twice
+        as long for the next time, programs that take turns do not spend their time on it.
+        """
+        self._num_single_runs = number = self._num_single_runs + 1
+        if number > 1 and not number & (number - 1):
+            states = joined(variables)
+            if states is not None:
+                self._states = weakref.ref(states)
+
+
+def _no_states() -> None:
+    return None
 
 
 def _inside_jax(what: str) -> ContextError:

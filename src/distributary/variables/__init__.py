@@ -21,6 +21,7 @@ from distributary.variables._foreign import (
 )
 from distributary.variables._layout import VariableLayout, colocated_with, neighbor
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
+from distributary.variables._state_list import StateList, joined
 from distributary.variables._variable import Variable
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ __all__ = [
     "SavedRows",
     "SavedVariable",
     "ShardedVariable",
+    "StateList",
     "SyncOnReadVariable",
     "Variable",
     "VariableAggregation",
@@ -63,6 +65,7 @@ __all__ = [
     "foreign_parts",
     "initial_array",
     "is_per_replica",
+    "joined",
     "keeper_of",
     "neighbor",
     "num_bytes_of",

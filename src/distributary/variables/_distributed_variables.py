@@ -1,5 +1,6 @@
 """Variables with a copy per replica."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import in_device_memory
+from distributary.topology import in_device_memory, latest_program
 from distributary.tracing import Array, TraceScope, check_not_frozen, current_scope
 from distributary.values import (
     ArrayOperators,
@@ -73,13 +74,15 @@ class DistributedVariable(Variable, DistributedValues):
     def values(self) -> tuple["VariableComponent", ...]:
         """The copies of this process' replicas, for looking at."""
         scope = current_scope()
-        if scope is None:
-            check_not_frozen(self._name, "read")
-            copies = self._copies(in_device_memory(self._value))
-        else:
+        if scope is not None:
             self._check_strategy("read")
-            copies = self._copies_traced(scope)
-        return tuple(VariableComponent(self, i, copy) for i, copy in enumerate(copies))
+            return self._components(self._copies_traced(scope))
+        check_not_frozen(self._name, "read")
+        with latest_program.lock:
+            return self._components(self._copies(in_device_memory(self._value)))
+
+    def _components(self, copies: Sequence[Any]) -> tuple["VariableComponent", ...]:
+        return tuple([VariableComponent(self, i, copy) for i, copy in enumerate(copies)])
 
     def _copies(self, state: Array) -> tuple[Any, ...]:
         raise NotImplementedError
@@ -145,12 +148,13 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
 
     def _peek(self) -> Array:
         aggregation_rules.check_readable(self._aggregation, self._name)
-        rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
-        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return self._layout.bring(rows.values[0])
-        # A program of all replicas, which must go through the strategy's dispatcher.
-        op = ReduceOp.from_variable_aggregation(self._aggregation)
-        return self._layout.strategy.extended.combine.reduce(op, rows, None)
+        with latest_program.lock:
+            rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
+            if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                return self._layout.bring(rows.values[0])
+            # A program of all replicas, which must go through the strategy's dispatcher.
+            op = ReduceOp.from_variable_aggregation(self._aggregation)
+            return self._layout.strategy.extended.combine.reduce(op, rows, None)
 
     def _check_cross_change(self, kind: str) -> None:
         # Before anything is changed: assign gives the new aggregated value.

@@ -14,6 +14,7 @@ class ForeignVariable:
     _handle: Handle
     _layout: VariableLayout
     _value: Any
+    _stores_array = False
     # Its library hands out values that it says become invalid at the next step.
     _shared = False
 

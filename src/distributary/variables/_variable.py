@@ -23,7 +23,7 @@ from distributary.errors import (
     ReplicaDivergenceError,
     UnsupportedError,
 )
-from distributary.topology import in_device_memory, in_host_memory, local_copy
+from distributary.topology import in_device_memory, in_host_memory, latest_program, local_copy
 from distributary.tracing import (
     Array,
     Handle,
@@ -42,6 +42,7 @@ from distributary.variables._conversion import (
 )
 from distributary.variables._enums import VariableAggregation, VariableSynchronization
 from distributary.variables._layout import VariableLayout, array_of
+from distributary.variables._state_list import StateList
 
 
 class Variable(ArrayOperators):
@@ -74,8 +75,11 @@ class Variable(ArrayOperators):
     # The kinds that strategies with replicas create, by whether they synchronize on read.
     _kinds: ClassVar[dict[bool, type["Variable"]]] = {}
 
+    # Whether `_value` is what is stored here, and not read from somewhere else.
+    _stores_array: ClassVar[bool] = True
+
     _layout: VariableLayout
-    _value: Any
+    _slot: tuple[StateList, int]
     _handle: Handle
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Variable":
@@ -143,9 +147,8 @@ class Variable(ArrayOperators):
                     f" {self._shape}. Leave shape out, it follows the initial value."
                 )
             self._check_aggregation(what)
+            self._slot = StateList([None]), 0
             self._value = self._initial_state(self._layout.initial(initial))
-        # Whether somebody else may hold the buffer, so that it must not be donated.
-        self._shared = False
         per_replica = self._layout.mirrored and on_read and self._layout.kind is None
         self._handle = Handle(
             weakref.ref(self),
@@ -168,6 +171,28 @@ class Variable(ArrayOperators):
 
     def _initial_state(self, initial: Any) -> jax.Array:
         return self._layout.place(initial, self._dtype)
+
+    @property
+    def _value(self) -> Any:
+        """The stored array."""
+        states, number = self._slot
+        return states.arrays[number]
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        states, number = self._slot
+        states.arrays[number] = value
+
+    @property
+    def _shared(self) -> bool:
+        """Whether somebody else may hold the buffer, so that it must not be donated."""
+        states, number = self._slot
+        return number in states.withheld
+
+    @_shared.setter
+    def _shared(self, shared: bool) -> None:
+        states, number = self._slot
+        (states.withheld.add if shared else states.withheld.discard)(number)
 
     # Attributes
 
@@ -261,7 +286,10 @@ class Variable(ArrayOperators):
                 " distributary.function, where values are traced. Use v.value()."
             )
         check_not_frozen(self._name, "read")
-        return np.array(self._peek())
+        try:
+            return np.array(self._peek())
+        except RuntimeError:  # a step of another thread consumed the buffer meanwhile
+            return np.array(self._read_eager())
 
     def sparse_read(self, indices: Any) -> Array:
         """Rows of the variable, `[*indices.shape, *shape[1:]]`.
@@ -289,8 +317,10 @@ class Variable(ArrayOperators):
         return scope.read(self._handle)
 
     def _read_eager(self) -> Array:
-        value = in_device_memory(local_copy(self._value))
-        self._shared = self._shared or not in_host_memory(self._layout.replicated)
+        # A program that another thread dispatches meanwhile must know before it donates the buffer.
+        with latest_program.lock:
+            value = in_device_memory(local_copy(self._value))
+            self._shared = self._shared or not in_host_memory(self._layout.replicated)
         return value
 
     def _peek(self) -> Array:
