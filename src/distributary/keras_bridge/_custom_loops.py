@@ -6,6 +6,7 @@ like any other: its value goes in and out of the compiled program.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -34,7 +35,7 @@ class KerasVariable(ForeignVariable):
     """
 
     def __init__(self, variable: Any, strategy: Any) -> None:
-        self._reference = weakref.ref(variable)
+        self._reference: Callable[[], Any] = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
         #: Whether its value stands for a sum over replicas or workers, as those of metrics.
@@ -60,11 +61,12 @@ class KerasVariable(ForeignVariable):
 
     @property
     def _value(self) -> Any:
-        return self.variable._value
+        # Not through `variable`: programs read and write all variables in every run.
+        return self._reference()._value
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        self.variable._value = value
+        self._reference()._value = value
 
     @property
     def _shards(self) -> list[Any]:
