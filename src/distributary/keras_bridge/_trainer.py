@@ -25,7 +25,6 @@ from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.inputs import Loop, StepCounts
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, own_rows, take
-from distributary.keras_bridge._interrupts import interrupts
 from distributary.keras_bridge._joined_sums import with_joined_sums
 from distributary.keras_bridge._replica import (
     agreed_state,
@@ -44,6 +43,7 @@ from distributary.topology import (
     compile_ahead,
     dispatcher_for,
     for_target,
+    interrupts,
     job_programs,
     latest_program,
     local_copy,

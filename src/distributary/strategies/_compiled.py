@@ -18,6 +18,7 @@ from distributary.topology import (
     ProgramKind,
     for_target,
     inside_jax_trace,
+    interrupts,
     job_programs,
     latest_program,
     mesh_of_values,
@@ -64,6 +65,7 @@ class Compiled:
         "_dispatcher",
         "_has_collectives",
         "_is_of_job",
+        "_is_staged",
         "_num_single_runs",
         "_read_only",
         "_rebuild",
@@ -98,6 +100,7 @@ class Compiled:
         self._shardings = None if replicated is None else (stacked, replicated, None)
         self._has_collectives = replicated is not None and home is None
         self._is_of_job = replicated is not None and not replicated.is_fully_addressable
+        self._is_staged = home is not None
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
@@ -205,14 +208,30 @@ class Compiled:
                 job_programs.begin()
             if latest_program.timer is not None:
                 latest_program.begin()
-            new, outs, _ = self._dispatcher.run(
-                self._call, self._token_of, self._captures, written, read_only, args
-            )
-            if states is not None:
-                states.arrays = new
-            else:
-                for variable, value in zip(variables, new, strict=True):
-                    variable._value = value
+            made: list[Any] = []
+            given = self._captures, written, read_only, args
+            try:
+                if self._is_staged:
+                    with interrupts.watched(), interrupts:
+                        self._dispatcher.run_into(made, self._call, self._token_of, given)
+                else:
+                    self._dispatcher.run_into(made, self._call, self._token_of, given)
+            finally:
+                # The program has consumed what they had. Ctrl-C may have come, or come now: Python
+                # raises it at calls and at the end of each round of a loop.
+                if made:
+                    new, outs, _ = made[0]
+                    if states is not None:
+                        states.arrays = new
+                    else:
+                        try:
+                            for variable, value in zip(variables, new, strict=True):
+                                variable._value = value
+                        except BaseException:
+                            for variable, value in zip(variables, new, strict=True):
+                                variable._value = value
+                            raise
+            if states is None:
                 for variable in shared:
                     variable._shared = False
                 self._join(variables)

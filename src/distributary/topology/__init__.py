@@ -33,6 +33,7 @@ from distributary.topology._dispatch import (
     latest_program,
     progress,
 )
+from distributary.topology._interrupts import interrupts
 from distributary.topology._jax_private import (
     backends_started,
     coordination_client,
@@ -108,6 +109,7 @@ __all__ = [
     "in_device_memory",
     "in_host_memory",
     "inside_jax_trace",
+    "interrupts",
     "job_programs",
     "latest_program",
     "local_copy",

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import starmap
 from typing import Any, TypeVar, final
 
 import jax
@@ -118,27 +119,45 @@ class Dispatcher:
             JaxRuntimeError: if an earlier token was donated or deleted.
             WorkerLostError: if the program has failed because another worker was lost.
         """
+        made: list[_T] = []
+        self.run_into(made, call, token_of, args)
+        return made[0]
+
+    def run_into(
+        self,
+        made: list[_T],
+        call: Callable[..., _T],
+        token_of: Callable[[_T], jax.Array | None],
+        args: tuple[Any, ...],
+    ) -> None:
+        """Like `run`, for programs that consume arguments: `made` gets what `call` returns.
+
+        It has it also if Ctrl-C comes while the program is dispatched: Python raises that between
+        two of its instructions, and between the call of a compiled function and the end of
+        `list.extend` there is none.
+        """
         try:
             lock = self._lock
             if lock is None:
-                return call(*args)
+                made.extend(starmap(call, (args,)))
+                return
             with lock:
                 if not self.bounded:
-                    return call(*args)
+                    made.extend(starmap(call, (args,)))
+                    return
                 tokens, stride = self._tokens, self._stride
                 while len(tokens) * stride + self._since_token >= self._max_in_flight:
                     begin = time.perf_counter()
                     _wait_for(tokens.popleft())
                     latest_program.blocked_seconds += time.perf_counter() - begin
-                result = call(*args)
+                made.extend(starmap(call, (args,)))
                 if self._since_token + 1 < stride:
                     self._since_token += 1
-                    return result
-                token = token_of(result)
+                    return
+                token = token_of(made[0])
                 if token is not None:
                     tokens.append(token)
                     self._since_token = 0
-                return result
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if job_programs.explain is None:
                 raise
