@@ -181,10 +181,10 @@ class Compiled:
             raise _inside_jax("Strategy.run or a distributary.function")
         shardings = self._shardings
         if shardings is not None:
-            args = [
-                arg if getattr(arg, "sharding", None) in shardings else self._place(arg)
-                for arg in args
-            ]
+            for arg in args:
+                if getattr(arg, "sharding", None) not in shardings:
+                    args = [self._place(arg) for arg in args]
+                    break
         # Reading, donating and replacing the state is one step for other threads.
         with latest_program.lock:
             states = self._states()
@@ -193,7 +193,8 @@ class Compiled:
             variables: list[Any] = []
             shared: list[Any] = []
             try:
-                read_only = [cell()._value for cell in self._read_only]
+                cells = self._read_only
+                read_only = [cell()._value for cell in cells] if cells else []
                 if states is not None:
                     written = states.arrays
                 else:

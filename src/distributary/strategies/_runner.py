@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal, final
 
 import jax
@@ -30,6 +31,7 @@ from distributary.values import (
 )
 
 Role = Literal["replica", "update"]
+_WHAT = repeat("Strategy.run")  # for messages
 
 
 @final
@@ -96,7 +98,7 @@ class ReplicaRunner:
         leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
         programs = self.cache.programs_of(function)
         if scope is None:
-            key = (tree, tuple([signature_of(leaf, "Strategy.run") for leaf in leaves]), role)
+            key = (tree, tuple(map(signature_of, leaves, _WHAT)), role)
             entry = programs.get(key)
             if entry is not None:
                 picks = entry.picks
