@@ -47,7 +47,8 @@ class StateList:
         self.withheld.add(_DISSOLVED)
         for i, reference in enumerate(self._variables):
             variable = reference()
-            if variable is not None:
+            # One may be elsewhere: Ctrl-C may have come while they were put here.
+            if variable is not None and variable._slot[0] is self:
                 own = StateList([self.arrays[i]])
                 if i in self.withheld:
                     own.withheld.add(0)
