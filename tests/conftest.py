@@ -3,6 +3,8 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     f" {os.environ.get('XLA_FLAGS', '')}".rstrip()
 )
+
+import jax
 
 import distributary as dist
 from distributary.datasets import show_arrays_by
@@ -47,6 +51,31 @@ def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
 
 
 # Set up before the fixtures a test asks for, so it looks after those have cleaned up.
+@pytest.fixture
+def compilations() -> Callable[[], AbstractContextManager[list[str]]]:
+    """`with compilations() as compiled`: the functions that XLA compiles inside."""
+    return _compilations
+
+
+@contextmanager
+def _compilations() -> Iterator[list[str]]:
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **details: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(details.get("fun_name", "?"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compiled
+        found = compiled.copy()
+        jax.jit(lambda x: x - 12.5)(1)
+        assert len(compiled) > len(found), "the listener hears nothing"
+        compiled[:] = found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     threads_before = set(threading.enumerate())

@@ -894,11 +894,10 @@ def test_after_fit_every_device_has_an_equal_copy_of_every_variable(rows, strate
     assert any(np.any(v != 0) for v in before)
 
 
-def test_repeated_calls_compile_nothing_new(strategy_of):
+def test_repeated_calls_compile_nothing_new(strategy_of, compilations):
     strategy = strategy_of(2)
     model = small.model(strategy)
     x, y = small.data(14)
-    compiled = []
 
     def all_methods():
         small.fit(model, x, y, validation_data=(x, y))
@@ -909,20 +908,11 @@ def test_repeated_calls_compile_nothing_new(strategy_of):
             model.test_on_batch(x, y)
             model.predict_on_batch(x)
 
-    def listen(event, duration, **kwargs):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(kwargs)
-
     all_methods()
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         all_methods()
         all_methods()
-        assert compiled == []
-        jax.jit(lambda x: x - 12.5)(x)
-        assert compiled  # the listener works
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
 
 
 # Set-ups that do not work.

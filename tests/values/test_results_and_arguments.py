@@ -164,6 +164,17 @@ def test_every_replica_receives_its_component(strategy_of):
         }
 
 
+def test_every_replica_receives_its_random_key(strategy_of):
+    strategy = strategy_of(2)
+    keys = jax.random.split(jax.random.key(3), 2)
+    expected = [float(jax.random.uniform(key)) for key in keys]
+
+    for devices in (jax.devices()[:1] * 2, jax.devices()[:2], jax.devices()[5:7]):
+        given = dist.PerReplica([jax.device_put(k, d) for k, d in zip(keys, devices, strict=True)])
+        drawn = strategy.run(jax.random.uniform, (given,))
+        assert [float(number) for number in drawn.values] == expected
+
+
 def test_replicas_may_receive_different_shapes(strategy_of):
     strategy = strategy_of(3)
     uneven = dist.PerReplica([jnp.ones((n, 2)) for n in (2, 0, 3)])

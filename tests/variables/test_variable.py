@@ -558,3 +558,30 @@ def test_shallow_copy_and_pickle_are_refused(create):
             copy.copy(v)
         with pytest.raises(InvalidTypeError, match=r"'w' cannot be pickled.*v.numpy\(\)"):
             pickle.dumps(v)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_from_an_array_to_the_first_step_nothing_but_the_step_is_compiled(
+    num_replicas, strategy_of, compilations
+):
+    strategy = strategy_of(num_replicas)
+    values = [jax.device_put(np.full(n, n, np.float32)) for n in range(20, 25)]
+    strategy.run(lambda x: x, (np.float32(0),))
+
+    def step(x):
+        for v in variables:
+            v.assign_add(x * v)
+
+    with compilations() as compiled:
+        with strategy.scope():
+            variables = [dist.Variable(value, aggregation=SUM) for value in values]
+        held = [v.value() for v in variables]
+        factors = strategy.experimental_distribute_values_from_function(
+            lambda context: jax.device_put(np.float32(2))
+        )
+        strategy.run(step, (factors,))
+
+    assert len(compiled) == 1, compiled
+    for value, v, array in zip(values, variables, held, strict=True):
+        np.testing.assert_array_equal(array, value)
+        np.testing.assert_array_equal(v.numpy(), (1 + 2 * num_replicas) * np.asarray(value))

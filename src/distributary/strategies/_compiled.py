@@ -22,6 +22,7 @@ from distributary.topology import (
     job_programs,
     latest_program,
     mesh_of_values,
+    own_copies,
     put_replicated,
     shard_dim,
     stored_shards,
@@ -204,7 +205,8 @@ class Compiled:
                 raise VariableGoneError from None
             if len(written) < len(variables):
                 shared = [v for v in variables if v._shared]
-                written = [v._copy() if v._shared else v._value for v in variables]
+                copies = iter(own_copies([v._value for v in shared]))
+                written = [next(copies) if v._shared else v._value for v in variables]
             if self._is_of_job:
                 job_programs.begin()
             if latest_program.timer is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "local_copy",
     "local_devices",
     "num_local_replicas",
+    "own_copies",
     "put_own",
     "put_replicated",
     "put_stacked",
@@ -62,6 +63,14 @@ def num_local_replicas(sharding: Any) -> int:
 def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
     this_process = jax.process_index()
     return [d for d in mesh.devices.flat if d.process_index == this_process]
+
+
+def own_copies(arrays: Any) -> Any:
+    """A nest of arrays again, in buffers that nobody else holds.
+
+    The runtime copies them; `jnp.copy` would compile a program for each shape.
+    """
+    return jax.device_put(arrays, may_alias=False)
 
 
 def put_replicated(value: Any, sharding: Any) -> Any:

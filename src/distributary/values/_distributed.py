@@ -283,8 +283,9 @@ def stack_components(value: PerReplica) -> PerReplica | None:
         arrays = [_component_array(leaf, i) for i, leaf in enumerate(column)]
         if len({(array.shape, array.dtype) for array in arrays}) > 1:
             return None
-        host = all(isinstance(array, np.ndarray) for array in arrays)
-        columns.append(np.stack(arrays) if host else jnp.stack(_on_one_device(arrays)))
+        arrays = _where_stacked(arrays)
+        host = isinstance(arrays[0], np.ndarray)
+        columns.append(np.stack(arrays) if host else jnp.stack(arrays))
     return PerReplica.from_stacked(jax.tree.unflatten(flat[0][1], columns), value.num_replicas)
 
 
@@ -293,12 +294,21 @@ def same_structure(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _on_one_device(arrays: list[Any]) -> list[Any]:
-    """Concrete arrays brought to the host, because they may lie on different devices."""
-    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+def _where_stacked(arrays: list[Any]) -> list[Any]:
+    """The arrays on the device that all of them lie on, or else as NumPy arrays.
+
+    Of a CPU's device they are NumPy arrays, too: NumPy looks at its memory, and JAX would compile a
+    program for each shape.
+    """
+    given = [array for array in arrays if isinstance(array, jax.Array)]
+    if any(isinstance(array, jax.core.Tracer) for array in given):
         return arrays
-    devices = {frozenset(a.devices()) for a in arrays if isinstance(a, jax.Array)}
-    return arrays if len(devices) <= 1 else [np.asarray(array) for array in arrays]
+    devices = {device for array in given for device in array.devices()}
+    if any(jnp.issubdtype(array.dtype, jax.dtypes.extended) for array in given):
+        return jax.device_put(arrays, min(devices, key=lambda device: device.id))
+    if len(devices) == 1 and devices.pop().platform != "cpu":
+        return arrays
+    return [np.asarray(array) for array in arrays]
 
 
 def _component_array(leaf: Any, replica: int) -> Any:

@@ -16,6 +16,7 @@ from distributary.topology import (
     in_device_memory,
     in_host_memory,
     local_copy,
+    own_copies,
     put_replicated,
     put_stacked,
 )
@@ -72,7 +73,7 @@ class VariableLayout:
                 return jax.device_put(converted, sharding, may_alias=False)
             placed = value if sharding is None else jax.device_put(value, sharding)
             if placed.dtype == dtype and not placed.weak_type:
-                return jnp.copy(placed)
+                return own_copies(placed)
             return jax.lax.convert_element_type(placed, dtype)
         host = np.array(value, dtype=dtype)
         if sharding is None:

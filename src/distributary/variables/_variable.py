@@ -23,7 +23,13 @@ from distributary.errors import (
     ReplicaDivergenceError,
     UnsupportedError,
 )
-from distributary.topology import in_device_memory, in_host_memory, latest_program, local_copy
+from distributary.topology import (
+    in_device_memory,
+    in_host_memory,
+    latest_program,
+    local_copy,
+    own_copies,
+)
 from distributary.tracing import (
     Array,
     Handle,
@@ -327,10 +333,6 @@ class Variable(ArrayOperators):
         """The eager value, for use before the next step only."""
         return in_device_memory(local_copy(self._value))
 
-    def _copy(self) -> Array:
-        """The stored array for a program that donates it, while others may hold it."""
-        return jnp.copy(self._value)
-
     # Assigning
 
     def assign(
@@ -602,7 +604,7 @@ class Variable(ArrayOperators):
                 self._synchronization,
                 self._aggregation,
             )
-        new._value = jnp.copy(self._value)
+        new._value = own_copies(self._value)
         memo[id(self)] = new
         return new
 
