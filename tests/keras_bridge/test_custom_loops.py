@@ -81,6 +81,14 @@ _OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_step_is_compiled_once(num_replicas, strategy_of, compilations):
+    batches = _BATCHES[:1] * 3
+    with compilations() as compiled:
+        _train(strategy_of(num_replicas), _OPTIMIZERS["adam, clipped"], batches)
+    assert compiled.count("jit(run)") == 1, compiled
+
+
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
 def test_a_loop_equals_one_device_on_the_global_batches(optimizer, strategy_of):
     make = _OPTIMIZERS[optimizer]

@@ -915,6 +915,24 @@ def test_repeated_calls_compile_nothing_new(strategy_of, compilations):
     assert compiled == []
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_step_is_compiled_once(num_replicas, inside, strategy_of, compilations):
+    strategy = strategy_of(num_replicas)
+    with compilations() as compiled:
+        model = small.model(strategy) if inside else small.build()
+        if not inside:
+            with strategy.scope():
+                small.compiled(model)
+        for _ in range(2):
+            small.fit(model)
+            model.evaluate(*small.data(), batch_size=4, verbose=0)
+            model.predict(small.data()[0], batch_size=4, verbose=0)
+            model.set_weights([2 * weight for weight in model.get_weights()])
+
+    assert len([name for name in compiled if "step" in name]) == 3, compiled
+
+
 # Set-ups that do not work.
 
 _OTHER_BACKEND = """

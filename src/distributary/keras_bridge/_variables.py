@@ -93,18 +93,18 @@ def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., A
 
 
 def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Values that are assigned are taken to be equal on all workers."""
+    """Values that are assigned are taken to be equal on all workers.
+
+    They get their layout in any case. Keras leaves a value on its device if the layout has only
+    this one, but to `jax.jit` it is another type then, for which it compiles a step once more.
+    """
 
     def distribute_tensor(tensor: Any, layout: Any) -> Any:
-        if shard_dim(layout) is not None and not isinstance(tensor, jax.core.Tracer):
+        if not isinstance(layout, NamedSharding) or isinstance(tensor, jax.core.Tracer):
+            return original(tensor, layout)
+        if shard_dim(layout) is not None:
             return put_sharded(tensor, layout)
-        if (
-            isinstance(layout, NamedSharding)
-            and not layout.is_fully_addressable
-            and not isinstance(tensor, jax.core.Tracer)
-        ):
-            return put_replicated(tensor, layout)
-        return original(tensor, layout)
+        return put_replicated(tensor, layout)
 
     return distribute_tensor
 
@@ -222,11 +222,16 @@ def place(variable: Any, strategy: Any) -> None:
     )
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
-    if is_elsewhere:
+    # On its one device a value can lie in two ways, see `distribute_tensor`.
+    if is_elsewhere or (value is not None and _lies_otherwise(value, sharding)):
         with jax.ensure_compile_time_eval():  # a function may be being traced
             initial = strategy.extended.variable_layout().initial(whole_value(variable, value))
             variable._value = put_replicated(initial, sharding)
     variable._layout = sharding
+
+
+def _lies_otherwise(value: Any, sharding: NamedSharding) -> bool:
+    return bool(sharding.is_fully_addressable and value.sharding != sharding)
 
 
 def place_in_parts(variable: Any, strategy: Any) -> None:
