@@ -108,7 +108,7 @@ def compare(documents: Mapping[str, Json]) -> list[Comparison]:
 def _step_time(document: Json) -> Iterator[Comparison]:
     for row in document["rows"]:
         rounds = {name: times["rounds"] for name, times in row["milliseconds"].items()}
-        for peer, bar in (("handwritten", document["settings"]["bar"]), ("tensorflow", None)):
+        for peer, bar in (("handwritten", row["bar"]), ("tensorflow", None)):
             if peer in rounds:
                 yield Comparison(
                     "step_time",

@@ -59,9 +59,9 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def verdict(measured: float | None, bar: float) -> str:
-    """`"ok"` up to and including the bar, `"over"` beyond it, `"-"` where nothing was measured."""
-    if measured is None or math.isnan(measured):
+def verdict(measured: float | None, bar: float | None) -> str:
+    """`"ok"` up to and including the bar, `"over"` beyond it, `"-"` without bar or measurement."""
+    if measured is None or bar is None or math.isnan(measured):
         return "-"
     return "ok" if measured <= bar else "over"
 
@@ -111,13 +111,13 @@ def write(
     return path
 
 
-def plot_ratios(rows: Sequence[Mapping[str, Json]], bar: float, path: Path, title: str) -> None:
-    """Grouped bars: ratio to hand-written JAX per workload, one bar per replica count.
+def plot_ratios(rows: Sequence[Mapping[str, Json]], path: Path, title: str) -> None:
+    """Grouped columns: ratio to hand-written JAX per workload, one per replica count.
 
     Args:
-        rows: With `workload`, `replicas`, `ratio` (median and quartiles) and `control`, the
-            same ratio for a second copy of the hand-written step, or None.
-        bar: Drawn as a line.
+        rows: With `workload`, `replicas`, `ratio` (median and quartiles), `bar`, drawn as a line
+            over the workload, or None, and `control`, the same ratio for a second copy of the
+            hand-written step, or None.
         path: PNG file to write.
         title: Says what is compared and where.
     """
@@ -131,7 +131,8 @@ def plot_ratios(rows: Sequence[Mapping[str, Json]], bar: float, path: Path, titl
     figure, axes = plt.subplots(figsize=(2.2 + 1.7 * len(workloads), 4.6), layout="constrained")
     width = 0.8 / len(replica_counts)
     colors = plt.get_cmap("viridis")
-    highest = max(1.0, bar)
+    bars = {workloads.index(row["workload"]): row["bar"] for row in rows if row["bar"]}
+    highest = max(1.0, *bars.values())
     for index, count in enumerate(replica_counts):
         selected = [row for row in rows if row["replicas"] == count]
         positions = [
@@ -180,7 +181,15 @@ def plot_ratios(rows: Sequence[Mapping[str, Json]], bar: float, path: Path, titl
                 label="hand-written against itself" if index == len(replica_counts) - 1 else None,
             )
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.axhline(bar, color="tab:red", linewidth=1, linestyle="--", label=f"bar {bar:g}")
+    axes.hlines(
+        list(bars.values()),
+        [position - 0.45 for position in bars],
+        [position + 0.45 for position in bars],
+        color="tab:red",
+        linewidth=1,
+        linestyle="--",
+        label="bar",
+    )
     axes.set_xticks(range(len(workloads)), [name.replace("_", "\n") for name in workloads])
     axes.set_ylim(0, highest * 1.12)
     axes.set_ylabel("time per step, hand-written JAX = 1")

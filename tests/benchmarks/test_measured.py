@@ -63,9 +63,10 @@ def test_ratios_are_those_of_the_rounds(comparisons, tmp_path):
     row = {
         "workload": "mlp32",
         "replicas": 2,
+        "bar": 1.05,
         "milliseconds": {name: {"rounds": rounds} for name, rounds in peers.items()},
     }
-    document = {"settings": {"bar": 1.05}, "rows": [row]}
+    document = {"rows": [row]}
     (tmp_path / "step_time.json").write_text(json.dumps(document), encoding="utf-8")
 
     by_hand, tensorflow = comparisons.compare(comparisons.read(tmp_path))
