@@ -53,6 +53,8 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
             assert first in got.pop("left alone")
         _check_reading(got.pop("reading"), num_workers, devices, worker)
         _check_collectives(got.pop("collectives"), num_workers, devices)
+        # In a loop a sum stays an all-reduce.
+        assert got.pop("kinds of many") == ["all-reduce", "collective-permute"]
         average = (num_workers * devices + 1) / 2
         ramp, values, number = got["two levels"]
         np.testing.assert_allclose(ramp, 2 * average * np.arange(5), rtol=1e-6)
@@ -87,7 +89,9 @@ def _check_collectives(found, num_workers, devices):
             ("all-gather", inside),
         }
     else:
-        assert {kind for kind, _ in found} == {"all-reduce"}
+        # There are no levels. Workers swap in pairs, and one without a partner joins in.
+        swaps = ["{{0,1},{1,0}}"] if num_workers == 2 else ["{{2,0}}", "{{0,1},{1,0}}", "{{0,2}}"]
+        assert set(map(tuple, found)) == {("collective-permute", pairs) for pairs in swaps}
 
 
 def _check_reading(found, num_workers, devices, worker):

@@ -53,7 +53,7 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import sharded_map, user_stacklevel
+from distributary.tracing import sharded_map, user_stacklevel, with_exchanged_sums
 
 Kind = Literal["train", "test", "predict"]
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
@@ -329,6 +329,8 @@ class StepFunction:
         step = self._step if way != "split" else self._replica_step
         if way == "split" and self._share.num_workers > 1 and self._is_on_cpus:
             step = with_joined_sums(step)
+        if way != "one":
+            step = with_exchanged_sums(step, self._mesh)
         if count > 1:
             step = _repeated(step, keep_all=predict)
         if way != "one":

@@ -31,7 +31,7 @@ from distributary.topology import (
     job_programs,
     local_copy,
 )
-from distributary.tracing import current_scope
+from distributary.tracing import current_scope, with_exchanged_sums
 from distributary.values import (
     IndexedSlices,
     Mirrored,
@@ -191,7 +191,10 @@ class CrossReplica:
 
         def program(stacked: list[Any]) -> list[Any]:
             return jax.shard_map(
-                lambda local: function([jax.tree.map(lambda x: x[0], tree) for tree in local]),
+                with_exchanged_sums(
+                    lambda local: function([jax.tree.map(lambda x: x[0], tree) for tree in local]),
+                    mesh,
+                ),
                 mesh=mesh,
                 in_specs=P(REPLICA_AXIS),
                 out_specs=P(),

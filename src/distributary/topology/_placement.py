@@ -65,12 +65,22 @@ def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
     return [d for d in mesh.devices.flat if d.process_index == this_process]
 
 
-def own_copies(arrays: Any) -> Any:
-    """A nest of arrays again, in buffers that nobody else holds.
+def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays again, in buffers that nobody else holds.
 
-    The runtime copies them; `jnp.copy` would compile a program for each shape.
+    The runtime copies them; `jnp.copy` would compile a program for each shape. Of several processes
+    each copies its parts, as jax 0.10.2 makes no copies of arrays it cannot reach as a whole.
     """
-    return jax.device_put(arrays, may_alias=False)
+    parts = [
+        array if array.is_fully_addressable else [shard.data for shard in array.addressable_shards]
+        for array in arrays
+    ]
+    return [
+        jax.make_array_from_single_device_arrays(array.shape, array.sharding, own)
+        if isinstance(own, list)
+        else own
+        for array, own in zip(arrays, jax.device_put(parts, may_alias=False), strict=True)
+    ]
 
 
 def put_replicated(value: Any, sharding: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distributary._late import late_names
 from distributary.tracing._divergence import COLLECTIVES, is_of_devices
+from distributary.tracing._exchanged_sums import with_exchanged_sums
 from distributary.tracing._interpreter import evaluate
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
@@ -94,6 +95,7 @@ __all__ = [
     "trace",
     "user_stacklevel",
     "variables_of",
+    "with_exchanged_sums",
 ]
 
 # What few programs need.

@@ -28,6 +28,7 @@ from distributary.errors import (
 from distributary.topology import REPLICA_AXIS, shard_dim
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._divergence import varying_outputs
+from distributary.tracing._exchanged_sums import with_exchanged_sums
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._logical_devices import (
@@ -474,7 +475,7 @@ class ReplicaProgram:
             )(*own)
             return made
         return jax.shard_map(
-            body,
+            with_exchanged_sums(body, self._mesh),
             mesh=self._mesh,
             in_specs=in_specs,
             out_specs=out_specs,

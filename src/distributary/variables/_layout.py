@@ -73,7 +73,7 @@ class VariableLayout:
                 return jax.device_put(converted, sharding, may_alias=False)
             placed = value if sharding is None else jax.device_put(value, sharding)
             if placed.dtype == dtype and not placed.weak_type:
-                return own_copies(placed)
+                return own_copies([placed])[0]
             return jax.lax.convert_element_type(placed, dtype)
         host = np.array(value, dtype=dtype)
         if sharding is None:

@@ -604,7 +604,7 @@ class Variable(ArrayOperators):
                 self._synchronization,
                 self._aggregation,
             )
-        new._value = own_copies(self._value)
+        new._value = own_copies([self._value])[0]
         memo[id(self)] = new
         return new
 

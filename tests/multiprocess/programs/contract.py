@@ -76,8 +76,27 @@ def of_two_levels(x):
 result["two levels"] = local(strategy.run(of_two_levels, (own,)))[0]
 program = extended.lower(of_two_levels, (own,)).compile().as_text()
 result["collectives"] = re.findall(
-    r" (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\})", program
+    r" (all-reduce|all-gather|reduce-scatter|collective-permute)\(.*?"
+    r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\})",
+    program,
 )
+
+
+def of_many(x):
+    """More than is exchanged in pairs by more than two replicas; and sums inside of a loop."""
+    context = dist.get_replica_context()
+    large = context.all_reduce("SUM", jnp.arange(200_000.0) + x[0])
+    looped = jax.lax.fori_loop(0, 3, lambda i, y: y + context.all_reduce("MEAN", x * y), x**0)
+    return large[-2:], looped, context.all_reduce("SUM", x.astype(jnp.complex64) * 1j).imag
+
+
+result["of many"] = local(strategy.run(of_many, (own,)))[0]
+kinds = set(
+    re.findall(
+        r" (all-reduce|collective-permute)\(", extended.lower(of_many, (own,)).compile().as_text()
+    )
+)
+result["kinds of many"] = sorted(kinds)
 outside = dist.HierarchicalCopyAllReduce().reduce("SUM", own, destinations=own)
 result["two levels outside"] = plain(outside.value())
 

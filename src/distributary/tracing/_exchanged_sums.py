@@ -1,0 +1,112 @@
+"""Sums over the replicas of several processes of CPUs, as exchanges between pairs of replicas.
+
+gloo, which carries collectives between such processes, reduces in a ring: with two processes four
+messages, each after the one before it has been added, and the vector in pieces. Instead replica `i`
+and replica `i ^ 1` swap their whole arrays and each adds both, then `i` and `i ^ 2` do, and so on.
+Measured on loopback, 2 cores: 400 kB with 2 workers 0.6 ms instead of 1.2, 1 MB 1.0 instead of 2.9,
+40 MB 32 instead of 42; 4 kB with 4 workers 0.8 ms instead of 6.7. Both of a pair add the same two
+numbers, so all replicas have the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from distributary.topology import REPLICA_AXIS, num_logical_devices
+from distributary.tracing._interpreter import evaluate
+from distributary.tracing._markers import Array, Equation, opened
+from distributary.tracing._stages import variables_of
+
+__all__ = ["with_exchanged_sums"]
+
+# With more than two replicas every one of them sends the whole array several times, where in a ring
+# it sends it less than twice. On loopback 4 MB take as long either way; networks are slower.
+_MAX_BYTES_OF_MANY = 1 << 19
+
+
+def with_exchanged_sums(of_replica: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`of_replica` with its sums over all replicas as exchanges, where these are faster.
+
+    Sums inside of control flow stay what they are.
+
+    Args:
+        of_replica: From trees of arrays to trees of arrays, in the program of one replica, inside
+            of `jax.shard_map`. No later pass has to tell what is the same on all replicas.
+        mesh: The mesh of the program.
+    """
+    if not _is_over_gloo(mesh):
+        return of_replica
+    num_replicas = mesh.size
+
+    def exchanging(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(of_replica, return_shape=True)(*args)
+        jaxpr = opened(closed)
+        env = dict(zip(jaxpr.invars, [*closed.consts, *jax.tree.leaves(args)], strict=True))
+        between: list[Equation] = []
+
+        def catch_up() -> None:
+            made = [v for eqn in between for v in eqn.outvars]
+            env.update(zip(made, evaluate(between, made, env), strict=True))
+            between.clear()
+
+        for eqn in jaxpr.eqns:
+            if not _is_exchanged(eqn, num_replicas):
+                between.append(eqn)
+                continue
+            catch_up()
+            for operand, total in zip(eqn.invars, eqn.outvars, strict=True):
+                env[total] = _exchanged_sum(env[operand], num_replicas)
+        catch_up()
+        known = set(variables_of(jaxpr.outvars))
+        outs = [env[v] if v in known else v.val for v in jaxpr.outvars]
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return exchanging
+
+
+def _is_over_gloo(mesh: Any) -> bool:
+    return (
+        isinstance(mesh, Mesh)
+        and mesh.is_multi_process
+        and mesh.devices.flat[0].platform == "cpu"
+        and num_logical_devices(mesh) == 1
+    )
+
+
+def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
+    if eqn.primitive.name != "psum" or eqn.params != _OVER_REPLICAS:
+        return False
+    operands = set(variables_of(eqn.invars))
+    sizes = [v.aval.size * v.aval.dtype.itemsize for v in operands]
+    return (
+        len(operands) == len(eqn.invars)
+        and all(jnp.issubdtype(v.aval.dtype, jnp.number) for v in operands)
+        and (num_replicas == 2 or sum(sizes) <= _MAX_BYTES_OF_MANY)
+    )
+
+
+_OVER_REPLICAS = {"axes": (REPLICA_AXIS,), "axis_index_groups": None}
+
+
+def _exchanged_sum(own: Array, num_replicas: int) -> Array:
+    """The sum over all replicas: the largest power of two of them swap, the others join in."""
+    num_swapping = 1 << (num_replicas.bit_length() - 1)
+    others = [(num_swapping + i, i) for i in range(num_replicas - num_swapping)]
+    total = own
+    # Who receives nothing gets zeros.
+    if others:
+        total = total + lax.ppermute(total, REPLICA_AXIS, others)
+    distance = 1
+    while distance < num_swapping:
+        pairs = [(i, i ^ distance) for i in range(num_swapping)]
+        total = total + lax.ppermute(total, REPLICA_AXIS, pairs)
+        distance *= 2
+    if others:
+        back = [(i, other) for other, i in others]
+        is_other = lax.axis_index(REPLICA_AXIS) >= num_swapping
+        total = jnp.where(is_other, lax.ppermute(total, REPLICA_AXIS, back), total)
+    return total
