@@ -55,8 +55,8 @@ def test_it_says_which_worker_this_is_and_connects_to_nobody(monkeypatch, capsys
     ]
     assert several["replicas"] == 24
     assert several["description"].endswith(
-        "24 replicas if every worker has 8 CPU devices; XLA all-reduce over gloo, one vector per"
-        " dtype"
+        "24 replicas if every worker has 8 CPU devices; exchanges between pairs, or XLA all-reduce,"
+        " over gloo, one vector per dtype"
     )
 
 

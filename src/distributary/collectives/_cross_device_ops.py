@@ -408,7 +408,9 @@ class NcclAllReduce(_Summing):
 class CollectiveAllReduce(_Summing):
     """One XLA all-reduce of one vector per dtype, which gloo carries out between processes.
 
-    The default of `MultiWorkerMirroredStrategy` on CPUs.
+    The default of `MultiWorkerMirroredStrategy` on CPUs. Between two replicas the program exchanges
+    whole vectors instead, with more replicas those up to 512 KiB: replicas swap in pairs, each adds
+    both, and all have the same bits.
 
     Source: `CollectiveAllReduce` of `tf.distribute`.
     """
@@ -419,7 +421,10 @@ class CollectiveAllReduce(_Summing):
     def describe(
         self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
     ) -> str:
-        return f"{self._collectives(options)} over gloo, one vector per dtype"
+        collectives = self._collectives(options)
+        if collectives == "XLA all-reduce":
+            collectives = "exchanges between pairs, or XLA all-reduce,"
+        return f"{collectives} over gloo, one vector per dtype"
 
 
 @final
