@@ -48,11 +48,11 @@ distributary next to TensorFlow, PyTorch, Keras and JAX written by hand. Every *
 or memory over theirs: below 1 we take less, above 1 we take more. It is the median over the rounds
 of the ratio in each round, with the quartiles.
 
-The ratios of one result file were taken in one run, in which distributary and its peers took turns,
-so that a change of the machine's speed meets all alike. Different files were taken at different
-times, some while other programs used the machine, see [dates and load](#machine-versions-dates):
-between files, compare ratios, not times. Everything ran on the cores of one CPU; no GPU, no TPU and
-no network but the loopback interface was measured. What each peer does, and what the workloads are,
+Each ratio was taken in one run, in which distributary and its peers took turns, so that a change of
+the machine's speed meets all alike. Different files were taken at different times, some while other
+programs used the machine, see [dates and load](#machine-versions-dates): between files, compare
+ratios, not times. Everything ran on the cores of one CPU; no GPU, no TPU and no network but the
+loopback interface was measured. What each peer does, and what the workloads are,
 is in [benchmarks](../../benchmarks/README.md).
 
 {summary}

@@ -16,6 +16,7 @@ __all__ = [
     "machine",
     "plot_ratios",
     "print_table",
+    "rows_to_add_to",
     "verdict",
     "versions",
     "write",
@@ -78,6 +79,39 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     print("\n".join(lines), flush=True)
 
 
+def rows_to_add_to(
+    name: str,
+    settings: Mapping[str, Json],
+    more_versions: Mapping[str, str],
+    folder: Path = RESULTS,
+) -> list[dict[str, Json]]:
+    """The rows of `folder/name.json`, to which rows measured like them are to be added.
+
+    Raises:
+        SystemExit: if they are of another day or machine, or of other versions or settings.
+    """
+    path = folder / f"{name}.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    now = {
+        "date": _today(),
+        "machine": machine(),
+        "versions": {**versions(), **more_versions},
+        "settings": dict(settings),
+    }
+    for what, value in now.items():
+        if document[what] != value:
+            raise SystemExit(
+                f"--add: the {what} of {path} is {document[what]}, now it is {value}. Measure all"
+                " rows again, without --add."
+            )
+    rows: list[dict[str, Json]] = document["rows"]
+    return rows
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
+
+
 def write(
     name: str,
     *,
@@ -90,7 +124,7 @@ def write(
     """Prints machine and versions and writes everything to `folder/name.json`."""
     document: dict[str, Json] = {
         "benchmark": name,
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "date": _today(),
         "machine": machine(),
         "versions": {**versions(), **(more_versions or {})},
         "load_average": {"before": load_before, "after": load_average()},

@@ -135,6 +135,19 @@ def main(arguments: argparse.Namespace) -> int:
     }
     problems: list[str] = []
     rows: list[dict[str, Json]] = []
+    settings = {
+        "rounds": arguments.rounds,
+        "quick": arguments.quick,
+        "tolerance": TOLERANCE,
+        "steps_per_execution": STEPS_PER_EXECUTION,
+        "host_bar_microseconds": HOST_BAR_MICROSECONDS,
+        "start_bar": START_BAR,
+        "memory_bar": MEMORY_BAR,
+    }
+    more_versions = {"tensorflow": tensorflow_version or "not measured"}
+    earlier = []
+    if arguments.add:
+        earlier = _report.rows_to_add_to("fit_time", settings, more_versions, arguments.output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for section in arguments.sections:
@@ -146,25 +159,22 @@ def main(arguments: argparse.Namespace) -> int:
         if own := [row for row in rows if row["section"] == section]:
             _PRINT[section](own)
     if rows:
+        own_rows = set(map(_work_of, rows))
         _report.write(
             "fit_time",
-            rows=rows,
-            settings={
-                "rounds": arguments.rounds,
-                "quick": arguments.quick,
-                "tolerance": TOLERANCE,
-                "steps_per_execution": STEPS_PER_EXECUTION,
-                "host_bar_microseconds": HOST_BAR_MICROSECONDS,
-                "start_bar": START_BAR,
-                "memory_bar": MEMORY_BAR,
-            },
+            rows=[*(row for row in earlier if _work_of(row) not in own_rows), *rows],
+            settings=settings,
             load_before=load_before,
-            more_versions={"tensorflow": tensorflow_version or "not measured"},
+            more_versions=more_versions,
             folder=arguments.output,
         )
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _work_of(row: dict[str, Json]) -> tuple[Json, ...]:
+    return tuple(row.get(key) for key in ("section", "workload", "replicas", "way", "against"))
 
 
 def measure(request: dict[str, Json]) -> dict[str, Json]:
@@ -180,11 +190,16 @@ def measure(request: dict[str, Json]) -> dict[str, Json]:
 def _run_child(
     request: dict[str, Json], num_replicas: int, problems: list[str]
 ) -> dict[str, Json] | None:
-    try:
-        return _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
-    except _processes.ChildFailedError as error:
-        problems.append(str(error))
-        return None
+    """What a child measures, a second one if the first fails; a failure is a problem in any case.
+
+    TensorFlow's processes were seen to crash now and then, by themselves.
+    """
+    for _ in range(2):
+        try:
+            return _processes.run_child(__file__, request, num_replicas, _CHILD_TIMEOUT_SECONDS)
+        except _processes.ChildFailedError as error:
+            problems.append(str(error))
+    return None
 
 
 def _selected(arguments: argparse.Namespace) -> list[_workloads.Workload]:
@@ -651,6 +666,7 @@ _PRINT = {
 
 def _parse() -> argparse.Namespace:
     parser = _command_line.parser(__doc__, "timed epochs per peer", 9, 2)
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="some of the default")
     parser.add_argument("--only", help=f"some of {','.join(_workloads.FIT_WORKLOADS)}")
     _command_line.add_replicas(parser)
