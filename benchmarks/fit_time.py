@@ -77,7 +77,7 @@ EPOCHS: Mapping[str, Epochs] = {
     "mlp32": Epochs(960, 240),
     "mlp256": Epochs(320, 80),
     "transformer32": Epochs(24, 8),
-    "cnn64": Epochs(32, 16),
+    "cnn64": Epochs(64, 16),
 }
 QUICK_EPOCHS: Mapping[str, Epochs] = {
     "mlp32": Epochs(256, 64),
