@@ -166,7 +166,7 @@ def plot_ratios(rows: Sequence[Mapping[str, Json]], path: Path, title: str) -> N
     width = 0.8 / len(replica_counts)
     colors = plt.get_cmap("viridis")
     bars = {workloads.index(row["workload"]): row["bar"] for row in rows if row["bar"]}
-    highest = max(1.0, *bars.values())
+    highest = max([1.0, *bars.values()])
     for index, count in enumerate(replica_counts):
         selected = [row for row in rows if row["replicas"] == count]
         positions = [

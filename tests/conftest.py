@@ -50,7 +50,6 @@ def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
     return lambda num_replicas: dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
 
 
-# Set up before the fixtures a test asks for, so it looks after those have cleaned up.
 @pytest.fixture
 def compilations() -> Callable[[], AbstractContextManager[list[str]]]:
     """`with compilations() as compiled`: the functions that XLA compiles inside."""
@@ -76,6 +75,7 @@ def _compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+# Set up before the fixtures a test asks for, so it looks after those have cleaned up.
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     threads_before = set(threading.enumerate())

@@ -284,6 +284,8 @@ class _Summing(CrossDeviceOps):
     _hosts: algorithms.Groups = ()
     # Whether these are slices of TPUs.
     _are_slices = False
+    # Its collectives, for people.
+    _without_options = "XLA all-reduce"
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
         hosts = host_groups(devices)
@@ -359,7 +361,7 @@ class _Summing(CrossDeviceOps):
                 f"XLA reduce-scatter in groups of {len(groups[0])}, all-reduce across them and"
                 " all-gather"
             )
-        return "XLA all-reduce"
+        return self._without_options
 
 
 def _check_num_packs(name: str, num_packs: int) -> int:
@@ -415,16 +417,15 @@ class CollectiveAllReduce(_Summing):
     Source: `CollectiveAllReduce` of `tf.distribute`.
     """
 
+    _without_options = "exchanges between pairs, or XLA all-reduce,"
+
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
         return self._with_options(algorithms.all_reduce_of_vectors, num_replicas, options)
 
     def describe(
         self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
     ) -> str:
-        collectives = self._collectives(options)
-        if collectives == "XLA all-reduce":
-            collectives = "exchanges between pairs, or XLA all-reduce,"
-        return f"{collectives} over gloo, one vector per dtype"
+        return f"{self._collectives(options)} over gloo, one vector per dtype"
 
 
 @final

@@ -8,11 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 
 from distributary.collectives import all_reduce_of_vectors
-from distributary.topology import REPLICA_AXIS
-from distributary.tracing import evaluate, is_of_devices, opened, variables_of
+from distributary.tracing import (
+    evaluate_all,
+    is_of_devices,
+    is_sum_of_replicas,
+    opened,
+    value_of,
+    variables_of,
+)
 
 __all__ = ["METRICS", "with_joined_sums"]
 
@@ -37,12 +42,12 @@ def with_joined_sums(step: Callable[..., Any]) -> Callable[..., Any]:
         values = dict(zip(jaxpr.invars, [*closed.consts, *jax.tree.leaves(args)], strict=True))
         sums, before = _joinable(jaxpr.eqns)
         if sums:
-            _evaluate(before, values)
+            evaluate_all(before, values)
             totals = all_reduce_of_vectors([values[eqn.invars[0]] for eqn in sums])
             values.update((eqn.outvars[0], t) for eqn, t in zip(sums, totals, strict=True))
         done = {id(eqn) for eqn in (*before, *sums)}
-        _evaluate([eqn for eqn in jaxpr.eqns if id(eqn) not in done], values)
-        outs = [v.val if isinstance(v, jex_core.Literal) else values[v] for v in jaxpr.outvars]
+        evaluate_all([eqn for eqn in jaxpr.eqns if id(eqn) not in done], values)
+        outs = [value_of(values, atom) for atom in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return joined
@@ -50,8 +55,7 @@ def with_joined_sums(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _joinable(eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The sums that can be one, and the equations they need, in order; both may be empty."""
-    params = {"axes": (REPLICA_AXIS,), "axis_index_groups": None}
-    sums = [eqn for eqn in eqns if eqn.primitive.name == "psum" and eqn.params == params]
+    sums = [eqn for eqn in eqns if is_sum_of_replicas(eqn)]
     of_metrics = [eqn for eqn in sums if METRICS in str(eqn.source_info.name_stack)]
     others = [eqn for eqn in sums if eqn not in of_metrics and eqn.invars[0].aval.ndim == 1]
     # A named axis is an effect, too.
@@ -70,8 +74,3 @@ def _joinable(eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     if not alike or any(eqn in before for eqn in chosen):
         return [], []
     return chosen, before[::-1]
-
-
-def _evaluate(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
-    made = [v for eqn in eqns for v in eqn.outvars]
-    values.update(zip(made, evaluate(eqns, made, values), strict=True))

@@ -6,9 +6,9 @@ The order of the passes is told in `docs/design/tracing.md`.
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.tracing._divergence import COLLECTIVES, is_of_devices
+from distributary.tracing._divergence import COLLECTIVES, is_of_devices, is_sum_of_replicas
 from distributary.tracing._exchanged_sums import with_exchanged_sums
-from distributary.tracing._interpreter import evaluate
+from distributary.tracing._interpreter import evaluate_all, value_of
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
 from distributary.tracing._program import (
@@ -75,12 +75,13 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
-    "evaluate",
+    "evaluate_all",
     "has_replicas",
     "in_order_of_outputs",
     "in_parts",
     "in_role",
     "is_of_devices",
+    "is_sum_of_replicas",
     "opened",
     "part_of_program",
     "per_device",
@@ -94,6 +95,7 @@ __all__ = [
     "split_over_servers",
     "trace",
     "user_stacklevel",
+    "value_of",
     "variables_of",
     "with_exchanged_sums",
 ]

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 import jax.extend.core as jex_core
 
 from distributary.errors import ContextError
+from distributary.topology import REPLICA_AXIS
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._markers import Equation, open_jaxpr, sub_jaxprs, walk
 
@@ -32,6 +33,15 @@ Agreement: TypeAlias = tuple[int, ...]
 def is_of_devices(eqn: Equation) -> bool:
     """Whether replicas meet in an equation, or are told apart by it."""
     return any(inner.primitive.name in COLLECTIVES | _OF_DEVICES for inner in walk([eqn]))
+
+
+def is_sum_of_replicas(eqn: Equation) -> bool:
+    """Whether an equation sums over all replicas."""
+    return (
+        eqn.primitive.name == "psum"
+        and eqn.params["axes"] == (REPLICA_AXIS,)
+        and eqn.params["axis_index_groups"] is None
+    )
 
 
 def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:

@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from distributary.topology import REPLICA_AXIS, num_logical_devices
-from distributary.tracing._interpreter import evaluate
+from distributary.tracing._divergence import is_sum_of_replicas
+from distributary.tracing._interpreter import evaluate_all, value_of
 from distributary.tracing._markers import Array, Equation, opened
 from distributary.tracing._stages import variables_of
 
@@ -48,21 +49,16 @@ def with_exchanged_sums(of_replica: Callable[..., Any], mesh: Any) -> Callable[.
         env = dict(zip(jaxpr.invars, [*closed.consts, *jax.tree.leaves(args)], strict=True))
         between: list[Equation] = []
 
-        def catch_up() -> None:
-            made = [v for eqn in between for v in eqn.outvars]
-            env.update(zip(made, evaluate(between, made, env), strict=True))
-            between.clear()
-
         for eqn in jaxpr.eqns:
             if not _is_exchanged(eqn, num_replicas):
                 between.append(eqn)
                 continue
-            catch_up()
+            evaluate_all(between, env)
+            between.clear()
             for operand, total in zip(eqn.invars, eqn.outvars, strict=True):
                 env[total] = _exchanged_sum(env[operand], num_replicas)
-        catch_up()
-        known = set(variables_of(jaxpr.outvars))
-        outs = [env[v] if v in known else v.val for v in jaxpr.outvars]
+        evaluate_all(between, env)
+        outs = [value_of(env, atom) for atom in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return exchanging
@@ -78,7 +74,7 @@ def _is_over_gloo(mesh: Any) -> bool:
 
 
 def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
-    if eqn.primitive.name != "psum" or eqn.params != _OVER_REPLICAS:
+    if not is_sum_of_replicas(eqn):
         return False
     operands = set(variables_of(eqn.invars))
     sizes = [v.aval.size * v.aval.dtype.itemsize for v in operands]
@@ -87,9 +83,6 @@ def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
         and all(jnp.issubdtype(v.aval.dtype, jnp.number) for v in operands)
         and (num_replicas == 2 or sum(sizes) <= _MAX_BYTES_OF_MANY)
     )
-
-
-_OVER_REPLICAS = {"axes": (REPLICA_AXIS,), "axis_index_groups": None}
 
 
 def _exchanged_sum(own: Array, num_replicas: int) -> Array:

@@ -84,7 +84,7 @@ class _Interpreter:
     ) -> list[Array]:
         env: Env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         self.equations(jaxpr.eqns, env, state, set(_variables(jaxpr.outvars)))
-        return [_value(env, atom) for atom in jaxpr.outvars]
+        return [value_of(env, atom) for atom in jaxpr.outvars]
 
     def equations(self, eqns: Sequence[Equation], env: Env, state: State, needed: set[Any]) -> None:
         """Evaluates `eqns` in order; afterwards `env` holds at least the `needed` variables."""
@@ -119,7 +119,7 @@ class _Interpreter:
 
     def _special(self, eqns: Sequence[Equation], index: int, env: Env, state: State) -> None:
         eqn = eqns[index]
-        operands = [_value(env, atom) for atom in eqn.invars]
+        operands = [value_of(env, atom) for atom in eqn.invars]
         if eqn.primitive is read_p:
             outs = [state[eqn.params["handle"]]]
         elif eqn.primitive is sparse_read_p:
@@ -313,7 +313,7 @@ class _Interpreter:
             region = _leading_to(eqn, eqns[start:stop])
             pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])
         num_targets = eqn.params["num_targets"]
-        seeds = [_value(env, atom) for atom in eqn.invars[num_targets : 2 * num_targets]]
+        seeds = [value_of(env, atom) for atom in eqn.invars[num_targets : 2 * num_targets]]
         return pullback.gradients(seeds)
 
     def _differentiate(
@@ -509,6 +509,12 @@ def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Ar
     return jax.core.eval_jaxpr(jaxpr, (), *(env[var] for var in free))
 
 
+def evaluate_all(eqns: Sequence[Equation], env: Env) -> None:
+    """Adds the values of all that the equations make to `env`, which has those of their inputs."""
+    outs = list(_outputs(eqns))
+    env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
+
+
 def _outputs(eqns: Sequence[Equation]) -> Iterator[Any]:
     return (var for eqn in eqns for var in eqn.outvars)
 
@@ -517,7 +523,8 @@ def _concatenate(parts: list[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _value(env: Env, atom: Any) -> Array:
+def value_of(env: Env, atom: Any) -> Array:
+    """The value of a variable in `env`, or of a literal."""
     return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
 
 

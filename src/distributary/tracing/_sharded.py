@@ -22,8 +22,9 @@ from distributary.topology import (
     shard_spec,
     whole_shards,
 )
+from distributary.tracing._divergence import is_sum_of_replicas
 from distributary.tracing._logical_devices import eval_on_replica
-from distributary.tracing._markers import Array, Equation, jaxpr_of, opened
+from distributary.tracing._markers import Array, jaxpr_of, opened
 from distributary.tracing._stages import Stages, cut, variables_of
 
 __all__ = ["sharded_map"]
@@ -170,7 +171,7 @@ def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> lis
     """
     jaxpr = stages.replica.jaxpr
     num_results = len(stages.replica_outputs)
-    sums = {v for eqn in jaxpr.eqns if _is_sum(eqn) for v in eqn.outvars}
+    sums = {v for eqn in jaxpr.eqns if is_sum_of_replicas(eqn) for v in eqn.outvars}
     sums -= {v for eqn in jaxpr.eqns for v in variables_of(eqn.invars)}
     sums -= set(variables_of(jaxpr.outvars[:num_results]))
     needed = _needed(stages.update.jaxpr, [shard_dim(spec) is not None for spec in out_parts])
@@ -179,14 +180,6 @@ def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> lis
         shard_spec(v.aval.shape, num_replicas) if is_needed and v in sums else P()
         for v, is_needed in taken
     ]
-
-
-def _is_sum(eqn: Equation) -> bool:
-    return (
-        eqn.primitive.name == "psum"
-        and eqn.params["axes"] == (REPLICA_AXIS,)
-        and eqn.params["axis_index_groups"] is None
-    )
 
 
 def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
