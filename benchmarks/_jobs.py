@@ -46,9 +46,11 @@ def start_jax(
     options = LaunchOptions(command, num_workers, devices_per_worker=1)
     addresses = free_addresses("127.0.0.1", num_workers)
     environs = []
+    own = _processes.environment(1, platform)
+    del own["PJRT_NPROC"]  # the launcher chooses it
     for worker in range(num_workers):
         environ = worker_environ(
-            _processes.environment(1, platform),
+            own,
             options,
             Task("worker", worker),
             {"worker": addresses},

@@ -231,6 +231,16 @@ def test_devices_and_settings_are_in_the_environment(launch):
         assert "MALLOC_TOP_PAD_ 67108864\n" in result.stdout
 
 
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_workers_of_one_device_share_the_cores(launch, num_workers):
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+
+    result = launch(_PRINT_SETTINGS, num_workers=num_workers)
+
+    expected = {1: "None"}.get(num_cores, str(max(1, num_cores // num_workers)))
+    assert result.stdout.count(f"PJRT_NPROC {expected}\n") == num_workers
+
+
 def test_settings_of_the_user_stay(launch):
     environ = {"JAX_NUM_CPU_DEVICES": "3", "PJRT_NPROC": "5", "MALLOC_TOP_PAD_": "7"}
 

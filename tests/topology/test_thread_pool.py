@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 from distributary.errors import DistributaryWarning
-from distributary.topology._thread_pool import CpuThreads
+from distributary.topology._thread_pool import SHARE_VARIABLE, CpuThreads
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,27 @@ def test_a_value_that_is_too_small_is_replaced_with_a_warning(num_cores, before,
         CpuThreads(environ, lambda: num_cores).enlarge(4)
 
     assert environ == before | {"PJRT_NPROC": size}
+
+
+@pytest.mark.parametrize("share", ["1", "3"])
+def test_the_share_of_a_launcher_is_enlarged_without_a_warning(share):
+    environ = {"PJRT_NPROC": share, SHARE_VARIABLE: share}
+    threads = CpuThreads(environ, lambda: 64)
+
+    with warnings.catch_warnings(action="error"):
+        sizes = []
+        for num_devices in (1, 2, 8, 1):
+            threads.enlarge(num_devices)
+            sizes.append(environ["PJRT_NPROC"])
+
+    assert sizes == [share, "4", "16", share]
+
+
+def test_a_users_value_in_the_place_of_a_launchers_share_is_replaced_with_a_warning():
+    environ = {"PJRT_NPROC": "2", SHARE_VARIABLE: "1"}
+
+    with pytest.warns(DistributaryWarning, match=r"^PJRT_NPROC=2 .* PJRT_NPROC=8"):
+        CpuThreads(environ, lambda: 8).enlarge(4)
 
 
 def test_a_later_number_of_devices_replaces_an_earlier_one():

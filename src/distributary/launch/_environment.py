@@ -12,7 +12,7 @@ from typing import Final, final
 
 from distributary.errors import ClusterError
 from distributary.launch._options import LaunchOptions
-from distributary.topology import num_cores
+from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
 
 __all__ = [
     "ALLOCATOR_SETTINGS",
@@ -36,8 +36,6 @@ ALLOCATOR_SETTINGS: Final = {
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
     "MALLOC_TOP_PAD_": "67108864",
 }
-# XLA's pool needs two threads per CPU device, see distributary.topology.
-_THREADS_PER_DEVICE = 2
 _THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
 
 
@@ -101,8 +99,9 @@ def worker_environ(
     `TF_CONFIG`, `DISTRIBUTARY_RESTART`, `DISTRIBUTARY_STATUS_FD` and, with `devices_per_worker`,
     `JAX_NUM_CPU_DEVICES` are set. Variables that the user has not set are added:
     `PYTHONUNBUFFERED=1`, so that output appears when it is written, `GRPC_VERBOSITY=ERROR` in jobs
-    with servers, and with `tune` the allocator settings of glibc and a thread pool large enough for
-    the devices. The token of the hosts is removed.
+    with servers, and with `tune` the allocator settings of glibc and, as the size of XLA's thread
+    pool, the worker's share of the cores, or more if its devices need more. The token of the hosts
+    is removed.
 
     Args:
         environ: Environment of the launcher.
@@ -132,9 +131,11 @@ def worker_environ(
         if sys.platform == "linux":
             for name, value in ALLOCATOR_SETTINGS.items():
                 result.setdefault(name, value)
-        num_threads = _THREADS_PER_DEVICE * (options.devices_per_worker or 1)
-        if num_threads > num_cores() and not any(v in environ for v in _THREAD_VARIABLES):
-            result[_THREAD_VARIABLES[0]] = str(num_threads)
+        # Threads of more than its share would only take the cores from other workers.
+        share = num_cores() // options.num_workers
+        num_threads = max(1, share, threads_needed(options.devices_per_worker or 1))
+        if num_threads != num_cores() and not any(v in environ for v in _THREAD_VARIABLES):
+            result[_THREAD_VARIABLES[0]] = result[SHARE_VARIABLE] = str(num_threads)
     return result
 
 

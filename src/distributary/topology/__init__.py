@@ -72,7 +72,7 @@ from distributary.topology._target import (
     mesh_of_values,
     watch_programs,
 )
-from distributary.topology._thread_pool import num_cores
+from distributary.topology._thread_pool import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.topology._threads import call_when_collected, start_thread
 from distributary.topology._timing import ProgramTimer, profiled_steps
 
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HOST_MEMORY",
     "REPLICA_AXIS",
+    "SHARE_VARIABLE",
     "DeviceAssignment",
     "DeviceName",
     "DeviceOrderMode",
@@ -141,6 +142,7 @@ __all__ = [
     "short_name",
     "start_thread",
     "stored_shards",
+    "threads_needed",
     "watch_programs",
     "whole_shards",
 ]

@@ -5,11 +5,11 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, MutableMapping
-from typing import final
+from typing import Final, final
 
 from distributary.errors import DistributaryWarning
 
-__all__ = ["CpuThreads", "num_cores"]
+__all__ = ["SHARE_VARIABLE", "CpuThreads", "num_cores", "threads_needed"]
 
 # XLA:CPU runs every device of every dispatched program on one thread pool, and a device that waits
 # in a collective holds its thread. With fewer than two threads per device, the devices of the next
@@ -17,6 +17,9 @@ __all__ = ["CpuThreads", "num_cores"]
 # "Expected 8 threads to join the rendezvous". Measured on jax 0.10.2: pools of R + 1 threads
 # deadlocked at R = 2, 4 and 8 devices, pools of 2R never did; larger ones only cost time.
 _THREADS_PER_DEVICE = 2
+
+# The value of PJRT_NPROC that `distributary launch` chose: this process' share of the cores.
+SHARE_VARIABLE: Final = "DISTRIBUTARY_NPROC"
 
 # In the order in which XLA looks; the first that is an integer counts.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
@@ -53,6 +56,9 @@ class CpuThreads:
     def enlarge(self, num_devices: int) -> None:
         """Sets `PJRT_NPROC` if the pool would have fewer than two threads per device.
 
+        To the number of cores, or to what the devices need if that is more, or if a launcher has
+        given this process a share of the cores.
+
         Args:
             num_devices: Number of CPU devices with which JAX will start.
 
@@ -60,16 +66,20 @@ class CpuThreads:
             DistributaryWarning: if this replaces a value of the user.
         """
         with self._lock:
+            share = self._environ.get(SHARE_VARIABLE)
             if self._written is not None and self._environ.get("PJRT_NPROC") == self._written:
                 del self._environ["PJRT_NPROC"]  # for an earlier number of devices
+                if share is not None:
+                    self._environ["PJRT_NPROC"] = share
             self._written = None
             self._prepared_for = num_devices
-            needed = _threads_needed(num_devices)
+            needed = threads_needed(num_devices)
             variable = self._variable()
             if self._size_asked_for(variable) >= needed:
                 return
-            size = max(self._num_cores(), needed)
-            if variable is not None:
+            is_share = variable == "PJRT_NPROC" and self._environ[variable] == share
+            size = needed if is_share else max(self._num_cores(), needed)
+            if variable is not None and not is_share:
                 warnings.warn(
                     f"{variable}={self._environ[variable]} in the environment is too small for"
                     f" {num_devices} CPU devices, which would wait for each other for ever; using"
@@ -94,7 +104,7 @@ class CpuThreads:
             if self._reported or self._is_large_enough(num_devices, num_existing):
                 return
             self._reported = True
-            size, needed = self.size(num_existing), _threads_needed(num_devices)
+            size, needed = self.size(num_existing), threads_needed(num_devices)
             warnings.warn(
                 f"JAX was started before distributary could prepare it: {num_devices} CPU devices"
                 f" share a pool of {size} threads and need {needed}. The steps of a strategy are"
@@ -120,7 +130,7 @@ class CpuThreads:
     def _is_large_enough(self, num_devices: int, num_existing: int) -> bool:
         if num_devices <= self._prepared_for:
             return True
-        return self.size(num_existing) >= _threads_needed(num_devices)
+        return self.size(num_existing) >= threads_needed(num_devices)
 
     def size(self, num_existing: int) -> int:
         """The size of the pool, as far as the environment tells.
@@ -141,6 +151,7 @@ class CpuThreads:
         return self._num_cores() if variable is None else int(self._environ[variable])
 
 
-def _threads_needed(num_devices: int) -> int:
+def threads_needed(num_devices: int) -> int:
+    """The number of threads below which that many CPU devices can wait for each other for ever."""
     # A device alone waits for nobody.
     return _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0
