@@ -53,7 +53,12 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import sharded_map, user_stacklevel, with_exchanged_sums
+from distributary.tracing import (
+    sharded_map,
+    user_stacklevel,
+    with_exchanged_sums,
+    with_products_apart,
+)
 
 Kind = Literal["train", "test", "predict"]
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
@@ -486,12 +491,14 @@ class _Program:
             self._call = function
         elif sharding is None:
             outs = (_on(mesh, out_sharding), _on(mesh, layouts))
-            jitted = jax.jit(function, donate_argnums=0, out_shardings=outs)
+            jitted = jax.jit(
+                with_products_apart(function, mesh), donate_argnums=0, out_shardings=outs
+            )
             self._call = for_target(jitted, mesh, kind)
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
             jitted = jax.jit(
-                function,
+                with_products_apart(function, mesh),
                 donate_argnums=0,
                 in_shardings=(_on(mesh, layouts), _on(mesh, sharding)),
                 out_shardings=(_on(mesh, out_sharding), _on(mesh, layouts)),

@@ -11,7 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.strategies._compiled import struct_of
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
+from distributary.tracing import (
+    Array,
+    FunctionProgram,
+    ReplicaProgram,
+    cut_around_mesh,
+    with_products_apart,
+)
 
 
 @final
@@ -97,7 +103,7 @@ class Staged:
         places = [self._inputs[i].sharding for i in stages.replica_inputs]
         once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
         return jax.jit(
-            run,
+            with_products_apart(run, mesh),
             in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
                 *(None if s is self._storage else s for s in wanted),
