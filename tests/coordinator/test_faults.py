@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import threading
+import time
 
 import jax.numpy as jnp
 import keras
@@ -76,9 +77,12 @@ def new_job():
             return job
 
         yield new
-    for thread in set(threading.enumerate()) - threads_before:
-        thread.join(_SECONDS)
-        assert not thread.is_alive(), thread.name
+    deadline = time.monotonic() + _SECONDS
+    while left := set(threading.enumerate()) - threads_before:
+        assert time.monotonic() < deadline, left
+        for thread in left:
+            if thread.is_alive():  # else it is about to be started, and cannot be joined yet
+                thread.join(_SECONDS)
 
 
 def _every_third(kinds, fault):

@@ -16,7 +16,7 @@ from distributary.tracing import (
     FunctionProgram,
     ReplicaProgram,
     cut_around_mesh,
-    with_products_apart,
+    with_fast_products,
 )
 
 
@@ -103,7 +103,7 @@ class Staged:
         places = [self._inputs[i].sharding for i in stages.replica_inputs]
         once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
         return jax.jit(
-            with_products_apart(run, mesh),
+            with_fast_products(run, mesh),
             in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
                 *(None if s is self._storage else s for s in wanted),

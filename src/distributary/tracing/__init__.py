@@ -11,7 +11,7 @@ from distributary.tracing._exchanged_sums import with_exchanged_sums
 from distributary.tracing._interpreter import evaluate_all, value_of
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
-from distributary.tracing._products import products_apart, with_products_apart
+from distributary.tracing._products import fast_products, with_fast_products
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -77,6 +77,7 @@ __all__ = [
     "cut",
     "cut_around_mesh",
     "evaluate_all",
+    "fast_products",
     "has_replicas",
     "in_order_of_outputs",
     "in_parts",
@@ -86,7 +87,6 @@ __all__ = [
     "opened",
     "part_of_program",
     "per_device",
-    "products_apart",
     "purify",
     "push",
     "register_around_traces",
@@ -100,7 +100,7 @@ __all__ = [
     "value_of",
     "variables_of",
     "with_exchanged_sums",
-    "with_products_apart",
+    "with_fast_products",
 ]
 
 # What few programs need.
