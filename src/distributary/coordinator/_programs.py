@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.topology import REPLICA_AXIS, dispatcher_for, make_mesh
-from distributary.tracing import fast_products
+from distributary.tracing import rewritten_for_cpus
 
 __all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr", "export_per_device"]
 
@@ -86,7 +86,7 @@ def export_per_device(
 
 
 def _function_of(closed: Any) -> Callable[..., list[Any]]:
-    closed = fast_products(closed)
+    closed = rewritten_for_cpus(closed)
 
     def run(*inputs: Any) -> list[Any]:
         outs: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *inputs)

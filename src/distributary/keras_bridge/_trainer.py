@@ -56,8 +56,8 @@ from distributary.topology import (
 from distributary.tracing import (
     sharded_map,
     user_stacklevel,
+    with_cpu_rewrites,
     with_exchanged_sums,
-    with_fast_products,
 )
 
 Kind = Literal["train", "test", "predict"]
@@ -492,13 +492,13 @@ class _Program:
         elif sharding is None:
             outs = (_on(mesh, out_sharding), _on(mesh, layouts))
             jitted = jax.jit(
-                with_fast_products(function, mesh), donate_argnums=0, out_shardings=outs
+                with_cpu_rewrites(function, mesh), donate_argnums=0, out_shardings=outs
             )
             self._call = for_target(jitted, mesh, kind)
         else:
             # NumPy arrays go to the devices with the call, for a third of what device_put costs.
             jitted = jax.jit(
-                with_fast_products(function, mesh),
+                with_cpu_rewrites(function, mesh),
                 donate_argnums=0,
                 in_shardings=(_on(mesh, layouts), _on(mesh, sharding)),
                 out_shardings=(_on(mesh, out_sharding), _on(mesh, layouts)),

@@ -28,7 +28,7 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, with_fast_products
+from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, with_cpu_rewrites
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import StateList, Variable, joined
 
@@ -144,7 +144,7 @@ class Compiled:
                 token = jax.lax.with_sharding_constraint(zeros, token_sharding)
             return new, outs, token
 
-        jitted = jax.jit(with_fast_products(run, mesh), donate_argnums=1)
+        jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=1)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
 
     def _place(self, value: Any) -> Any:

@@ -16,7 +16,7 @@ from distributary.tracing import (
     FunctionProgram,
     ReplicaProgram,
     cut_around_mesh,
-    with_fast_products,
+    with_cpu_rewrites,
 )
 
 
@@ -103,7 +103,7 @@ class Staged:
         places = [self._inputs[i].sharding for i in stages.replica_inputs]
         once = set(stages.replica_inputs).difference(stages.update_inputs, self._fetched)
         return jax.jit(
-            with_fast_products(run, mesh),
+            with_cpu_rewrites(run, mesh),
             in_shardings=[self._replicated if s is self._storage else s for s in places],
             out_shardings=[
                 *(None if s is self._storage else s for s in wanted),

@@ -6,12 +6,12 @@ The order of the passes is told in `docs/design/tracing.md`.
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
+from distributary.tracing._cpu_rewrites import rewritten_for_cpus, with_cpu_rewrites
 from distributary.tracing._divergence import COLLECTIVES, is_of_devices, is_sum_of_replicas
 from distributary.tracing._exchanged_sums import with_exchanged_sums
 from distributary.tracing._interpreter import evaluate_all, value_of
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Array, Handle, opened, push
-from distributary.tracing._products import fast_products, with_fast_products
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -77,7 +77,6 @@ __all__ = [
     "cut",
     "cut_around_mesh",
     "evaluate_all",
-    "fast_products",
     "has_replicas",
     "in_order_of_outputs",
     "in_parts",
@@ -90,6 +89,7 @@ __all__ = [
     "purify",
     "push",
     "register_around_traces",
+    "rewritten_for_cpus",
     "rows_of",
     "rows_of_update",
     "sharded_map",
@@ -99,8 +99,8 @@ __all__ = [
     "user_stacklevel",
     "value_of",
     "variables_of",
+    "with_cpu_rewrites",
     "with_exchanged_sums",
-    "with_fast_products",
 ]
 
 # What few programs need.

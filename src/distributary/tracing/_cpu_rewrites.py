@@ -1,0 +1,107 @@
+"""The last pass over programs for CPUs: operations that XLA:CPU is slow at, written in other ways.
+
+Results are the same but for rounding; which operations these are, `_cpu_rules` says.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax import lax
+
+from distributary.tracing._cpu_rules import fast_version
+from distributary.tracing._markers import Equation, Jaxpr, open_jaxpr
+from distributary.tracing._stages import variables_of
+
+__all__ = ["rewritten_for_cpus", "with_cpu_rewrites"]
+
+
+def with_cpu_rewrites(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """`function` as XLA:CPU is fast at it, if it is for CPUs.
+
+    Args:
+        function: From trees of arrays to trees of arrays; about to be compiled.
+        mesh: The devices it is compiled for; None for JAX's default device.
+    """
+    if _platform(mesh) != "cpu":
+        return function
+
+    @functools.wraps(function)
+    def fast(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        outs = jex_core.jaxpr_as_fun(rewritten_for_cpus(closed))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return fast
+
+
+def rewritten_for_cpus(closed: Any) -> Any:
+    """A closed jaxpr as XLA:CPU is fast at it, also the jaxprs inside of it."""
+    return _rewritten(closed, {})
+
+
+def _platform(mesh: Any) -> str:
+    if mesh is None:
+        return jax.default_backend()
+    if isinstance(mesh, jax.sharding.Mesh):
+        return str(mesh.devices.flat[0].platform)
+    return "another machine's"
+
+
+def _rewritten(jaxpr: Any, known: dict[int, Any]) -> Any:
+    """The jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
+
+    Args:
+        jaxpr: The whole, or what an equation has as a parameter.
+        known: What was made of others, by their identity; equations share them.
+    """
+    if id(jaxpr) not in known:
+        inner, consts = open_jaxpr(jaxpr)
+        made: Any = _of_open_jaxpr(inner, known)
+        if made is inner:
+            made = jaxpr
+        elif isinstance(jaxpr, jex_core.ClosedJaxpr):
+            made = jex_core.ClosedJaxpr(made, consts)
+        known[id(jaxpr)] = made
+    return known[id(jaxpr)]
+
+
+def _of_open_jaxpr(jaxpr: Jaxpr, known: dict[int, Any]) -> Jaxpr:
+    uses = Counter(variables_of([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
+    transposed = {
+        v
+        for eqn in jaxpr.eqns
+        if eqn.primitive is lax.transpose_p
+        for v in variables_of(eqn.invars)
+        if uses[v] == 1
+    }
+    eqns = [
+        _of_equation(eqn, eqn.outvars[:1] and eqn.outvars[0] in transposed, known)
+        for eqn in jaxpr.eqns
+    ]
+    is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+
+
+def _of_equation(eqn: Equation, only_transposed: bool, known: dict[int, Any]) -> Equation:
+    params = {name: _of_param(value, known) for name, value in eqn.params.items()}
+    if any(params[name] is not value for name, value in eqn.params.items()):
+        return eqn.replace(params=params)
+    fast = fast_version(eqn, only_transposed)
+    if fast is None:
+        return eqn
+    call = jax.make_jaxpr(jax.jit(fast))(*[atom.aval for atom in eqn.invars]).eqns[0]
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+
+
+def _of_param(value: Any, known: dict[int, Any]) -> Any:
+    if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+        return _rewritten(value, known)
+    if type(value) is tuple:  # the branches of a `cond`
+        made = [_of_param(v, known) for v in value]
+        if any(new is not old for new, old in zip(made, value, strict=True)):
+            return tuple(made)
+    return value

@@ -1,0 +1,199 @@
+"""Operations that XLA:CPU is slow at, and how else to write them.
+
+- The gradient of a kernel `[features, units]` that was applied to `[batch, length, features]`: a
+  product that contracts batch and length, and its result is transposed. XLA makes one product of
+  the two, of operands that are both transposed, for which XLA:CPU has no fast kernel. It has one
+  for rows times columns as they lie, and for that only one of the operands is transposed, the
+  smaller one. Barriers keep XLA from undoing it.
+- The gradient of a kernel of a convolution over at least two dimensions: a convolution whose
+  window is nearly as large as the image. Written as products of patches of some images at a time.
+- The gradient of max pooling: XLA finds the indices of the largest elements with arrays of indices
+  of the size of the input, one for each dimension, and adds with a scatter. Written as comparisons
+  of slices.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from distributary.tracing._markers import Array, Equation
+
+__all__ = ["fast_version"]
+
+_Fast: TypeAlias = Callable[..., Array]
+
+_MAX_PATCHES_BYTES = 2**20
+"""Patches of a kernel's gradient that exist at a time: more do not stay in the cache of a core."""
+
+_MIN_FILTERS = 16
+"""With fewer, XLA's own convolution is as fast."""
+
+_MAX_WINDOW = 32
+"""Elements of a window of max pooling; each is a slice and an addition."""
+
+_MAX_PADDED_OVERLAP = 4
+"""Windows with one element of a padded input; with more XLA's own way is faster."""
+
+
+def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
+    """A function of the equation's operands that gives its result faster; None: it is fast.
+
+    Args:
+        eqn: An equation of a program for CPUs.
+        only_transposed: Whether the only use of its result is to be transposed.
+    """
+    match eqn.primitive:
+        case lax.dot_general_p if only_transposed:
+            return _kernel_gradient_of_rows(eqn)
+        case lax.conv_general_dilated_p:
+            return _kernel_gradient_of_images(eqn)
+        case lax.select_and_scatter_add_p:
+            return _gradient_of_max_pooling(eqn)
+    return None
+
+
+def _is_explicit(sharding: Any) -> bool:
+    """Whether the user wants a result to lie somewhere."""
+    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
+    params = eqn.params
+    (of_first, of_second), (batch, _) = params["dimension_numbers"]
+    if len(of_first) < 2 or batch or _is_explicit(params["out_sharding"]):
+        return None
+    first, second = [atom.aval for atom in eqn.invars]
+    if second.size > first.size:
+        return lambda x, y: lax.optimization_barrier(lax.dot_general_p.bind(x, y, **params))
+    rest = [k for k in range(second.ndim) if k not in of_second]
+    precision = params["precision"]
+
+    def product(x: Array, y: Array) -> Array:
+        rows = lax.optimization_barrier(lax.transpose(y, (*rest, *of_second)))
+        made = lax.dot_general(
+            rows,
+            x,
+            ((tuple(range(len(rest), y.ndim)), of_first), ((), ())),
+            precision=precision[::-1] if isinstance(precision, tuple) else precision,
+            preferred_element_type=params["preferred_element_type"],
+        )
+        return lax.transpose(made, (*range(len(rest), made.ndim), *range(len(rest))))
+
+    return product
+
+
+def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
+    params = eqn.params
+    images, errors = [atom.aval for atom in eqn.invars]
+    (result,) = [v.aval for v in eqn.outvars]
+    numbers = params["dimension_numbers"]
+    num_spatial = images.ndim - 2
+    channels_last = (images.ndim - 1, 0, *range(1, images.ndim - 1))
+    is_gradient = (
+        num_spatial >= 2
+        and numbers.lhs_spec == channels_last  # contracts the images of the batch
+        and numbers.rhs_spec == channels_last
+        and set(params["lhs_dilation"]) == {1}
+        and params["feature_group_count"] == params["batch_group_count"] == 1
+    )
+    window = tuple([result.shape[k] for k in numbers.out_spec[2:]])
+    num_images, *size, num_filters = errors.shape
+    num_channels = images.shape[-1]
+    if (
+        not is_gradient
+        or {images.dtype, errors.dtype, result.dtype} != {np.dtype(np.float32)}
+        or _is_explicit(params["out_sharding"])
+        or math.prod(size) <= math.prod(window)
+        or num_filters < _MIN_FILTERS
+        or 0 in (*images.shape, *errors.shape, *result.shape)
+    ):
+        return None
+    num_columns = math.prod(window) * num_channels
+    most = _MAX_PATCHES_BYTES // (4 * math.prod(size) * num_columns)
+    at_a_time = max([n for n in range(1, max(1, most) + 1) if num_images % n == 0])
+    shape = (at_a_time, *size, num_channels)
+    strides = (1, *params["rhs_dilation"], 1)
+
+    def patches(x: Array) -> Array:
+        offsets = [np.multiply(k, params["window_strides"]) for k in np.ndindex(*window)]
+        slices = [_slice_of_windows(x, (0, *k, 0), shape, strides) for k in offsets]
+        return jnp.concatenate(slices, -1).reshape(-1, num_columns)
+
+    def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+        x, y = chunk
+        product = lax.dot_general(
+            patches(x), y, (((0,), (0,)), ((), ())), precision=params["precision"]
+        )
+        return total + product, None
+
+    def gradient(x: Array, y: Array) -> Array:
+        x = lax.pad(x, np.float32(0), [(0, 0, 0), *[(*p, 0) for p in params["padding"]], (0, 0, 0)])
+        chunks = (
+            x.reshape(-1, at_a_time, *x.shape[1:]),
+            y.reshape(num_images // at_a_time, -1, num_filters),
+        )
+        total, _ = lax.scan(add, jnp.zeros((num_columns, num_filters), np.float32), chunks)
+        made = total.reshape(*window, num_channels, num_filters)
+        return lax.transpose(made, np.argsort((*numbers.out_spec[2:], *numbers.out_spec[:2])))
+
+    return gradient
+
+
+def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
+    params = eqn.params
+    errors, x = [atom.aval for atom in eqn.invars]
+    padding, strides = params["padding"], params["window_strides"]
+    is_padded = any(map(any, padding))
+    size = math.prod(params["window_dimensions"])
+    if (
+        size > _MAX_WINDOW
+        or (is_padded and size > _MAX_PADDED_OVERLAP * math.prod(strides))
+        or not jnp.issubdtype(x.dtype, jnp.floating)
+        or 0 in (*x.shape, *errors.shape)
+    ):
+        return None
+    offsets = list(np.ndindex(*params["window_dimensions"]))
+
+    def gradient(y: Array, x: Array) -> Array:
+        zero = np.zeros((), x.dtype)
+        padded = lax.pad(x, np.array(np.nan, x.dtype), [(*p, 0) for p in padding])
+        # As XLA selects: the first one, until `select_prim` does not hold for it and a later one.
+        # It never does for padding that comes first; padding that comes later is not selected.
+        best = _slice_of_windows(padded, offsets[0], y.shape, strides)
+        chosen = jnp.zeros(y.shape, np.int8)
+        for k, offset in enumerate(offsets[1:], 1):
+            new = _slice_of_windows(padded, offset, y.shape, strides)
+            keep = params["select_prim"].bind(best, new)
+            if is_padded:
+                keep |= jnp.isnan(new)
+            best = jnp.where(keep, best, new)
+            chosen = jnp.where(keep, chosen, np.int8(k))
+        parts = []
+        for k, offset in enumerate(offsets):
+            part = jnp.where(chosen == np.int8(k), y, zero)
+            ends = [
+                size - start - ((n - 1) * stride + 1)
+                for size, start, n, stride in zip(
+                    padded.shape, offset, y.shape, strides, strict=True
+                )
+            ]
+            config = [(*lows, s - 1) for *lows, s in zip(offset, ends, strides, strict=True)]
+            parts.append(lax.pad(part, zero, config))
+        total = functools.reduce(lax.add, parts)
+        return lax.pad(total, zero, [(-low, -high, 0) for low, high in padding])
+
+    return gradient
+
+
+def _slice_of_windows(
+    x: Array, offset: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Array:
+    """The element at `offset` of each window; windows begin `strides` apart, `shape` of them."""
+    ends = [k + (n - 1) * stride + 1 for k, n, stride in zip(offset, shape, strides, strict=True)]
+    return lax.slice(x, offset, ends, strides)

@@ -1,0 +1,345 @@
+"""Operations that XLA:CPU is slow at: gradients of kernels and of max pooling."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh
+
+import distributary as dist
+from distributary.topology import watch_programs
+from distributary.tracing import rewritten_for_cpus, with_cpu_rewrites
+from distributary.tracing._markers import walk
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((4, 6, 8)).astype(np.float32)  # [batch, length, features]
+KERNEL = RNG.standard_normal((8, 5)).astype(np.float32)
+WIDE_KERNEL = RNG.standard_normal((8, 9)).astype(np.float32)
+
+
+def _loss(kernel, x):
+    return jnp.sum(jnp.tanh(x @ kernel))
+
+
+def _checkpointed(kernel, x):
+    return jax.checkpoint(_loss)(kernel, x)
+
+
+def _scanned(kernel, x):
+    return lax.scan(lambda total, _: (total + _loss(kernel, x), None), 0.0, length=3)[0]
+
+
+def _branching(kernel, x):
+    return lax.cond(x[0, 0, 0] < 100, _loss, lambda kernel, x: jnp.sum(kernel), kernel, x)
+
+
+def _einsum(kernel, x):
+    return jnp.sum(jnp.tanh(jnp.einsum("blf,fhu->blhu", x, kernel.reshape(8, 1, -1))))
+
+
+def _num_barriers(closed):
+    return sum(eqn.primitive.name == "optimization_barrier" for eqn in walk(closed.jaxpr.eqns))
+
+
+# Fewer units than features, and more: the smaller operand of the product is transposed.
+@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
+@pytest.mark.parametrize(
+    "loss", [_loss, jax.jit(_loss), _checkpointed, _scanned, _branching, _einsum]
+)
+def test_gradients_of_kernels_are_rewritten_for_cpus(loss, kernel):
+    gradient = jax.grad(loss)
+
+    closed = rewritten_for_cpus(jax.make_jaxpr(gradient)(kernel, X))
+
+    assert _num_barriers(closed) == 1
+    (actual,) = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(kernel, X)
+    np.testing.assert_allclose(actual, gradient(kernel, X), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 2, 3), (4, 6, 5, 7)])
+@pytest.mark.parametrize("precision", [None, "highest", ("highest", "default")])
+def test_products_of_half_precision_keep_their_type_and_order(shape, precision):
+    x, y = (jnp.asarray(RNG.standard_normal(s), jnp.bfloat16) for s in ((4, 6, 2, 8), shape))
+
+    def product(x, y):
+        made = lax.dot_general(
+            x, y, (((1, 0), (1, 0)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
+        return made.transpose(2, 1, 3, 0)
+
+    closed = rewritten_for_cpus(jax.make_jaxpr(product)(x, y))
+
+    assert _num_barriers(closed) == 1
+    (actual,) = jax.extend.core.jaxpr_as_fun(closed)(x, y)
+    expected = np.einsum("blij,blkm->kjmi", np.float64(x), np.float64(y))
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def _seen_twice(x, y):
+    product = jnp.tensordot(x, y, ((0, 1), (0, 1)))
+    return product.T, product
+
+
+def _of_batches(x, y):
+    x, y = x.reshape(2, 2, 6, 8), y.reshape(2, 2, 6, 8)
+    return jnp.einsum("ablf,ablg->afg", x, y).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (jax.grad(_loss), (KERNEL, X[0])),  # matrices
+        (lambda x, y: jnp.tensordot(x, y, ((0, 1), (0, 1))), (X, X)),  # nothing is transposed
+        (_seen_twice, (X, X)),
+        (_of_batches, (X, X)),
+        (jax.jit(lambda x, y: jnp.sum(x) * y), (X, X)),
+        (lambda a, b: jnp.linalg.solve(a, b), (np.eye(3), np.ones(3))),  # a tuple of jaxprs
+    ],
+)
+def test_other_programs_stay_the_same_object(function, args):
+    closed = jax.make_jaxpr(function)(*args)
+
+    assert rewritten_for_cpus(closed) is closed
+
+
+# Fails when XLA does not do that any more: then the pass can go.
+@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
+def test_xla_transposes_both_operands_otherwise(kernel):
+    both_transposed = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
+    gradient = jax.grad(_loss)
+
+    def compiled(function):
+        return jax.jit(function).lower(kernel, X).compile().as_text()
+
+    assert both_transposed in compiled(gradient)
+    assert both_transposed not in compiled(with_cpu_rewrites(gradient, None))
+
+
+def test_programs_of_other_platforms_stay_as_they_are():
+    gradient = jax.grad(_loss)
+
+    assert with_cpu_rewrites(gradient, AbstractMesh((2,), ("replica",))) is gradient
+
+
+@pytest.fixture
+def compiled_programs():
+    """The StableHLO of each program that is made from now on, once it has run."""
+    texts = []
+
+    class Watched:
+        def __init__(self, call):
+            self._call = call
+            self.lower = call.lower
+
+        def __call__(self, *args):
+            texts.append(self.lower(*args).as_text())
+            return self._call(*args)
+
+    watch_programs(lambda call, mesh, kind: Watched(call))
+    yield texts
+    watch_programs(None)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_steps_of_run_have_rewritten_for_cpus(strategy_of, compiled_programs, num_replicas):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        kernel = dist.Variable(KERNEL)
+
+    def step(x):
+        gradient = jax.grad(_loss)(kernel.value(), x)
+        kernel.assign_sub(dist.get_replica_context().all_reduce("SUM", gradient))
+
+    strategy.run(step, args=(jnp.asarray(X),))
+
+    assert sum(text.count("optimization_barrier") for text in compiled_programs) == 1
+    expected = KERNEL - num_replicas * jax.grad(_loss)(KERNEL, X)
+    np.testing.assert_allclose(kernel.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_steps_of_fit_have_rewritten_for_cpus(strategy_of, compiled_programs, num_replicas):
+    with strategy_of(num_replicas).scope():
+        model = keras.Sequential([keras.Input((6, 8)), keras.layers.Dense(5, use_bias=False)])
+        model.compile("sgd", "mse")
+
+    model.fit(X, np.zeros((4, 6, 5), np.float32), batch_size=4, verbose=0)
+
+    assert any("optimization_barrier" in text for text in compiled_programs)
+
+
+def _names(closed):
+    return [eqn.primitive.name for eqn in walk(closed.jaxpr.eqns)]
+
+
+def _convolution(kernel, x, **options):
+    spatial = "DHW"[-(x.ndim - 2) :]
+    numbers = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    return lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
+
+
+def _gradient_of_convolution(kernel, x, **options):
+    return jax.grad(lambda kernel: jnp.sum(jnp.sin(_convolution(kernel, x, **options))))(kernel)
+
+
+@pytest.mark.parametrize(
+    ("images", "kernel", "options"),
+    [
+        ((6, 9, 9, 3), (3, 3), {"padding": "VALID"}),
+        ((7, 9, 12, 3), (3, 2), {"padding": "SAME"}),
+        ((6, 9, 9, 3), (1, 1), {"padding": "VALID"}),
+        ((6, 16, 17, 3), (3, 3), {"window_strides": (2, 3), "padding": "SAME"}),
+        ((6, 16, 17, 3), (3, 3), {"window_strides": (2, 3), "padding": "VALID"}),
+        ((6, 12, 12, 3), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
+        ((4, 6, 7, 8, 2), (3, 2, 3), {"padding": "SAME"}),
+        ((22, 40, 40, 8), (3, 3), {"padding": "SAME"}),  # two images at a time
+    ],
+)
+def test_gradients_of_kernels_of_convolutions_are_products(images, kernel, options):
+    options = {"window_strides": (1,) * len(kernel), **options}
+    gradient = functools.partial(_gradient_of_convolution, **options)
+    x = RNG.standard_normal(images).astype(np.float32)
+    weights = RNG.standard_normal((*kernel, images[-1], 16)).astype(np.float32)
+
+    before = jax.make_jaxpr(gradient)(weights, x)
+    after = rewritten_for_cpus(before)
+
+    assert _names(before).count("conv_general_dilated") == 2
+    assert _names(after).count("conv_general_dilated") == 1  # the one forward
+    (actual,) = jax.jit(jax.extend.core.jaxpr_as_fun(after))(weights, x)
+    with jax.enable_x64():
+        expected = gradient(np.float64(weights), np.float64(x))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def _gradient_of_pooling(x, errors, size, strides, padding, kind):
+    init = {lax.max: -np.inf, lax.min: np.inf}[kind]
+
+    def pool(x):
+        return lax.reduce_window(x, x.dtype.type(init), kind, size, strides, padding)
+
+    return jax.vjp(pool, x)[1](errors)[0]
+
+
+@pytest.mark.parametrize("kind", [lax.max, lax.min])
+@pytest.mark.parametrize(
+    ("size", "strides", "padding"),
+    [
+        ((1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+        ((1, 3, 3, 1), (1, 2, 2, 1), "VALID"),
+        ((1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
+        ((1, 2, 3, 1), (1, 1, 2, 1), "VALID"),
+        ((1, 2, 2, 1), (1, 3, 3, 1), "VALID"),
+        ((1, 3, 3, 1), (1, 3, 3, 1), ((0, 0), (2, 1), (1, 2), (0, 0))),
+        ((2, 1, 2, 2), (1, 1, 2, 2), "VALID"),
+    ],
+)
+def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kind):
+    # Few different values: most windows have several largest elements, some of them infinite.
+    x = RNG.choice(np.array([-np.inf, -1, 0, 2, np.inf], np.float32), (3, 11, 10, 4))
+    padding = padding if isinstance(padding, str) else tuple(padding)
+    shape = jax.eval_shape(
+        lambda x: lax.reduce_window(x, np.float32(0), kind, size, strides, padding), x
+    ).shape
+    errors = RNG.integers(-9, 9, shape).astype(np.float32)  # sums are exact
+    gradient = functools.partial(
+        _gradient_of_pooling, size=size, strides=strides, padding=padding, kind=kind
+    )
+
+    before = jax.make_jaxpr(gradient)(x, errors)
+    after = rewritten_for_cpus(before)
+
+    assert "select_and_scatter_add" in _names(before)
+    assert "select_and_scatter_add" not in _names(after)
+    (actual,) = jax.jit(jax.extend.core.jaxpr_as_fun(after))(x, errors)
+    np.testing.assert_array_equal(actual, jax.jit(gradient)(x, errors))
+
+
+@pytest.mark.parametrize(
+    ("images", "kernel", "options"),
+    [
+        ((4, 9, 9, 3), (3, 3, 3, 8), {}),  # few filters
+        ((4, 30, 3), (3, 3, 16), {}),  # one dimension
+        ((4, 9, 9, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
+        ((4, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
+        ((0, 9, 9, 3), (3, 3, 3, 16), {}),
+    ],
+)
+def test_other_convolutions_stay_as_they_are(images, kernel, options):
+    options = {"window_strides": (1,) * (len(images) - 2), "padding": "VALID", **options}
+    gradient = functools.partial(_gradient_of_convolution, **options)
+    closed = jax.make_jaxpr(gradient)(np.ones(kernel, np.float32), np.ones(images, np.float32))
+
+    assert rewritten_for_cpus(closed) is closed
+
+
+def test_half_precision_convolutions_stay_as_they_are():
+    gradient = functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID")
+    closed = jax.make_jaxpr(gradient)(
+        jnp.ones((3, 3, 3, 16), jnp.bfloat16), jnp.ones((4, 9, 9, 3), jnp.bfloat16)
+    )
+
+    assert rewritten_for_cpus(closed) is closed
+
+
+def test_max_pooling_of_many_overlapping_padded_windows_stays_as_it_is():
+    gradient = functools.partial(
+        _gradient_of_pooling, size=(1, 3, 3, 1), strides=(1,) * 4, padding="SAME", kind=lax.max
+    )
+    x = np.ones((2, 6, 6, 3), np.float32)
+    closed = jax.make_jaxpr(gradient)(x, x)
+
+    assert rewritten_for_cpus(closed) is closed
+
+
+# Fails when XLA does not do that any more: then the rule can go.
+def test_xla_makes_arrays_of_indices_for_max_pooling_otherwise():
+    gradient = functools.partial(
+        _gradient_of_pooling, size=(1, 2, 2, 1), strides=(1, 2, 2, 1), padding="VALID", kind=lax.max
+    )
+    indices = "s32[2,8,8,3]"
+
+    def compiled(function):
+        args = (np.ones((2, 8, 8, 3), np.float32), np.ones((2, 4, 4, 3), np.float32))
+        return jax.jit(function).lower(*args).compile().as_text()
+
+    assert indices in compiled(gradient)
+    assert indices not in compiled(with_cpu_rewrites(gradient, None))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_fit_of_a_small_cnn_learns_as_without_a_strategy(
+    strategy_of, compiled_programs, num_replicas
+):
+    def build():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((12, 12, 2)),
+                keras.layers.Conv2D(16, 3, activation="relu"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    x = RNG.standard_normal((20, 12, 12, 2)).astype(np.float32)
+    y = RNG.standard_normal((20, 3)).astype(np.float32)
+    alone = build()
+    alone.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    with strategy_of(num_replicas).scope():
+        model = build()
+
+    model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
+
+    assert compiled_programs
+    assert not any("select_and_scatter" in text for text in compiled_programs)
+    for actual, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
