@@ -265,6 +265,7 @@ def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kin
     [
         ((4, 9, 9, 3), (3, 3, 3, 8), {}),  # few filters
         ((4, 30, 3), (3, 3, 16), {}),  # one dimension
+        ((4, 40, 40, 3), (8, 8, 3, 16), {}),  # a large kernel
         ((4, 9, 9, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
         ((4, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
         ((0, 9, 9, 3), (3, 3, 3, 16), {}),

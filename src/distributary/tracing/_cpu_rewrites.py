@@ -79,8 +79,7 @@ def _of_open_jaxpr(jaxpr: Jaxpr, known: dict[int, Any]) -> Jaxpr:
         if uses[v] == 1
     }
     eqns = [
-        _of_equation(eqn, eqn.outvars[:1] and eqn.outvars[0] in transposed, known)
-        for eqn in jaxpr.eqns
+        _of_equation(eqn, any(v in transposed for v in eqn.outvars), known) for eqn in jaxpr.eqns
     ]
     is_same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)

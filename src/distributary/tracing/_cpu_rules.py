@@ -34,6 +34,9 @@ _MAX_PATCHES_BYTES = 2**20
 _MIN_FILTERS = 16
 """With fewer, XLA's own convolution is as fast."""
 
+_MAX_KERNEL = 49
+"""Positions of a kernel; with more XLA's own convolution is as fast."""
+
 _MAX_WINDOW = 32
 """Elements of a window of max pooling; each is a slice and an addition."""
 
@@ -110,13 +113,15 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
         or {images.dtype, errors.dtype, result.dtype} != {np.dtype(np.float32)}
         or _is_explicit(params["out_sharding"])
         or math.prod(size) <= math.prod(window)
+        or math.prod(window) > _MAX_KERNEL
         or num_filters < _MIN_FILTERS
         or 0 in (*images.shape, *errors.shape, *result.shape)
     ):
         return None
     num_columns = math.prod(window) * num_channels
     most = _MAX_PATCHES_BYTES // (4 * math.prod(size) * num_columns)
-    at_a_time = max([n for n in range(1, max(1, most) + 1) if num_images % n == 0])
+    counts = range(1, min(max(1, most), num_images) + 1)
+    at_a_time = max([n for n in counts if num_images % n == 0])
     shape = (at_a_time, *size, num_channels)
     strides = (1, *params["rhs_dilation"], 1)
 
@@ -178,8 +183,8 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
         for k, offset in enumerate(offsets):
             part = jnp.where(chosen == np.int8(k), y, zero)
             ends = [
-                size - start - ((n - 1) * stride + 1)
-                for size, start, n, stride in zip(
+                length - start - ((n - 1) * stride + 1)
+                for length, start, n, stride in zip(
                     padded.shape, offset, y.shape, strides, strict=True
                 )
             ]
