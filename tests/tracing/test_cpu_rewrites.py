@@ -50,7 +50,7 @@ def _num_barriers(closed):
 @pytest.mark.parametrize(
     "loss", [_loss, jax.jit(_loss), _checkpointed, _scanned, _branching, _einsum]
 )
-def test_gradients_of_kernels_are_rewritten_for_cpus(loss, kernel):
+def test_gradients_of_kernels_are_fast_products(loss, kernel):
     gradient = jax.grad(loss)
 
     closed = rewritten_for_cpus(jax.make_jaxpr(gradient)(kernel, X))
@@ -107,7 +107,7 @@ def test_other_programs_stay_the_same_object(function, args):
     assert rewritten_for_cpus(closed) is closed
 
 
-# Fails when XLA does not do that any more: then the pass can go.
+# Fails when XLA does not do that any more: then the rule can go.
 @pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
 def test_xla_transposes_both_operands_otherwise(kernel):
     both_transposed = "lhs_contracting_dims={0}, rhs_contracting_dims={1}"
@@ -146,7 +146,7 @@ def compiled_programs():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_steps_of_run_have_rewritten_for_cpus(strategy_of, compiled_programs, num_replicas):
+def test_steps_of_run_are_rewritten(strategy_of, compiled_programs, num_replicas):
     strategy = strategy_of(num_replicas)
     with strategy.scope():
         kernel = dist.Variable(KERNEL)
@@ -163,7 +163,7 @@ def test_steps_of_run_have_rewritten_for_cpus(strategy_of, compiled_programs, nu
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_steps_of_fit_have_rewritten_for_cpus(strategy_of, compiled_programs, num_replicas):
+def test_steps_of_fit_are_rewritten(strategy_of, compiled_programs, num_replicas):
     with strategy_of(num_replicas).scope():
         model = keras.Sequential([keras.Input((6, 8)), keras.layers.Dense(5, use_bias=False)])
         model.compile("sgd", "mse")
@@ -242,7 +242,6 @@ def _gradient_of_pooling(x, errors, size, strides, padding, kind):
 def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kind):
     # Few different values: most windows have several largest elements, some of them infinite.
     x = RNG.choice(np.array([-np.inf, -1, 0, 2, np.inf], np.float32), (3, 11, 10, 4))
-    padding = padding if isinstance(padding, str) else tuple(padding)
     shape = jax.eval_shape(
         lambda x: lax.reduce_window(x, np.float32(0), kind, size, strides, padding), x
     ).shape
@@ -296,6 +295,19 @@ def test_max_pooling_of_many_overlapping_padded_windows_stays_as_it_is():
     closed = jax.make_jaxpr(gradient)(x, x)
 
     assert rewritten_for_cpus(closed) is closed
+
+
+# Fails when XLA does not do that any more: then the rule can go.
+def test_xla_computes_convolutions_with_windows_of_the_size_of_the_image_otherwise():
+    gradient = functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID")
+    large_window = "window={size=7x7}"
+
+    def compiled(function):
+        args = (np.ones((3, 3, 3, 16), np.float32), np.ones((4, 9, 9, 3), np.float32))
+        return jax.jit(function).lower(*args).compile().as_text()
+
+    assert large_window in compiled(gradient)
+    assert large_window not in compiled(with_cpu_rewrites(gradient, None))
 
 
 # Fails when XLA does not do that any more: then the rule can go.

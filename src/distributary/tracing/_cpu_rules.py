@@ -94,12 +94,11 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
 def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
     params = eqn.params
     images, errors = [atom.aval for atom in eqn.invars]
-    (result,) = [v.aval for v in eqn.outvars]
+    result = eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
-    num_spatial = images.ndim - 2
     channels_last = (images.ndim - 1, 0, *range(1, images.ndim - 1))
     is_gradient = (
-        num_spatial >= 2
+        images.ndim >= 4
         and numbers.lhs_spec == channels_last  # contracts the images of the batch
         and numbers.rhs_spec == channels_last
         and set(params["lhs_dilation"]) == {1}
