@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,12 @@ for _ in range(3):
     for batch in strategy.experimental_distribute_dataset(dataset):
         strategy.run(step, args=batch)
 np.testing.assert_allclose(weights, [1, -2, 3], atol=0.01)
+with tempfile.TemporaryDirectory() as directory:
+    path = dist.checkpoint.Checkpoint(weights=weights).save(f"{directory}/ckpt")
+    trained = weights.numpy()
+    weights.assign(np.zeros(3))
+    dist.checkpoint.Checkpoint(weights=weights).restore(path)
+    np.testing.assert_array_equal(weights, trained)
 
 
 def message_of(use):
@@ -44,7 +51,6 @@ def message_of(use):
 # What needs another package says which.
 cluster = {"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}
 for use, package, extra in (
-    (lambda: dist.checkpoint.Checkpoint(weights=weights).save("ckpt"), "orbax", "checkpoint"),
     (lambda: dist.Server(cluster, job_name="ps", task_index=0), "grpc", "ps"),
     (lambda: dist.experimental.ray_cluster(workers=1, ps=1), "ray", "ray"),
 ):

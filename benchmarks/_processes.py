@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ def environment(num_replicas: int | None = None, platform: str = "cpu") -> dict[
             several processes fit.
         platform: `"cpu"` or `"gpu"`.
     """
+    # Parameter servers ask for it; the chief may be this process.
+    os.environ.setdefault("DISTRIBUTARY_TOKEN", secrets.token_hex(16))
     environ = dict(os.environ)
     inherited = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = os.pathsep.join([str(_SOURCE), *([inherited] if inherited else [])])

@@ -1,22 +1,26 @@
 """Eight virtual CPU devices for every test, and a check that tests clean up behind them."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")  # So does Keras.
-# Most of the tests' time goes into compiling small programs. XLA:CPU is quicker with its older
-# generator of loops. (With `jax_disable_most_optimizations` it takes as little, but then maxima of
-# an axis can be wrong.) It also cuts each program in up to 32 pieces to compile them in parallel,
-# which costs a third more than one piece. Most programs that tests start inherit this.
+# Most of the tests' time goes into compiling small programs. XLA:CPU cuts each program in up to 32
+# pieces to compile them in parallel, which costs a third more than one piece. It is also quicker
+# with its older generator of loops, a flag with which versions after JAX 0.10 abort. (With
+# `jax_disable_most_optimizations` it takes as little, but then maxima of an axis can be wrong.)
+# Most programs that tests start inherit these flags.
 os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    f" {os.environ.get('XLA_FLAGS', '')}".rstrip()
+    "--xla_cpu_use_fusion_emitters=false " * version("jaxlib").startswith("0.10.")
+    + f"--xla_cpu_parallel_codegen_split_count=1 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 )
 
 import jax
@@ -48,6 +52,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def strategy_of() -> Callable[[int], dist.MirroredStrategy]:
     """A function that returns a `MirroredStrategy` on the given number of CPU devices."""
     return lambda num_replicas: dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 600 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disk)]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can make a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.fixture

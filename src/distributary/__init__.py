@@ -19,7 +19,13 @@ from distributary.context import (
     has_strategy,
     in_cross_replica_context,
 )
-from distributary.gradients import GradientTape, UnconnectedGradients, grad, value_and_grad
+from distributary.gradients import (
+    GradientTape,
+    UnconnectedGradients,
+    global_batch_loss,
+    grad,
+    value_and_grad,
+)
 from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, InputReplicationMode, RunOptions
 from distributary.strategies import (
@@ -87,6 +93,7 @@ __all__ = [
     "function",
     "get_replica_context",
     "get_strategy",
+    "global_batch_loss",
     "grad",
     "has_strategy",
     "in_cross_replica_context",

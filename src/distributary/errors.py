@@ -9,6 +9,7 @@ same situation, so `except ValueError` and friends keep working:
     ├── DeviceError (ValueError)               a device that cannot be parsed or does not exist
     ├── InvalidValueError (ValueError)         an argument has the right type and a wrong value
     │   ├── ClusterError (RuntimeError)        what describes the cluster is missing or wrong
+    │   │   └── WorkerMismatchError            workers of a job do different things
     │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
     │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
@@ -51,6 +52,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "WorkerLostError",
+    "WorkerMismatchError",
 ]
 
 
@@ -76,6 +78,15 @@ class InvalidValueError(DistributaryError, ValueError):
 
 class ClusterError(InvalidValueError, RuntimeError):
     """What a cluster manager says about the job is missing or contradicts itself."""
+
+
+class WorkerMismatchError(ClusterError):
+    """The workers of a job run different programs, or the same ones in another order.
+
+    Every worker gets it, before a value is computed from what they do differently. A worker that
+    waits in a program which the others never join is ended instead, with the same text on stderr
+    and the exit code `WorkerLostError.exit_code`.
+    """
 
 
 class ReplicaMismatchError(InvalidValueError):

@@ -12,6 +12,7 @@ import pytest
 
 import distributary as dist
 from distributary.checkpoint import Checkpoint
+from distributary.checkpoint._files import sealed
 from distributary.data import Dataset
 
 ON_READ = dist.VariableSynchronization.ON_READ
@@ -273,7 +274,7 @@ def test_writing_again_replaces(tmp_path):
     checkpoint.restore(tmp_path / "ckpt")
 
     assert checkpoint.step == 2
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+    assert [entry.name for entry in tmp_path.glob("[!.]*")] == ["ckpt"]
     checkpoint.restore(None)  # a new training
 
 
@@ -300,20 +301,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     index = tmp_path / "ckpt-1" / "checkpoint.json"
     text = index.read_text(encoding="utf-8")
 
-    index.write_text(text.replace('"format": 1', '"format": 2'), encoding="utf-8")
-    with pytest.raises(OSError, match="has format 2, and this version of distributary reads"):
+    later = {**json.loads(text), "format": 3}
+    del later["crc32c"]
+    index.write_bytes(sealed(later))
+    with pytest.raises(OSError, match="has format 3, and this version of distributary reads"):
         checkpoint.restore(path)
     index.write_text(text[:50], encoding="utf-8")
-    with pytest.raises(OSError, match=r"ckpt-1 cannot be read"):
+    with pytest.raises(OSError, match=r"ckpt-1 cannot be read: its file checkpoint.json is dam"):
         checkpoint.restore(path)
-    index.write_text(text, encoding="utf-8")
-    for data in (tmp_path / "ckpt-1" / "arrays").rglob("d/*"):
-        data.write_bytes(data.read_bytes()[:-40])
-    checkpoint.a, checkpoint.b[:] = 5, 5
-    with pytest.raises(OSError, match=r"ckpt-1 cannot be read"):
-        checkpoint.restore(path)
-    assert checkpoint.a == 5
-    assert checkpoint.b[0] == 5
 
 
 def test_an_interrupted_training_ends_on_the_same_weights(strategy_of, tmp_path):

@@ -10,11 +10,16 @@ import pytest
 
 from distributary.cli import main
 
-_CLUSTER = {"chief": ["10.0.0.1:1"], "worker": ["10.0.0.2:1", "10.0.0.3:1"], "ps": ["10.0.0.4:1"]}
+_CLUSTER = {
+    "chief": ["10.0.0.1:1"],
+    "worker": ["10.0.0.2:1", "10.0.0.3:1"],
+    "evaluator": ["10.0.0.4:1"],
+}
 
 
-def _config(task_type, index):
-    return json.dumps({"cluster": _CLUSTER, "task": {"type": task_type, "index": index}})
+def _config(task_type, index, **others):
+    cluster = _CLUSTER | others
+    return json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}})
 
 
 def _found(monkeypatch, capsys, tf_config):
@@ -61,11 +66,23 @@ def test_it_says_which_worker_this_is_and_connects_to_nobody(monkeypatch, capsys
 
 
 def test_a_task_that_does_not_train_is_told_so(monkeypatch, capsys):
-    code, found = _found(monkeypatch, capsys, _config("ps", 0))
+    code, found = _found(monkeypatch, capsys, _config("evaluator", 0))
 
     assert code == 0
     several = found["strategies"]["MultiWorkerMirroredStrategy"]
-    assert several["description"] == "this process is ps 0, which does not train with the workers"
+    assert (
+        several["description"] == "this process is evaluator, which does not train with the workers"
+    )
+
+
+@pytest.mark.parametrize("task_type", ["worker", "ps"])
+def test_a_cluster_with_parameter_servers_is_told_its_strategy(monkeypatch, capsys, task_type):
+    code, found = _found(monkeypatch, capsys, _config(task_type, 0, ps=["10.0.0.5:1"]))
+
+    assert code == 0
+    several = found["strategies"]["MultiWorkerMirroredStrategy"]
+    assert several["task"] == f"{task_type} 0"
+    assert several["description"].endswith("which ParameterServerStrategy is for")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.collectives import CollectiveAllReduce
+from distributary.compilation import collectives_of
 
 _SHAPES = [(3,), (4, 2), (), (17,)]
 
@@ -42,10 +43,7 @@ def _step(options=None):
 
 def _collectives(text):
     """Names and replica groups of the collectives of a compiled program."""
-    pattern = (
-        r"= \S.*? (all-reduce|all-gather|reduce-scatter)\(.*?replica_groups=(\{\{.*?\}\}|\[.*?\])"
-    )
-    return re.findall(pattern, text)
+    return [(collective.kind, collective.groups) for collective in collectives_of(text)]
 
 
 def _compiled(strategy, options=None):
@@ -140,12 +138,12 @@ def test_hierarchical_reduces_inside_groups_and_then_across():
     found = _compiled(_strategy(4, dist.HierarchicalCopyAllReduce()))
 
     assert found == [
-        ("reduce-scatter", "{{0,1},{2,3}}"),
-        ("all-reduce", "{{0,2},{1,3}}"),
-        ("all-gather", "{{0,1},{2,3}}"),
+        ("reduce-scatter", ((0, 1), (2, 3))),
+        ("all-reduce", ((0, 2), (1, 3))),
+        ("all-gather", ((0, 1), (2, 3))),
     ]
     assert [groups for _, groups in _compiled(_strategy(3, dist.HierarchicalCopyAllReduce()))] == [
-        "{{0,1,2}}"
+        ((0, 1, 2),)
     ]
 
 

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.errors import (
+    DeviceError,
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+)
 
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.MEAN
 
@@ -125,6 +130,89 @@ def test_destinations(destination, strategy_of):
     result = dist.NcclAllReduce().reduce(SUM, value, places[destination])
 
     np.testing.assert_array_equal(result.numpy(), [4.0, 6.0])
+
+
+def _named(strategy):
+    return "CPU:3"
+
+
+def _named_in_full(strategy):
+    return "/job:localhost/replica:0/task:0/device:CPU:3"
+
+
+def _array(strategy):
+    return jax.device_put(jnp.ones(1), jax.devices()[3])
+
+
+def _copy_of_a_variable(strategy):
+    with dist.MirroredStrategy(["CPU:2", "CPU:3"]).scope():
+        return dist.Variable(1.0).values[1]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax", "two devices", "result of run"])
+@pytest.mark.parametrize("on", [["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]], ids=str)
+@pytest.mark.parametrize(
+    "destination",
+    [_named, _named_in_full, _array, _copy_of_a_variable],
+)
+def test_one_device_gets_the_only_copy(destination, on, kind):
+    strategy = dist.MirroredStrategy(on)
+    value, place = _components(kind, strategy), destination(strategy)
+    device = jax.devices()[3]
+
+    for ops in OPS:
+        reduced = ops.reduce(SUM, value, place)
+        assert [copy.devices() for copy in reduced.values] == [{device}]
+        np.testing.assert_array_equal(reduced.numpy(), [4.0, 6.0])
+    with strategy.scope():
+        total = strategy.extended.reduce_to("sum", {"a": value}, place)["a"]
+        sent = strategy.extended.broadcast_to(np.arange(2), place)
+    assert total.devices() == sent.devices() == {device}
+    assert dist.NcclAllReduce().broadcast(np.ones(2), place).value().devices() == {device}
+    np.testing.assert_array_equal(total, [4.0, 6.0])
+    np.testing.assert_array_equal(sent + total, [4, 7])
+
+
+def test_slices_of_one_device(strategy_of):
+    strategy = strategy_of(2)
+    value = strategy.run(lambda: dist.IndexedSlices(jnp.ones((1, 2)), jnp.array([1]), (3, 2)))
+
+    result = strategy.extended.reduce_to("sum", value, "CPU:5")
+
+    assert result.values.devices() == result.indices.devices() == {jax.devices()[5]}
+    np.testing.assert_array_equal(result.indices, [1, 1])
+
+
+def test_destination_in_a_step_and_in_a_function(strategy_of):
+    strategy = strategy_of(2)
+    value = _components("result of run", strategy)
+
+    def merged(strategy, x):
+        return strategy.extended.reduce_to("sum", x, "CPU:5")
+
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0])
+
+    def merged_to_copy(strategy, x):
+        return strategy.extended.reduce_to("sum", x, v.values[1])
+
+    to_copy = strategy.run(
+        lambda x: dist.get_replica_context().merge_call(merged_to_copy, (x,)), (value,)
+    )
+    in_step = strategy.run(lambda x: dist.get_replica_context().merge_call(merged, (x,)), (value,))
+    in_function = dist.function(lambda x: strategy.extended.reduce_to("sum", x, "CPU:5"))(value)
+
+    for result in (*in_step.values, *to_copy.values, in_function):
+        np.testing.assert_array_equal(result, [4.0, 6.0])
+
+
+def test_device_that_does_not_exist(strategy_of):
+    value = _components("numpy", strategy_of(2))
+
+    with pytest.raises(DeviceError, match="no device 'CPU:77'"):
+        strategy_of(2).extended.reduce_to("sum", value, "CPU:77")
+    with pytest.raises(DeviceError, match="no device 'CPU:77'"):
+        dist.NcclAllReduce().reduce(SUM, value, "CPU:77")
 
 
 @pytest.mark.parametrize("destination", [None, "", 3, ["CPU:0"]])

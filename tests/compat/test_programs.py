@@ -92,6 +92,34 @@ def test_control_flow():
     assert not tf.is_tensor(np.ones(1))
 
 
+@pytest.mark.parametrize(
+    "kind", [tf.distribute.MirroredStrategy, tf.distribute.experimental.CentralStorageStrategy]
+)
+def test_local_results_mix(kind):
+    strategy = kind(["CPU:1", "CPU:2"])
+    with strategy.scope():
+        variable = tf.Variable(5.0, synchronization=None, aggregation=None)
+    batch = strategy.experimental_distribute_dataset(
+        tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0, 4.0]).batch(4)
+    )
+
+    rows = strategy.experimental_local_results(next(iter(batch)))
+    sums = strategy.experimental_local_results(
+        strategy.run(lambda x: tf.reduce_sum(x), args=(next(iter(batch)),))
+    )
+
+    assert [float(value) for value in (sum(sums), tf.add_n(sums), tf.reduce_sum(sums))] == [10] * 3
+    np.testing.assert_array_equal(tf.stack(sums), [3, 7])
+    np.testing.assert_array_equal(tf.convert_to_tensor(list(sums)), [3, 7])
+    np.testing.assert_array_equal(tf.concat(rows, axis=0), [1, 2, 3, 4])
+    assert float(sums[0] * 2 + sums[1] + variable) == 18
+    assert [float(x) for x in strategy.experimental_local_results(strategy.run(_one))] == [1, 1]
+
+
+def _one():
+    return tf.constant(1)
+
+
 def _draws(strategy, num_steps):
     def step():
         dropped = tf.nn.dropout(tf.ones([64]), 0.5)
@@ -132,6 +160,8 @@ def test_random_numbers_outside_of_steps():
     assert abs(values.mean() - 3) < 0.15
     assert abs(values.std() - 2) < 0.15
     assert np.corrcoef(values, other)[0, 1] < 0.1
+    tf.random.set_seed(None)
+    assert not np.array_equal(values, tf.random.normal([4000], mean=3.0, stddev=2.0))
     assert sorted(tf.random.shuffle([3, 1, 2]).tolist()) == [1, 2, 3]
     assert np.abs(tf.random.truncated_normal([500], stddev=0.5)).max() <= 1
     assert tf.random.categorical([[-50.0, 50.0]], 3).tolist() == [[1, 1, 1]]
@@ -166,3 +196,39 @@ def test_devices_are_listed_and_settings_that_come_too_late_are_refused():
         tf.config.set_visible_devices([gpu], "GPU")
     with pytest.raises(InvalidValueError, match="is no GPU"):
         tf.config.experimental.set_memory_growth(cpu, True)
+
+
+def test_input_signature_may_be_the_spec_of_a_distributed_dataset(strategy_of):
+    strategy = strategy_of(2)
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+    for size, expected in ((4, [[1, 5, 9, 13], [17, 21]]), (6, [[1, 5, 9, 13, 17, 21]])):
+        dataset = strategy.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices((rows, np.arange(6))).batch(
+                size, drop_remainder=size == 6
+            )
+        )
+
+        @tf.function(input_signature=[dataset.element_spec])
+        def sums(element):
+            def step(element):
+                x, number = element
+                assert (x.dtype, number.dtype) == (np.float32, np.int32)
+                return tf.reduce_sum(x, axis=1)
+
+            return strategy.gather(strategy.run(step, (element,)), axis=0)
+
+        for element, own in zip(dataset, expected, strict=True):
+            np.testing.assert_array_equal(sums(element), own)
+
+    x, number = element
+    halves = dist.PerReplica([v.astype(np.float16) for v in x.values])
+    np.testing.assert_array_equal(sums((halves, number)), expected[0])
+    with pytest.raises(
+        InvalidValueError, match=r"component .* has shape \(2, 2\).*input_signature"
+    ):
+        sums((dist.PerReplica([v[:2] for v in x.values]), number))
+    with pytest.raises(InvalidValueError, match="with 3 components, but input_signature has 2"):
+        sums((dist.PerReplica([*x.values, x.values[0]]), number))
+    with pytest.raises(TypeError, match="spec of a PerReplica with 2 components"):
+        sums((rows, number))

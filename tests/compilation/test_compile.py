@@ -163,7 +163,7 @@ def test_what_else_a_script_may_do(compile_all):
         assert (outcome.exit_code, outcome.reports) == (1, [])
         assert re.search(expected, outcome.stderr, re.DOTALL), (name, outcome.stderr)
     assert "steps.py never called a step 'mine'" in outcomes[-3].stderr
-    assert "There is no script 'absent.py'." in outcomes[-2].stderr
+    assert "there is no file 'absent.py'" in outcomes[-2].stderr
     assert outcomes[-1].reports[0]["step"] == "one_device"
 
 
@@ -192,6 +192,14 @@ def test_a_missing_compiler_is_named_with_its_extra(topology, module, extra, mon
         ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
         ("[2,4]<=[8]", np.arange(8).reshape(2, 4)),
         ("[4,2]<=[2,4]T(1,0)", np.arange(8).reshape(2, 4).T),
+        ("mesh['a'=2,'b'=4] {'a'}", np.arange(8).reshape(2, 4).T),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b','c'}", np.arange(8).reshape(2, 4)),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        ("mesh['a'=4], device_ids=(2,0,3,1) {'a'}", [[2, 0, 3, 1]]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['a'=1,'b'=2], device_ids=([1,2]) {'b','a'}", [[0, 1]]),
+        ("mesh['a'=8] {'a':(1)2}", np.arange(8).reshape(2, 4).T),
+        ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ],
 )
 def test_replica_groups_are_read_in_every_form(written, expected):

@@ -32,6 +32,19 @@ def test_default_replica_context():
     assert "default strategy" in repr(context)
 
 
+@pytest.mark.parametrize("devices", [["CPU:2"], ["CPU:1", "CPU:3"]])
+def test_devices_of_a_step_are_those_of_its_replicas(devices):
+    seen = []
+
+    dist.MirroredStrategy(devices).run(lambda: seen.append(_context().devices))
+
+    assert seen == [tuple(f"/job:localhost/replica:0/task:0/device:{d}" for d in devices)]
+
+
+def test_devices_of_the_default_replica_context_are_the_default_one():
+    assert _context().devices == ("/job:localhost/replica:0/task:0/device:CPU:0",)
+
+
 def test_collectives_of_the_default_replica_context_give_the_value():
     context = _context()
 

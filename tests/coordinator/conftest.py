@@ -14,6 +14,7 @@ from distributary.coordinator._certificates import Credentials, make_certificate
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._messages import Limits, Message
+from distributary.coordinator._token import Token
 from distributary.errors import ReplicaMismatchError
 
 _PEER = Path(__file__).parent / "programs" / "peer.py"
@@ -81,11 +82,11 @@ def link(request, service):
             limits = LIMITS if request.param == "frames" else None
             link = InProcessLink(service, name="ps 0", limits=limits)
         else:
-            own = other = None
+            own = other = Token.new()
             if request.param == "mtls":
                 folder = request.getfixturevalue("certificates")
                 own, other = Credentials.load(folder, "worker"), Credentials.load(folder, "ps")
-            server = GrpcServer(service, "127.0.0.1:0", other, LIMITS)
+            server = GrpcServer(service, "127.0.0.1:0", other, LIMITS, task="ps")
             stack.callback(server.close)
             link = GrpcLink(server.address, "ps", own, LIMITS)
         stack.callback(service.go_on.set)

@@ -15,7 +15,7 @@ from tests.coordinator.frames import damaged_frames
 _KINDS_OF_ALL = ["alive", "hello", "identify", "nothing"]
 _KINDS = {
     "ps": [
-        *("create", "read", "assign", "delete", "finish", "program", "push"),
+        *("create", "read", "assign", "delete", "finish", "update", "push"),
         *("copy", "load", "save", "adopt", "drop", *_KINDS_OF_ALL),
     ],
     "worker": ["source", "peek", "function", "plan", "run", *_KINDS_OF_ALL],
@@ -28,6 +28,7 @@ _FIELDS = {
     "closure": [0, -1, 1 << 70, "a", None],
     "finished": [0, 1 << 70, -5, None, []],
     "program": ["", "0" * 64, None, 7],
+    "update": [0, 1, -1, "a", [], None],
     "states": [[], [0], [[]], None],
     "outputs": [[], [0], [1 << 80], {}],
     "kind": ["next", "value", "fed", None],

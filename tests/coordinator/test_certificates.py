@@ -76,7 +76,7 @@ def test_a_server_in_another_role_is_refused(server, service, certificates):
 
 
 def test_a_server_without_certificate_is_refused(service, certificates):
-    server = GrpcServer(service, "127.0.0.1:0")
+    server = GrpcServer(service, "127.0.0.1:0", insecure=True)
     try:
         with pytest.raises(ConnectionLostError, match="UNAVAILABLE"):
             _call(server.address, "ps", Credentials.load(certificates, "worker"))

@@ -98,7 +98,9 @@ def _every_third(kinds, fault):
 
 
 @pytest.mark.parametrize("fault", [lose_request, lose_reply, duplicate])
-@pytest.mark.parametrize("kinds", [("push", "read"), ("run",), ("assign", "create")])
+@pytest.mark.parametrize(
+    "kinds", [("push", "read"), ("run",), ("update", "finish"), ("assign", "create")]
+)
 def test_messages_are_lost_and_doubled(kinds, fault, new_job):
     job = new_job()
     job.cluster.fault = _every_third(kinds, fault)
@@ -112,6 +114,15 @@ def test_messages_are_lost_and_doubled(kinds, fault, new_job):
     else:
         job.run(30)
         assert job.counts() == [30, 30]
+
+
+def test_servers_forget_closures_that_have_ended(new_job):
+    job = new_job()
+    job.run(5000)
+
+    for server in ("ps 0", "ps 1"):
+        assert len(job.cluster._services[server]._stay.tenant._applied) < 1000
+    assert job.counts() == [5000, 5000]
 
 
 def test_workers_come_back_with_all_that_they_need(new_job):

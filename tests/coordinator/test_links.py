@@ -102,7 +102,7 @@ def test_calls_under_way_raise_when_the_link_is_closed(link, service):
 
 def test_links_and_servers_leave_no_thread_behind(service):
     threads_before = set(threading.enumerate())
-    server = GrpcServer(service, "127.0.0.1:0")
+    server = GrpcServer(service, "127.0.0.1:0", insecure=True)
     links = [GrpcLink(server.address, "ps"), InProcessLink(service)]
     for link in links:
         link.call(Message("echo"), _SECONDS)
@@ -134,7 +134,9 @@ def test_messages_beyond_the_limits_are_named(link):
 
 
 def test_a_sender_with_other_limits_is_told(service):
-    server = GrpcServer(service, "127.0.0.1:0", limits=Limits(max_message_bytes=1 << 21))
+    server = GrpcServer(
+        service, "127.0.0.1:0", limits=Limits(max_message_bytes=1 << 21), insecure=True
+    )
     link = GrpcLink(server.address, "ps")
     try:
         with pytest.raises(WireError, match=r"ps at .* refuses .* expected 2097152 or fewer"):
@@ -304,7 +306,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_message(service):
         concurrent.futures.ThreadPoolExecutor(4) as threads,
         contextlib.ExitStack() as stack,
     ):
-        server = GrpcServer(service, "127.0.0.1:0")
+        server = GrpcServer(service, "127.0.0.1:0", insecure=True)
         stack.callback(server.close)
         link = GrpcLink(f"127.0.0.1:{listener.getsockname()[1]}", "ps")
         stack.callback(link.close)
@@ -365,7 +367,7 @@ def test_damaged_frames_leave_a_server_as_it_was(start_peer):
 
 
 def test_more_links_than_allowed_are_refused(service):
-    server = GrpcServer(service, "127.0.0.1:0", max_links=2)
+    server = GrpcServer(service, "127.0.0.1:0", max_links=2, insecure=True)
     links = [GrpcLink(server.address, "ps") for _ in range(3)]
     try:
         for link in links[:2]:
@@ -397,7 +399,7 @@ def test_insecure_is_spelled_out(service):
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_the_address_is_the_one_to_call(host, service):
-    server = GrpcServer(service, f"{host}:0")
+    server = GrpcServer(service, f"{host}:0", insecure=True)
     link = GrpcLink(server.address, "ps")
     try:
         assert server.address.startswith(f"{host}:")
@@ -416,9 +418,9 @@ def test_what_is_no_address_is_named(address, service):
 
 
 def test_a_port_in_use_is_named(service):
-    server = GrpcServer(service, "127.0.0.1:0")
+    server = GrpcServer(service, "127.0.0.1:0", insecure=True)
     try:
         with pytest.raises(ClusterError, match=f"{server.address}: .* Is the port in use"):
-            GrpcServer(service, server.address)
+            GrpcServer(service, server.address, insecure=True)
     finally:
         server.close()

@@ -16,6 +16,7 @@ from distributary.coordinator._per_worker import (
     experimental_get_current_worker_index,
 )
 from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.data import Dataset
 from distributary.errors import (
     CancelledError,
     ContextError,
@@ -122,6 +123,86 @@ def test_batches_of_another_size_are_another_program(cluster):
     sizes = [len(value) for value in coordinator.fetch(values)]
     assert set(sizes) == {3, 4}
     assert total.numpy() == 2 * sum(sizes)
+
+
+def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch(cluster):
+    strategy = cluster(2, 1)
+    with strategy.scope():
+        total = dist.Variable(0.0)
+    coordinator = ClusterCoordinator(strategy)
+    rows = np.arange(1.0, 12.0, dtype=np.float32)
+    captured = iter(Dataset.from_tensor_slices(rows).batch(2))
+
+    def add(iterator):
+        batch = next(iterator)
+        total.assign_add(jnp.sum(batch))
+        return jnp.sum(batch), batch.size
+
+    for closure, iterator in [
+        (add, iter(Dataset.from_tensor_slices(rows).batch(2))),
+        (dist.function(add), iter(Dataset.from_tensor_slices(rows).batch(2))),
+        (lambda: add(captured), None),
+    ]:
+        total.assign(0.0)
+        args = () if iterator is None else (iterator,)
+        values = [coordinator.schedule(closure, args=args) for _ in range(6)]
+        coordinator.join()
+        sums = sorted(tuple(map(float, value)) for value in coordinator.fetch(values))
+        assert sums == [(3, 2), (7, 2), (11, 1), (11, 2), (15, 2), (19, 2)]
+        assert total.numpy() == 66
+        with pytest.raises(OutOfRangeError, match="has ended"):
+            for _ in range(2):
+                coordinator.schedule(closure, args=args)
+            coordinator.join()
+
+
+def test_a_compiled_function_distributes_the_dataset_of_the_workers(cluster):
+    strategy = cluster(2, 1)
+    coordinator = ClusterCoordinator(strategy)
+
+    def batches(context):
+        return Dataset.from_tensor_slices(X).repeat().batch(context.get_per_replica_batch_size(4))
+
+    @dist.function
+    def from_function():
+        return strategy.distribute_datasets_from_function(batches)
+
+    @dist.function
+    def distributed():
+        return strategy.experimental_distribute_dataset(batches(dist.InputContext()))
+
+    @dist.function
+    def plain():
+        return batches(dist.InputContext())
+
+    for dataset_fn in (from_function, distributed, plain):
+        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+        value = coordinator.schedule(lambda it: strategy.run(lambda x: x, (next(it),)), (iterator,))
+        np.testing.assert_array_equal(value.fetch(), X[:4])
+
+
+def test_what_closures_have_not_taken_of_an_iterator_is_there_for_others(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    iterator = iter(Dataset.range(1, 4))
+
+    assert coordinator.schedule(next, args=(iterator,)).fetch() == 1
+    assert next(iterator) == 2
+    assert coordinator.schedule(next, args=(iterator,)).fetch() == 3
+    reference = weakref.ref(iterator)
+    del iterator
+    coordinator.join()
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_closure_does_not_loop_over_a_dataset_of_the_coordinator(cluster):
+    coordinator = ClusterCoordinator(cluster(1, 1))
+    dataset = Dataset.range(1, 4)
+
+    with pytest.raises(ContextError, match=r"iterates over .*range.*pass|Pass iter\(dataset\)"):
+        coordinator.schedule(lambda: sum(dataset))
+    with pytest.raises(ContextError, match="loops over the iterator"):
+        coordinator.schedule(sum, args=(iter(dataset),))
 
 
 def test_arrays_may_be_written_to_when_they_have_been_given_away(cluster):

@@ -243,20 +243,17 @@ def test_a_server_refuses_rows_that_it_does_not_have():
     server.handle(Message("create", {"ids": [0]}, [TABLE]), None)
     aval = jax.ShapeDtypeStruct(TABLE.shape, np.float32)
     program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
-    server.handle(Message("program", blobs=[program.content]), None)
+    own = PushedRows(0, 0, 60, [0], [0], [0], is_whole=False, bucket=16)
 
-    def push_rows(rows, values, **changes):
-        own = PushedRows(0, 0, 60, [0], [0], [0], is_whole=False, bucket=16)
-        fields = {
-            "closure": 0,
-            "finished": 0,
-            "program": program.name,
-            "states": [0],
-            "outputs": [0],
-            "rows": [astuple(replace(own, **changes))],
-            "ids": [],
-            "num_row_reads": 0,
-        }
+    def update(number, states, outputs, **changes):
+        rows = [astuple(replace(own, **changes))]
+        fields = {"number": number, "states": states, "outputs": outputs, "rows": rows}
+        server.handle(Message("update", fields, blobs=[program.content]), None)
+
+    update(0, [0], [0])
+
+    def push_rows(rows, values):
+        fields = {"closure": 0, "update": 0, "ids": [], "num_row_reads": 0}
         arrays = [np.full((values, 3), 1, np.float32), np.array(rows, np.int64)]
         return server.handle(Message("push", fields, arrays), None)
 
@@ -266,7 +263,7 @@ def test_a_server_refuses_rows_that_it_does_not_have():
     with pytest.raises(InvalidValueError, match="Rows 60 to 60"):
         push_rows([60], 1)
     with pytest.raises(InvalidValueError, match="rows of a variable of 1000000000000 rows"):
-        push_rows([1], 1, is_whole=True, size=10**12, states=[], outputs=[])
+        update(1, [], [], is_whole=True, size=10**12)
     (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
     np.testing.assert_array_equal(value, TABLE)
     push_rows([1, 59], 2)

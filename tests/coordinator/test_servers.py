@@ -1,7 +1,6 @@
 """Training with workers and servers in processes of their own."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import psutil
 import pytest
@@ -19,13 +19,17 @@ from distributary.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
 )
-from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._certificates import ROLES, Credentials
+from distributary.coordinator._copies import Copies
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._messages import Message
+from distributary.coordinator._permissions import SENDERS
 from distributary.coordinator._processes import cluster_of, connect, tasks_of
+from distributary.coordinator._programs import export_function
 from distributary.coordinator._sessions import hello, new_session
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._task_server import RoleCheck
+from distributary.coordinator._worker import Worker
 from distributary.errors import (
     ClusterError,
     DistributaryWarning,
@@ -121,31 +125,79 @@ def test_training_equals_numpy(strategy):
     np.testing.assert_allclose(b.numpy(), expected[1], rtol=1e-3, atol=1e-5)
 
 
-def test_messages_are_for_roles(tasks, certificates):
-    with contextlib.ExitStack() as stack:
+_OF_CHIEF = {
+    "worker": {"forget", "function", "peek", "plan", "run", "source"},
+    "ps": {"adopt", "assign", "copy", "create", "drop", "finish", "load", "read", "save"}
+    | {"statistics", "update"},
+}
+_OF_WORKER = {"worker": set(), "ps": {"push", "read"}}
+_OF_SESSIONS = {"alive", "hello", "identify"}
 
-        def link(role, task_type="ps"):
-            link = _link(tasks, certificates, role, task_type)
-            stack.callback(link.close)
-            return link
 
-        chief, worker, ps = link("chief"), link("worker"), link("ps")
-        session = new_session()
-        create = Message("create", {"session": session, "ids": [1]}, [np.float32(3)])
-        read = Message("read", {"session": session, "ids": [1]})
-        for other, kind in itertools.product((worker, ps), ("create", "save", "load")):
-            with pytest.raises(PermissionError, match=rf"ps 0 got '{kind}' from (worker|ps) at"):
-                other.call(Message(kind, create.fields, create.arrays), _SECONDS)
-        with pytest.raises(PermissionError, match="'hello' from worker"):
-            worker.call(hello(session), _SECONDS)
+def _may_send(role, task_type):
+    of_chief = _OF_CHIEF[task_type] | _OF_SESSIONS
+    return {"chief": of_chief, "worker": _OF_WORKER[task_type], "ps": set()}[role]
+
+
+def test_every_kind_of_message_is_in_the_table():
+    of_tasks = {
+        "worker": set(Worker._methods),
+        "ps": {*ParameterServer._methods, *Copies.kinds},
+        "chief": set(),
+    }
+    for task_type, kinds in of_tasks.items():
+        assert set(SENDERS[task_type]) == kinds | (_OF_SESSIONS if kinds else set())
+
+
+@pytest.mark.parametrize("task_type", ["worker", "ps"])
+@pytest.mark.parametrize("role", ROLES)
+def test_every_message_is_for_its_roles(role, task_type, tasks, certificates):
+    session = new_session()
+    fields = {"session": session, "seconds": 0}
+    kinds = {*SENDERS["ps"], *SENDERS["worker"], "program", "shutdown", ""}
+    with (
+        contextlib.closing(_link(tasks, certificates, "chief", task_type)) as chief,
+        contextlib.closing(_link(tasks, certificates, role, task_type)) as link,
+    ):
         chief.call(hello(session), _SECONDS)
-        chief.call(create, _SECONDS)
-        assert worker.call(read, _SECONDS).arrays == [3]
-        with pytest.raises(PermissionError, match=r"'read' from ps at .* only the chief may"):
-            ps.call(read, _SECONDS)
-        for role in ("worker", "ps"):
-            with pytest.raises(PermissionError, match="worker 0 got 'source' from"):
-                link(role, "worker").call(Message("source"), _SECONDS)
+        errors = {k: link.start(Message(k, fields)).exception(_SECONDS) for k in sorted(kinds)}
+
+    refused = {kind for kind, error in errors.items() if isinstance(error, PermissionError)}
+    assert refused == kinds - _may_send(role, task_type)
+    for kind in refused:
+        text = rf"{task_type} 0 got '{kind}' from {role} at ipv4:\S+, which (only the|nobody)"
+        assert re.match(text, str(errors[kind]))
+
+
+def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(tasks, certificates):
+    aval = jax.ShapeDtypeStruct((), np.float32)
+    program = export_function(lambda w, g: [w + g], [aval, aval], [None, None])
+    session = new_session()
+
+    def message(kind, arrays=(), blobs=(), **fields):
+        return Message(kind, {"session": session, **fields}, list(arrays), list(blobs))
+
+    with (
+        contextlib.closing(_link(tasks, certificates, "chief")) as chief,
+        contextlib.closing(_link(tasks, certificates, "worker")) as worker,
+    ):
+        chief.call(hello(session), _SECONDS)
+        chief.call(message("create", [np.float32(3), np.float32(5)], ids=[1, 2]), _SECONDS)
+        update = {"number": 0, "states": [1], "outputs": [1], "rows": []}
+        chief.call(message("update", blobs=[program.content], **update), _SECONDS)
+        push = {"update": 0, "ids": [], "num_row_reads": 0}
+        # Other variables and closures of others are none of its business.
+        more = {"outputs": [2], "states": [2], "finished": 1 << 60, "program": program.name}
+        worker.call(message("push", [np.float32(1)], closure=0, **push, **more), _SECONDS)
+        worker.call(message("push", [np.float32(1)], closure=1, **push), _SECONDS)
+        values = worker.call(message("read", ids=[1, 2]), _SECONDS).arrays
+        with pytest.raises(InvalidValueError, match="ps 0 has no update 1"):
+            worker.call(message("push", closure=2, **{**push, "update": 1}), _SECONDS)
+        # It would be taken for the chief's next request, which would then not be handled.
+        with pytest.raises(PermissionError, match="with the field 'request' from worker"):
+            worker.call(message("read", ids=[1], request=1), _SECONDS)
+
+    np.testing.assert_array_equal(values, [5, 5])
 
 
 def test_a_port_in_use_is_named(tasks, certificates, monkeypatch):
@@ -224,7 +276,7 @@ def test_a_script_is_launched_as_all_tasks_and_survives_a_worker(tmp_path, monke
 def test_missing_tasks_are_named(monkeypatch):
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0.2")
     worker, ps = free_addresses("127.0.0.1", 2)
-    server = GrpcServer(RoleCheck("ps 0", ParameterServer(0)), ps)
+    server = GrpcServer(RoleCheck("ps", 0, ParameterServer(0)), ps, insecure=True)
     try:
         with pytest.raises(ClusterError) as caught:
             cluster_of(SimpleClusterResolver(ClusterSpec({"worker": [worker], "ps": [ps]})))
@@ -245,11 +297,11 @@ class _Worker:
 
 def test_workers_with_another_number_of_devices_are_named():
     addresses = free_addresses("127.0.0.1", 3)
-    services = [_Worker(0, 2), _Worker(1, 4), RoleCheck("ps 0", ParameterServer(0))]
+    services = [_Worker(0, 2), _Worker(1, 4), RoleCheck("ps", 0, ParameterServer(0))]
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}
     with contextlib.ExitStack() as stack:
         for service, address in zip(services, addresses, strict=True):
-            stack.callback(GrpcServer(service, address).close)
+            stack.callback(GrpcServer(service, address, insecure=True).close)
         with pytest.raises(ClusterError, match=r"worker 1 at \S+ has 4 .* worker 0 at \S+ has 2:"):
             cluster_of(SimpleClusterResolver(ClusterSpec(cluster)))
 
@@ -257,7 +309,9 @@ def test_workers_with_another_number_of_devices_are_named():
 def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
     address, other = free_addresses("127.0.0.1", 2)
     port = address.partition(":")[2]
-    server = dist.Server({"worker": [other], "ps": [f"pod.invalid:{port}"]}, "ps", start=False)
+    server = dist.Server(
+        {"worker": [other], "ps": [f"pod.invalid:{port}"]}, "ps", start=False, insecure=True
+    )
     answers = [socket.gaierror("not known"), [(socket.AF_INET, 0, 0, "", ("127.0.0.1", int(port)))]]
 
     def getaddrinfo(*args, **kwargs):
@@ -270,15 +324,15 @@ def test_a_server_waits_for_the_address_of_its_host(monkeypatch):
         patch.setattr(socket, "getaddrinfo", getaddrinfo)
         server.start()
     with pytest.raises(ClusterError, match="in use"):
-        GrpcServer(_Stranger(), address)
+        GrpcServer(_Stranger(), address, insecure=True)
     server._server.close()
 
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "0")
     with pytest.raises(ClusterError, match=r"Cannot listen at pod\.invalid"):
-        dist.Server(server.server_def)
+        dist.Server(server.server_def, insecure=True)
     monkeypatch.setenv("DISTRIBUTARY_CONNECT_SECONDS", "soon")
     with pytest.raises(InvalidValueError, match="'soon', expected a number of seconds"):
-        dist.Server(server.server_def)
+        dist.Server(server.server_def, insecure=True)
 
 
 class _Stranger:
@@ -300,7 +354,7 @@ class _Stranger:
 )
 def test_tasks_that_do_not_fit_are_refused(fields, text):
     workers = free_addresses("127.0.0.1", 1)
-    server = GrpcServer(_Stranger(**fields), "127.0.0.1:0")
+    server = GrpcServer(_Stranger(**fields), "127.0.0.1:0", insecure=True)
     spec = ClusterSpec({"worker": workers, "ps": [server.address]})
     try:
         with pytest.raises(ClusterError, match=text):

@@ -92,3 +92,16 @@ def test_functions_of_the_running_script_come_first(as_script):
     assert find({"module": "__main__", "name": "make", "args": [], "kwargs": {}})() == 1
     with pytest.raises(UnknownMakerError, match="above the line that raises AssertionError"):
         find({"module": "__main__", "name": "other", "args": [], "kwargs": {}})
+
+
+def test_a_compiled_function_is_described_and_found_like_the_one_it_compiles(as_script):
+    main = as_script("")
+    exec(
+        "import distributary\n@distributary.function\ndef make(start): return [start, start + 1]",
+        vars(main),
+    )
+
+    description = describe(functools.partial(main.make, 2))
+
+    assert description == {"module": "__main__", "name": "make", "args": [2], "kwargs": {}}
+    assert find(description)() == [2, 3]

@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -248,14 +249,92 @@ def test_generators_keep_to_their_signature():
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
     for bad, error, message in [
         ((np.ones((3, 3), np.float32), 1), ValueError, r"element 0 has shape \(3, 3\)"),
-        ((np.ones((3, 2)), 1), TypeError, "dtype float64 where output_signature has float32"),
+        ((1j * np.ones((3, 2)), 1), TypeError, "complex128, which does not fit the float32"),
         ((np.ones((3, 2), np.float32),), TypeError, "structure"),
-        ((np.ones((3, 2), np.float32), 1.5), TypeError, "dtype float64"),
+        (
+            (np.ones((3, 2), np.float32), 1.5),
+            TypeError,
+            "element 0 is 1.5, of dtype float64, which",
+        ),
     ]:
         with pytest.raises(error, match=message):
             list(make(bad))
     old = Dataset.from_generator(lambda n: range(n), np.int64, (), args=(3,))
     assert _values(old) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (np.float64(1.3), np.float32, np.float32(1.3)),
+        (np.arange(2.0), np.float16, np.arange(2, dtype=np.float16)),
+        (1.5, np.float32, np.float32(1.5)),
+        (1.5, jnp.bfloat16, jnp.bfloat16(1.5)),
+        (3, np.float32, np.float32(3)),
+        (np.float64(2), np.int32, np.int32(2)),
+        (np.int64(3), np.uint8, np.uint8(3)),
+        (True, np.int32, np.int32(1)),
+        (1, np.bool_, np.True_),
+        # TensorFlow gives 1, 44, 0, True, 5 and 0.
+        (1.5, np.int32, TypeError),
+        (np.int64(300), np.uint8, TypeError),
+        (np.int64(1) << 40, np.int32, TypeError),
+        (2, np.bool_, TypeError),
+        ("5", np.float32, TypeError),
+        (1j, np.float32, TypeError),
+        (5, object, TypeError),
+        (float("nan"), np.int32, TypeError),
+    ],
+)
+def test_elements_of_generators_get_the_dtypes_of_the_signature(value, dtype, expected):
+    dataset = Dataset.from_generator(lambda: [value], output_types=dtype)
+    if expected is TypeError:
+        with pytest.raises(TypeError, match=r"element 0 is .* does not fit"):
+            list(dataset)
+        return
+
+    (element,) = dataset
+
+    assert element.dtype == dtype
+    np.testing.assert_array_equal(element, expected)
+
+
+def test_output_types_need_no_shapes():
+    rows = [(np.ones((1, 2)), {"y": 1}), (np.ones((3, 2)), {"y": 2})]
+    types = (np.float32, {"y": np.int32})
+
+    alone = Dataset.from_generator(lambda: rows, types)
+    partly = Dataset.from_generator(lambda: rows, types, (None, {"y": ()}))
+    sized = Dataset.from_generator(lambda: rows, types, ((None, 2), {"y": ()}))
+    with_signature = Dataset.from_generator(
+        lambda: [1.0], output_signature=TensorSpec(None, np.float32)
+    )
+
+    for dataset in (alone, partly, sized):
+        assert [(x.dtype, x.shape, y["y"].dtype) for x, y in dataset] == [
+            (np.float32, (1, 2), np.int32),
+            (np.float32, (3, 2), np.int32),
+        ]
+    # As it is with the first element where nothing else is known.
+    assert alone.element_spec == (TensorSpec((1, 2)), {"y": TensorSpec((), np.int32)})
+    assert sized.element_spec == (TensorSpec((None, 2)), {"y": TensorSpec((), np.int32)})
+    assert with_signature.batch(1).element_spec == TensorSpec((None,))
+    with pytest.raises(ValueError, match=r"output_shapes is \(\(\),\) with output_types"):
+        Dataset.from_generator(lambda: rows, types, ((),))
+
+
+def test_sparse_matrices_are_refused(strategy_of):
+    sparse = pytest.importorskip("scipy.sparse")
+    uses = (
+        Dataset.from_tensor_slices,
+        lambda matrix: Dataset.from_tensors((matrix, 1)),
+        lambda matrix: list(Dataset.from_generator(lambda: [matrix]).batch(1)),
+        lambda matrix: list(strategy_of(2).experimental_distribute_dataset([matrix])),
+    )
+    for use in uses:
+        for matrix in (sparse.eye(4, format="csr"), sparse.coo_array(np.eye(4))):
+            with pytest.raises(TypeError, match=r"holds the sparse matrix .*matrix\.toarray\(\)"):
+                use(matrix)
 
 
 def test_element_spec_knows_which_sizes_vary():

@@ -1,12 +1,16 @@
 """Files as sources; what they hold is compared with what was written."""
 
 import base64
+import bz2
 import gzip
+import lzma
+import zlib
 
 import numpy as np
 import pytest
 
 from distributary.data import Dataset, ParquetDataset, TensorSpec, TextLineDataset, TFRecordDataset
+from distributary.errors import InvalidValueError
 
 # Written by tf.io.TFRecordWriter of TensorFlow 2.21: b"first", b"", b"\0\1\0", 20 times b"x".
 _RECORDS = base64.b64decode(
@@ -166,25 +170,135 @@ def test_records_that_tensorflow_wrote(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: b"\x01" + data[1:], "record 0 of .* has a damaged length"),
-        (lambda data: data[:-3], "record 3 of .* is cut off"),
-        (lambda data: data[:25], "record 1 of .* is cut off"),
+        (lambda data: b"\x01" + data[1:], "record 0 of .*, at byte 0, has a damaged length, 1:"),
+        (lambda data: data[:-3], "record 3 of .*, at byte 56, is cut off: of 24 bytes 21"),
+        (lambda data: data[:25], "record 1 of .*, at byte 21, is cut off: .* 4 bytes are there"),
         (lambda data: b"hello", "record 0 of .* is cut off"),
+        (lambda data: data.replace(b"first", b"worst"), "record 0 of .* checksum of its 5 bytes"),
+        (lambda data: data[:63] + b"\x80" + data[64:], "record 3 of .* damaged length, 92233"),
+        # Lengths that are absurd, but have the right checksum.
+        (lambda data: data + _header(1 << 62), "record 4 .* of 4611686018427387908 bytes 0 are"),
+        (lambda data: data + _header(1 << 63) + b"abc", "record 4 .* bytes 3 are there"),
     ],
 )
 def test_damaged_records_are_noticed(tmp_path, change, message):
     (tmp_path / "a").write_bytes(change(_RECORDS))
 
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidValueError, match=message):
         list(TFRecordDataset(tmp_path / "a"))
 
 
-def test_damaged_contents_are_noticed_where_a_library_computes_checksums(tmp_path):
-    pytest.importorskip("google_crc32c")
-    (tmp_path / "a").write_bytes(_RECORDS.replace(b"first", b"worst"))
+def _header(size):
+    length = size.to_bytes(8, "little")
+    return length + _checksum(length)
 
-    with pytest.raises(ValueError, match=r"record 0 of .* is damaged: its checksum differs"):
-        list(TFRecordDataset(tmp_path / "a"))
+
+def _checksum(data):
+    """The masked CRC-32C of RFC 3720, one bit at a time."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    crc = ((crc >> 15) | (crc << 17)) + 0xA282EAD8
+    return (crc & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+_COMPRESSIONS = {
+    "": lambda data: data,
+    "GZIP": gzip.compress,
+    "ZLIB": zlib.compress,
+    "BZIP2": bz2.compress,
+    "XZ": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("compression_type", _COMPRESSIONS)
+def test_no_damage_to_a_file_of_records_is_silent(tmp_path, compression_type):
+    random = np.random.default_rng(7)
+    records = [random.bytes(int(size)) for size in random.integers(0, 80, 20)]
+    parts = [_header(len(data)) + data + _checksum(data) for data in records]
+    whole = _COMPRESSIONS[compression_type](b"".join(parts))
+    # Between two records nothing tells that the file was longer.
+    ends = {0, *np.cumsum([len(part) for part in parts])} if not compression_type else {0}
+    name = tmp_path / "records"
+    name.write_bytes(whole)
+    assert list(TFRecordDataset(name, compression_type)) == records
+
+    num_noticed = 0
+    num_changes = 2000 if compression_type in ("", "GZIP") else 200
+    for number in range(num_changes):
+        if number % 4:
+            position = int(random.integers(len(whole)))
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << int(random.integers(8))
+            is_cut = False
+        else:
+            damaged = whole[: int(random.integers(len(whole)))]
+            is_cut = len(damaged) in ends
+        name.write_bytes(damaged)
+        try:
+            found = list(TFRecordDataset(name, compression_type))
+        except InvalidValueError as error:
+            assert str(name) in str(error)  # noqa: PT017
+            num_noticed += 1
+        else:
+            assert found == (records[: len(found)] if is_cut else records)
+
+    # The others hit what means nothing, such as the time in the header of GZIP.
+    assert num_noticed > 0.97 * num_changes
+
+
+def test_lines_of_a_damaged_file_are_refused(tmp_path):
+    whole = gzip.compress(b"one\ntwo\n" * 100)
+    for damaged in (whole[:-9], whole[:-6] + b"\0\1" + whole[-4:], b"one\ntwo"):
+        (tmp_path / "a").write_bytes(damaged)
+        with pytest.raises(InvalidValueError, match=r"TextLineDataset: .*a' cannot be decompr"):
+            list(TextLineDataset(tmp_path / "a", "GZIP"))
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").write_bytes(whole)
+    dataset = TextLineDataset(tmp_path / "a", "GZIP")
+    (tmp_path / "a").unlink()
+    with pytest.raises(FileNotFoundError):
+        list(dataset)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_damaged_arrays_are_refused_in_our_words(tmp_path, suffix):
+    random = np.random.default_rng(3)
+    rows = random.normal(size=(25, 3)).astype(np.float32)
+    file = tmp_path / f"rows{suffix}"
+    name = str(file)
+    if suffix == ".npz":
+        np.savez_compressed(name, x=rows, y=np.arange(25))
+    else:
+        np.save(name, rows)
+    whole = file.read_bytes()
+    # Rows in a .npy file have no checksum.
+    fragile = len(whole) if suffix == ".npz" else len(whole) - rows.nbytes
+    num_refused = 0
+    for number in range(600):
+        if number % 4:
+            position = int(random.integers(fragile))
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << int(random.integers(8))
+        else:
+            damaged = whole[: int(random.integers(len(whole)))]
+        file.write_bytes(damaged)
+        try:
+            found = Dataset.from_npy(name)
+        except InvalidValueError as error:
+            assert name in str(error)  # noqa: PT017
+            num_refused += 1
+        else:
+            (batch,) = found.batch(25)
+            if suffix == ".npz":
+                np.testing.assert_array_equal(batch["x"], rows)
+                np.testing.assert_array_equal(batch["y"], np.arange(25))
+            else:
+                assert batch.nbytes == rows.nbytes
+    assert num_refused > 300
 
 
 def test_unknown_compressions_and_arguments_are_refused(tmp_path):
@@ -225,3 +339,32 @@ def test_rows_of_parquet_and_arrow_files(tmp_path):
         list(ParquetDataset(tmp_path / "b.parquet"))
     with pytest.raises(ValueError, match=r"'y' of .* missing values"):
         list(ParquetDataset(tmp_path / "b.parquet", columns=["y"]))
+
+
+def test_damaged_tables_are_refused_in_our_words(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    random = np.random.default_rng(5)
+    x = random.normal(size=500)
+    table = pyarrow.table({"x": x})
+    for suffix in (".parquet", ".arrow"):
+        file = tmp_path / f"rows{suffix}"
+        if suffix == ".arrow":
+            with pyarrow.ipc.new_file(str(file), table.schema) as writer:
+                writer.write_table(table)
+        else:
+            parquet.write_table(table, file, write_page_checksum=True)
+        whole = file.read_bytes()
+        for number in range(300):
+            damaged = bytearray(whole)
+            if number % 2:
+                damaged = damaged[: int(random.integers(len(whole)))]
+            else:
+                damaged[int(random.integers(len(whole)))] ^= 1 << int(random.integers(8))
+            file.write_bytes(damaged)
+            try:
+                list(ParquetDataset(file).batch(500))
+            except InvalidValueError as error:
+                assert str(file) in str(error)  # noqa: PT017
+                continue
+            assert number % 2 == 0

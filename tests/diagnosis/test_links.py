@@ -153,7 +153,9 @@ def test_other_programs_that_connect_are_ignored():
     peers = _peers(2)
     meeting = Meeting(peers, 0, 10.0, any_port=False)
     try:
-        for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
+        deep = b"[" * 100_000 + b"\n"
+        others = (b'{"join": true}\n', b'{"join": 7}\n', b'{"join": NaN}\n', b"\xff\n")
+        for line in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"", deep, *others):
             with socket.create_connection((peers[0].host, peers[0].port)) as stranger:
                 stranger.sendall(line)
         with ThreadPoolExecutor(1) as pool:

@@ -192,15 +192,3 @@ def test_a_dataset_is_not_iterated_inside_a_step(strategy_of):
 
     with pytest.raises(ValueError, match="pass the batches to run"):
         strategy.run(lambda: next(iter(dataset)))
-
-
-def test_a_dataset_is_not_iterated_while_a_function_is_traced(strategy_of):
-    strategy = strategy_of(2)
-    dataset = strategy.experimental_distribute_dataset([np.arange(4)])
-
-    @dist.function
-    def batch_of_the_trace():
-        return strategy.reduce("SUM", next(iter(dataset)), axis=0)
-
-    with pytest.raises(ValueError, match="may receive the dataset as an argument"):
-        batch_of_the_trace()

@@ -168,6 +168,35 @@ def test_elements_of_a_function_may_be_scalars_and_differ_in_length(strategy_of)
     assert strategy.run(lambda s, r: s * jnp.sum(r), (scalar, rows)).values == (2.0, 6.0)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_scalars_of_a_function_are_counted_once_for_each_replica(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    dataset = strategy.distribute_datasets_from_function(lambda _: Dataset.range(4))
+
+    seen = [[int(part) for part in strategy.experimental_local_results(value)] for value in dataset]
+
+    assert seen == ([[0], [1], [2], [3]] if num_replicas == 1 else [[0, 1], [2, 3]])
+    assert dataset.counts.num_examples == 4
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_cardinality_is_that_of_tensorflow(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    numbers = Dataset.range(8)
+    for dataset, expected in [
+        (numbers.batch(4), 2),
+        (numbers.repeat().batch(4), -1),
+        (numbers.batch(4).repeat().prefetch(2), -1),
+        (Dataset.from_generator(lambda: [1.0]).batch(2).repeat(), -1),
+        (numbers.repeat().batch(2).unbatch().batch(4), -1),
+        (numbers.repeat().filter(lambda x: True).batch(4), -2),
+    ]:
+        assert strategy.experimental_distribute_dataset(dataset).cardinality == expected
+        function = strategy.distribute_datasets_from_function(lambda _, d=dataset: d)
+        whole = -(-expected // num_replicas) if expected > 0 else expected
+        assert function.cardinality == whole
+
+
 def test_a_step_with_one_element_left_runs_and_counts_it_once(strategy_of):
     strategy = strategy_of(4)
     dataset = strategy.distribute_datasets_from_function(lambda _: [np.ones(3, np.float32)] * 5)

@@ -154,6 +154,8 @@ def test_pandas_equals_one_device(strategy_of):
     _assert_equals_arrays_on_one_device(strategy_of(2), (pandas.DataFrame(x), pandas.DataFrame(y)))
 
 
+# Of Keras 3.15 with JAX 0.12, without a strategy too.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64 requested in ShapeDtypeStr")
 @pytest.mark.parametrize("sample_weight", [None, np.linspace(0, 1, _ROWS)], ids=["none", "array"])
 def test_batches_with_sample_weights_or_none_equal_one_device(sample_weight, strategy_of):
     def batches():
@@ -316,3 +318,30 @@ def test_an_empty_last_batch_does_what_it_does_on_one_device(strategy_of):
         assert got is expected
     else:
         np.testing.assert_allclose(got, expected, **_CLOSE)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_sparse_matrices_of_scipy_train_as_in_keras(num_replicas, strategy_of):
+    sparse = pytest.importorskip("scipy.sparse")
+    x, y = _arrays()
+    x[x < 0] = 0
+    matrix = sparse.csr_matrix(x)
+    strategy = strategy_of(num_replicas)
+    results = []
+    for given, own in ((matrix, None), (matrix, strategy)):
+        model = _model(own)
+        options = {"batch_size": 6, "verbose": 0}
+        history = model.fit(
+            given, y, epochs=2, shuffle=False, validation_data=(given, y), **options
+        )
+        results.append(
+            [
+                *history.history.values(),
+                model.evaluate(given, y, **options),
+                model.predict(given, **options),
+                model.get_weights()[0],
+            ]
+        )
+
+    for own, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(own, expected, **_CLOSE)

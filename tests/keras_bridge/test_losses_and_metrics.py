@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from keras import layers as kl, losses as ko, metrics as km
 
+from distributary.errors import DistributaryWarning
+
 _ROWS = 21  # batches of 8, 8 and 5, which two replicas cannot share out evenly
 _RANDOM = np.random.default_rng(2)
 _X = _RANDOM.normal(size=(_ROWS, 4)).astype(np.float32)
@@ -222,7 +224,8 @@ def test_losses_over_several_rows_are_means_over_the_replicas(loss, kind, strate
         return model
 
     halves = [train(build, _X[part], y[part]) for part in (slice(4), slice(4, 8))]
-    both = train(build, _X[:8], y, strategy=strategy_of(2))
+    with pytest.warns(DistributaryWarning, match="the loss relates rows of the batch"):
+        both = train(build, _X[:8], y, strategy=strategy_of(2))
 
     losses = [half.history["loss"][0] for half in halves]
     assert abs(losses[0] - losses[1]) > 1e-3

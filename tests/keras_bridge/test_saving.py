@@ -3,6 +3,10 @@
 import errno
 import json
 import os
+import random
+import socket
+import subprocess
+import sys
 
 import h5py
 import keras
@@ -128,9 +132,11 @@ def test_what_was_saved_before_stays_when_saving_fails(name, tmp_path, monkeypat
 
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [name]
-    assert caught.value.__notes__ == [
-        f"Saving {str(path)!r}: the disk is full. What was there is kept."
-    ]
+    assert str(caught.value) == (
+        f"{path} was not saved: the disk is full (No space left on device). What was there before"
+        " is kept."
+    )
+    assert caught.value.errno == errno.ENOSPC
 
 
 def _full_disk(*args):
@@ -150,7 +156,199 @@ def test_a_file_that_is_being_written_is_not_there_yet(tmp_path):
         model.add(Watching())
     model.save_weights(path)
 
-    assert names == [".worker0.model.weights.h5"]
+    assert names == [f".model.distributary-{socket.gethostname()}-{os.getpid()}.weights.h5"]
     assert [p.name for p in tmp_path.iterdir()] == ["model.weights.h5"]
     with h5py.File(path) as file:
         assert "layers" in file
+
+
+def test_remains_of_killed_processes_are_removed_and_links_lead_where_they_did(tmp_path):
+    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+    model.optimizer.build(model.trainable_variables)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "model.keras").symlink_to("far/saved.keras")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    start = f"distributary-{socket.gethostname()}"
+    names = [
+        f".saved.{start}-{os.getppid()}.keras",  # being written by a process that is there
+        f".saved.{start}-x-{ended.pid}.keras",
+        f".other.{start}-{ended.pid}.keras",
+        f".saved.{start}-{ended.pid}.weights.h5",
+        ".worker0.saved.keras",
+    ]
+    for name in (*names, f".saved.{start}-{ended.pid}.keras"):
+        (tmp_path / "far" / name).write_text("notes")
+
+    model.save(tmp_path / "model.keras")
+
+    assert (tmp_path / "model.keras").is_symlink()
+    assert sorted(os.listdir(tmp_path / "far")) == sorted([*names, "saved.keras"])
+    for one, other in zip(
+        keras.models.load_model(tmp_path / "model.keras").weights, model.weights, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def _fit(model, callback, *callbacks, epochs=2):
+    model.fit(X, Y, epochs=epochs, verbose=0, callbacks=[callback, *callbacks])
+
+
+def test_only_the_backup_is_removed_at_the_end(tmp_path):
+    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+    (tmp_path / "backup" / "more").mkdir(parents=True)
+    (tmp_path / "backup" / "notes.txt").write_text("notes")
+
+    for folder in ("backup", "other"):
+        _fit(model, keras.callbacks.BackupAndRestore(tmp_path / folder, double_checkpoint=True))
+
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["backup", "backup/more", "backup/notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["latest.weights.h5", "training_metadata.json"])
+def test_files_that_are_not_from_a_backup_stay(name, tmp_path):
+    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+    if name == "latest.weights.h5":
+        model.save_weights(tmp_path / name)
+    else:
+        (tmp_path / name).write_text('{"name": "digits"}')
+    (tmp_path / "latest.weights.h5.bkp").write_text("notes")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    with pytest.raises(ValueError, match=rf"{tmp_path / name} is there already, and is not from"):
+        _fit(model, keras.callbacks.BackupAndRestore(tmp_path))
+
+    after = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
+    assert after == before
+
+
+def test_a_damaged_backup_is_refused(tmp_path):
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    _fit(make_model(strategy), backup)
+    path, choice = tmp_path / "latest.weights.h5", random.Random(3)
+    model, whole = make_model(strategy), path.read_bytes()
+    model.optimizer.build(model.trainable_variables)
+    before = state_of(model)
+    with h5py.File(path) as file:  # by others, too
+        assert "layers" in file
+
+    for _ in range(40):
+        data = bytearray(whole)
+        bit = choice.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(OSError, match=f"{path} is damaged: its checksum is not right"):
+            _fit(model, backup)
+        for a, b in zip(state_of(model), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    path.write_bytes(whole)
+    (tmp_path / "training_metadata.json").write_text("{")  # for Keras without a strategy only
+    _fit(model, keras.callbacks.BackupAndRestore(tmp_path), epochs=2)
+    assert int(model.optimizer.iterations) == 4
+    assert not tmp_path.exists()
+
+
+_OTHER_JOB = """
+import os, sys
+import keras
+import numpy as np
+import distributary as dist
+
+class Waits(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            print("ready", flush=True)
+            sys.stdin.readline()
+
+with dist.MirroredStrategy(["CPU:0"]).scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((8, 4), np.float32)
+backup = keras.callbacks.BackupAndRestore(sys.argv[1], double_checkpoint=True)
+model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[backup, Waits()])
+"""
+
+
+def test_the_backup_of_another_job_is_its_own(tmp_path):
+    folder, log = tmp_path / "backup", tmp_path / "log"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", _OTHER_JOB, folder],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as job,
+    ):
+        assert job.stdout.readline() == "ready\n", log.read_text()
+        for name in ("latest.weights.h5", "training_metadata.json"):
+            (folder / f"{name}.bkp").write_bytes((folder / name).read_bytes())
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+        with pytest.raises(ValueError, match=rf"^BackupAndRestore: process {job.pid} on host "):
+            _fit(model, keras.callbacks.BackupAndRestore(folder))
+
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        job.communicate("\n", timeout=100)
+        assert job.returncode == 0, log.read_text()
+    assert not folder.exists()
+    _fit(model, keras.callbacks.BackupAndRestore(folder))
+
+
+_DISK_FULL = """
+import json, os, sys
+import keras
+import numpy as np
+import distributary as dist
+
+directory = sys.argv[1]
+with dist.MirroredStrategy(["CPU:0"]).scope():
+    model = keras.Sequential([keras.Input((300,)), keras.layers.Dense(800)])
+    model.compile("sgd", "mse")
+x = np.ones((8, 300), np.float32)
+y = np.ones((8, 800), np.float32)
+model.fit(x, y, verbose=0)
+messages = []
+for save in (
+    lambda: model.save(f"{directory}/model.keras"),
+    lambda: model.save_weights(f"{directory}/model.weights.h5"),
+    lambda: model.fit(x, y, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(directory)]),
+):
+    try:
+        save()
+    except OSError as error:
+        messages.append(str(error))
+free = os.statvfs(directory)
+print(json.dumps([messages, sorted(os.listdir(directory)), free.f_bfree]))
+"""
+
+
+def test_on_a_full_disk_there_is_a_sentence_and_the_program_goes_on(small_disk):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    free = os.statvfs(small_disk).f_bfree
+
+    ended = subprocess.run(
+        [sys.executable, "-c", _DISK_FULL, small_disk],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert ended.returncode == 0, ended.stderr  # HDF5 likes to crash
+    messages, left, free_then = json.loads(ended.stdout)
+    names = ("model.keras", "model.weights.h5", "latest.weights.h5")
+    assert messages == [
+        f"{small_disk / name} was not saved: the disk is full (No space left on device). What was"
+        " there before is kept."
+        for name in names
+    ]
+    assert [name for name in left if name[0] != "."] == []
+    assert free - free_then <= 1  # the lock of the backup

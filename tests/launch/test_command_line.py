@@ -71,6 +71,12 @@ def test_the_token_may_come_from_a_file(tmp_path):
         ("launch --nnodes 2 --node-rank 2 --master h:1 a.py", "several hosts need a secret"),
         ("launch --node-rank 1 --master h:1 --token-file /no a.py", "cannot be read"),
         ("launch --work 2 a.py", "unrecognized arguments: --work"),
+        ("launch nofile.py", "there is no file 'nofile.py' in /"),
+        ("launch -m nomodule", "there is no module 'nomodule' for -m nomodule"),
+        ("launch -m nopackage.train", "there is no module 'nopackage' for -m nopackage.train"),
+        ("bench nofile.py", "distributary bench: error: there is no file 'nofile.py'"),
+        ("bench -m nomodule", "there is no module 'nomodule'"),
+        ("compile --topology v5e:2x4 nofile.py", "there is no file 'nofile.py'"),
         ("", "the following arguments are required: COMMAND"),
         ("lunch", "invalid choice: 'lunch'"),
     ],
@@ -85,10 +91,10 @@ def test_wrong_arguments_are_named(arguments, message, capsys, monkeypatch):
 
 
 def test_a_log_dir_that_cannot_be_made_is_named(tmp_path, capsys):
-    file = tmp_path / "file"
+    file = tmp_path / "train.py"
     file.touch()
 
-    code = main(["launch", "--log-dir", str(file / "logs"), "train.py"])
+    code = main(["launch", "--log-dir", str(file / "logs"), str(file)])
 
     assert code == 1
     assert "distributary launch: [Errno 20] Not a directory" in capsys.readouterr().err

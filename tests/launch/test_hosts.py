@@ -65,7 +65,7 @@ def _answering(server: socket.socket, data: bytes) -> Iterator[None]:
 
     def answer() -> None:
         connection, _ = server.accept()
-        with connection:
+        with connection, contextlib.suppress(OSError):  # who has heard enough hangs up
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(4096)
@@ -277,7 +277,17 @@ def test_a_missing_master_is_named_at_the_deadline(hosts, address):
         RemoteLink(hosts(1, join_seconds=0.2), None)
 
 
-@pytest.mark.parametrize("said", [b"HTTP/1.1 400\r\n\r\n", b'{"a": 1}\n', b""])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 400\r\n\r\n",
+        b'{"a": 1}\n',
+        b"",
+        b"[" * 50_000 + b"\n",
+        b"a" * 100_000,
+        b'{"welcome": 1}\n',
+    ],
+)
 def test_another_program_at_the_address_is_recognised(said, hosts, address):
     host, port = address.split(":")
     with (
@@ -311,6 +321,23 @@ def test_strangers_do_not_disturb(said, master, hosts, address):
     assert _receive(links[0]) == [Prepare(0)]
     for link in links:
         link.close()
+
+
+def test_many_strangers_leave_room_for_hosts(master, hosts, address):
+    master()
+    host, port = address.split(":")
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection((host, int(port)), 30)) for _ in range(200)
+        ]
+        for stranger in strangers[:100]:  # the oldest are cut off
+            with contextlib.suppress(ConnectionResetError):
+                assert b"challenge" in stranger.makefile("rb").read()
+        links = [RemoteLink(hosts(rank), None) for rank in (0, 1)]
+
+        assert _receive(links[0]) == [Prepare(0)]
+        for link in links:
+            link.close()
 
 
 def test_a_busy_port_is_named(hosts, address):

@@ -60,6 +60,47 @@ run_forever()
     ]
 
 
+def test_the_tasks_share_a_secret_that_nobody_else_gets(launch, tmp_path):
+    script = """
+put(f"{name}.secret", os.environ.get("DISTRIBUTARY_TOKEN", "none"))
+if name == "worker0" and restart == 0:
+    sys.exit(3)
+if name == "chief0":
+    for other in ("ps0", "worker0", "worker1", "evaluator0"):
+        wait_for(f"{other}.secret")
+    wait_for("worker0.1.pid")
+    lines = [p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+    put("is_shown", any(os.environ["DISTRIBUTARY_TOKEN"].encode() in line for line in lines))
+    sys.exit(0)
+run_forever()
+"""
+    secrets = []
+    for _ in range(2):
+        result = launch(
+            script,
+            environ={"DISTRIBUTARY_TOKEN": "that of the user"},
+            num_workers=2,
+            num_servers=1,
+            evaluator=True,
+            max_restarts=1,
+            log_dir=tmp_path / "log",
+        )
+        assert result.code == 0, result.stderr
+        names = ("chief0", "ps0", "worker0", "worker1", "evaluator0")
+        *of_tasks, of_evaluator = [(tmp_path / f"{n}.secret").read_text() for n in names]
+        assert of_evaluator == "none"
+        assert (tmp_path / "is_shown").read_text() == "False"
+        (secret,) = set(of_tasks)
+        logs = [path.read_text() for path in (tmp_path / "log").iterdir()]
+        assert secret not in "".join([result.stdout, result.stderr, *logs])
+        secrets.append(secret)
+        for path in (*tmp_path.glob("*.secret"), *tmp_path.glob("*.pid")):
+            path.unlink()
+
+    assert len({*secrets, "that of the user", "none"}) == 4
+    assert min(map(len, secrets)) == 64
+
+
 def test_a_server_that_ends_well_is_named(script, start):
     process = start("--ps", 1, script('if name != "ps0":\n    run_forever()'))
 

@@ -84,7 +84,7 @@ def test_one_process_restores_it(num_replicas, job, saving, strategy_of):
         Checkpoint(rng=np.random.default_rng(0)).restore(directory / "ckpt-1", partial=True)
 
 
-def test_workers_with_more_devices_restore_it_and_notice_when_they_are_not_together(job, saving):
+def test_workers_with_more_devices_restore_it_and_a_killed_worker_leaves_it_as_it_was(job, saving):
     directory, (saver, _) = saving(job)
 
     chief, other = _run(job, "restore", directory, devices=2)
@@ -94,8 +94,11 @@ def test_workers_with_more_devices_restore_it_and_notice_when_they_are_not_toget
     np.testing.assert_array_equal(got[0], expected[0])
     np.testing.assert_allclose(got[1:], expected[1:], rtol=1e-6)
     assert got == other.result["restored"]
-    assert "worker 1 did not take part within 2 s" in chief.result["alone"]
-    assert "There is no other one." in chief.result["alone"]
+    assert sorted(chief.result["own"][0]) == ["arrays.safetensors", "checkpoint.json"]
+    assert other.result["own"] is False
+    for one in (chief, other):
+        assert f"{directory}/results is a folder of something else" in one.result["in the way"]
+    assert os.listdir(directory / "results") == ["notes"]
     # Then the second worker was killed while they saved.
     assert other.code == -signal.SIGKILL
     assert chief.code != 0

@@ -48,9 +48,6 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
         assert got.pop("worker") == worker
         assert got.pop("writes") == (worker == 0)
         assert got.pop("local_devices") == devices
-        if worker:
-            first = f"worker 0 at {workers.addresses[0]} has closed its connection"
-            assert first in got.pop("left alone")
         _check_reading(got.pop("reading"), num_workers, devices, worker)
         _check_collectives(got.pop("collectives"), num_workers, devices)
         # In a loop a sum stays an all-reduce.
@@ -78,20 +75,17 @@ def _check_collectives(found, num_workers, devices):
     """Of a float and an int vector that are to be reduced inside the workers first."""
     replicas = np.arange(num_workers * devices).reshape(num_workers, devices)
 
-    def groups(ids):
-        return str(ids.tolist()).replace("[", "{").replace("]", "}").replace(" ", "")
-
-    inside, across = groups(replicas), groups(replicas.T)
-    if devices > 1:
-        assert set(map(tuple, found)) == {
-            ("reduce-scatter", inside),
-            ("all-reduce", across),
-            ("all-gather", inside),
-        }
-    else:
+    inside, across = replicas.tolist(), replicas.T.tolist()
+    expected = [
+        ("reduce-scatter", inside),
+        ("all-reduce", across),
+        ("all-gather", inside),
+    ]
+    if devices == 1:
         # There are no levels. Workers swap in pairs, and one without a partner joins in.
-        swaps = ["{{0,1},{1,0}}"] if num_workers == 2 else ["{{2,0}}", "{{0,1},{1,0}}", "{{0,2}}"]
-        assert set(map(tuple, found)) == {("collective-permute", pairs) for pairs in swaps}
+        swaps = [[[0, 1], [1, 0]]] if num_workers == 2 else [[[2, 0]], [[0, 1], [1, 0]], [[0, 2]]]
+        expected = [("collective-permute", pairs) for pairs in swaps]
+    assert {json.dumps(one) for one in found} == {json.dumps(one) for one in expected}
 
 
 def _check_reading(found, num_workers, devices, worker):
@@ -186,7 +180,7 @@ def _check_errors(errors, worker):
     assert "files cannot be dealt to" in files
     assert "worker 0: DATA range(0, 12, 1) > batch" in datasets
     assert "worker 1: DATA range(0, 13, 1) > batch" in datasets
-    assert "must distribute and iterate over the same datasets, in the same order" in order
+    assert "at different places of their programs" in order
     assert shapes.startswith("ReplicaMismatchError")
     assert "dtype and number of dims" in shapes
 

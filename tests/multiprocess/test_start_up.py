@@ -5,6 +5,10 @@ import threading
 
 import pytest
 
+import distributary as dist
+from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from distributary.errors import InvalidValueError
+
 
 def _start_all(job, num_workers=2, **options):
     workers = job(num_workers)
@@ -33,6 +37,20 @@ def test_workers_that_fit_together_start(job):
     for one in ended:
         before, _, _ = one.output.partition("started")
         assert "is connected to 3 peer ranks" in before, one.output
+
+
+@pytest.mark.parametrize(
+    ("task_type", "task_id"), [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+)
+def test_a_cluster_with_parameter_servers_is_refused_by_every_task(task_type, task_id):
+    spec = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
+    resolver = SimpleClusterResolver(ClusterSpec(spec), task_type=task_type, task_id=task_id)
+
+    with pytest.raises(
+        InvalidValueError,
+        match=r"has 1 parameter server\(s\).*without --ps\), or use ParameterServerStrategy",
+    ):
+        dist.MultiWorkerMirroredStrategy(resolver)
 
 
 @pytest.mark.parametrize("present", [0, 1])

@@ -152,6 +152,50 @@ def test_variables_in_host_memory_are_read_and_assigned_on_their_device():
     assert "variables in the host memory of CPU:0" in repr(strategy)
 
 
+CONSTANTS = {
+    "int": lambda: jnp.asarray(1),
+    "bool": lambda: jnp.asarray(True),
+    "complex": lambda: jnp.asarray(1 + 2j),
+    "number": lambda: 1.5,
+    "NumPy": lambda: np.int8(3),
+    "array": lambda: np.arange(2),
+    "several": lambda: (1, jnp.asarray(2), jax.lax.axis_index("replica"), "a", None),
+}
+
+
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2)])
+def test_constants_may_be_returned(constant, sizes):
+    rows = dist.PerReplica([jnp.ones(size) for size in sizes])
+    results = []
+    for kind in dist.CentralStorageStrategy, dist.MirroredStrategy:
+        strategy = kind(["CPU:1", "CPU:2"])
+        with strategy.scope():
+            v = dist.Variable(0)
+
+        def step(rows, v=v):
+            v.assign(jnp.asarray(5))
+            return constant()
+
+        result = strategy.run(step, (rows,))
+        results.append(strategy.experimental_local_results(result))
+        assert v.numpy() == 5
+
+    central, mirrored = (jax.tree.leaves(result) for result in results)
+    for own, expected in zip(central, mirrored, strict=True):
+        assert getattr(own, "dtype", None) == getattr(expected, "dtype", None)
+        assert np.array_equal(own, expected)
+
+
+def test_variables_show_their_only_copy():
+    strategy = dist.CentralStorageStrategy(["CPU:1", "CPU:2"])
+    with strategy.scope():
+        v = dist.Variable(1.0, name="w")
+
+    text = "<dist.Variable 'w:0' shape=() dtype=float32, numpy=1.0>"
+    assert (repr(v), str(v)) == (text, text)
+
+
 def test_other_kinds_of_memory_are_refused():
     sharding = SingleDeviceSharding(jax.devices()[1], memory_kind="unpinned_host")
     with pytest.raises(DeviceError, match="expected memory_kind='pinned_host'"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.errors import ContextError
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
@@ -231,6 +232,22 @@ def test_random_keys_give_each_replica_its_own_numbers(strategy_of):
         np.testing.assert_array_equal(shared.values[0], shared.values[1])
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_a_step_has_left_outside_is_named(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    left = []
+    strategy.run(lambda x: left.append(x * 2), (jnp.ones(2),))
+    dist.function(left.append)(jnp.ones(3))
+
+    for value in left:
+        with pytest.raises(ContextError, match=r"was given .*, which an earlier step has left in"):
+            strategy.run(lambda x: x + value[0], (jnp.ones(2),))  # noqa: B023
+        with pytest.raises(ContextError, match=r"was given .*, which an earlier step has left in"):
+            strategy.run(lambda x: x, (value,))
+        with pytest.raises(ContextError, match=r"was given .*, which an earlier step has left in"):
+            dist.function(lambda x: x)(value)
+
+
 def test_run_inside_jit_is_refused(strategy_of):
     strategy = strategy_of(2)
     with strategy.scope():
@@ -244,6 +261,7 @@ def test_run_inside_jit_is_refused(strategy_of):
         lambda: jax.jit(lambda x: strategy.run(step, args=(x,)).values[0])(1.0),
         lambda: jax.grad(lambda x: strategy.run(step, args=(x,)).values[0])(1.0),
         lambda: jax.jit(lambda: strategy.run(step, args=(1.0,)).values[0])(),
+        lambda: jax.vmap(lambda x: strategy.run(step, args=(x,)).values[0])(jnp.ones(3)),
     ):
         with pytest.raises(RuntimeError, match=r"distributary\.function"):
             call()

@@ -428,6 +428,10 @@ def test_numpy_doubles_become_floats(strategy):
     np.testing.assert_array_equal(result.values[0], [0, 2, 4])
 
 
+@pytest.mark.skipif(
+    jax.__version__.startswith("0.11."),
+    reason="XLA of JAX 0.11 crashes in a sharded program that returns an empty array and another",
+)
 def test_zero_and_odd_arguments(strategy):
     def step(empty, half, flag, nothing, text):
         assert nothing is None

@@ -347,6 +347,26 @@ def test_lax_collectives(run):
 # State
 
 
+@pytest.mark.parametrize("sizes", [(3,), (3, 2), (1, 0, 2)])
+def test_axis_of_vmap_is_no_axis_of_replicas(sizes, run):
+    def step(rows):
+        own = jax.vmap(lambda x: lax.psum(x, "rows"), axis_name="rows")(rows)
+        of_all = jax.vmap(lambda x: lax.psum(x, ("rows", "replica")), axis_name="rows")(rows)
+        largest = lax.pmax(jnp.append(rows, 0.0), (0, "replica"))
+        return own, of_all, largest, lax.pmax(rows, ())
+
+    results = run(step, sizes)
+
+    total, start = sum(range(1, sum(sizes) + 1)), 1
+    for size, (own, of_all, largest, same) in zip(sizes, results, strict=True):
+        rows = np.arange(start, start + size)
+        start += size
+        np.testing.assert_array_equal(own, np.full(size, rows.sum()))
+        np.testing.assert_array_equal(of_all, np.full(size, total))
+        assert largest == sum(sizes)
+        np.testing.assert_array_equal(same, rows)
+
+
 def test_variables_with_every_aggregation(strategy_of, run):
     strategy = strategy_of(2)
     kinds = {

@@ -62,11 +62,79 @@ def test_components_of_a_step_lie_on_the_devices_of_their_replicas(strategy_of):
     assert result.values is result.values
 
 
+def _of_a_step(strategy):
+    return strategy.run(lambda: jnp.arange(2.0) + _replica_id())
+
+
+def _of_a_dataset(strategy):
+    dataset = strategy.experimental_distribute_dataset([np.array([0.0, 1.0, 1.0, 2.0])])
+    return next(iter(dataset))
+
+
+def _of_a_function_per_replica(strategy):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.arange(2.0) + context.replica_id_in_sync_group
+    )
+
+
+def _of_an_on_read_variable(strategy):
+    with strategy.scope():
+        v = dist.Variable([0.0, 0.0], synchronization=dist.VariableSynchronization.ON_READ)
+    strategy.run(lambda: v.assign(jnp.arange(2.0) + _replica_id()))
+    return v
+
+
+def _replica_id():
+    return dist.get_replica_context().replica_id_in_sync_group
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_of_a_step, _of_a_dataset, _of_a_function_per_replica, _of_an_on_read_variable],
+)
+@pytest.mark.parametrize("compute_on", [[0, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize("kind", [dist.MirroredStrategy, dist.experimental.CentralStorageStrategy])
+def test_components_mix_in_arithmetic(make, compute_on, kind):
+    strategy = kind([f"CPU:{i}" for i in compute_on])
+    with strategy.scope():
+        mirrored = dist.Variable([10.0, 10.0])
+
+    first, second = strategy.experimental_local_results(make(strategy))
+    total = strategy.reduce("sum", _of_a_step(strategy), axis=None)
+
+    np.testing.assert_array_equal(sum((first, second)), [1, 3])
+    np.testing.assert_array_equal(second - first, [1, 1])
+    arrays = jnp.asarray(first), jnp.asarray(second)
+    np.testing.assert_array_equal(jax.jit(lambda x, y: x * y)(*arrays), [0, 2])
+    np.testing.assert_array_equal(jnp.stack(arrays), [[0, 1], [1, 2]])
+    np.testing.assert_array_equal(second + mirrored.value() + total, [12, 15])
+    np.testing.assert_array_equal(first + jax.device_put(np.ones(2), jax.devices()[3]), [1, 2])
+
+
+def test_components_of_mirrored_mix_in_arithmetic(mirrored):
+    first, second = mirrored.values
+
+    np.testing.assert_array_equal(first + second, [2, 4])
+
+
+def test_random_keys_of_replicas_mix(strategy_of):
+    strategy = strategy_of(2)
+
+    keys = strategy.experimental_local_results(
+        strategy.run(lambda: jax.random.fold_in(jax.random.key(0), _replica_id()))
+    )
+
+    expected = [jax.random.fold_in(jax.random.key(0), i) for i in range(2)]
+    assert [key.devices() for key in keys] == [{jax.devices()[0]}, {jax.devices()[1]}]
+    assert jnp.array_equal(jnp.stack(keys), jnp.stack(expected))
+
+
 @pytest.mark.parametrize(
     ("use", "error", "message"),
     [
         (lambda x: x + 1.0, TypeError, "not a number"),
         (lambda x: 1.0 * x, TypeError, "not a number"),
+        (lambda x: f"{x:.3f}", TypeError, r"PerReplica is not a number.*reduce"),
         (lambda x: -x, TypeError, "bad operand"),
         (lambda x: x < x, TypeError, "not supported between"),
         (lambda x: x[0], TypeError, "not subscriptable"),

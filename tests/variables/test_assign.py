@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.errors import InvalidValueError, ReplicaDivergenceError
+from distributary.errors import InvalidValueError, ReplicaDivergenceError, ReplicaMismatchError
 
 AUTO = dist.VariableSynchronization.AUTO
 ON_WRITE = dist.VariableSynchronization.ON_WRITE
@@ -505,6 +505,81 @@ def test_variables_and_mirrored_values_can_be_assigned(strategy_of):
 
     assert isinstance(mirrored, dist.Mirrored)
     assert (from_sum, v.numpy()) == (20.0, 23.0)
+
+
+def _of_a_step(strategy):
+    return strategy.run(lambda: dist.get_replica_context().replica_id_in_sync_group + 1.0)
+
+
+def _made_by_hand(strategy):
+    return dist.PerReplica([i + 1.0 for i in range(strategy.num_replicas_in_sync)])
+
+
+@pytest.mark.parametrize("make", [_of_a_step, _made_by_hand])
+@pytest.mark.parametrize(
+    ("is_uneven", "in_function"), [(False, False), (True, False), (False, True)]
+)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: dist.MirroredStrategy(["CPU:1", "CPU:2"]),
+        lambda: dist.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"]),
+    ],
+)
+def test_captured_value_per_replica_is_that_of_each_replica(make, is_uneven, in_function, strategy):
+    strategy = strategy()
+    cases = [c for c in CASES if c.synchronization is ON_READ or c.aggregation is not NONE]
+    with strategy.scope():
+        variables = {c: _variable(strategy, c) for c in cases}
+    captured = make(strategy)
+    rows = dist.PerReplica([jnp.ones(1), jnp.ones(2 if is_uneven else 1)])
+
+    def step(rows):
+        for case, v in variables.items():
+            getattr(v, case.kind)(captured)
+
+    if in_function:
+        dist.function(lambda rows: strategy.run(step, (rows,)))(rows)
+    else:
+        strategy.run(step, (rows,))
+
+    combine = {SUM: 3.0, MEAN: 1.5, FIRST: 1.0}
+    for case, v in variables.items():
+        on_read = case.synchronization is ON_READ
+        each = [1.0, 2.0] if on_read else [combine[case.aggregation]]
+        expected = [_apply(case.kind, INITIAL, x) for x in each]
+        assert sorted({float(c.numpy()) for c in v.values}) == sorted(expected), case
+
+
+def test_value_per_replica_of_an_earlier_step_may_be_captured_in_a_function(strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, SUM, "assign"))
+
+    @dist.function
+    def both():
+        each = _of_a_step(strategy)
+        strategy.run(lambda: v.assign(each))
+
+    both()
+
+    assert v.numpy() == 3.0
+
+
+def test_captured_value_per_replica_without_aggregation_is_refused(strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, NONE, "assign"), name="w")
+
+    with pytest.raises(ReplicaDivergenceError, match="'w' is mirrored"):
+        strategy.run(lambda: v.assign(_made_by_hand(strategy)))
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0, 3.0], [1.0, np.ones(2)]], ids=str)
+def test_captured_value_per_replica_must_fit_the_replicas(values, strategy_of):
+    strategy = strategy_of(2)
+    v = _variable(strategy, Case(AUTO, SUM, "assign"), name="w")
+
+    with pytest.raises(ReplicaMismatchError, match=r"'w': assign got a PerReplica .* are 2 "):
+        strategy.run(lambda: v.assign(dist.PerReplica(values)))
 
 
 @pytest.mark.parametrize("context", ["scope", "merge_call", "function"])

@@ -1,13 +1,14 @@
 """Copies of a mirrored variable cannot drift apart: such a step is refused when it is traced."""
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import distributary as dist
-from distributary.errors import ContextError, ReplicaDivergenceError
+from distributary.errors import ContextError, ReplicaDivergenceError, UnsupportedError
 
 ON_READ = dist.VariableSynchronization.ON_READ
 SUM = dist.VariableAggregation.SUM
@@ -215,6 +216,66 @@ def _from_host_callback(x, local):
     return jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
 
 
+def _from_function_of_another_library(x, local):
+    return jax.ffi.ffi_call("nobody_registered_it", jax.ShapeDtypeStruct((), jnp.float32))()
+
+
+def _from_random_numbers_of_the_device(x, local):
+    return lax.rng_uniform(jnp.float32(0), jnp.float32(1), ())
+
+
+def _from_memory_nobody_wrote(x, local):
+    return lax.empty((), jnp.float32)
+
+
+def _from_reference(x, local):
+    reference = jax.new_ref(jnp.float32(0))
+    reference[...] = x
+    return reference[...]
+
+
+def _from_reference_written_in_a_loop(x, local):
+    reference = jax.new_ref(jnp.float32(0))
+
+    def add(carry, _):
+        reference[...] += x
+        return carry, None
+
+    lax.scan(add, 0.0, None, length=2)
+    return jax.freeze(reference)
+
+
+def _from_sum_over_an_axis_of_vmap(x, local):
+    return jax.vmap(lambda y: lax.psum(y * x, "rows"), axis_name="rows")(jnp.ones(3))[0]
+
+
+def _from_sum_over_a_dim(x, local):
+    return lax.psum(x * jnp.ones(3), (0,))
+
+
+def _from_maximum_over_no_axis(x, local):
+    return lax.pmax(x, ())
+
+
+def _from_sum_of_each_group(x, local):
+    return lax.psum(x, "replica", axis_index_groups=[[0], [1]])
+
+
+def _from_permutation(x, local):
+    return lax.ppermute(x, "replica", [(0, 1), (1, 0)])
+
+
+def _from_all_to_all(x, local):
+    return lax.all_to_all(x * jnp.arange(2.0), "replica", 0, 0).sum()
+
+
+def _from_ragged_all_to_all(x, local):
+    one_each, numbers = jnp.ones(2, jnp.int32), jnp.arange(2)
+    return lax.ragged_all_to_all(
+        x * jnp.ones(2), jnp.zeros(2), numbers, one_each, numbers, one_each, axis_name="replica"
+    ).sum()
+
+
 def _from_merge_call(x, local):
     return _context().merge_call(lambda strategy, y: y, (x,))
 
@@ -234,6 +295,18 @@ DIFFERENT = [
     _from_own_part_of_a_gather,
     _from_scattered_sum,
     _from_host_callback,
+    _from_function_of_another_library,
+    _from_random_numbers_of_the_device,
+    _from_memory_nobody_wrote,
+    _from_reference,
+    _from_reference_written_in_a_loop,
+    _from_sum_over_an_axis_of_vmap,
+    _from_sum_over_a_dim,
+    _from_maximum_over_no_axis,
+    _from_sum_of_each_group,
+    _from_permutation,
+    _from_all_to_all,
+    _from_ragged_all_to_all,
     _from_merge_call,
     _from_gradient,
 ]
@@ -259,6 +332,20 @@ def _of_psum(x, local):
     return lax.psum(x, "replica")
 
 
+def _of_psum_over_an_axis_of_vmap_too(x, local):
+    sums = jax.vmap(lambda y: lax.psum(y * x, ("rows", "replica")), axis_name="rows")(jnp.ones(3))
+    return sums[0]
+
+
+def _of_largest(x, local):
+    return lax.pmax(x, "replica") + lax.pmin(x, "replica")
+
+
+def _of_gradient_of_a_branch(x, local):
+    total = lax.psum(x, "replica")
+    return jax.grad(lambda y: lax.cond(y > 0, lambda z: z * z, lambda z: z, y))(total)
+
+
 def _of_reduce_in_merge_call(x, local):
     return _context().merge_call(lambda strategy, y: strategy.reduce("sum", y, axis=None), (x,))
 
@@ -281,6 +368,9 @@ EQUAL = [
     _of_mean,
     _of_gather,
     _of_psum,
+    _of_psum_over_an_axis_of_vmap_too,
+    _of_largest,
+    _of_gradient_of_a_branch,
     _of_reduce_in_merge_call,
     _of_on_read_variable_in_merge_call,
     _of_random_numbers,
@@ -390,6 +480,65 @@ def test_difference_written_by_a_helper_whose_trace_jax_kept_is_refused(mirrored
         strategy.run(lambda: helper(_replica_id()))
 
     assert mirrored.numpy() == 1.0
+
+
+# Collectives that distributary does not know
+
+
+_swap = jex_core.Primitive("swap_with_neighbor")
+_swap.def_abstract_eval(lambda x, *, axis_name: x)
+
+
+def _swapped_with_neighbor(x):
+    return _swap.bind(x, axis_name="replica")
+
+
+_of_effects = jex_core.Primitive("swap_by_effect")
+
+
+@_of_effects.def_effectful_abstract_eval
+def _effects_of_a_sum(x):
+    summing = jax.make_jaxpr(lambda x: lax.psum(x, "replica"), axis_env=[("replica", 2)])(1.0)
+    return x, summing.jaxpr.eqns[0].effects
+
+
+def _swapped_by_effect(x):
+    return _of_effects.bind(x)
+
+
+def _swapped_in_jit_in_a_loop(x):
+    return lax.fori_loop(0, 2, lambda i, c: jax.jit(_swapped_with_neighbor)(c), x)
+
+
+def _sent(x):
+    lax.psend(x, "replica", [(0, 0)])
+    return x
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("collective", "name"),
+    [
+        (_swapped_with_neighbor, "swap_with_neighbor"),
+        (_swapped_in_jit_in_a_loop, "swap_with_neighbor"),
+        (_swapped_by_effect, "swap_by_effect"),
+        (_sent, "psend"),
+    ],
+)
+def test_unknown_collective_is_refused(collective, name, num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+
+    with pytest.raises(
+        UnsupportedError, match=rf"collective '{name}' at .*test_divergence\.py:\d+ is none"
+    ):
+        strategy.run(lambda: collective(_replica_id()))
+
+
+def test_unknown_collective_is_refused_on_an_uneven_batch(strategy_of):
+    uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
+
+    with pytest.raises(UnsupportedError, match="collective 'psend' at"):
+        strategy_of(2).run(lambda x: _sent(x.sum()), (uneven,))
 
 
 def test_one_replica_cannot_diverge(strategy_of):

@@ -223,6 +223,12 @@ def test_shape_may_be_given(create):
     assert create([1.0, 2.0], shape=[2]).shape == (2,)
 
 
+def test_none_is_the_default_synchronization_and_aggregation(create):
+    v = create([1.0], synchronization=None, aggregation=None)
+
+    assert (v.synchronization, v.aggregation) == (ON_WRITE, dist.VariableAggregation.NONE)
+
+
 def test_classes_are_not_constructed_directly(create):
     for v in (create(1.0), create(1.0, synchronization=ON_READ)):
         with pytest.raises(TypeError, match=rf"{type(v).__name__} is not constructed directly"):

@@ -1,6 +1,7 @@
 """State under names, saved and restored."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -16,7 +17,7 @@ import numpy as np
 
 from distributary.checkpoint._files import (
     Saved,
-    load_orbax,
+    claim,
     located,
     numbered,
     read,
@@ -34,7 +35,7 @@ from distributary.checkpoint._leaves import (
     find_leaves,
 )
 from distributary.checkpoint._workers import Round, agree, this_worker
-from distributary.errors import CheckpointError, ContextError, InvalidValueError
+from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
 from distributary.topology import latest_program
 from distributary.tracing import current_scope
 from distributary.variables import Keeper, KeptCopy, stored_arrays
@@ -136,24 +137,23 @@ class Checkpoint:
         Source: `tf.train.Checkpoint.save`.
         """
         self._counters["save_counter"] += 1
-        return self.write(f"{os.fspath(file_prefix)}-{self.save_counter}")
+        return self._save(f"{os.fspath(file_prefix)}-{self.save_counter}", is_series=True)
 
     def write(self, path: str | os.PathLike[str]) -> str:
-        """Writes to exactly this path, a folder, in the place of what is there.
+        """Writes to exactly this path, a folder, in the place of the checkpoint that is there.
 
         Returns once everything is on disk. The folder is there completely or not at all.
 
         Raises:
-            CheckpointError: if it cannot be written, or the workers do not come together.
+            CheckpointError: if it cannot be written, something else than a checkpoint is there,
+                another job saves there, or the workers do not come together.
             PSUnavailableError: if a parameter server is lost before it has copied its variables.
             InvalidTypeError: if an object cannot be saved.
             ContextError: inside a traced function.
 
         Source: `tf.train.Checkpoint.write`.
         """
-        path = Path(path).absolute()
-        meeting = Round(f"Checkpoint {path}", _SECONDS)
-        return commit(self._snapshot(meeting), path, meeting)
+        return self._save(path, is_series=False)
 
     def restore(
         self, save_path: str | os.PathLike[str] | None, partial: bool = False
@@ -210,24 +210,48 @@ class Checkpoint:
             self._counters.update(plans[0].saved.counters)
             return RestoreStatus(path, plans[0].missing, plans[0].unexpected)
 
+    def _save(self, path: str | os.PathLike[str], is_series: bool) -> str:
+        path = Path(path).absolute()
+        meeting = Round(f"Checkpoint {path}", _SECONDS)
+        return commit(self._snapshot(path, is_series, meeting), path, is_series, meeting)
+
     # The rest is for the manager.
 
-    def _snapshot(self, meeting: Round) -> Snapshot:
+    def _snapshot(self, path: Path, is_series: bool, meeting: Round) -> Snapshot:
         """The state, copied to the host; steps may go on afterwards.
 
         All workers have to call it. Waits for the steps that have been started. If it fails, the
         round is over.
+
+        Args:
+            path: Where it will be saved.
+            is_series: Whether those of other numbers belong to this job, too.
+            meeting: Round in which the workers come together.
         """
+        problem = None
         try:
-            return self._copy_state(meeting.is_chief)
+            if meeting.is_chief:
+                try:
+                    claim(path, is_series)
+                except OSError as error:
+                    problem = _not_written(path, error)
+            else:
+                # Programs for tf.distribute remove it after saving.
+                with contextlib.suppress(OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+            # Also with a problem, because other workers may need values of this one.
+            snapshot = self._copy_state(meeting.is_chief and problem is None)
+            if problem is not None:
+                for copy in snapshot.kept:
+                    copy.drop()
+                raise problem
+            return snapshot
         except BaseException as error:
             meeting.fail(error)
-            meeting.close()
             raise
 
     def _copy_state(self, with_arrays: bool) -> Snapshot:
         _check_outside("save")
-        load_orbax()
         leaves, _ = find_leaves(self._objects)
         kept = _by_keeper(leaves)
         with _at_rest(kept):
@@ -290,7 +314,7 @@ class Checkpoint:
                 keeper.load(
                     located(path),
                     {name: leaf.variable for name, leaf in own.items()},
-                    {name: rows_of(name, entries[name]) for name in own},
+                    {name: rows_of(name, saved) for name in own},
                 )
             )
             stack.callback(copies[-1].drop)
@@ -362,6 +386,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
 def commit(
     snapshot: Snapshot,
     path: Path,
+    is_series: bool,
     meeting: Round,
     afterwards: Callable[[], None] = lambda: None,
 ) -> str:
@@ -370,6 +395,7 @@ def commit(
     Args:
         snapshot: What is saved.
         path: Where.
+        is_series: As for `_snapshot`.
         meeting: Round in which the workers come together.
         afterwards: What the chief does before the others go on.
 
@@ -401,25 +427,32 @@ def commit(
                 name: _of_all(entry, [of_worker.get(name) for of_worker in states])
                 for name, entry in snapshot.entries.items()
             }
-            write(path, entries, snapshot.counters, snapshot.arrays, snapshot.kept)
+            write(path, entries, snapshot.counters, snapshot.arrays, snapshot.kept, is_series)
             afterwards()
             return str(path)
 
         return meeting.conclude(act)
+    except (OSError, DistributaryError) as error:  # their sentence says it all
+        raise _not_written(path, error) from None
     except Exception as error:
         raise _not_written(path, error) from error
     finally:
-        meeting.close()
         for copy in snapshot.kept:
             copy.drop()
 
 
 def _not_written(path: Path, error: BaseException) -> CheckpointError:
     """What is raised on every worker when a checkpoint could not be written."""
-    kept = siblings(path)
+    kept = []
+    with contextlib.suppress(OSError):
+        kept = siblings(path)
     what_is_left = f"The latest complete one is {kept[-1][0]}" if kept else "There is no other one"
     reason = str(error).rstrip(".")
-    return CheckpointError(f"The checkpoint {path} was not written: {reason}. {what_is_left}.")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        reason = f"the disk of {path.parent} is full ({error.strerror})"
+    problem = CheckpointError(f"The checkpoint {path} was not written: {reason}. {what_is_left}.")
+    problem.errno = getattr(error, "errno", None)
+    return problem
 
 
 def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

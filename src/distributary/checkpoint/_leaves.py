@@ -265,6 +265,9 @@ class ArrayLeaf:
                 f"Checkpoint: the array {self.name!r} has dtype {self.value.dtype}; expected"
                 " numbers."
             )
+        if isinstance(self.value, jax.Array) and _is_key(self.value):
+            data = jax.random.key_data(self.value)
+            entry["data"] = {"shape": list(data.shape), "dtype": str(data.dtype)}
         return entry
 
     def problem(self, entry: Entry) -> str | None:

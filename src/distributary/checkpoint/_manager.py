@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint, Snapshot, commit
-from distributary.checkpoint._files import Saved, load_orbax, numbered, remove
+from distributary.checkpoint._files import Saved, numbered, remove
 from distributary.checkpoint._workers import Round, agree
 from distributary.errors import InvalidTypeError, InvalidValueError
 
@@ -49,7 +49,6 @@ class CheckpointManager:
         InvalidTypeError: for a checkpoint of another type.
         InvalidValueError: for numbers out of range, a name that is no name of a file, and an
             interval without a counter.
-        MissingPackageError: without orbax-checkpoint.
 
     Source: `tf.train.CheckpointManager`.
     """
@@ -95,7 +94,6 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint_name is {checkpoint_name!r}, expected the beginning"
                 ' of names of files, such as "ckpt".'
             )
-        load_orbax()
         self._checkpoint = checkpoint
         self._directory = Path(directory).absolute()
         self._max_to_keep = max_to_keep
@@ -152,7 +150,8 @@ class CheckpointManager:
             is not over.
 
         Raises:
-            CheckpointError: if the previous checkpoint could not be written.
+            CheckpointError: if the previous checkpoint could not be written, something else than a
+                checkpoint is in the way, or another job saves there.
             InvalidTypeError: if an object cannot be saved.
 
         Source: `tf.train.CheckpointManager.save`.
@@ -168,10 +167,10 @@ class CheckpointManager:
         number = counters["save_counter"] if checkpoint_number is None else int(checkpoint_number)
         path = self._directory / f"{self._name}-{number}"
         meeting = Round(f"Checkpoint {path}", self._timeout_seconds)
-        snapshot = self._checkpoint._snapshot(meeting)
+        snapshot = self._checkpoint._snapshot(path, True, meeting)
         self._latest_step = step
         if not self._asynchronous:
-            return commit(snapshot, path, meeting, self._remove_old)
+            return commit(snapshot, path, True, meeting, self._remove_old)
         writer = threading.Thread(
             target=self._write_in_background,
             args=(snapshot, path, meeting),
@@ -232,7 +231,7 @@ class CheckpointManager:
 
     def _write_in_background(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
         try:
-            commit(snapshot, path, meeting, self._remove_old)
+            commit(snapshot, path, True, meeting, self._remove_old)
         except BaseException as error:
             _log.error("%s", error)
             self._error = error
@@ -254,7 +253,7 @@ class CheckpointManager:
             try:
                 remove(path)
             except OSError as error:  # the new one is there all the same
-                _log.warning("The old checkpoint %s cannot be removed: %s", path, error)
+                _log.warning("The old checkpoint is not removed: %s", error)
 
 
 _writers: set[threading.Thread] = set()
@@ -268,7 +267,7 @@ def _wait_for_all() -> None:
         writer.join()
 
 
-# A script may end right after `save`. Orbax writes with the threads of concurrent.futures, which
+# A script may end right after `save`. Files are written with threads of concurrent.futures, which
 # take no more work once the interpreter ends; functions registered here run before that, in the
 # opposite order of registration. There is no public way, checked with Python 3.11:
 # https://github.com/python/cpython/issues/86128.

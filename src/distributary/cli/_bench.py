@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distributary.cli._compile import add_script_arguments
+from distributary.cli._compile import add_script_arguments, check_script
 from distributary.cli._doctor import add_json_argument, write_json
 from distributary.diagnosis import format_bytes, loopback
 from distributary.errors import DistributaryError
@@ -91,6 +91,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(namespace: argparse.Namespace) -> int:
+    if namespace.script is not None:
+        check_script(namespace)
     replicas = namespace.replicas or default_replicas(os.environ)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     programs = {number: _program(namespace, number) for number in replicas}

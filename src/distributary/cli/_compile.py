@@ -1,8 +1,11 @@
 """The command `distributary compile`."""
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from distributary.compilation import (
 )
 from distributary.errors import DistributaryError
 
-__all__ = ["add_compile_command", "add_script_arguments"]
+__all__ = ["add_compile_command", "add_script_arguments", "check_script"]
 
 _EPILOG = f"""\
 The script runs up to the first program under a strategy that updates a trainable variable. That is
@@ -55,7 +58,7 @@ def add_compile_command(commands: Any) -> None:
     )
     add("--json", type=Path, metavar="FILE", help="also write the reports to FILE, as JSON")
     add_script_arguments(parser, "Python script whose training step is compiled")
-    parser.set_defaults(run=_compile)
+    parser.set_defaults(run=_compile, parser=parser)
 
 
 def add_script_arguments(
@@ -68,7 +71,31 @@ def add_script_arguments(
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
+def check_script(namespace: argparse.Namespace) -> None:
+    """Ends the command if the script or module does not exist, before anything starts.
+
+    Args:
+        namespace: The arguments, with the command's parser as `parser`.
+    """
+    name = namespace.script
+    if namespace.module:
+        top = name.partition(".")[0]
+        # `python -m` also looks into the working directory, unlike this program.
+        if importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()]):
+            return
+        namespace.parser.error(
+            f"there is no module {top!r} for -m {name}. Run the command where the module is, or"
+            " install its package."
+        )
+    elif not Path(name).exists():
+        namespace.parser.error(
+            f"there is no file {name!r} in {os.getcwd()}. Give the path of a Python script, or -m"
+            " and the name of a module."
+        )
+
+
 def _compile(namespace: argparse.Namespace) -> int:
+    check_script(namespace)
     prepare_compilers()
     reports: list[Report] = []
     exit_code = 0

@@ -110,6 +110,9 @@ def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
     except DistributaryError as error:
         return {"error": str(error)}
     workers = {worker.name: worker.address for worker in place.workers}
+    if "ps" in spec.jobs:
+        text = "the cluster has parameter servers, which ParameterServerStrategy is for"
+        return {"task": place.name, "workers": workers, "description": text}
     if not place.in_collective_group:
         text = f"this process is {place.name}, which does not train with the workers"
         return {"task": place.name, "workers": workers, "description": text}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distributary.cli._bench import add_bench_command
 from distributary.cli._certs import add_certs_command
-from distributary.cli._compile import add_compile_command, add_script_arguments
+from distributary.cli._compile import add_compile_command, add_script_arguments, check_script
 from distributary.cli._devices import add_devices_command
 from distributary.cli._doctor import add_doctor_command
 from distributary.errors import DistributaryError, InvalidValueError
@@ -42,6 +42,7 @@ def _launch(namespace: argparse.Namespace) -> int:
         options = _launch_options(namespace, os.environ)
     except DistributaryError as error:
         namespace.parser.error(str(error).removeprefix("launch: "))
+    check_script(namespace)
     try:
         return run(options)
     except (DistributaryError, OSError) as error:

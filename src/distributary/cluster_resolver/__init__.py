@@ -1,13 +1,19 @@
 """Where a job runs: its tasks, their addresses, and which of them this process is."""
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._gce import GCEClusterResolver
 from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
     KubernetesClusterResolver,
     KubernetesExecutableLocation,
 )
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
-from distributary.cluster_resolver._multi_worker import MultiWorker, Peer, multi_worker
+from distributary.cluster_resolver._multi_worker import (
+    TOKEN_VARIABLE,
+    MultiWorker,
+    Peer,
+    multi_worker,
+)
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
 from distributary.cluster_resolver._slurm import SlurmClusterResolver
@@ -15,8 +21,10 @@ from distributary.cluster_resolver._tf_config import TFConfigClusterResolver
 from distributary.cluster_resolver._tpu import TPUClusterResolver
 
 __all__ = [
+    "TOKEN_VARIABLE",
     "ClusterResolver",
     "ClusterSpec",
+    "GCEClusterResolver",
     "KubernetesClusterResolver",
     "KubernetesExecutableLocation",
     "MultiWorker",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from distributary.cluster_resolver._addresses import parse_address
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
@@ -16,7 +16,9 @@ from distributary.cluster_resolver._roles import (
 )
 from distributary.errors import InvalidValueError
 
-__all__ = ["MultiWorker", "Peer", "multi_worker"]
+__all__ = ["TOKEN_VARIABLE", "MultiWorker", "Peer", "multi_worker"]
+
+TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # the secret of a job
 
 _HOW_TO_NAME_THE_TASK = (
     'Say which task this process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or'

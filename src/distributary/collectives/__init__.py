@@ -10,6 +10,7 @@ from distributary.collectives._cross_device_ops import (
     default_cross_device_ops,
     reduce_nest,
 )
+from distributary.collectives._destinations import at_device, check_destinations, only_device
 from distributary.collectives._reduce_op import (
     ReduceOp,
     as_reduce_op,
@@ -27,8 +28,11 @@ __all__ = [
     "all_gather",
     "all_reduce_of_vectors",
     "as_reduce_op",
+    "at_device",
+    "check_destinations",
     "check_reducible",
     "default_cross_device_ops",
+    "only_device",
     "reduce_arrays",
     "reduce_nest",
 ]

@@ -14,6 +14,7 @@ from jax.sharding import (
 )
 
 from distributary.collectives import _algorithms as algorithms
+from distributary.collectives._destinations import at_device, check_destinations, only_device
 from distributary.collectives._reduce_op import (
     Array,
     ReduceOp,
@@ -67,7 +68,11 @@ class CrossDeviceOps(abc.ABC):
             options: Communication options.
 
         Returns:
-            `Mirrored` with the result.
+            `Mirrored` with the result: a copy on every replica's device, or the only one on the
+            device that `destinations` names.
+
+        Raises:
+            DeviceError: if `destinations` names a device that this process does not have.
         """
         return self.batch_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -89,17 +94,23 @@ class CrossDeviceOps(abc.ABC):
                 self.reduce(op, value, destinations, options)
                 for value, (_, destinations) in zip(wrapped, pairs, strict=True)
             ]
-        if wrapped[0].num_replicas == 1:
-            return [Mirrored(value.values[0]) for value in wrapped]
-        if all(value.form == "local" for value in wrapped):
+        if wrapped[0].num_replicas > 1 and all(value.form == "local" for value in wrapped):
             return self.batch_reduce_implementation(
                 op, list(zip(wrapped, (d for _, d in pairs), strict=True)), options
             )
-        return self._reduce_outside(op, wrapped, options)
+        if wrapped[0].num_replicas == 1:
+            results = [Mirrored(value.values[0]) for value in wrapped]
+        else:
+            results = self._reduce_outside(op, wrapped, options)
+        devices = [only_device(destinations) for _, destinations in pairs]
+        return [
+            result if device is None else Mirrored(at_device(result.value(), device))
+            for result, device in zip(results, devices, strict=True)
+        ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies one value to all `destinations`."""
-        _check_destination(destinations)
+        check_destinations(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     @abc.abstractmethod
@@ -126,6 +137,9 @@ class CrossDeviceOps(abc.ABC):
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
         """Copies one value to all `destinations`."""
+        device = only_device(destinations)
+        if device is not None:
+            return Mirrored(at_device(tensor, device))
         return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
@@ -162,7 +176,7 @@ class CrossDeviceOps(abc.ABC):
 
     def _reduce_outside(
         self, op: ReduceOp, values: list[PerReplica], options: CommunicationOptions
-    ) -> list[Any]:
+    ) -> list[Mirrored]:
         """Combines values outside of a compiled step, in a program of its own."""
         num_replicas = values[0].num_replicas
         results: dict[int, Any] = {}
@@ -249,17 +263,8 @@ def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
             " destinations) pairs."
         )
     for _, destinations in pairs:
-        _check_destination(destinations)
+        check_destinations(destinations)
     return [(value, destinations) for value, destinations in pairs]
-
-
-def _check_destination(destinations: Any) -> None:
-    unusable = destinations is None or isinstance(destinations, (int, list, tuple))
-    if unusable or (isinstance(destinations, str) and not destinations):
-        raise InvalidValueError(
-            f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
-            " variable whose devices are meant."
-        )
 
 
 def _alone(op: ReduceOp, leaf: Any) -> Any:

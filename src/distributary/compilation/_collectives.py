@@ -51,6 +51,14 @@ _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(%[\w
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = re.compile(r"\d+")
+# Numbers 0 to n, shaped and transposed: `[2,4]T(1,0)`.
+_IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
+# The axes of a mesh along which devices take part together; JAX 0.12 writes most groups so. An axis
+# may be cut: of `'a':(2)4` the part of size 4 takes part, with 2 parts before it.
+_MESH_AXES = re.compile(
+    rf"replica_groups=mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>{_IOTA}|[\d,]+)\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
 
 
 def collectives_of(hlo: str) -> list[Collective]:
@@ -169,19 +177,48 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
         return tuple(
             tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", explicit[1])
         )
-    # [groups,size]<=[dims]T(permutation): numbers 0 to n, shaped, transposed and shaped again.
-    listed = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if listed is None:
+    along_axes = _MESH_AXES.search(attributes)
+    listed = re.search(rf"replica_groups=\[(\d+)[\d,]*\]<=({_IOTA})", attributes)
+    if along_axes is not None:
+        groups = _groups_along_axes(**along_axes.groupdict())
+    elif listed is not None:
+        groups = _iota(listed[2]).reshape(int(listed[1]), -1)
+    else:
         return ()
-    shape, dims, order = (_numbers(part) for part in listed.groups())
+    return tuple(tuple(map(int, group)) for group in groups)
+
+
+def _groups_along_axes(mesh: str, ids: str | None, axes: str) -> np.ndarray:
+    """Returns the groups, one per row, of devices along some axes of a mesh."""
+    sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", mesh)}
+    together = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"([^,:]+)(?::\((\d+)\)(\d+))?", axes)
+    ]
+    dims: list[int] = []
+    dim_of: dict[tuple[str, int], int] = {}
+    for name, whole in sizes.items():
+        cuts = {1, *(c for n, b, size in together if n == name for c in (b, b * size) if c < whole)}
+        for before, after in itertools.pairwise([*sorted(cuts), whole]):
+            dim_of[name, before] = len(dims)
+            dims.append(after // before)
+    if ids is None:
+        numbers = np.arange(math.prod(dims))
+    else:
+        numbers = _iota(ids) if ids.startswith("[") else np.array(_numbers(ids))
+    last = [dim_of[name, before] for name, before, _ in together]
+    numbers = np.moveaxis(numbers.reshape(dims), last, range(-len(last), 0))
+    return numbers.reshape(-1, math.prod(size for *_, size in together))
+
+
+def _iota(text: str) -> np.ndarray:
+    dims, *order = (_numbers(part) for part in re.findall(r"[\d,]+", text))
     numbers = np.arange(math.prod(dims)).reshape(dims)
-    if order:
-        numbers = numbers.transpose(order)
-    return tuple(tuple(map(int, group)) for group in numbers.reshape(shape[0], -1))
+    return numbers.transpose(*order) if order else numbers
 
 
-def _numbers(text: str | None) -> list[int]:
-    return [int(number) for number in text.split(",")] if text else []
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def short_groups(groups: tuple[tuple[int, ...], ...]) -> str:

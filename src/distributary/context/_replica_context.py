@@ -18,7 +18,18 @@ class ReplicaContext:
     Source: `tf.distribute.ReplicaContext`.
     """
 
-    def __init__(self, strategy: StrategyLike, replica_id_in_sync_group: Any) -> None:
+    def __init__(
+        self,
+        strategy: StrategyLike,
+        replica_id_in_sync_group: Any,
+        *,
+        averages_gradients: bool = False,
+        has_whole_batch: bool = False,
+    ) -> None:
+        # Whether optimizers average over the replicas, as in steps of `fit`; else they sum.
+        self._averages_gradients = averages_gradients
+        # Whether what is computed is of the rows of all replicas, and so the same on each.
+        self._has_whole_batch = has_whole_batch
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
 
@@ -43,6 +54,19 @@ class ReplicaContext:
             self._check_current("replica_id_in_sync_group")
             return self._replica_id()
         return self._replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Canonical names of the devices on which the step runs, those of this process' replicas.
+
+        The step is traced once for all of them; `tf.distribute` gives the one of the replica.
+
+        Raises:
+            ContextError: if this is not the current replica context.
+        """
+        self._check_current("devices")
+        devices: tuple[str, ...] = self._strategy.extended.device_names()
+        return devices
 
     def merge_call(
         self,

@@ -1,8 +1,6 @@
 """From the function of a closure to programs for workers and servers."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -11,17 +9,20 @@ import jax
 from distributary.coordinator._nests import copy_of
 from distributary.coordinator._programs import Program, export_function, export_per_device
 from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
-from distributary.errors import UnsupportedError
+from distributary.errors import ContextError, UnsupportedError
 from distributary.strategies import split_result
 from distributary.tracing import (
     Handle,
     ServerPart,
     SparseUpdate,
+    current_feeding,
     current_scope,
+    fed_by,
     has_replicas,
     in_parts,
     per_device,
     purify,
+    refused_if_consumed,
     rows_of,
     rows_of_update,
     split_over_servers,
@@ -143,6 +144,7 @@ class ClosureTrace:
 
     Args:
         data_avals: Shapes and dtypes of all leaves, if they are not those of the sources.
+        source_of: From an iterator of the coordinator to what the workers are sent of it.
 
     Attributes:
         sources: What has been taken.
@@ -150,7 +152,8 @@ class ClosureTrace:
             several times; who does it sets it back.
     """
 
-    def __init__(self, data_avals: Sequence[Any] | None) -> None:
+    def __init__(self, data_avals: Sequence[Any] | None, source_of: Callable[[Any], Any]) -> None:
+        self._source_of = source_of
         self.sources: list[Source] = []
         self.position = 0
         self._data_avals = None if data_avals is None else list(data_avals)
@@ -174,15 +177,26 @@ class ClosureTrace:
         self.position += 1
         return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
 
-    def repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which takes the same data when it is traced again."""
-        start = self.position
+    def give(self, iterator: Any) -> Any:
+        """The next element of an iterator of the coordinator, which it sends to the workers."""
+        source = self._source_of(iterator)
+        return self.take("fed", source.number, source.element_spec)
 
-        def again(*args: Any, **kwargs: Any) -> Any:
-            self.position = start
-            return function(*args, **kwargs)
+    def begin(self, dataset: Any, is_plain: bool) -> Any:
+        """Refuses to loop over a dataset."""
+        raise _loops_over(dataset)
 
-        return again
+    def leave(self, error: Exception) -> None:
+        """Raises `error`: there is no host to run on."""
+        raise error
+
+
+def _loops_over(dataset: Any) -> ContextError:
+    return ContextError(
+        f"A scheduled function iterates over {dataset!r} while it is traced, so every closure would"
+        " compute with the elements of now. Pass iter(dataset) to schedule and call next(iterator)"
+        " in the function, or use create_per_worker_dataset."
+    )
 
 
 def _is_per_replica(value: Any) -> bool:
@@ -215,25 +229,10 @@ def _read(column: list[Handle]) -> Any:
     return PerReplica.from_stacked(values[0], num_replicas)
 
 
-class _ThreadState(threading.local):
-    trace: ClosureTrace | None = None
-
-
-_state = _ThreadState()
-
-
 def current_trace() -> ClosureTrace | None:
     """The closure that this thread traces."""
-    return _state.trace
-
-
-@contextmanager
-def _tracing(closure: ClosureTrace) -> Iterator[None]:
-    before, _state.trace = _state.trace, closure
-    try:
-        yield
-    finally:
-        _state.trace = before
+    feeding = current_feeding()
+    return feeding if isinstance(feeding, ClosureTrace) else None
 
 
 def plan_of(
@@ -243,6 +242,8 @@ def plan_of(
     parts_of: Callable[[Handle], Sequence[Part]],
     sparse_update: SparseUpdate = "exact",
     num_replicas: int = 1,
+    *,
+    source_of: Callable[[Any], Any],
 ) -> Plan:
     """Traces the function of a closure; to be called in the scope of its strategy.
 
@@ -253,12 +254,13 @@ def plan_of(
         parts_of: From the handle of a variable to what keeps it, along dim 0.
         sparse_update: What servers do with rows that are not pushed.
         num_replicas: Number of devices of a worker.
+        source_of: See `ClosureTrace`.
 
     Raises:
         InvalidTypeError: if it returns something that is no array.
         UnsupportedError: if its updates cannot be split over the servers.
     """
-    closure = ClosureTrace(data_avals)
+    closure = ClosureTrace(data_avals, source_of)
     rebuilds: list[Callable[..., Any]] = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -266,10 +268,8 @@ def plan_of(
         rebuilds[:] = [rebuild]
         return outs
 
-    with _tracing(closure):
-        closed, scope = trace(
-            closure.repeatable(flat), avals, "function", [], is_for_workers=num_replicas > 1
-        )
+    with fed_by(closure), refused_if_consumed(function, (), "ClusterCoordinator.schedule"):
+        closed, scope = trace(flat, avals, "function", [], is_for_workers=num_replicas > 1)
     pure = purify(closed, scope, avals, [])
     jaxpr, captures = pure.jaxpr, pure.captures
     num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1

@@ -3,18 +3,20 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
 import jax
 import numpy as np
 
-from distributary.coordinator._closures import Part
+from distributary.coordinator._closures import Part, ServerPlan
 from distributary.coordinator._copies import CopyOnServers
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import Link
@@ -55,6 +57,7 @@ from distributary.variables import SavedRows, SavedVariable
 __all__ = ["Cluster", "LocalCluster", "Session", "Task", "check_numbers", "local_cluster"]
 
 _PIECE_BYTES = 1 << 26
+_NUM_REMEMBERED = 4096
 
 
 @final
@@ -108,6 +111,9 @@ class Session:
         self.describe = describe
         self._numbers = itertools.count()
         self._copy_numbers = itertools.count()
+        self._update_numbers = itertools.count()
+        self._updates: dict[str, int] = {}  # what servers have been told
+        self._finished = 0  # what the servers have been told
         self._next_server = itertools.cycle(range(len(servers)))
         self._lock = threading.Lock()
 
@@ -129,8 +135,47 @@ class Session:
             Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
         ]
 
+    def add_updates(self, servers: Mapping[int, ServerPlan]) -> dict[int, int]:
+        """Tells servers what to do with the pushes of a function; returns by what they know it.
+
+        Args:
+            servers: What each of them does, by its number.
+
+        Raises:
+            PSUnavailableError: if one is lost.
+        """
+        numbers: dict[int, int] = {}
+        new: list[tuple[str, int, Message]] = []
+        for server, plan in servers.items():
+            fields: dict[str, JSON] = {
+                "states": plan.states,
+                "outputs": plan.outputs,
+                "rows": [astuple(rows) for rows in plan.rows],
+            }
+            key = json.dumps([server, plan.program.name, fields])
+            if key in self._updates:
+                numbers[server] = self._updates[key]
+                continue
+            numbers[server] = fields["number"] = next(self._update_numbers)
+            new.append((key, server, Message("update", fields, blobs=[plan.program.content])))
+
+        def tell(own: tuple[str, int, Message]) -> None:
+            key, server, message = own
+            self.server_links[server].call(message)
+            self._updates[key] = numbers[server]  # now, as another thread relies on it
+
+        with ThreadPoolExecutor(max(1, len(new))) as threads:  # each server compiles its program
+            list(threads.map(tell, new))
+        return numbers
+
+    def finish_many(self, finished: int) -> None:
+        """Like `finish`, if that is worth it: servers remember the closures until then."""
+        if finished - self._finished >= _NUM_REMEMBERED:
+            self.finish(finished)
+
     def finish(self, finished: int) -> None:
         """Has the servers refuse pushes of closures with smaller numbers."""
+        self._finished = finished
         for link in self.server_links:
             with contextlib.suppress(UnavailableError):  # its heartbeat is missed as well
                 link.call(Message("finish", {"finished": finished}))

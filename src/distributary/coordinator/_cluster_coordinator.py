@@ -33,12 +33,14 @@ from distributary.coordinator._per_worker import (
     PerWorkerIterator,
     PerWorkerValues,
     RemoteSource,
+    SharedFeed,
 )
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._setup import Key
 from distributary.coordinator._sources import UnknownMakerError, distributed_by
 from distributary.coordinator._statistics import CoordinatorStatistics
 from distributary.coordinator._values import RemoteValue
+from distributary.datasets import DatasetIterator
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.strategies import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.topology import call_when_collected
@@ -78,7 +80,11 @@ class ClusterCoordinator:
         self._functions = ProgramCache("ClusterCoordinator.schedule")
         self._function_numbers = itertools.count()
         self._source_numbers = itertools.count()
-        self._feeds: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
+        self._feeds: weakref.WeakValueDictionary[int, Feed | SharedFeed] = (
+            weakref.WeakValueDictionary()
+        )
+        # By the identity of iterators, which their feeds keep alive.
+        self._shared: weakref.WeakValueDictionary[int, SharedFeed] = weakref.WeakValueDictionary()
         # What was collected, in whichever thread, and workers have not been told to forget.
         self._gone: deque[Key] = deque()
         self._has_warned_of_feeding = False
@@ -120,8 +126,9 @@ class ClusterCoordinator:
         changed by their servers, exactly once for every closure.
 
         Args:
-            fn: Function of arrays, numbers, iterators made by `iter(per_worker_dataset)` and
-                `PerWorkerValues`; Python side effects happen once per trace.
+            fn: Function of arrays, numbers, iterators made by `iter(per_worker_dataset)` or
+                `iter(dataset)`, and `PerWorkerValues`; Python side effects happen once per trace.
+                Of the iterator over a dataset, each closure is sent the next element.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
 
@@ -154,6 +161,9 @@ class ClusterCoordinator:
                 "schedule: an argument is a RemoteValue, which one worker has computed and another"
                 " may not have. Pass remote_value.fetch()."
             )
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, DatasetIterator):
+                leaves[i] = PerWorkerIterator(self._source_of(leaf))
         sources = [leaf.source for leaf in leaves if isinstance(leaf, _OF_WORKERS)]
         dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         arrays = [leaves[i] for i in dynamic]
@@ -234,6 +244,16 @@ class ClusterCoordinator:
         number = next(self._source_numbers)
         feed = self._feeds[number] = Feed(dataset_fn)
         return RemoteSource("fed", number, feed.peek, feed)
+
+    def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
+        """An iterator of this process, of which the workers are sent the elements."""
+        with self._tracing:
+            feed = self._shared.get(id(iterator))
+            if feed is None:
+                number = next(self._source_numbers)
+                feed = self._shared[id(iterator)] = SharedFeed(iterator, number)
+                self._feeds[number] = feed
+        return RemoteSource("fed", feed.number, feed.peek, feed)
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
         """What the workers have, until it is not used any more."""
@@ -321,6 +341,12 @@ class ClusterCoordinator:
         data: list[Any] | None,
     ) -> None:
         """Traces a function, and tells the workers."""
+        captured: list[RemoteSource] = []  # keeps their feeds alive until the function does
+
+        def source_of(iterator: DatasetIterator) -> RemoteSource:
+            captured.append(self._source_of(iterator))
+            return captured[-1]
+
         with self._tracing, self._strategy.scope():
             plan = plan_of(
                 call,
@@ -329,6 +355,7 @@ class ClusterCoordinator:
                 self._cluster.parts_of,
                 self._strategy._sparse_update,
                 self._strategy.num_replicas_in_sync,
+                source_of=source_of,
             )
             function.num_data = sum(len(source.leaves) for source in plan.sources)
             is_fed = [source.kind == "fed" for source in sources]
@@ -340,7 +367,8 @@ class ClusterCoordinator:
             function.cells = plan.cells
             function.rebuild = plan.rebuild
         self._warn_of_refusals(plan.refusals)
-        for message in _messages_of(function, plan):
+        updates = self._cluster.add_updates(plan.servers)
+        for message in _messages_of(function, plan, updates):
             self._workers.tell_later(("function", function.number), message)
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
@@ -375,21 +403,28 @@ def _call_of(
     fn: Callable[..., Any], static: Sequence[Any], dynamic: Sequence[int], tree: Any
 ) -> Callable[..., Any]:
     """From the arrays at the places `dynamic` to what `fn` returns for all arguments."""
+    # A partial shows what it holds to `refused_if_consumed`.
+    return functools.update_wrapper(functools.partial(_call, fn, static, dynamic, tree), fn)
 
-    def call(*arrays: Any) -> Any:
-        parts = list(static)
-        places = itertools.count()
-        for i, leaf in enumerate(static):
-            if isinstance(leaf, _OF_WORKERS):
-                bound = leaf.source.bound(next(places))
-                is_value = isinstance(leaf, PerWorkerValues)
-                parts[i] = bound.take() if is_value else PerWorkerIterator(bound)
-        for i, array in zip(dynamic, arrays, strict=True):
-            parts[i] = array
-        args, kwargs = jax.tree.unflatten(tree, parts)
-        return fn(*args, **kwargs)
 
-    return call
+def _call(
+    fn: Callable[..., Any],
+    static: Sequence[Any],
+    dynamic: Sequence[int],
+    tree: Any,
+    *arrays: Any,
+) -> Any:
+    parts = list(static)
+    places = itertools.count()
+    for i, leaf in enumerate(static):
+        if isinstance(leaf, _OF_WORKERS):
+            bound = leaf.source.bound(next(places))
+            is_value = isinstance(leaf, PerWorkerValues)
+            parts[i] = bound.take() if is_value else PerWorkerIterator(bound)
+    for i, array in zip(dynamic, arrays, strict=True):
+        parts[i] = array
+    args, kwargs = jax.tree.unflatten(tree, parts)
+    return fn(*args, **kwargs)
 
 
 @final
@@ -413,17 +448,23 @@ class _Function:
     name: str
     avals: list[Any]
     num_data: int = 0
-    feeds: list[Feed | int] = field(default_factory=list)
+    feeds: list[Feed | SharedFeed | int] = field(default_factory=list)
     cells: list[Callable[[], Any]] = field(default_factory=list)
     rebuild: Callable[..., Any] = field(default=list)
 
-    def feeds_of(self, sources: Sequence[Any]) -> list[Feed]:
+    def feeds_of(self, sources: Sequence[Any]) -> list[Feed | SharedFeed]:
         """What a closure with these sources is sent."""
         return [sources[f].feed if isinstance(f, int) else f for f in self.feeds]
 
 
-def _messages_of(function: _Function, plan: Plan) -> list[Message]:
-    """What a worker has to know of a function before it can run it."""
+def _messages_of(function: _Function, plan: Plan, updates: Mapping[int, int]) -> list[Message]:
+    """What a worker has to know of a function before it can run it.
+
+    Args:
+        function: The function.
+        plan: For some shapes.
+        updates: What the servers know their part of it by, by the numbers of the servers.
+    """
     pulls: dict[int, list[int]] = {}
     for kind, number in plan.inputs:
         if kind == "state":
@@ -449,10 +490,8 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
                 "servers": [
                     (
                         number,
-                        server.program.name,
-                        server.states,
+                        updates[number],
                         server.pushes,
-                        server.outputs,
                         [astuple(rows) for rows in server.rows],
                     )
                     for number, server in plan.servers.items()
@@ -460,10 +499,6 @@ def _messages_of(function: _Function, plan: Plan) -> list[Message]:
                 "rows": plan.rows and plan.rows[0].to_json(),
             },
             plan.constants,
-            [
-                plan.program.content,
-                *(s.program.content for s in plan.servers.values()),
-                *([plan.rows[1].content] if plan.rows else []),
-            ],
+            [plan.program.content, *([plan.rows[1].content] if plan.rows else [])],
         ),
     ]

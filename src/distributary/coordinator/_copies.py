@@ -17,7 +17,7 @@ from distributary.coordinator._sessions import ServerLink
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
 from distributary.variables import (
     SavedRows,
-    num_bytes_of,
+    WrittenFile,
     read_rows,
     rows_between,
     write_arrays,
@@ -41,8 +41,9 @@ class Copies:
         copy    ids                        the values that variables have now
         load    ids, path, rows            values from a checkpoint, of each variable a list of
                                            `SavedRows`
-        save    path, token -> num_bytes   writes them to a new folder `ps-<number>` below a path,
-                                           where a file `token` has this text
+        save    path, token -> file        writes them to a new file `ps-<number>.safetensors` of a
+                                           folder in which a file `token` has this text; the reply
+                                           has a `WrittenFile`
         adopt                              makes them the values that the variables have
         drop
 
@@ -91,11 +92,11 @@ class Copies:
         path, token = Path(message.fields["path"]), message.fields["token"]
         copy = self._copy(message)
         with copy.lock:  # who sends it again waits for the first time
-            if copy.num_bytes is None:
+            if copy.file is None:
                 self._check_token(path, token)
                 arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
-                copy.num_bytes = write_arrays(path / _folder(self._number), arrays)
-        return Message("ok", {"num_bytes": copy.num_bytes})
+                copy.file = write_arrays(path / _file(self._number), arrays)
+        return Message("ok", {"file": astuple(copy.file)})
 
     def _check_token(self, path: Path, token: str) -> None:
         """Only who may write to the folder has a server do it."""
@@ -147,7 +148,7 @@ class _Copy:
     def __init__(self, arrays: dict[int, Any]) -> None:
         self.arrays = arrays
         self.lock = threading.Lock()
-        self.num_bytes: int | None = None  # of its files, once they are written
+        self.file: WrittenFile | None = None  # once it is written
 
 
 @final
@@ -205,15 +206,20 @@ class CopyOnServers:
         fields = {"path": str(path), "token": token}
         replies = self._call("save", dict.fromkeys(self._links, fields))
         (path / _TOKEN).unlink()
-        for server, reply in replies.items():
-            written, seen = reply.fields["num_bytes"], num_bytes_of(path / _folder(server))
-            if written != seen:
+        files = {server: WrittenFile(*reply.fields["file"]) for server, reply in replies.items()}
+        for server, written in files.items():
+            file = path / _file(server)
+            seen = file.stat().st_size if file.exists() else 0
+            if written.num_bytes != seen:
                 raise CheckpointError(
-                    f"ps {server} has written {written} bytes to {path / _folder(server)}, of which"
-                    f" the coordinator sees {seen}. All tasks need the same folder."
+                    f"ps {server} has written {written.num_bytes} bytes to {file}, of which the"
+                    f" coordinator sees {seen}. All tasks need the same folder."
                 )
         return {
-            name: [SavedRows(_folder(server), str(number), 0, rows) for server, number, rows in own]
+            name: [
+                SavedRows(_file(server), files[server].checksum, str(number), 0, rows)
+                for server, number, rows in own
+            ]
             for name, own in self._places.items()
         }
 
@@ -255,8 +261,8 @@ class CopyOnServers:
         return {server: call.result() for server, call in calls.items()}
 
 
-def _folder(server: int) -> str:
-    return f"ps-{server}"
+def _file(server: int) -> str:
+    return f"ps-{server}.safetensors"
 
 
 def frozen(array: Any) -> Any:

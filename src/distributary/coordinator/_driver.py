@@ -229,6 +229,8 @@ class _Driver:
 
     def _drive_to_end(self) -> None:
         running: list[Closure] = []
+        silence: Exception | None = None  # why it may be lost, until another connection tells
+        is_away = False
         pause = _MIN_PAUSE_SECONDS
         lost_since = time.monotonic()
         while not self._queue.closed.is_set():
@@ -240,6 +242,11 @@ class _Driver:
                 assert self.error is not None
                 self._queue.lose(running, self.name, self.error)
             running = []
+            if silence is not None and not is_same:
+                self._num_losses += 1
+                is_away = True
+                _log.warning("%s is lost: %s", self.name, silence)
+            silence = None
             if is_same is None:
                 seconds = time.monotonic() - lost_since
                 self.is_given_up = seconds > self._session.options.worker_timeout_seconds
@@ -250,14 +257,14 @@ class _Driver:
                 self._queue.closed.wait(pause * random.uniform(0.5, 1))
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
             else:
-                if self._num_losses:
+                if is_away:
                     _log.warning("%s is there again", self.name)
+                is_away = False
                 self._workers.add(self)
                 running = self._serve()
                 self._workers.remove(self)
                 if self.connection.is_lost() and not self._queue.closed.is_set():
-                    self._num_losses += 1
-                    _log.warning("%s is lost: %s", self.name, self.error)
+                    silence = self.error
                 pause = _MIN_PAUSE_SECONDS
                 lost_since = time.monotonic()
 
@@ -287,6 +294,7 @@ class _Driver:
             try:
                 while closures and self._run(connection, closures):
                     pass
+                self._session.finish_many(self._queue.num_finished())
             except _LOST as error:
                 connection.lose(error)
                 self.error = connection.error

@@ -1,7 +1,9 @@
 """Links over gRPC: one stream for every link, which lasts as long as its connection."""
 
+import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import queue
 import random
@@ -10,12 +12,13 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
 from typing import Any, final
 
+from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.coordinator._certificates import Credentials, name_of_role, role_of_names
 from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
 from distributary.coordinator._links import (
@@ -24,18 +27,23 @@ from distributary.coordinator._links import (
     Peer,
     RefusedError,
     Service,
+    UnauthenticatedError,
     answer,
     error_reply,
     wait,
 )
 from distributary.coordinator._messages import Buffer, Limits, Message, WireError, decode, encode
+from distributary.coordinator._token import Challenges, Token
 from distributary.errors import ClusterError, MissingPackageError
 
 __all__ = ["GrpcLink", "GrpcServer"]
 
-_SERVICE, _METHOD = "distributary.Link", "Talk"
+_log = logging.getLogger(__name__)
+
+_SERVICE, _GREET, _TALK = "distributary.Link", "Greet", "Talk"
 _REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all that can go wrong
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+_REASON_SECONDS = 1.0  # for the reason of a refusal to come after the refusal
 _PING_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 3000),
@@ -60,6 +68,7 @@ _SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),  # a port that is in use is an error
     ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 30_000),  # links are never idle
 )
 
 
@@ -71,9 +80,9 @@ class GrpcLink:
 
     Args:
         address: `"host:port"` of the task.
-        role: What the task is: `"chief"`, `"worker"` or `"ps"`. With credentials, its certificate
-            must say so.
-        credentials: Those of this task; None for a connection without TLS.
+        task: Its name, `"ps 0"`. With certificates, that of the task must say its role, with a
+            token, the task must know the token and be the one of this name.
+        credentials: Those of this task; None for a connection to whoever listens there.
         limits: What messages may take in both directions.
 
     Raises:
@@ -83,16 +92,18 @@ class GrpcLink:
     def __init__(
         self,
         address: str,
-        role: str,
-        credentials: Credentials | None = None,
+        task: str,
+        credentials: Credentials | Token | None = None,
         limits: Limits | None = None,
     ) -> None:
         self._grpc = _import_grpc()
         self._address = address
-        self._role = role
-        self._credentials = credentials
+        self._task = task
+        self._role = task.partition(" ")[0]
+        self._credentials = credentials if isinstance(credentials, Credentials) else None
+        self._token = credentials if isinstance(credentials, Token) else None
         self._limits = limits or Limits()
-        self._name = f"{role} at {address}"
+        self._name = f"{task} at {address}"
         self._connection = _Connection(self._name)
         self._closed = threading.Event()
         self._thread = threading.Thread(
@@ -144,13 +155,28 @@ class GrpcLink:
     def _converse(self, connection: "_Connection") -> Exception:
         """Sends and receives until the connection ends; returns why it did."""
         assembly = Assembly(self._limits)
+        call: Any = None  # the one that is under way
         with self._channel() as channel:
-            stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(connection.requests())
-            connection.stream = stream
-            if self._closed.is_set():
-                stream.cancel()
             try:
-                for chunk in stream:
+                asked: dict[str, str] = {}
+                if self._token is not None:
+                    call = self._watched(
+                        connection, channel.unary_unary(f"/{_SERVICE}/{_GREET}").future(b"")
+                    )
+                    asked = self._token.ask(self._task, call.result().decode("latin-1"))
+                talk = channel.stream_stream(f"/{_SERVICE}/{_TALK}")
+                call = self._watched(
+                    connection, talk(connection.requests(), metadata=[*asked.items()])
+                )
+                if self._is_stranger(call, asked):
+                    call.cancel()
+                    return UnauthenticatedError(
+                        f"What listens at {self._address} does not prove that it is {self._task}"
+                        f" of this job. Start all tasks with the same {TOKEN_VARIABLE}, or end the"
+                        " other program that listens there."
+                    )
+                connection.allow()
+                for chunk in call:
                     if (complete := assembly.add(chunk)) is not None:
                         number, buffer = complete
                         connection.has_heard = True
@@ -158,10 +184,13 @@ class GrpcLink:
                 reason = "it has ended the connection"
             except WireError as error:
                 return error
-            except self._grpc.RpcError:
-                if stream.code() == self._grpc.StatusCode.INVALID_ARGUMENT:
-                    return WireError(f"{self._name} refuses what was sent: {stream.details()}")
-                reason = f"{stream.code().name}: {stream.details()}"
+            except (self._grpc.RpcError, self._grpc.FutureCancelledError):
+                code, details = call.code(), call.details()
+                if code == self._grpc.StatusCode.INVALID_ARGUMENT:
+                    return WireError(f"{self._name} refuses what was sent: {details}")
+                if code == self._grpc.StatusCode.UNAUTHENTICATED:
+                    return UnauthenticatedError(f"{self._name} refuses this task: {details}")
+                reason = f"{code.name}: {details}"
         if self._closed.is_set():
             return self._closed_error()
         if self._credentials and not connection.has_heard:
@@ -171,6 +200,23 @@ class GrpcLink:
             )
         kind = RefusedError if _REFUSED in reason else ConnectionLostError
         return kind(f"No connection to {self._name}: {reason}.")
+
+    def _watched(self, connection: "_Connection", call: Any) -> Any:
+        """Has `close` end a call; returns it."""
+        connection.call = call
+        if self._closed.is_set():
+            call.cancel()
+        return call
+
+    def _is_stranger(self, call: Any, asked: Mapping[str, str]) -> bool:
+        """Returns whether the other end goes on without a proof that it knows the token."""
+        if self._token is None:
+            return False
+        if self._token.knows_task(self._task, asked, dict(call.initial_metadata() or ())):
+            return False
+        with contextlib.suppress(self._grpc.FutureTimeoutError, self._grpc.FutureCancelledError):
+            call.exception(_REASON_SECONDS)
+        return bool(call.is_active())
 
     def _closed_error(self) -> ConnectionLostError:
         return ConnectionLostError(f"The link to {self._name} is closed.")
@@ -189,11 +235,12 @@ class GrpcLink:
 class _Connection:
     """Requests on their way out, and the calls that wait for replies."""
 
-    stream: Any = None
+    call: Any = None
     has_heard = False
 
     def __init__(self, name: str) -> None:
         self.calls = Calls(name)
+        self._allowed = threading.Event()
         self._requests: queue.SimpleQueue[tuple[int, list[Buffer]] | None] = queue.SimpleQueue()
         self._wanted = threading.Event()
 
@@ -206,20 +253,26 @@ class _Connection:
         self._wanted.wait()
 
     def requests(self) -> Iterator[bytes]:
-        """The chunks to send, in a thread of gRPC; ends with `end`."""
+        """The chunks to send, in a thread of gRPC; begins with `allow`, ends with `end`."""
+        self._allowed.wait()
         while (request := self._requests.get()) is not None:
             number, buffers = request
             if self.calls.is_waiting(number):
                 yield from split(number, buffers)
 
+    def allow(self) -> None:
+        """The other end is the task: it may be sent the requests."""
+        self._allowed.set()
+
     def cancel(self) -> None:
         self._wanted.set()
-        if self.stream is not None:
-            self.stream.cancel()
+        if self.call is not None:
+            self.call.cancel()
 
     def end(self, error: Exception) -> None:
         self.calls.end(error)
         self._requests.put(None)
+        self._allowed.set()  # nobody waits for the requests any more, so none is sent
 
 
 @final
@@ -231,15 +284,16 @@ class GrpcServer:
     Args:
         service: What is called.
         address: `"host:port"` to listen at, nowhere else; port 0 takes a free one.
-        credentials: Those of this task: only peers with a certificate of the same CA are heard.
-            None for connections without TLS, which need a loopback address.
+        credentials: Those of this task: only peers with a certificate of the same CA are heard, or
+            those that know the same token, which is enough on a loopback address.
         limits: What messages may take in both directions.
+        task: Its name, `"ps 0"`: with a token, callers must mean this task.
         max_links: More links than these are refused.
-        insecure: Allows other addresses than loopback without credentials: whoever reaches the
-            address can read and write everything.
+        insecure: Allows other addresses than loopback without certificates, and all addresses
+            without credentials: whoever reaches the address can read and write everything.
 
     Raises:
-        ClusterError: if it cannot listen at the address or must not do so without credentials.
+        ClusterError: if it cannot listen at the address or must not do so with these credentials.
         MissingPackageError: without grpcio.
 
     Attributes:
@@ -250,28 +304,43 @@ class GrpcServer:
         self,
         service: Service,
         address: str,
-        credentials: Credentials | None = None,
+        credentials: Credentials | Token | None = None,
         limits: Limits | None = None,
         *,
+        task: str = "",
         max_links: int = 256,
         insecure: bool = False,
     ) -> None:
         self._grpc = _import_grpc()
         self._service = service
         self._limits = limits or Limits()
-        self._has_credentials = credentials is not None
+        self._task = task
+        self._has_certificates = isinstance(credentials, Credentials)
+        self._token = credentials if isinstance(credentials, Token) else None
+        self._challenges = Challenges()
+        self._has_warned = False
         host, ip_address, port = _resolve(address)
-        if not (credentials or insecure or ip_address.is_loopback):
+        if not (self._has_certificates or insecure or ip_address.is_loopback):
             raise ClusterError(
                 f"Listening at {address} without certificates would let everybody who reaches the"
                 " address read and write the variables. `distributary certs` makes certificates,"
                 " DISTRIBUTARY_CERTS says where they are; insecure=True does without."
             )
+        if not (credentials or insecure):
+            raise ClusterError(
+                f"Listening at {address} without a secret would let every user of this machine"
+                " read and write the variables. `distributary launch` gives all tasks one; those"
+                f" that you start yourself need the same {TOKEN_VARIABLE}, such as"
+                " `openssl rand -hex 16` makes; insecure=True does without."
+            )
         self._threads = _Threads()
         self._server = self._grpc.server(
             self._threads, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_links
         )
-        methods = {_METHOD: self._grpc.stream_stream_rpc_method_handler(self._talk)}
+        methods = {
+            _GREET: self._grpc.unary_unary_rpc_method_handler(self._greet),
+            _TALK: self._grpc.stream_stream_rpc_method_handler(self._talk),
+        }
         self._server.add_generic_rpc_handlers(
             (self._grpc.method_handlers_generic_handler(_SERVICE, methods),)
         )
@@ -295,8 +364,8 @@ class GrpcServer:
         self._server.stop(None).wait(seconds)
         self._threads.join(seconds)
 
-    def _listen(self, address: str, credentials: Credentials | None) -> int:
-        if credentials is None:
+    def _listen(self, address: str, credentials: Credentials | Token | None) -> int:
+        if not isinstance(credentials, Credentials):
             return self._server.add_insecure_port(address)
         pair = (credentials.key, credentials.certificate)
         return self._server.add_secure_port(
@@ -304,9 +373,13 @@ class GrpcServer:
             self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
         )
 
+    def _greet(self, request: bytes, context: Any) -> bytes:
+        """A challenge for whoever asks."""
+        return self._challenges.new().encode()
+
     def _talk(self, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """One link, in a thread of its own."""
-        peer = self._peer(context)
+        peer = self._peer(context)  # before anything of the caller's is read
         assembly = Assembly(self._limits)
         for chunk in chunks:
             try:
@@ -325,7 +398,8 @@ class GrpcServer:
             return encode(error_reply(error), self._limits)
 
     def _peer(self, context: Any) -> Peer:
-        if not self._has_credentials:
+        if not self._has_certificates:
+            self._check_token(context)
             return Peer("local", context.peer())
         names = context.auth_context().get("x509_subject_alternative_name", [])
         role = role_of_names([name.decode() for name in names])
@@ -335,6 +409,27 @@ class GrpcServer:
             self._grpc.StatusCode.UNAUTHENTICATED,
             f"The certificate with the names {names} has no role.",
         )
+
+    def _check_token(self, context: Any) -> None:
+        if self._token is None:  # insecure; the caller may wait for a proof
+            context.send_initial_metadata(())
+            return
+        asked = dict(context.invocation_metadata())
+        reason = self._token.refusal(self._task, asked, self._challenges)
+        if reason is None:
+            answer = self._token.answer(self._task, asked)
+            context.send_initial_metadata([*answer.items()])
+            return
+        # Once: a stranger may try without end.
+        _log.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "%s refuses %s: %s",
+            self._task,
+            context.peer(),
+            reason,
+        )
+        self._has_warned = True
+        context.abort(self._grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 @final

@@ -7,6 +7,7 @@ not want to wait behind a long one opens a second link.
 
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ __all__ = [
     "Peer",
     "RefusedError",
     "Service",
+    "UnauthenticatedError",
     "answer",
     "error_reply",
     "exception_of",
@@ -34,6 +36,7 @@ __all__ = [
 
 _ERROR_KIND = "error"  # of replies; services do not use it
 _MAX_ERROR_CHARACTERS = 20_000
+_NUM_PARTS = 4  # of the time that a reply may take
 # Those that are made of a text, and no warnings.
 _BUILTINS = (
     ArithmeticError,
@@ -78,6 +81,10 @@ class RefusedError(ConnectionLostError):
     """There is no connection because nothing listens at the other end: its process has ended."""
 
 
+class UnauthenticatedError(ConnectionLostError):
+    """There is no connection because one end does not know the secret of the job."""
+
+
 class DeadlineError(DistributaryError, TimeoutError):
     """A call has no reply within its time: it was or will be handled once or not at all."""
 
@@ -89,7 +96,7 @@ class Peer:
 
     Args:
         role: `"chief"`, `"worker"` or `"ps"` from the certificate, or `"local"` if there is none:
-            the same process, or a connection without TLS.
+            the same process, who knows the secret of the job, or anybody if it is insecure.
         identity: What identifies the peer in messages: the name in its certificate and its address.
     """
 
@@ -235,12 +242,22 @@ def error_reply(error: Exception) -> Message:
 
 
 def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Message:
-    """The reply, as `Link.call` returns or raises it."""
-    try:
-        return future.result(timeout)
-    except TimeoutError:
-        if future.done():  # an exception of the service, or a reply that has just come
-            return future.result()
+    """The reply, as `Link.call` returns or raises it.
+
+    Silence is counted in parts of the time: one that took much longer than it should says that this
+    process was frozen or had no processor itself, and does not count.
+    """
+    if timeout is None:
+        return future.result()
+    num_silent, part = 0, timeout / _NUM_PARTS
+    while num_silent < _NUM_PARTS:
+        begin = time.monotonic()
+        try:
+            return future.result(part)
+        except TimeoutError:
+            if future.done():  # an exception of the service, or a reply that has just come
+                return future.result()
+        num_silent += time.monotonic() - begin < 2 * part
     calls.forget(future)
     raise DeadlineError(f"{calls.target} has not replied within {timeout:g} s.")
 

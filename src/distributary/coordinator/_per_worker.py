@@ -10,13 +10,14 @@ import numpy as np
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
 from distributary.coordinator._sources import as_maker
+from distributary.datasets import DatasetIterator
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
     OutOfRangeError,
     UnsupportedError,
 )
-from distributary.tracing import current_scope
+from distributary.tracing import current_scope, outside_of_trace
 
 __all__ = [
     "Feed",
@@ -25,6 +26,7 @@ __all__ = [
     "PerWorkerIterator",
     "PerWorkerValues",
     "RemoteSource",
+    "SharedFeed",
     "closure_number",
     "experimental_get_current_worker_index",
 ]
@@ -143,7 +145,7 @@ class RemoteSource:
         kind: str,
         number: int,
         peek: Callable[[], tuple[list[Any], Any]],
-        feed: "Feed | None" = None,
+        feed: "Feed | SharedFeed | None" = None,
     ) -> None:
         self.kind = kind
         self.number = number
@@ -217,6 +219,50 @@ class Feed:
             if worker not in self._iterators:
                 self._iterators[worker] = Peekable(self._make)
             return self._iterators[worker]
+
+
+@final
+class SharedFeed:
+    """The elements of an iterator of the coordinator, each of which goes to one closure.
+
+    Args:
+        iterator: The iterator.
+        number: See `RemoteSource`.
+    """
+
+    def __init__(self, iterator: DatasetIterator, number: int) -> None:
+        self.number = number
+        self._iterator = iterator
+        self._seen: tuple[list[Any], Any] | None = None
+        self._lock = threading.Lock()
+
+    def next(self, worker: int) -> list[np.ndarray]:
+        """The leaves of the next element.
+
+        Raises:
+            OutOfRangeError: after the last one.
+        """
+        with self._lock:
+            return leaves_of(self._pull())
+
+    def peek(self) -> tuple[list[Any], Any]:
+        """Shapes and dtypes of the element that was next at first, and its structure."""
+        with self._lock:
+            if self._seen is None:
+                with outside_of_trace():
+                    element = self._pull()
+                self._iterator.put_back(element)
+                structs = structs_of(shapes_of(leaves_of(element)))
+                self._seen = structs, jax.tree.structure(element)
+            return self._seen
+
+    def _pull(self) -> Any:
+        try:
+            return self._iterator.pull()
+        except StopIteration:
+            raise OutOfRangeError(
+                "The iterator that was given to schedule, or captured by the function, has ended."
+            ) from None
 
 
 @final

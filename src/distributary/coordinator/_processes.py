@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import importlib.metadata
 import logging
 import os
 import time
@@ -13,10 +12,12 @@ from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, mu
 from distributary.coordinator._certificates import Credentials
 from distributary.coordinator._cluster import Cluster, Task
 from distributary.coordinator._grpc import GrpcLink
-from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._links import ConnectionLostError, UnauthenticatedError
 from distributary.coordinator._messages import Message
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
+from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.job import package_versions
 
 __all__ = [
     "CONNECT_VARIABLE",
@@ -26,16 +27,14 @@ __all__ = [
     "connect_seconds",
     "meet",
     "tasks_of",
-    "versions",
 ]
 
 _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
-# -> name of the task, its number of devices, versions; of every task, to everybody
+# -> name of the task, its number of devices, versions; of every task
 IDENTIFY: Final = "identify"
 _CONNECT_SECONDS = 120.0
-_PACKAGES = ("distributary", "jax", "jaxlib", "keras")
 
 
 def cluster_of(cluster_resolver: Any) -> Cluster:
@@ -47,8 +46,8 @@ def cluster_of(cluster_resolver: Any) -> Cluster:
         InvalidTypeError: if it is something else.
         InvalidValueError: if the cluster has no workers or no servers, or this process is not its
             chief.
-        ClusterError: if tasks do not come in time, or have other versions of packages, or workers
-            another number of devices than others.
+        ClusterError: if tasks do not come in time, do not know the same secret, or have other
+            versions of packages, or workers another number of devices than others.
     """
     if isinstance(cluster_resolver, Cluster):
         return cluster_resolver
@@ -95,17 +94,6 @@ def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
     return [peer for peer in peers if peer.task_type in ("worker", "ps")]
 
 
-def versions() -> dict[str, str]:
-    """Versions of packages that all tasks must have in common, of those that are installed."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def connect_seconds(environ: Mapping[str, str]) -> float:
     """How long to wait for other tasks, from `DISTRIBUTARY_CONNECT_SECONDS`.
 
@@ -131,10 +119,10 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     Raises:
         ClusterError: see `cluster_of`.
     """
-    credentials = Credentials.from_environ("chief", environ)
+    credentials = credentials_of("chief", environ)
 
     def link(peer: Peer) -> GrpcLink:
-        return GrpcLink(peer.address, peer.task_type, credentials)
+        return GrpcLink(peer.address, peer.name, credentials)
 
     num_devices = meet(peers, credentials, connect_seconds(environ))
 
@@ -148,7 +136,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     return Cluster(tasks("worker"), tasks("ps"), describe, num_devices)
 
 
-def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> int:
+def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: float) -> int:
     """Waits for all tasks, and checks that they are who they should be.
 
     Args:
@@ -163,7 +151,7 @@ def meet(peers: list[Peer], credentials: Credentials | None, seconds: float) -> 
         ClusterError: see `cluster_of`.
     """
     _log.info("Waiting for %s", ", ".join(map(str, peers)))
-    links = {peer: GrpcLink(peer.address, peer.task_type, credentials) for peer in peers}
+    links = {peer: GrpcLink(peer.address, peer.name, credentials) for peer in peers}
     try:
         return _num_devices(_meet(links, seconds))
     finally:
@@ -204,6 +192,8 @@ def _meet(links: dict[Peer, GrpcLink], seconds: float) -> dict[Peer, dict[str, A
             try:
                 found[peer] = call.result().fields
                 _check(peer, found[peer])
+            except UnauthenticatedError as error:
+                raise ClusterError(str(error)) from None
             except ConnectionLostError as error:
                 reasons[peer] = error
                 calls[links[peer].start(Message(IDENTIFY))] = peer
@@ -216,7 +206,7 @@ def _check(peer: Peer, fields: dict[str, Any]) -> None:
             f"{peer.address} should be {peer.name}, and is {fields.get('task')}. Give all"
             " tasks the same cluster, and each its own task."
         )
-    own, others = versions(), fields["versions"]
+    own, others = package_versions(), fields["versions"]
     different = [
         f"{package} {others[package]} and the chief {version}"
         for package, version in own.items()

@@ -14,7 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import REPLICA_AXIS, dispatcher_for, make_mesh
+from distributary.topology import (
+    REPLICA_AXIS,
+    dispatcher_for,
+    make_abstract_mesh,
+    make_mesh,
+)
 from distributary.tracing import rewritten_for_cpus
 
 __all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr", "export_per_device"]
@@ -61,7 +66,7 @@ def export_per_device(
     """
     if num_devices == 1:
         return export_jaxpr(closed)
-    mesh = jax.sharding.AbstractMesh((num_devices,), (REPLICA_AXIS,))
+    mesh = make_abstract_mesh(num_devices)
     specs = tuple([P(REPLICA_AXIS) if split else P() for split in is_split])
     of_one = _function_of(closed)
 

@@ -53,8 +53,8 @@ class ClosureQueue:
 
     Args:
         max_losses: A closure that was running when so many workers were lost is an error.
-        settle: Called with `num_finished` when closures were cancelled that a worker, which is
-            believed to be lost, may still run.
+        settle: Called with `num_finished` when closures were cancelled or have failed that a
+            worker, which is believed to be lost, may still run.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class ClosureQueue:
                 return
             closure.result._fail(error)
             self._counts["failed"] += 1
+            self._is_unsettled |= bool(closure.lost)
             self._set_error(error)
             self._stop([closure])
             self._finish(closure)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final, final
 
-from distributary.cluster_resolver import Peer
+from distributary.cluster_resolver import TOKEN_VARIABLE, Peer
 from distributary.coordinator._certificates import CERTIFICATES_VARIABLE, Credentials
 from distributary.coordinator._cluster import Cluster, Task, check_numbers
 from distributary.coordinator._grpc import GrpcLink
@@ -22,6 +22,7 @@ from distributary.coordinator._metrics import METRICS_VARIABLE
 from distributary.coordinator._processes import CONNECT_VARIABLE, connect_seconds, meet
 from distributary.coordinator._sources import UnknownMakerError, as_maker
 from distributary.coordinator._task_server import TaskServer
+from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError
 
 __all__ = ["RayCluster", "ray_cluster"]
@@ -43,23 +44,29 @@ class RayCluster(Cluster):
         insecure: bool,
     ) -> None:
         self._ray = ray = _import_ray()
-        self._credentials = Credentials.from_environ("chief", os.environ)
+        self._credentials = credentials_of("chief", os.environ)
+        has_certificates = isinstance(self._credentials, Credentials)
+        if not (self._credentials or insecure):
+            self._credentials = Token.new()
         seconds = connect_seconds(os.environ)
         if not ray.is_initialized():
             ray.init()
-        is_local = not (insecure or self._credentials)
+        is_local = not (insecure or has_certificates)
         common = {
             "max_restarts": -1,
             "max_task_retries": -1,  # Ray itself waits for a task that it starts again
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
         job = secrets.token_hex(4)
+        environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        if isinstance(self._credentials, Token):
+            environ[TOKEN_VARIABLE] = self._credentials.secret
         of_all = {
             "job": job,
             "num_workers": num_workers,
             "num_servers": num_servers,
             "host": "127.0.0.1" if is_local else None,
-            "environ": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+            "environ": environ,
             "insecure": insecure,
         }
         self._actors: dict[str, Any] = {}
@@ -122,7 +129,7 @@ class RayCluster(Cluster):
 
         def connect() -> GrpcLink:
             peer = _ask(self._ray, self._actors[name].peer, name, seconds)
-            return GrpcLink(peer.address, peer.task_type, self._credentials)
+            return GrpcLink(peer.address, peer.name, self._credentials)
 
         return connect
 
@@ -144,7 +151,8 @@ def ray_cluster(
     chief. It connects to Ray as `ray.init()` does, unless the program has done so. The tasks end
     with `close`, with the `with` statement whose value the cluster is, and with this process.
 
-    Without certificates, all tasks are on this machine, and listen at its loopback address. With
+    Without certificates, all tasks are on this machine, listen at its loopback address, and know a
+    secret that this process makes. With
     `DISTRIBUTARY_CERTS`, a folder of `distributary certs` that every machine has, Ray spreads them
     over its machines.
 

@@ -41,8 +41,9 @@ class Server:
     """Lets the chief of a job use this process as a worker or a parameter server.
 
     It listens at its address in the cluster and nowhere else. If `DISTRIBUTARY_CERTS` names a
-    folder of `distributary certs`, connections are encrypted and only tasks of the job are heard;
-    without, the address must be of loopback.
+    folder of `distributary certs`, connections are encrypted and only tasks of the job are heard.
+    Without, the address must be of loopback, and only tasks are heard that have the same secret in
+    `DISTRIBUTARY_TOKEN`; `distributary launch` makes one.
 
     Args:
         server_or_cluster_def: The cluster: a `ClusterSpec`, a dict as for it, a cluster resolver,
@@ -52,15 +53,15 @@ class Server:
         protocol: Only `"grpc"`, which None means too.
         config: Has no meaning here; accepted for compatibility.
         start: Whether to listen at once, and not before `start` or `join`.
-        insecure: Allows other addresses than loopback without certificates: whoever reaches the
-            address can read and change all variables.
+        insecure: Allows all addresses without certificates and without a secret: whoever reaches
+            the address can read and change all variables.
 
     Raises:
         InvalidTypeError: if the cluster is none.
         InvalidValueError: if it has no such task, no workers or no servers, the task is the chief,
             or the protocol is another one.
-        ClusterError: if it cannot listen at its address, or must not do so without certificates;
-            if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
+        ClusterError: if it cannot listen at its address, or must not do so without certificates
+            or secret; if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
         MissingPackageError: without grpcio.
 
     Source: `tf.distribute.Server`.

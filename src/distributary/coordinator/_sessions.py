@@ -246,8 +246,7 @@ class ServerLink:
 
         Args:
             message: The request.
-            timeout: Seconds to wait, in two attempts: the time may be over because this process
-                was stopped itself. None waits.
+            timeout: Seconds to wait; None waits.
 
         Raises:
             PSUnavailableError: if the server cannot be reached, or has forgotten the session.
@@ -255,19 +254,16 @@ class ServerLink:
             Exception: as `Link.call`.
         """
         broken: float | None = None
-        num_attempts = 0
         while True:
             try:
-                reply = self._link.call(message, timeout and timeout / 2)
+                reply = self._link.call(message, timeout)
                 self.sent_bytes += sum(array.nbytes for array in message.arrays)
                 self.received_bytes += sum(array.nbytes for array in reply.arrays)
                 return reply
             except SessionLostError as error:
                 raise self._lost("was started again, and has lost its variables") from error
             except DeadlineError as error:
-                num_attempts += 1
-                if num_attempts == 2:
-                    raise self._lost(f"has given no sign of life for {timeout:g} s") from error
+                raise self._lost(f"has given no sign of life for {timeout:g} s") from error
             except ConnectionLostError as error:
                 now = time.monotonic()
                 broken = broken or now

@@ -23,6 +23,7 @@ from distributary.coordinator._messages import JSON
 from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryError
 from distributary.inputs import DistributedInput, InputContext, StepCounts
+from distributary.strategies import Function
 
 if TYPE_CHECKING:
     from distributary.inputs import DistributedDataset
@@ -134,6 +135,7 @@ def distributed_by(maker: Any, strategy: Any) -> Any:
         maker: A function, or data.
         strategy: The strategy.
     """
+    maker = _plain(maker)
     if not isinstance(maker, types.FunctionType):
         return maker
     try:
@@ -161,6 +163,7 @@ def describe(maker: Any) -> JSON:
     args, kwargs = [], {}
     if isinstance(maker, functools.partial):
         maker, args, kwargs = maker.func, list(maker.args), dict(maker.keywords)
+    maker = _plain(maker)
     if not isinstance(maker, types.FunctionType):
         raise UnknownMakerError(f"it is no function, but a {type(maker).__name__}")
     module, name = maker.__module__, maker.__qualname__
@@ -207,7 +210,12 @@ def _attribute(module: Any, qualified_name: str) -> Any:
     value = module
     for name in qualified_name.split("."):
         value = getattr(value, name, None)
-    return value
+    return _plain(value)
+
+
+def _plain(function: Any) -> Any:
+    """What a `distributary.function` compiles: what makes data is called as it is."""
+    return function.python_function if isinstance(function, Function) else function
 
 
 def _import(name: str) -> types.ModuleType:

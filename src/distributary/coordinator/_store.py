@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._copies import Copies, frozen
-from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._messages import Message
 from distributary.coordinator._programs import ProgramCache
 from distributary.coordinator._rows import (
     PushedRows,
@@ -41,26 +42,27 @@ class ParameterServer:
                                                 numbers that the arrays have; version
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
                  ids, operation, start, arrays  the same for some rows of a table
-        program  blobs                          a program that pushes refer to
+        update   number, states, outputs, rows; blobs: the program
+                                                what pushes do that refer to it; an update says
+                                                which variables its program reads and changes
         finish   finished
-        push     closure, program, states, outputs, rows, ids, num_row_reads, arrays; finished;
-                 version                        -> as read, after the push. The arrays are what is
+        push     update, closure, ids, num_row_reads, arrays; version
+                                                -> as read, after the push. The arrays are what is
                                                 pushed, then numbers of the `rows`, then those of
                                                 the rows that are read
         statistics                              -> fields of `ServerStatistics`
 
-    and those of `Copies`. Workers may send what `for_workers` names, the chief everything.
+    and those of `Copies`.
 
     A closure has a number; all below `finished` have ended: what is still pushed for them is
     refused as a repetition.
     """
 
-    for_workers = frozenset(("program", "push", "read"))
-
     def __init__(self, number: int) -> None:
         self.number = number
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
+        self._updates: dict[int, _Update] = {}
         self._lock = threading.Lock()
         self._copies = Copies(number, self._state, self._lock)
         self._finished = 0
@@ -148,35 +150,42 @@ class ParameterServer:
                     before[...] = operation(before, np.asarray(array, before.dtype))
         return Message("ok")
 
-    def _program(self, message: Message) -> Message:
-        for content in message.blobs:
-            self._programs.add(content)
+    def _add_update(self, message: Message) -> Message:
+        fields = message.fields
+        (content,) = message.blobs
+        rows = [PushedRows(*own) for own in fields["rows"]]
+        with self._lock:
+            for own in rows:
+                self._check_num_rows(own, [*fields["states"], *fields["outputs"]])
+        program = self._programs.add(content)
+        self._updates[fields["number"]] = _Update(
+            program, fields["states"], fields["outputs"], rows
+        )
         return Message("ok")
 
     def _push(self, message: Message) -> Message:
         fields = message.fields
-        if fields["program"] not in self._programs:
-            return Message("unknown program")
+        update = self._updates.get(fields["update"])
+        if update is None:
+            raise InvalidValueError(f"ps {self.number} has no update {fields['update']!r}.")
         num_pushed = len(message.arrays) - fields["num_row_reads"]
         with self._lock:
-            self._forget(fields["finished"])
             closure = fields["closure"]
             if closure < self._finished or closure in self._applied:
                 self._num_repeated += 1
             else:
                 # Without a version, the worker has read nothing here.
                 staleness = self._num_pushes - fields.get("version", self._num_pushes)
-                self._update(fields, message.arrays[:num_pushed])
+                self._apply(update, message.arrays[:num_pushed])
                 self._applied.add(closure)
                 self._staleness_sum += staleness
                 self._max_staleness = max(self._max_staleness, staleness)
                 self._num_pushes += 1
             return self._values(fields["ids"], message.arrays[num_pushed:])
 
-    def _update(self, fields: dict[str, JSON], arrays: list[np.ndarray]) -> None:
+    def _apply(self, update: "_Update", arrays: list[np.ndarray]) -> None:
         """Runs the program of a push."""
-        tables = [PushedRows(*own) for own in fields["rows"]]
-        states, outputs = fields["states"], fields["outputs"]
+        tables, states, outputs = update.rows, update.states, update.outputs
         num_pushes = len(arrays) - len(tables)
         numbers = arrays[num_pushes:]
         inputs: list[Any] = [*self._arrays(states), *arrays[:num_pushes]]
@@ -187,12 +196,12 @@ class ParameterServer:
                 inputs[i] = take_rows(inputs[i], rows, sizes[own.bucket])
             for i in (len(states) + i for i in own.pushes):
                 inputs[i] = (
-                    rows_in_zeros(inputs[i], rows, self._num_rows(own, states, outputs))
+                    rows_in_zeros(inputs[i], rows, own.size)
                     if own.is_whole
                     else padded(inputs[i], sizes[own.bucket])
                 )
             rows_of_output.update(dict.fromkeys(own.outputs, rows))
-        new = self._programs.run(fields["program"], inputs)
+        new = self._programs.run(update.program, inputs)
         changes = [
             (self._table(outputs[i]), rows, np.asarray(new[i])[: len(rows)])
             for i, rows in rows_of_output.items()
@@ -214,15 +223,14 @@ class ParameterServer:
         # XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
 
-    def _num_rows(self, own: PushedRows, states: list[int], outputs: list[int]) -> int:
-        """The number of rows of a whole variable; checked before so much is allocated."""
-        shapes = [array.shape for array in self._arrays([*states, *outputs])]
-        if not any(shape[:1] == (own.size,) for shape in shapes):
+    def _check_num_rows(self, own: PushedRows, ids: list[int]) -> None:
+        """Checks the rows of a whole variable, before so many are allocated."""
+        shapes = [array.shape for array in self._arrays(ids)]
+        if own.is_whole and not any(shape[:1] == (own.size,) for shape in shapes):
             raise InvalidValueError(
-                f"ps {self.number}: rows of a variable of {own.size} rows are pushed, but those of"
-                f" the push have the shapes {shapes}."
+                f"ps {self.number}: rows of a variable of {own.size} rows are to be pushed, but"
+                f" those of the update have the shapes {shapes}."
             )
-        return own.size
 
     def _table(self, number: int) -> np.ndarray:
         """A variable as an array that may be changed."""
@@ -248,11 +256,29 @@ class ParameterServer:
         "assign": _assign,
         "create": _create,
         "finish": _finish,
-        "program": _program,
         "push": _push,
         "read": _read,
         "statistics": _statistics,
+        "update": _add_update,
     }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What a push does; workers cannot say it themselves.
+
+    Attributes:
+        program: From states and what is pushed to new values.
+        states: Numbers of the variables that it starts from.
+        outputs: Numbers of the variables that it changes.
+        rows: What of all this is rows.
+    """
+
+    program: str
+    states: list[int]
+    outputs: list[int]
+    rows: list[PushedRows]
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

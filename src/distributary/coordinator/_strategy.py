@@ -8,7 +8,6 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
@@ -29,7 +28,7 @@ from distributary.options import (
     RunOptions,
 )
 from distributary.strategies import Strategy, StrategyExtended
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import make_abstract_mesh
 from distributary.tracing import SparseUpdate, push, user_stacklevel
 from distributary.variables import (
     AggregatedVariable,
@@ -104,7 +103,7 @@ class ParameterServerStrategy(Strategy):
                 [jax.local_devices(backend="cpu")[0]],
                 distributed=count > 1,
                 kind_of_variables=_ServerVariable,
-                workers_mesh=AbstractMesh((count,), (REPLICA_AXIS,)) if count > 1 else None,
+                workers_mesh=make_abstract_mesh(count) if count > 1 else None,
             )
         )
 
@@ -133,10 +132,7 @@ class ParameterServerStrategy(Strategy):
 
         Source: `tf.distribute.ParameterServerStrategy.run`.
         """
-        trace = current_trace()
-        if trace is not None:
-            fn = trace.repeatable(fn)
-        elif not self._has_warned:
+        if current_trace() is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "ParameterServerStrategy.run was called outside of a scheduled function, so the"

@@ -14,7 +14,8 @@ from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._links import Peer, Service
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._processes import IDENTIFY, connect_seconds, versions
+from distributary.coordinator._permissions import check_sender
+from distributary.coordinator._processes import IDENTIFY, connect_seconds
 from distributary.coordinator._sessions import (
     ServerLink,
     SessionId,
@@ -23,8 +24,10 @@ from distributary.coordinator._sessions import (
     Tenant,
 )
 from distributary.coordinator._store import ParameterServer
+from distributary.coordinator._token import Token, credentials_of
 from distributary.coordinator._worker import Worker
 from distributary.errors import ClusterError
+from distributary.job import package_versions
 from distributary.topology import (
     backends_started,
     local_devices_of,
@@ -54,12 +57,12 @@ class TaskServer:
             coordinator.
         find: Returns the function that a coordinator describes.
         num_tasks: How many workers and servers the job has.
-        environ: The environment, for certificates, metrics and times.
-        insecure: Allows other addresses than loopback without certificates.
+        environ: The environment, for certificates, the token, metrics and times.
+        insecure: Allows all addresses without certificates and token.
 
     Raises:
-        ClusterError: if it cannot listen at its address, or must not do so without certificates;
-            if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
+        ClusterError: if it cannot listen at its address, or must not do so without certificates
+            or token; if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
         MissingPackageError: without grpcio.
 
     Attributes:
@@ -78,7 +81,7 @@ class TaskServer:
         environ: Mapping[str, str],
         insecure: bool,
     ) -> None:
-        credentials = Credentials.from_environ(task_type, environ)
+        credentials = credentials_of(task_type, environ)
         name = f"{task_type} {task_id}"
         _keep_off_accelerators()
         prepare_local_devices()
@@ -88,23 +91,24 @@ class TaskServer:
 
         def make_worker(session: SessionId) -> Tenant:
             links = [
-                ServerLink(SessionLink(GrpcLink(one.address, "ps", credentials), str(one), session))
+                ServerLink(
+                    SessionLink(GrpcLink(one.address, one.name, credentials), str(one), session)
+                )
                 for one in find_servers()
             ]
             return Worker(task_id, links, find, jax.local_devices(backend="cpu"))
 
-        is_server = task_type == "ps"
-        self._service = SessionService(name, make_server if is_server else make_worker)
+        make = make_server if task_type == "ps" else make_worker
+        self._service = SessionService(name, make)
         self._metrics = MetricsServer.from_environ(
             environ, lambda: lines_of(task_type, self._service.statistics())
         )
         try:
             self._server = _listen(
-                RoleCheck(
-                    name, self._service, ParameterServer.for_workers if is_server else frozenset()
-                ),
+                RoleCheck(task_type, task_id, self._service),
                 address,
                 credentials,
+                task=name,
                 max_links=max(_MIN_LINKS, _LINKS_PER_TASK * num_tasks),
                 insecure=insecure,
                 end=time.monotonic() + connect_seconds(environ),
@@ -125,23 +129,18 @@ class TaskServer:
 
 @final
 class RoleCheck:
-    """Lets a service see only messages that the role of the sender allows, and says who it is.
-
-    The chief may send everything, a worker some kinds of messages. A sender without
-    a certificate, which came to an address of loopback, may send everything.
+    """Lets a service see only messages that their senders may send, and says who it is.
 
     Args:
-        name: The task, `"ps 0"`.
+        task_type: `"worker"` or `"ps"`.
+        task_id: Its number.
         service: The service.
-        for_workers: The kinds that a worker may send.
     """
 
-    def __init__(
-        self, name: str, service: Service, for_workers: frozenset[str] = frozenset()
-    ) -> None:
-        self._name = name
+    def __init__(self, task_type: str, task_id: int, service: Service) -> None:
+        self._task_type = task_type
+        self._name = f"{task_type} {task_id}"
         self._service = service
-        self._for_workers = for_workers
 
     def handle(self, message: Message, peer: Peer) -> Message:
         """The reply to a message.
@@ -150,32 +149,28 @@ class RoleCheck:
             PermissionError: if the role of the sender does not allow it.
             Exception: what the service raises.
         """
+        check_sender(self._task_type, self._name, message, peer)
         if message.kind == IDENTIFY:
-            fields = {"task": self._name, "versions": versions(), "devices": _num_devices()}
+            fields = {"task": self._name, "versions": package_versions(), "devices": _num_devices()}
             return Message("ok", fields)
-        may = peer.role in ("chief", "local") or (
-            peer.role == "worker" and message.kind in self._for_workers
-        )
-        if not may:
-            raise PermissionError(
-                f"{self._name} got {message.kind!r} from {peer.identity}, which only the chief may"
-                " send."
-            )
         return self._service.handle(message, peer)
 
 
 def _listen(
     service: Service,
     address: str,
-    credentials: Credentials | None,
+    credentials: Credentials | Token | None,
     *,
+    task: str,
     max_links: int,
     insecure: bool,
     end: float,
 ) -> GrpcServer:
     while True:
         try:
-            return GrpcServer(service, address, credentials, max_links=max_links, insecure=insecure)
+            return GrpcServer(
+                service, address, credentials, task=task, max_links=max_links, insecure=insecure
+            )
         except ClusterError as error:
             # The name of a Kubernetes pod is published some time after the pod has started.
             is_early = isinstance(error.__cause__, socket.gaierror)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import jax
@@ -37,10 +37,8 @@ class _Server:
     """What one server does with the pushes of a closure."""
 
     number: int
-    program: str
-    states: list[int]
+    update: int
     pushes: list[int]
-    outputs: list[int]
     rows: list[PushedRows]
 
 
@@ -138,8 +136,8 @@ class Worker:
                                       and numbers of leaves; "index" is the worker's number,
                                       "closure" that of the closure, "bound" what `bound` says
         plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
-                 arrays: constants; blobs: programs of the worker, of the servers and, if there
-                 are rows, of their numbers
+                 arrays: constants; blobs: its program and, if there are rows, that of their
+                 numbers
         forget   keys                 functions and sources that are not used any more
         run      function, closures, num_args, bound, finished; arrays: for every closure its
                  arguments and its batches of the kind "fed"; bound: kinds and numbers of the
@@ -167,7 +165,6 @@ class Worker:
         self._find = find
         self._num_devices = len(devices)
         self._programs = ProgramCache(devices)
-        self._server_programs: dict[str, bytes] = {}
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
         self._plans: dict[tuple[int, Shapes], _Plan] = {}
         self._iterators: dict[int, Peekable] = {}
@@ -251,15 +248,11 @@ class Worker:
     def _plan(self, message: Message) -> Message:
         fields = message.fields
         servers = [
-            _Server(number, program, states, pushes, outputs, [PushedRows(*own) for own in rows])
-            for number, program, states, pushes, outputs, rows in fields["servers"]
+            _Server(number, update, pushes, [PushedRows(*own) for own in rows])
+            for number, update, pushes, rows in fields["servers"]
         ]
-        content, *of_servers = message.blobs
-        self._programs.add(content)
-        if fields["rows"] is not None:
-            self._programs.add(of_servers.pop())
-        for server, content in zip(servers, of_servers, strict=True):
-            self._server_programs[server.program] = content
+        for content in message.blobs:
+            self._programs.add(content)
         key = fields["function"], _as_shapes(fields["shapes"])
         self._plans[key] = _Plan(
             fields["program"],
@@ -319,7 +312,7 @@ class Worker:
                 with self._tally.time("compute"):
                     jax.block_until_ready(outs)
                 with self._tally.time("push"):
-                    self._push(step, fields["finished"], outs[step.plan.num_results :], ahead)
+                    self._push(step, outs[step.plan.num_results :], ahead)
             except Exception as error:
                 reply["error"] = error_reply(error).fields
                 break
@@ -423,9 +416,7 @@ class Worker:
                 filled[i][where] = found
         step.given["state"], step.given["rows"] = state, filled
 
-    def _push(
-        self, step: "_Step", finished: int, pushed: list[Any], ahead: "_Step | Exception | None"
-    ) -> None:
+    def _push(self, step: "_Step", pushed: list[Any], ahead: "_Step | Exception | None") -> None:
         """Sends the servers what is theirs; they reply with what the next step pulls."""
         assert step.plan is not None
         reads = ahead.reads if isinstance(ahead, _Step) else {}
@@ -441,11 +432,7 @@ class Worker:
             fields = {
                 # By closure, the server applies it once; by version, it knows how stale it is.
                 "closure": step.closure,
-                "finished": finished,
-                "program": server.program,
-                "states": server.states,
-                "outputs": server.outputs,
-                "rows": [astuple(own) for own in server.rows],
+                "update": server.update,
                 "ids": read.ids,
                 "num_row_reads": len(read.rows),
             }
@@ -453,12 +440,7 @@ class Worker:
             if own_read is not None and own_read.reply is not None:
                 fields["version"] = own_read.reply.fields["version"]
             message = Message("push", fields, [*arrays, *read.rows])
-            link = self._links[server.number]
-            reply = link.call(message)
-            if reply.kind == "unknown program":
-                link.call(Message("program", blobs=[self._server_programs[server.program]]))
-                reply = link.call(message)
-            read.reply = reply
+            read.reply = self._links[server.number].call(message)
 
         list(self._threads.map(push, step.plan.servers))
 

@@ -33,7 +33,7 @@ from distributary.datasets._sharding import (
     split_rows,
 )
 from distributary.datasets._sources import Once, OneShot, from_list
-from distributary.datasets._structure import TensorSpec
+from distributary.datasets._structure import TensorSpec, check_dense
 
 __all__ = [
     "AUTOTUNE",
@@ -59,6 +59,7 @@ __all__ = [
     "WorkerBatch",
     "WorkerBatches",
     "WorkerShare",
+    "check_dense",
     "describe",
     "drawn_seeds",
     "foreign",

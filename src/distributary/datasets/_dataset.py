@@ -30,6 +30,7 @@ from distributary.datasets._several import Concatenate, Interleave, Zip
 from distributary.datasets._sources import Range, Single, generated, signature_of, slices
 from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.tracing import iterator_of
 
 # What `prefetch(AUTOTUNE)` keeps ready: one element in use, one made, one on its way.
 _AUTOTUNED_DEPTH = 2
@@ -105,10 +106,10 @@ class Dataset:
         Args:
             generator: Function that returns an iterable of elements.
             output_types: Nest of dtypes; `output_signature` is better.
-            output_shapes: Nest of shapes, with `output_types`.
+            output_shapes: Nest of shapes, with `output_types`; None for any.
             args: Arguments of `generator`.
-            output_signature: Nest of `TensorSpec`; elements that differ are an error. None takes
-                elements as they come.
+            output_signature: Nest of `TensorSpec`; elements are converted to its dtypes if their
+                values fit, and an error if their shapes differ. None takes elements as they come.
             name: Without effect.
         """
         if not callable(generator):
@@ -436,14 +437,19 @@ class Dataset:
 
     def as_numpy_iterator(self) -> "DatasetIterator":
         """The same as `iter`: elements are NumPy arrays."""
-        return self._pass(is_plain=True)
+        return iterator_of(self, is_plain=True)
 
     def __iter__(self) -> "DatasetIterator":
-        return self._pass()
+        return iterator_of(self, is_plain=False)
 
-    def _pass(self, is_plain: bool = False) -> "DatasetIterator":
+    def begin_pass(self, is_plain: bool) -> "DatasetIterator":
+        """A new iterator, also for functions that are traced."""
         self._num_passes += 1
         return DatasetIterator(self, self._node, self._num_passes - 1, is_plain)
+
+    def take_back_pass(self) -> None:
+        """The pass that began last has not begun."""
+        self._num_passes -= 1
 
     def restore(self, node: Node, num_passes: int) -> None:
         """From now on the dataset is `node`, and so many passes over it have begun."""

@@ -30,7 +30,7 @@ class TextLineDataset(Dataset):
 class TFRecordDataset(Dataset):
     """The records of TFRecord files, as bytes.
 
-    Lengths are always checked against their checksums, contents if `google-crc32c` is installed.
+    Lengths and contents are checked against their checksums.
 
     Args:
         filenames: Name of a file, or several.

@@ -1,18 +1,21 @@
 """Datasets from files: NumPy arrays, lines of text, TFRecord, Parquet and Arrow."""
 
 import bz2
+import errno
 import functools
 import glob
 import gzip
 import io
 import lzma
+import math
 import os
 import pathlib
-import struct
 import sys
 import threading
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -25,6 +28,7 @@ from distributary.datasets._rows import ChainedRows
 from distributary.datasets._sources import IteratedStream, RowsNode, slices
 from distributary.datasets._streams import Path, Stream
 from distributary.datasets._structure import Block, TensorSpec
+from distributary.datasets._tf_records import records_of
 from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
 
 
@@ -121,9 +125,11 @@ class _NpyArray:
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[version]
                 self.shape, fortran_order, self.dtype = read(file)
-            except (ValueError, KeyError) as error:
+            except OSError:
+                raise
+            except Exception as error:  # NumPy lets through what its parser of headers raises
                 raise InvalidValueError(
-                    f"from_npy: {name!r} is not a .npy file that NumPy can map: {error}."
+                    f"from_npy: {name!r} is not a .npy file that NumPy can map: {error!r}."
                 ) from error
             self._offset = file.tell()
             size = os.fstat(file.fileno()).st_size
@@ -134,12 +140,13 @@ class _NpyArray:
             )
         if not self.shape:
             raise InvalidValueError(f"from_npy: {name!r} holds a scalar, which has no rows.")
-        self._row_bytes = int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
-        expected = self._offset + len(self) * self._row_bytes
-        if size < expected:
+        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        expected = self._offset + self.shape[0] * self._row_bytes
+        if size != expected or min(self.shape) < 0:
             raise InvalidValueError(
-                f"from_npy: {name!r} has {size} bytes, its header promises {expected}. The file is"
-                " cut off."
+                f"from_npy: {name!r} has {size} bytes, its header promises {expected}, for shape"
+                f" {self.shape} of {self.dtype}. The file is"
+                f" {'cut off' if size < expected else 'damaged, or holds more than one array'}."
             )
         # Rows in Fortran order lie apart, and empty ones nowhere.
         self._is_readable = not fortran_order and self._row_bytes > 0
@@ -239,8 +246,7 @@ def _open_numpy(name: str, memory: _Memory) -> Any:
     """The rows of a `.npy` file, or of the arrays in a `.npz` file as dicts."""
     if not name.endswith(".npz"):
         return _NpyArray(name, memory)
-    with np.load(name, allow_pickle=False) as archive:
-        arrays = {key: archive[key] for key in archive.files}
+    arrays = _arrays_of_archive(name)
     sizes = {array.shape[:1] for array in arrays.values()}
     if len(sizes) != 1 or sizes == {()}:
         shapes = {key: array.shape for key, array in arrays.items()}
@@ -249,6 +255,34 @@ def _open_numpy(name: str, memory: _Memory) -> Any:
             " rows (dim 0)."
         )
     return slices(arrays)
+
+
+def _arrays_of_archive(name: str) -> dict[str, np.ndarray]:
+    arrays = {}
+    try:
+        with zipfile.ZipFile(name) as archive:
+            # A damaged size of the directory hides members; NumPy writes no comment after this.
+            with open(name, "rb") as file:
+                file.seek(-22, os.SEEK_END)
+                tail = file.read()
+            count = int.from_bytes(tail[10:12], "little")
+            if tail[:4] == b"PK\5\6" and count not in (len(archive.namelist()), 0xFFFF):
+                raise ValueError(f"of {count} members {len(archive.namelist())} are listed")
+            for member in archive.infolist():
+                with archive.open(member) as content:
+                    arrays[member.filename.removesuffix(".npy")] = np.lib.format.read_array(content)
+                    if content.read():  # to the end, where the checksum is compared
+                        raise ValueError(f"{member.filename} is longer than its header says")
+    # Damaged archives and headers make many kinds of trouble, such as arrays without end and
+    # positions before the beginning.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        raise InvalidValueError(
+            f"from_npy: {name!r} is not a .npz file of arrays of numbers, or it is damaged:"
+            f" {error!r}. Arrays of Python objects are not read, as that can run code."
+        ) from error
+    return arrays
 
 
 @final
@@ -364,47 +398,30 @@ def opener(compression_type: str | None, what: str) -> Callable[[str], Any]:
         ) from None
 
 
+@contextmanager
+def _decompressed(what: str, name: str, compression_type: str | None) -> Iterator[None]:
+    """Says of which file it is if compressed data turns out to be damaged inside."""
+    try:
+        yield
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system
+            raise
+        raise InvalidValueError(
+            f"{what}: {name!r} cannot be decompressed, it is damaged, cut off, or not compressed"
+            f" with {compression_type!r}: {error}."
+        ) from error
+
+
 def text_lines(files: tuple[str, ...], compression_type: str | None) -> Node:
     """The lines of text files, as bytes without their ends."""
     open_file = opener(compression_type, "TextLineDataset")
 
     def read(name: str) -> Iterator[bytes]:
-        with open_file(name) as file:
+        with _decompressed("TextLineDataset", name, compression_type), open_file(name) as file:
             for line in file:
                 yield line.removesuffix(b"\n").removesuffix(b"\r")
 
     return RecordFiles(files, read, "text lines", TensorSpec((), object))
-
-
-_CRC_TABLE: list[int] = []
-
-
-def _crc32c(data: bytes) -> int:
-    """CRC-32C (Castagnoli, RFC 3720)."""
-    if not _CRC_TABLE:
-        for byte in range(256):
-            value = byte
-            for _ in range(8):
-                value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-            _CRC_TABLE.append(value)
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
-
-
-def _masked(crc: int) -> int:
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _data_checksum() -> Callable[[bytes], int] | None:
-    """A quick CRC-32C if a library has one; of every record in Python it would take too long."""
-    try:
-        import google_crc32c
-    except ImportError:
-        return None
-    value: Callable[[bytes], int] = google_crc32c.value
-    return value
 
 
 def tf_records(files: tuple[str, ...], compression_type: str | None) -> Node:
@@ -412,31 +429,8 @@ def tf_records(files: tuple[str, ...], compression_type: str | None) -> Node:
     open_file = opener(compression_type, "TFRecordDataset")
 
     def read(name: str) -> Iterator[bytes]:
-        checksum = _data_checksum()
-        with open_file(name) as file:
-            number = 0
-            while header := file.read(12):
-                broken = None
-                if len(header) < 12:
-                    broken = "is cut off"
-                else:
-                    size, header_crc = struct.unpack("<QI", header)
-                    if _masked(_crc32c(header[:8])) != header_crc:
-                        broken = "has a damaged length"
-                if broken is None:
-                    data = file.read(size)
-                    rest = file.read(4)
-                    if len(data) < size or len(rest) < 4:
-                        broken = "is cut off"
-                    elif checksum and _masked(checksum(data)) != struct.unpack("<I", rest)[0]:
-                        broken = "is damaged: its checksum differs"
-                if broken is not None:
-                    raise InvalidValueError(
-                        f"TFRecordDataset: record {number} of {name!r} {broken}. Is it a TFRecord"
-                        f" file with compression_type={compression_type!r}?"
-                    )
-                yield data
-                number += 1
+        with _decompressed("TFRecordDataset", name, compression_type), open_file(name) as file:
+            yield from records_of(file, name, compression_type)
 
     return RecordFiles(files, read, "tfrecord", TensorSpec((), object))
 
@@ -460,11 +454,22 @@ def parquet_rows(files: tuple[str, ...], columns: Sequence[str] | None) -> Node:
                     batch = reader.get_batch(i)
                     yield batch if columns is None else batch.select(list(columns))
         else:
-            with pyarrow.parquet.ParquetFile(name) as file:
+            with pyarrow.parquet.ParquetFile(name, page_checksum_verification=True) as file:
                 yield from file.iter_batches(columns=None if columns is None else list(columns))
 
+    def read_batches(name: str) -> Iterator[Any]:
+        try:
+            yield from batches(name)
+        except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise InvalidValueError(
+                f"ParquetDataset: {name!r} cannot be read, it is damaged, cut off, or has no such"
+                f" columns: {error}."
+            ) from error
+
     def read(name: str) -> Iterator[Any]:
-        for batch in batches(name):
+        for batch in read_batches(name):
             yield {
                 column: _column(name, column, values)
                 for column, values in zip(batch.schema.names, batch.columns, strict=True)

@@ -7,6 +7,8 @@ from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn
 from distributary.datasets._streams import Stream
 from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidValueError, OutOfRangeError
+from distributary.topology import inside_jax_trace
+from distributary.tracing import next_of
 
 _show: Callable[[Any], Any] | None = None
 
@@ -39,16 +41,31 @@ class DatasetIterator:
         self._number = number
         self._position = 0
         self._stream: Stream | None = None
+        self._returned: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._stream is None:
-            self._stream = self._node.stream((self._number,))
-        element = next(self._stream)
+        return next_of(self) if inside_jax_trace() else self.pull()
+
+    def pull(self) -> Any:
+        """The next element, also for functions that are traced."""
+        if self._returned:
+            element = self._returned.pop()
+        else:
+            if self._stream is None:
+                self._stream = self._node.stream((self._number,))
+            element = next(self._stream)
+            if self._show is not None:
+                element = map_arrays(self._show, element)
         self._position += 1
-        return element if self._show is None else map_arrays(self._show, element)
+        return element
+
+    def put_back(self, element: Any) -> None:
+        """The next element is this one, the last that was taken and not put back."""
+        self._returned.append(element)
+        self._position -= 1
 
     def get_next(self) -> Any:
         """The next element.
@@ -77,6 +94,7 @@ class DatasetIterator:
             InvalidValueError: if the state belongs to another dataset.
         """
         self._node, self._number, self._position = restored(self._node, state)
+        self._returned.clear()
         self._dataset.restore(self._node, self._number + 1)
         self._stream = self._node.stream((self._number,))
         go_to(self._position, self._stream.advance)

@@ -269,23 +269,23 @@ def generated(generator: Callable[..., Any], signature: Any, args: Sequence[Any]
         return item if signature is None else conform(item, signature, number)
 
     name = getattr(generator, "__qualname__", type(generator).__name__)
-    return Iterated(start, convert, UNKNOWN_CARDINALITY, f"generator({name})", signature)
+    specs = jax.tree.leaves(signature, is_leaf=lambda x: isinstance(x, TensorSpec))
+    # Where not even the number of dims is known, an element is looked at.
+    known = None if any(spec.shape is None for spec in specs) else signature
+    return Iterated(start, convert, UNKNOWN_CARDINALITY, f"generator({name})", known)
 
 
 def signature_of(types: Any, shapes: Any) -> Any:
     """`output_signature` from the older `output_types` and `output_shapes`."""
     if shapes is None:
+        return jax.tree.map(lambda dtype: TensorSpec(None, dtype), types)
+    try:
+        return jax.tree.map(lambda dtype, shape: TensorSpec(shape, dtype), types, shapes)
+    except (TypeError, ValueError) as error:
         raise InvalidValueError(
-            "from_generator: output_types needs output_shapes. Better give output_signature, nests"
-            " of distributary.data.TensorSpec, or nothing at all."
-        )
-    dtypes, tree = jax.tree.flatten(types)
-    is_shape = lambda x: (
-        x is None
-        or (isinstance(x, (tuple, list)) and all(s is None or isinstance(s, int) for s in x))
-    )
-    sizes = jax.tree.leaves(shapes, is_leaf=is_shape)
-    return unflatten(tree, [TensorSpec(s, d) for s, d in zip(sizes, dtypes, strict=True)])
+            f"from_generator: output_shapes is {shapes!r} with output_types {types!r}, expected a"
+            f" nest of the same structure, or None: {error}."
+        ) from error
 
 
 class OneShot:

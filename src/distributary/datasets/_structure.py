@@ -1,11 +1,14 @@
 """Elements: nests of arrays, how they are stacked, and what is said about them."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from numpy.exceptions import ComplexWarning
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
@@ -19,26 +22,30 @@ class TensorSpec:
     """Shape and dtype of an array.
 
     Args:
-        shape: Sizes of the dims; None where it is not known.
+        shape: Sizes of the dims; None where it is not known. None for an unknown number of dims.
         dtype: NumPy dtype; object for strings and bytes.
         name: Of no effect.
 
     Source: `tf.TensorSpec`.
     """
 
-    shape: tuple[int | None, ...]
+    shape: Any
     dtype: Any = "float32"
     name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.shape is not None:
+            object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def accepts(self, array: Any) -> bool:
         """Whether an array has this shape."""
-        return len(array.shape) == len(self.shape) and all(
-            size is None or size == actual
-            for size, actual in zip(self.shape, array.shape, strict=True)
+        return self.shape is None or (
+            len(array.shape) == len(self.shape)
+            and all(
+                size is None or size == actual
+                for size, actual in zip(self.shape, array.shape, strict=True)
+            )
         )
 
 
@@ -75,6 +82,7 @@ def as_array(leaf: Any) -> Any:
         return np.array(leaf, dtype=object)
     if isinstance(leaf, list) and leaf and all(isinstance(item, bytes) for item in leaf):
         return np.array(leaf, dtype=object)
+    check_dense(leaf)
     try:
         array = np.asarray(leaf)
     except ValueError as error:
@@ -89,6 +97,20 @@ def as_array(leaf: Any) -> Any:
             " of arrays, numbers and strings."
         )
     return array
+
+
+def check_dense(leaf: Any) -> None:
+    """Refuses sparse matrices.
+
+    Raises:
+        InvalidTypeError: for those of SciPy and others that NumPy takes for one object.
+    """
+    if hasattr(leaf, "toarray") and not hasattr(leaf, "__array__"):
+        raise InvalidTypeError(
+            f"A dataset holds the sparse matrix {_short(leaf)}; its arrays are dense. Give"
+            " matrix.toarray(); or, if that is too large, its rows from a generator,"
+            " matrix[i].toarray()[0]."
+        )
 
 
 def stack(elements: Sequence[Any]) -> Block:
@@ -251,9 +273,14 @@ def map_specs(fn: Any, spec: Any) -> Any:
 def conform(element: Any, signature: Any, number: int) -> Any:
     """An element with the dtypes of a signature.
 
+    Floats become shorter and whole numbers floats, as in NumPy; other dtypes are converted if all
+    values stay what they are.
+
     Raises:
-        InvalidTypeError: if its structure or a dtype is another one.
+        InvalidTypeError: if its structure is another one, or a value does not fit the dtype.
         InvalidValueError: if a shape is another one.
+
+    Source: `tf.data.Dataset.from_generator`, which also cuts off what does not fit.
     """
     specs, tree = jax.tree.flatten(signature, is_leaf=lambda x: isinstance(x, TensorSpec))
     leaves, own = flatten(element)
@@ -264,28 +291,41 @@ def conform(element: Any, signature: Any, number: int) -> Any:
     arrays = []
     for leaf, spec in zip(leaves, specs, strict=True):
         array = as_array(leaf)
-        if spec.dtype == object or spec.dtype.kind in "US":
-            fits = array.dtype == object or array.dtype.kind in "US"
-        else:
-            fits = array.dtype == spec.dtype
-            if not fits and not hasattr(leaf, "dtype") and array.dtype != object:
-                # Python numbers have no dtype of their own.
-                fits = np.can_cast(array.dtype, spec.dtype, "same_kind")
-                array = array.astype(spec.dtype) if fits else array
-        if not fits:
+        converted = _converted(array, spec.dtype)
+        if converted is None:
             raise InvalidTypeError(
-                f"from_generator: element {number} has dtype {array.dtype} where output_signature"
-                f" has {spec.dtype}."
+                f"from_generator: element {number} is {_short(leaf)}, of dtype {array.dtype}, which"
+                f" does not fit the {spec.dtype} of output_signature. Yield values of that dtype,"
+                " or name another one."
             )
-        if not spec.accepts(array):
+        if not spec.accepts(converted):
             raise InvalidValueError(
                 f"from_generator: element {number} has shape {array.shape} where output_signature"
                 f" has {spec.shape}."
             )
-        arrays.append(array)
+        arrays.append(converted)
     return unflatten(tree, arrays)
 
 
+def _converted(array: Any, dtype: Any) -> Any:
+    """The array with a dtype; None if its values do not fit."""
+    is_text = array.dtype == object or array.dtype.kind in "US"
+    if dtype.kind in "OUS":
+        return array if is_text else None
+    if array.dtype == dtype:
+        return array
+    if is_text:
+        return None
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ComplexWarning)
+        converted = array.astype(dtype)
+    # Rounding to fewer digits is what was asked for.
+    may_round = jnp.issubdtype(dtype, np.inexact) and (
+        jnp.issubdtype(dtype, np.complexfloating) or array.dtype.kind != "c"
+    )
+    return converted if may_round or bool(np.all(converted == array)) else None
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -6,7 +6,6 @@ same time.
 """
 
 import contextlib
-import json
 import queue
 import socket
 import statistics
@@ -20,6 +19,7 @@ from typing import final
 from distributary.cluster_resolver import Peer
 from distributary.diagnosis._check import Json
 from distributary.errors import ClusterError
+from distributary.job import Channel
 from distributary.launch import free_addresses
 
 __all__ = ["Link", "Meeting", "loopback", "slow_links"]
@@ -29,8 +29,8 @@ _TRANSFER_SECONDS = 20.0  # for one message and its answer
 _REPORT_SECONDS = 60.0  # for what another task measures when it is told to
 _END_SECONDS = 600.0  # for the rest of the checks of the first task
 _RETRY_SECONDS = 0.1
-_MAX_LINE_BYTES = 1 << 24
 _POLL_SECONDS = 0.1
+_MAX_STRANGERS = 32  # that a task answers at once
 
 _PING_SECONDS = 0.1
 _MIN_PINGS, _MAX_PINGS = 5, 500
@@ -110,9 +110,9 @@ class Meeting:
         self._number = number
         self._wait_seconds = wait_seconds
         self._any_port = any_port
-        self._members: dict[int, _Line] = {}  # of the first task: the lines to the others
-        self._leader: _Line | None = None  # of the others: the line to the first task
-        self._listener = _Listener(peers[number])
+        self._members: dict[int, Channel] = {}  # of the first task: the ways to the others
+        self._leader: Channel | None = None  # of the others: the way to the first task
+        self._listener = _Listener(peers[number], len(peers))
 
     def measure(self) -> list[Link]:
         """The links between all tasks, by source and target; every task is told.
@@ -137,21 +137,21 @@ class Meeting:
         launcher hears of their end.
         """
         if self._leader is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._leader.send(own)
+            with contextlib.suppress(OSError):
+                self._leader.send("report", own)
                 self._leader.receive(_END_SECONDS)
             return None
         reports: list[Json] = [own, *(None for _ in self._peers[1:])]
-        for number, line in self._members.items():
-            with contextlib.suppress(OSError, ValueError):
-                reports[number] = line.receive(_REPORT_SECONDS)
+        for number, member in self._members.items():
+            with contextlib.suppress(OSError):
+                reports[number] = member.receive(_REPORT_SECONDS).content
         return reports
 
     def close(self) -> None:
         """Ends the connections."""
         self._listener.close()
-        for line in [*self._members.values(), *([self._leader] if self._leader else [])]:
-            line.close()
+        for channel in [*self._members.values(), *([self._leader] if self._leader else [])]:
+            channel.close()
 
     def _lead(self) -> list[Link]:
         self._members = self._listener.wait_for_members(len(self._peers) - 1, self._wait_seconds)
@@ -165,9 +165,9 @@ class Meeting:
             links[again.source, again.target] = _better(links[again.source, again.target], again)
         found = [links[pair] for pair in sorted(links)]
         self._listener.close()  # before the others connect to JAX there
-        for line in self._members.values():
+        for member in self._members.values():
             with contextlib.suppress(OSError):
-                line.send({"links": [asdict(link) for link in found]})
+                member.send("links", [asdict(link) for link in found])
         return found
 
     def _measured(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Link]:
@@ -175,35 +175,36 @@ class Meeting:
             for source, target in together:
                 if source:
                     with contextlib.suppress(OSError):
-                        self._members[source].send({"measure": target})
+                        self._members[source].send("measure", target)
             for source, target in sorted(together):  # the own one first: the others are at work
                 if source == 0:
                     yield self._link_to(target)
                     continue
                 try:
-                    yield Link(**self._members[source].receive(_REPORT_SECONDS))
-                except (OSError, ValueError, TypeError):
+                    yield Link(**self._members[source].receive(_REPORT_SECONDS).content)
+                except (OSError, TypeError):
                     yield Link(source, target, error=f"{self._peers[source].name} has ended")
 
     def _follow(self) -> list[Link]:
         self._leader = self._joined()
         try:
-            while "links" not in (order := self._leader.receive(_END_SECONDS)):
-                self._leader.send(asdict(self._link_to(order["measure"])))
-            return [Link(**link) for link in order["links"]]
-        except (OSError, ValueError) as problem:
+            while (order := self._leader.receive(_END_SECONDS)).kind == "measure":
+                self._leader.send("link", asdict(self._link_to(order.content)))
+            return [Link(**link) for link in order.content]
+        except OSError as problem:
             raise ClusterError(
                 f"{self._peers[0]} has ended while links were measured: {problem}."
             ) from None
 
-    def _joined(self) -> "_Line":
+    def _joined(self) -> Channel:
         first = self._peers[0]
         deadline = time.monotonic() + self._wait_seconds
         while True:
             try:
-                line = _Line(socket.create_connection((first.host, first.port), _CONNECT_SECONDS))
-                line.send({"join": self._number})
-                return line
+                connection = socket.create_connection((first.host, first.port), _CONNECT_SECONDS)
+                leader = Channel(connection, str(first))
+                leader.send("join", self._number)
+                return leader
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise ClusterError(
@@ -233,57 +234,31 @@ def loopback() -> Link:
 
 
 @final
-class _Line:
-    """A connection that carries JSON, one document per line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._reader = connection.makefile("rb")
-
-    def send(self, message: Json) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float) -> Json:
-        """The next message.
-
-        Raises:
-            OSError, ValueError: if there is none.
-        """
-        self._connection.settimeout(seconds)
-        line = self._reader.readline(_MAX_LINE_BYTES)
-        if not line:
-            raise ConnectionError("it hung up")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._connection.close()
-
-
-@final
 class _Listener:
     """Answers the tasks that connect to this one."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, num_peers: int) -> None:
         self._server = _server(peer)
         self._server.settimeout(_POLL_SECONDS)
-        self._arrivals: queue.SimpleQueue[tuple[int, _Line]] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MAX_STRANGERS + 2 * num_peers)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def wait_for_members(self, count: int, seconds: float) -> dict[int, _Line]:
-        """The lines to the tasks that have come, by their numbers from 1 to `count`."""
-        members: dict[int, _Line] = {}
+    def wait_for_members(self, count: int, seconds: float) -> dict[int, Channel]:
+        """Returns the ways to the tasks that have come, by their numbers from 1 to `count`."""
+        members: dict[int, Channel] = {}
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while len(members) < count:
                 left = max(0.001, deadline - time.monotonic())
-                number, line = self._arrivals.get(timeout=left)
-                if 0 < number <= count:  # else it is of another cluster
-                    members[number] = line
+                number, channel = self._arrivals.get(timeout=left)
+                # Else it is of another cluster, or no task: the first one to come is the task.
+                if 0 < number <= count and number not in members:
+                    members[number] = channel
                 else:
-                    line.close()
+                    channel.close()
         return members
 
     def close(self) -> None:
@@ -298,19 +273,25 @@ class _Listener:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 continue
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
             threading.Thread(target=self._answer, args=[connection], daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        line = _Line(connection)
+        channel = Channel(connection, "a task")
         try:
-            number = line.receive(_TRANSFER_SECONDS).get("join")
-            if isinstance(number, int):
-                self._arrivals.put((number, line))
+            kind, number, _ = channel.receive(_TRANSFER_SECONDS)
+            if kind == "join" and type(number) is int:
+                self._arrivals.put((number, channel))
                 return
-            _echo(connection)
-        except (OSError, ValueError, AttributeError):  # somebody else's program
-            pass
-        line.close()
+            if kind == "measure":
+                _echo(connection)
+            channel.close()
+        except OSError:  # somebody else's program
+            channel.close()
+        finally:
+            self._room.release()
 
 
 def _server(peer: Peer) -> socket.socket:
@@ -332,6 +313,7 @@ def _server(peer: Peer) -> socket.socket:
 
 def _echo(connection: socket.socket) -> None:
     """Answers every message, of any size, with a byte, until there are no more."""
+    connection.settimeout(_TRANSFER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = connection.getsockname()[0]
     with socket.create_server((own, 0), family=connection.family) as other:
@@ -352,7 +334,8 @@ def _measured(connection: socket.socket, peer: Peer, any_port: bool) -> tuple[fl
     """Median round trip in seconds, and bytes per second."""
     connection.settimeout(_TRANSFER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(b"{}\n")
+    Channel(connection, peer.name).send("measure")
+    connection.settimeout(_TRANSFER_SECONDS)
     (port,) = _SIZE.unpack(_received(connection, _SIZE.size))
     if any_port:
         try:

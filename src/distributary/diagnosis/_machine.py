@@ -195,8 +195,8 @@ def allocator(environ: Mapping[str, str]) -> Check:
     return Check(
         "allocator",
         "warning",
-        "glibc gives freed memory back after every step and fetches it again; a transformer's"
-        " step took 1.3 times as long",
+        "glibc gives the memory that a step frees back to the system, and every step has to fetch"
+        " it again",
         "Start with `distributary launch`, or export "
         + " ".join(f"{name}={value}" for name, value in missing.items()),
     )

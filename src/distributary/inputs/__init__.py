@@ -7,7 +7,7 @@ from distributary.inputs._contexts import DistributedInput, InputContext, ValueC
 from distributary.inputs._statistics import Loop, StepCounts, StepStatistics
 
 if TYPE_CHECKING:
-    from distributary.inputs._agreement import Agreement
+    from distributary.inputs._coworkers import Coworkers, spec_of
     from distributary.inputs._distributed_dataset import (
         DistributedDataset,
         DistributedIterator,
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from distributary.inputs._sources import Batches, Elements, checked
 
 __all__ = [
-    "Agreement",
     "Batches",
+    "Coworkers",
     "DistributedDataset",
     "DistributedInput",
     "DistributedIterator",
@@ -29,18 +29,20 @@ __all__ = [
     "StepStatistics",
     "ValueContext",
     "checked",
+    "spec_of",
 ]
 
 # Many programs never distribute a dataset, and reading these modules takes a while.
 __getattr__ = late_names(
     __name__,
     {
-        "Agreement": "_agreement",
         "Batches": "_sources",
+        "Coworkers": "_coworkers",
         "DistributedDataset": "_distributed_dataset",
         "DistributedIterator": "_distributed_dataset",
         "Elements": "_sources",
         "PerReplicaSpec": "_distributed_dataset",
         "checked": "_sources",
+        "spec_of": "_coworkers",
     },
 )

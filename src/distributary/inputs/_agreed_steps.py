@@ -1,18 +1,14 @@
 """Steps of workers that read different data, one of which may have less of it."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import numpy as np
 
 from distributary.errors import InvalidValueError, ReplicaMismatchError
-from distributary.inputs._agreement import Agreement, Leaves, parts_of
-from distributary.topology import dispatcher_for
-from distributary.values import PerReplica
+from distributary.inputs._coworkers import Coworkers, Leaves, parts_of
 
 # Number of consecutive steps, None for no end, with this signature.
 SignedRun = tuple[int | None, str]
@@ -46,30 +42,28 @@ class AgreedSteps:
     that have no data left get parts without rows.
 
     Args:
-        agreement: Between the workers.
+        coworkers: All that take the steps.
         place: Name of the pass.
         number: Of the first step.
         runs: The signatures of all steps of this worker, None if only reading would tell.
-        num_parts: Number of replicas of each worker.
         spec: The spec of a part; called if this worker has none.
         finish: From the parts of all replicas, on every worker, to what a step gets.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
+        coworkers: Coworkers,
         place: str,
         number: int,
         runs: list[SignedRun] | None,
-        num_parts: int,
         spec: Callable[[], Any],
         finish: Callable[[list[Any]], Any],
     ) -> None:
-        self._agreement = agreement
+        self._coworkers = coworkers
+        self._job = coworkers.job
         self._place = place
         self._first = self._number = number
         self._runs = runs
-        self._num_parts = num_parts
         self._spec = spec
         self._finish = finish
         self._began = False
@@ -101,10 +95,10 @@ class AgreedSteps:
             return ready.signature
 
         if self._known is None:
-            told = self._agreement.tell_text(f"step {self._number} of {self._place}", say)
+            told = self._job.agree_on_text(f"step {self._number} of {self._place}", say)
         else:
             told = [next(signatures, "") for signatures in self._known]
-            self._check_known(say(), told[self._agreement.number])
+            self._check_known(say(), told[self._job.number])
         self._number += 1
         first = max(told)
         if not first:
@@ -116,7 +110,7 @@ class AgreedSteps:
 
     def _begin(self) -> None:
         self._began = True
-        runs = self._agreement.tell(f"the start of {self._place}", lambda: self._runs)
+        runs = self._job.agree(f"the start of {self._place}", lambda: self._runs)
         if None not in runs:
             self._known = [_signatures(own, self._first) for own in runs]
 
@@ -130,10 +124,10 @@ class AgreedSteps:
     def _uneven(self, told: list[str], ready: Ready | None) -> Any:
         if self._number == self._first + 1 and "" in told:
             # Workers without any data must know what a part would look like.
-            self._agreement.tell(f"the structure of {self._place}", self._find_tree)
+            self._job.agree(f"the structure of {self._place}", self._find_tree)
         signatures = [parts_of(text) for text in told if text]
         tree, parts = signatures[0]
-        for name, text in zip(self._agreement.names, told, strict=True):
+        for name, text in zip(self._job.names, told, strict=True):
             other = parts_of(text)[0] if text else tree
             if other != tree:
                 raise ReplicaMismatchError(
@@ -142,15 +136,18 @@ class AgreedSteps:
                 )
         nothing: tuple[Leaves, ...] = ()
         if "" in told:
-            nothing = (self._without_rows(parts[0]),) * self._num_parts
+            nothing = (self._without_rows(parts[0]),) * self._coworkers.num_parts
         leaves = [part for text in told for part in (parts_of(text)[1] if text else nothing)]
         own: list[list[Any]] = []
         if ready is not None:
             own = [jax.tree.leaves(part) for part in ready.parts()]
         elif self._tree is None:
             self._find_tree()
+        what = f"step {self._number - 1} of {self._place}"
         columns = [
-            self._gathered([part[i] for part in leaves], [arrays[i] for arrays in own])
+            self._coworkers.gather(
+                what, [part[i] for part in leaves], [arrays[i] for arrays in own]
+            )
             for i in range(len(leaves[0]))
         ]
         return self._finish(
@@ -169,25 +166,6 @@ class AgreedSteps:
             )
         return tuple((dtype, (0, *shape[1:])) for dtype, shape in leaves)
 
-    def _gathered(self, specs: Sequence[tuple[str, tuple[int, ...]]], own: list[Any]) -> Any:
-        """One leaf of the parts of all replicas, on every worker."""
-        dtypes, shapes = {dtype for dtype, _ in specs}, tuple(shape for _, shape in specs)
-        if len(dtypes) > 1 or len({len(shape) for shape in shapes}) > 1:
-            raise ReplicaMismatchError(
-                f"Step {self._number - 1} of {self._place}: the replicas get arrays"
-                f" {[f'{dtype}{list(shape)}' for dtype, shape in specs]}; dtype and number of dims"
-                " must agree."
-            )
-        largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-        rows = np.zeros((self._num_parts, *largest), dtypes.pop())
-        for row, array in zip(rows, own, strict=False):
-            row[tuple(map(slice, array.shape))] = np.asarray(array)
-        stacked = PerReplica.from_stacked(rows, self._num_parts)
-        placed = self._agreement.place_rows(stacked).payload
-        mesh = placed.sharding.mesh
-        dispatcher = dispatcher_for(tuple(mesh.devices.flat))
-        return dispatcher.run(_cutter(mesh), lambda parts: parts[0], placed, shapes)
-
 
 def _signatures(runs: Sequence[SignedRun], skipped: int) -> Iterator[str]:
     """The signatures of steps, from number `skipped` on."""
@@ -197,13 +175,3 @@ def _signatures(runs: Sequence[SignedRun], skipped: int) -> Iterator[str]:
         else:
             yield from itertools.repeat(text, max(0, count - skipped))
             skipped = max(0, skipped - count)
-
-
-@functools.lru_cache(maxsize=8)
-def _cutter(mesh: Any) -> Callable[..., list[jax.Array]]:
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.jit(_cut, static_argnums=1, out_shardings=replicated)
-
-
-def _cut(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    return [rows[(i, *map(slice, shape))] for i, shape in enumerate(shapes)]

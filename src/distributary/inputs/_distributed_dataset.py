@@ -26,12 +26,12 @@ from distributary.datasets import (
 )
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
 from distributary.inputs._agreed_steps import AgreedSteps, Ready
-from distributary.inputs._agreement import signature, signature_of_specs
 from distributary.inputs._contexts import DistributedInput
+from distributary.inputs._coworkers import signature, signature_of_specs
 from distributary.inputs._sources import Batches, Elements
 from distributary.inputs._statistics import Loop, StepCounts
-from distributary.topology import local_copy, progress
-from distributary.tracing import current_scope, user_stacklevel
+from distributary.topology import JobEvent, job_programs, local_copy, progress
+from distributary.tracing import refuse_in_trace, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
 
@@ -108,7 +108,7 @@ class DistributedDataset(DistributedInput):
         """
         share = self.share
         # A worker that has no data left gets parts without rows.
-        may_end = self._source.agreement is not None and self.cardinality != INFINITE_CARDINALITY
+        may_end = self._source.coworkers is not None and self.cardinality != INFINITE_CARDINALITY
 
         def distributed(spec: TensorSpec) -> Any:
             size = spec.shape[0] if spec.shape else None
@@ -132,6 +132,7 @@ class DistributedDataset(DistributedInput):
         return state
 
     def __iter__(self) -> "DistributedIterator":
+        _check_not_traced()
         once = self._source.once
         if once is not None and once.started:
             warnings.warn(
@@ -167,7 +168,7 @@ class DistributedDataset(DistributedInput):
         """How many rows the replicas of this process have in the values of a step."""
         leaf = _first_leaf(values)
         if not isinstance(leaf, PerReplica):
-            return int(np.shape(leaf)[0])
+            return int(np.shape(leaf)[0]) if np.ndim(leaf) else 1
         if leaf.form != "stacked":
             return sum(len(_first_leaf(part)) for part in leaf.values)
         rows = _first_leaf(leaf.payload).shape
@@ -206,6 +207,16 @@ class DistributedDataset(DistributedInput):
 
     def _alone(self, rows: Any) -> Any:
         return rows if self._placer is None else self._placer.place_alone(rows)
+
+
+def _check_not_traced() -> None:
+    refuse_in_trace(
+        InvalidValueError(
+            "A distributed dataset was iterated inside Strategy.run or ClusterCoordinator.schedule,"
+            " or beside a GradientTape in a distributary.function, where it would give one batch,"
+            " once, while the code is traced. Iterate outside and pass the batches to run."
+        )
+    )
 
 
 def _first_leaf(nest: Any) -> Any:
@@ -263,6 +274,9 @@ def _worker_batch(given: Any) -> WorkerBatch:
     return WorkerBatch(_undivided(given), tuple(len(jax.tree.leaves(part)[0]) for part in given))
 
 
+_NEXT = JobEvent("the next step of a distributed dataset")
+
+
 @final
 class DistributedIterator(DistributedInput):
     """Iterator over a `DistributedDataset`.
@@ -291,13 +305,9 @@ class DistributedIterator(DistributedInput):
         return self
 
     def __next__(self) -> Any:
-        if current_scope() is not None:
-            raise InvalidValueError(
-                "A distributed dataset was iterated inside Strategy.run or distributary.function,"
-                " where it would give one batch, once, while the code is traced. Iterate outside"
-                " and pass the batches to run; a distributary.function may receive the dataset as"
-                " an argument."
-            )
+        _check_not_traced()
+        if self._dataset.share.num_workers > 1:
+            job_programs.begin(_NEXT)
         if self._steps is None:
             self._start(self._dataset._source.stream((self._number,)))
         values = self._take() if self._agreed is None else self._agreed.next(self._take)
@@ -320,15 +330,14 @@ class DistributedIterator(DistributedInput):
         return values
 
     def _start(self, stream: Iterator[Any]) -> None:
-        dataset, source, place = self._dataset, self._dataset._source, self._place
-        if source.agreement is not None:
+        source, place = self._dataset._source, self._place
+        if source.coworkers is not None:
             runs = source.runs()
             self._agreed = AgreedSteps(
-                source.agreement,
+                source.coworkers,
                 self._pass_name(),
                 self._position,
                 runs and [(count, signature_of_specs(parts)) for count, parts in runs],
-                dataset.share.replicas_per_worker,
                 source.spec,
                 self._join,
             )
@@ -389,12 +398,12 @@ class DistributedIterator(DistributedInput):
         source.node = node
         self._dataset._num_passes = self._number + 1
         stream = source.stream((self._number,))
-        agreement = source.agreement
-        if agreement is None:
+        coworkers = source.coworkers
+        if coworkers is None:
             go_to(self._position, stream.advance)
         else:
             where = f"position {self._position} of {self._pass_name()}"
-            advance = lambda count: max(agreement.tell(where, lambda: stream.advance(count)))
+            advance = lambda count: max(coworkers.job.agree(where, lambda: stream.advance(count)))
             go_to(self._position, advance)
         self.close()
         self._start(stream)

@@ -19,6 +19,7 @@ from distributary.datasets import (
     WithOptions,
     WorkerBatches,
     WorkerShare,
+    check_dense,
     describe,
     drawn_seeds,
     foreign,
@@ -27,7 +28,7 @@ from distributary.datasets import (
     with_drawn_seeds,
 )
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
-from distributary.inputs._agreement import Agreement
+from distributary.inputs._coworkers import Coworkers
 
 _WHAT = "experimental_distribute_dataset: got"
 
@@ -41,10 +42,10 @@ class Batches:
             arrays whose dim 0 counts the batches.
         share: Number of replicas here and elsewhere.
         what: Beginning of errors about it: the function and where the dataset comes from.
-        agreement: Between the workers, if there are several.
+        coworkers: All workers, if there are several.
 
     Attributes:
-        agreement: The same if workers see different batches, else None.
+        coworkers: The same if workers see different batches, else None.
         prefetch_depth: How many batches the dataset wants to have ready.
 
     Raises:
@@ -60,10 +61,10 @@ class Batches:
         dataset: Any,
         share: WorkerShare,
         what: str = _WHAT,
-        agreement: Agreement | None = None,
+        coworkers: Coworkers | None = None,
     ) -> None:
         self._share = share
-        self.agreement: Agreement | None = None
+        self.coworkers: Coworkers | None = None
 
         def prepare() -> Any:
             self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
@@ -72,14 +73,16 @@ class Batches:
             name = f" {describe(self.node)}" if own.policy is AutoShardPolicy.DATA else ""
             return own.policy.name + name, own.node.cardinality(), drawn_seeds(self.node)
 
-        if agreement is None:
+        if coworkers is None:
             prepare()
             return
-        self.place = agreement.name()
-        told = agreement.tell(self.place, prepare)
+        self.place = coworkers.new_name()
+        told = coworkers.job.agree(self.place, prepare)
         ways, cardinalities, seeds = zip(*told, strict=True)
         if len({(way, len(own)) for way, _, own in told}) > 1:
-            seen = ", ".join(f"{n}: {way}" for n, way in zip(agreement.names, ways, strict=True))
+            seen = ", ".join(
+                f"{n}: {way}" for n, way in zip(coworkers.job.names, ways, strict=True)
+            )
             raise ClusterError(
                 f"{what} datasets that differ between the workers, or are read in different ways:"
                 f" {seen}. Distribute the same dataset on every worker, or set its"
@@ -89,7 +92,7 @@ class Batches:
         # Shuffles without a seed must have the same order on every worker.
         self.node = with_drawn_seeds(self.node, seeds[0])
         if self._of_worker.policy is not AutoShardPolicy.DATA:
-            self.agreement = agreement
+            self.coworkers = coworkers
 
     @property
     def node(self) -> Node:
@@ -108,7 +111,7 @@ class Batches:
 
     def cardinality(self) -> int:
         """Number of steps: the batches of the worker that has most."""
-        return self._of_worker.node.cardinality() if self.agreement is None else self._longest
+        return self._of_worker.node.cardinality() if self.coworkers is None else self._longest
 
     def spec(self) -> Any:
         """Nest of `TensorSpec` of the batches."""
@@ -132,7 +135,7 @@ class Elements:
         make: Returns one dataset of which each step takes as many consecutive elements as there are
             replicas, or one per replica.
         num_replicas: Number of replicas of this worker.
-        agreement: Between the workers, if there are several.
+        coworkers: All workers, if there are several.
 
     Raises:
         InvalidTypeError: if a dataset cannot be iterated over.
@@ -142,10 +145,10 @@ class Elements:
     is_global = False
 
     def __init__(
-        self, make: Callable[[], list[Any]], num_replicas: int, agreement: Agreement | None = None
+        self, make: Callable[[], list[Any]], num_replicas: int, coworkers: Coworkers | None = None
     ) -> None:
         self._num_replicas = num_replicas
-        self.agreement = agreement
+        self.coworkers = coworkers
 
         def prepare() -> int:
             what = "distribute_datasets_from_function: dataset_fn returned"
@@ -154,11 +157,11 @@ class Elements:
             self.prefetch_depth = max(depth for _, depth in found)
             return self._own_cardinality()
 
-        if agreement is None:
+        if coworkers is None:
             prepare()
         else:
-            self.place = agreement.name()
-            self._longest = _longest(agreement.tell(self.place, prepare))
+            self.place = coworkers.new_name()
+            self._longest = _longest(coworkers.job.agree(self.place, prepare))
 
     @property
     def once(self) -> OneShot | None:
@@ -182,7 +185,7 @@ class Elements:
 
     def cardinality(self) -> int:
         """Number of steps: those of the worker that has most."""
-        return self._own_cardinality() if self.agreement is None else self._longest
+        return self._own_cardinality() if self.coworkers is None else self._longest
 
     def _own_cardinality(self) -> int:
         sizes = [node.cardinality() for node in self._nodes]
@@ -381,6 +384,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 def _array(leaf: Any, number: int, may_be_reused: bool) -> Any:
     array = leaf
     if not isinstance(leaf, jax.Array):
+        check_dense(leaf)
         array = np.array(leaf) if may_be_reused else np.asarray(leaf)
     if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
         raise InvalidTypeError(

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
-import numpy as np
 from keras.src.utils import is_default
 
 from distributary.context import get_strategy, has_strategy
+from distributary.job import consensus, copies
+from distributary.topology import JobEvent, job_programs
 
 # What they write or send belongs to the job, not to a worker.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
@@ -26,6 +28,19 @@ def print_msg(original: Callable[..., Any]) -> Callable[..., Any]:
             original(*args, **kwargs)
 
     return print_msg
+
+
+def compare_copies(model: Any, what: str) -> None:
+    """Compares the workers' copies of a model and its optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    held = [
+        variable
+        for variable in (*model.variables, *getattr(optimizer, "variables", ()))
+        if isinstance(variable._value, jax.Array)
+        and variable._value.is_fully_replicated
+        and not variable._value.is_fully_addressable
+    ]
+    copies.compare(what, [v.path for v in held], [v._value for v in held])
 
 
 def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
@@ -50,13 +65,20 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
                 callbacks = [c for c in given or () if not isinstance(c, _OF_CHIEF)]
             super().__init__(callbacks, *args, **kwargs)
 
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if get_strategy().extended.num_workers > 1:
+                job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
+            super().on_epoch_begin(epoch, logs)
+
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if copies.is_half_due:
+                compare_copies(self._model, f"at the end of epoch {epoch + 1}")
             super().on_epoch_end(epoch, logs)
             # A callback may have decided it by what only its worker knows, such as the time.
-            extended = get_strategy().extended
-            if extended.num_workers > 1:
-                stops = extended.of_all_workers(np.array(bool(self._model.stop_training)))
-                self._model.stop_training = bool(stops.any())
+            job = consensus()
+            if get_strategy().extended.num_workers > 1 and job is not None:
+                stops = job.agree("the end of an epoch", lambda: bool(self._model.stop_training))
+                self._model.stop_training = any(stops)
 
         def _asks(self, *names: str) -> bool:
             key = (*names, len(self.callbacks))

@@ -14,7 +14,10 @@ import numpy as np
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights,
+    is_jax_sparse,
+)
 
 from distributary.context import get_strategy
 from distributary.datasets import (
@@ -28,6 +31,7 @@ from distributary.datasets import (
 )
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset, DistributedInput
+from distributary.job import consensus
 from distributary.options import InputOptions
 
 
@@ -71,7 +75,7 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
                 x = x.with_options(options)
             x = DistributedDataset(
-                Batches(x, share, "fit, evaluate or predict: x is", extended.agreement),
+                Batches(x, share, "fit, evaluate or predict: x is", extended.coworkers),
                 None,
                 share,
                 InputOptions().experimental_per_replica_buffer_size,
@@ -204,9 +208,19 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
             arrays = [leaf.array for leaf in leaves]
             return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle), extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
+    if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
+        # Arrays of nonzero elements have no rows of which each replica could have its part.
+        iterator = map(_with_dense, iterator)
     if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
         return _same_everywhere(iterator, extended)
     return iterator
+
+
+def _with_dense(batch: Any) -> Any:
+    """A batch with NumPy arrays in the place of JAX's sparse ones."""
+    leaves, tree = jax.tree.flatten(batch, is_leaf=is_jax_sparse)
+    dense = [np.asarray(leaf.todense()) if is_jax_sparse(leaf) else leaf for leaf in leaves]
+    return jax.tree.unflatten(tree, dense)
 
 
 @final
@@ -287,7 +301,9 @@ def check_same(batch: Any, extended: Any) -> None:
         array = np.ascontiguousarray(leaf)
         seen = zlib.crc32(f"{array.shape}{array.dtype}".encode(), seen)
         seen = zlib.crc32(array.tobytes(), seen)
-    of_workers = extended.of_all_workers(np.array(seen, np.uint32))
+    job = consensus()
+    assert job is not None
+    of_workers = np.array(job.agree("the first batch of a pass", lambda: seen))
     others = np.flatnonzero(of_workers != of_workers[0])
     if len(others):
         names = ", ".join(f"worker {number}" for number in others)
@@ -382,7 +398,9 @@ def _permutation(num_rows: int, extended: Any) -> Any:
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
     _, key, position, *_ = np.random.get_state(legacy=True)
-    key, position = extended.from_chief([np.asarray(key), np.asarray(position)])
+    key, position = extended.from_chief(
+        [np.asarray(key), np.asarray(position)], "the order of the rows"
+    )
     generator = np.random.RandomState()
     generator.set_state(("MT19937", key, int(position), 0, 0.0))
     order = generator.permutation(num_rows)

@@ -1,8 +1,11 @@
 """Layers that behave differently on replicas: random numbers and batch statistics."""
 
+import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from distributary.keras_bridge._replica import (
@@ -11,6 +14,10 @@ from distributary.keras_bridge._replica import (
     replica_context,
     total,
 )
+from distributary.tracing import OWN_STATISTICS
+
+_logger = logging.getLogger(__name__)
+_noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 
 # Odd, so that distinct replicas have distinct seeds for all of 2**32 replicas.
 _SEED_STRIDE = 0x9E3779B1
@@ -55,7 +62,13 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
     """With `synchronized=True` the mean and variance of the whole batch."""
 
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
+        # Both are meant to relate rows: nobody is warned of that.
+        with jax.named_scope(OWN_STATISTICS):
+            return moments(self, inputs, mask)
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
         if not self.synchronized:
+            _note_own_statistics(self)
             return original(self, inputs, mask)
         self.synchronized = False
         try:
@@ -80,6 +93,18 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         return global_mean.astype(mean.dtype), global_variance.astype(variance.dtype)
 
     return _moments
+
+
+def _note_own_statistics(layer: Any) -> None:
+    context = replica_context()
+    if context is not None and context.strategy not in _noted:
+        _noted.add(context.strategy)
+        _logger.info(
+            "%s: batch normalization uses the statistics of each replica's part of the batch, as"
+            " with tf.distribute and torch. BatchNormalization(synchronized=True) uses those of the"
+            " whole batch.",
+            layer.name,
+        )
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:

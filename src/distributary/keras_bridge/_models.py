@@ -17,6 +17,7 @@ from distributary.context import (
 )
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
+from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
@@ -92,6 +93,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             return original(self, *args, **kwargs)
         check_same_strategy(strategy, f"{self.name}.{what}")
+        if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
+            begin_call(self, original, args, kwargs)
         with strategy.scope(), interrupts.watched():
             token = current_call.set(Call(what))
             try:

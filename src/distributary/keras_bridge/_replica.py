@@ -42,7 +42,8 @@ def replica_context() -> ReplicaContext | None:
     mode = current_mode()
     if mode.role != "replica" or mode.strategy.num_replicas_in_sync == 1:
         return None
-    return mode.replica_context
+    context = mode.replica_context
+    return None if context is None or context._has_whole_batch else context
 
 
 def in_trainer() -> bool:
@@ -87,7 +88,8 @@ def optimizing() -> Iterator[None]:
 @contextmanager
 def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
     """Makes the code inside that of one replica of a step of `fit`, `evaluate` or `predict`."""
-    context = ReplicaContext(strategy, lambda: lax.axis_index(REPLICA_AXIS))
+    number = lambda: lax.axis_index(REPLICA_AXIS)
+    context = ReplicaContext(strategy, number, averages_gradients=True)
     mode = Mode(strategy, "replica", context)
     push(mode)
     before, _state.sums = _state.sums, Sums(context)

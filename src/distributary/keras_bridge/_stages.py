@@ -68,6 +68,7 @@ def staged_call(
     mesh: Any,
     home: Any,
     storage: Any,
+    look: Callable[[Any, Any], None],
 ) -> Callable[..., Any]:
     """A step that reads and leaves its state on the parameter device.
 
@@ -79,6 +80,7 @@ def staged_call(
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
         storage: Sharding of the state there.
+        look: Is given the closed jaxpr and the shapes of the results.
 
     Returns:
         The same function, compiled for these shapes. It consumes the state.
@@ -86,6 +88,7 @@ def staged_call(
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(
         *jax.tree.map(struct_of, (state, data))
     )
+    look(closed, shapes)
     before, after = jax.tree.leaves(state), jax.tree.leaves(shapes[1])
     inputs = [
         *[Place(storage) for _ in before],

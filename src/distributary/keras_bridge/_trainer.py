@@ -24,8 +24,9 @@ from distributary.collectives import ReduceOp
 from distributary.datasets import WorkerShare
 from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.inputs import Loop, StepCounts
+from distributary.job import copies
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, own_rows, take
-from distributary.keras_bridge._joined_sums import with_joined_sums
+from distributary.keras_bridge._joined_sums import METRICS, with_joined_sums
 from distributary.keras_bridge._replica import (
     agreed_state,
     is_summed,
@@ -39,6 +40,7 @@ from distributary.keras_bridge._variables import stored_value, whole_value
 from distributary.strategies import placed_struct_of
 from distributary.topology import (
     REPLICA_AXIS,
+    JobEvent,
     ProgramKind,
     compile_ahead,
     dispatcher_for,
@@ -54,6 +56,9 @@ from distributary.topology import (
     whole_shards,
 )
 from distributary.tracing import (
+    describe_jaxpr,
+    relation_of,
+    relation_warning,
     sharded_map,
     user_stacklevel,
     with_cpu_rewrites,
@@ -61,6 +66,7 @@ from distributary.tracing import (
 )
 
 Kind = Literal["train", "test", "predict"]
+_warned_of_relations: weakref.WeakSet[Any] = weakref.WeakSet()  # models
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
 # What Keras hands from step to step, in this order.
 PARTS: dict[Kind, tuple[str, ...]] = {
@@ -287,10 +293,11 @@ class StepFunction:
                 kind,
                 stages,
                 self._counts,
+                self._warn_of_relations if key[0] == "split" else _do_nothing,
             )
         call, data = program.prepare(state, data)
         if self._share.num_workers > 1:
-            job_programs.begin()
+            job_programs.begin(program.event)
         if latest_program.timer is not None:
             latest_program.begin()
         # The call consumes the state, so its result must be kept before anything is raised.
@@ -308,9 +315,40 @@ class StepFunction:
         if progress.is_watched:
             progress.add(key[1], num_examples)
         if self._share.num_workers > 1:
+            copies.num_left -= 1
+            if copies.num_left <= 0:
+                self._compare_copies(result[1])
             out, new_state = result
             return jax.tree.map(local_copy, out), new_state
         return result
+
+    def _compare_copies(self, state: Any) -> None:
+        """Compares what the workers hold of the state."""
+        held = [
+            (variable.path, value)
+            for variables, values in zip(self.variables(), state, strict=True)
+            for variable, value in zip(variables, values, strict=True)
+            if shard_dim(variable._layout) is None
+        ]
+        names, values = zip(*held, strict=True)
+        copies.compare(f"after a step of {self._trainer.name}", names, values)
+
+    def _warn_of_relations(self, closed: Any, results: Any) -> None:
+        """Warns once per model if its loss relates rows, of which a replica has only its own."""
+        if self._kind == "predict" or self._trainer in _warned_of_relations:
+            return
+        num_data = len(closed.jaxpr.invars) - len(jax.tree.leaves(results[1]))
+        num_trained = len(self._trainer.trainable_variables)
+        logs = jax.tree.leaves_with_path(results[0])
+        losses = [i for i, (path, _) in enumerate(logs) if _is_loss(path)]
+        where = relation_of(closed.jaxpr, num_trained, num_data, losses, METRICS)
+        if where is not None:
+            _warned_of_relations.add(self._trainer)
+            warnings.warn(
+                relation_warning(self._trainer.name, where, self._num_replicas),
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
 
     def _sharding(self, way: str, count: int) -> Any:
         """Where a batch lies; None leaves it to JAX."""
@@ -465,6 +503,7 @@ class _Program:
         stages: Mesh of the replicas, sharding of the parameter device and that of the state, if it
             lies there.
         counts: Where its runs count.
+        look: Is given what was traced, a closed jaxpr and the shapes of its results.
     """
 
     def __init__(
@@ -478,7 +517,9 @@ class _Program:
         kind: ProgramKind,
         stages: tuple[Any, Any, Any] | None,
         counts: StepCounts,
+        look: Callable[[Any, Any], None],
     ) -> None:
+        self._look = look
         self.runs = counts.runs_of(self)
         self._counts = counts
         self._avals: Any = None  # of the first state and data
@@ -505,6 +546,10 @@ class _Program:
             )
             self._call = for_target(jitted, mesh, kind)
         self._known: dict[Any, Any] = {}
+        self._name = f"a step of {kind.name}"
+        #: What other workers have to run, too; of the shapes that were prepared last.
+        self.event = JobEvent(self._name)
+        self._events: dict[Any, JobEvent] = {}
 
     def prepare(self, state: Any, data: Any) -> tuple[Any, Any]:
         """Compiles the function for these shapes, unless that was done before.
@@ -530,13 +575,19 @@ class _Program:
         if call is None:
             call = self._call
             if self._stages is None:
-                compile_ahead(call, state, data)
+                traced = compile_ahead(call, state, data)
+                if traced is not None:
+                    self._look(traced.jaxpr, traced.out_info)
+                    if job_programs.enter is not None:
+                        describe = functools.partial(_described, traced.jaxpr)
+                        self._events[shapes] = JobEvent(self._name, describe)
                 if self._avals is None and self._sharding is not None:
                     self._avals = jax.tree.map(placed_struct_of, (state, data))
             else:
-                call = staged_call(call, state, data, self._sharding, *self._stages)
+                call = staged_call(call, state, data, self._sharding, *self._stages, self._look)
             self._counts.num_retraces += bool(self._known)
             self._known[shapes] = call
+        self.event = self._events.get(shapes, self.event)
         return call, data
 
     def collective_bytes(self) -> int:
@@ -546,6 +597,19 @@ class _Program:
         from distributary.compilation import collective_bytes
 
         return collective_bytes(self._call.lower(*self._avals).compile().as_text())
+
+
+def _described(jaxpr: Any) -> list[tuple[str, str]]:
+    return list(describe_jaxpr(jaxpr))
+
+
+def _do_nothing(closed: Any, results: Any) -> None:
+    pass
+
+
+def _is_loss(path: Any) -> bool:
+    """Whether a log, by its path, is a loss, as Keras names these."""
+    return bool(path) and str(getattr(path[-1], "key", "")).endswith("loss")
 
 
 def _on(mesh: Any, shardings: Any) -> Any:

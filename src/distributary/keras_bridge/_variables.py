@@ -15,15 +15,18 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from distributary.context import get_strategy, has_strategy
 from distributary.errors import UnsupportedError
 from distributary.topology import (
+    JobEvent,
     fetch_whole,
     in_device_memory,
     in_host_memory,
+    job_programs,
     local_copy,
     make_mesh,
     put_replicated,
     put_sharded,
     shard_dim,
 )
+from distributary.tracing import describe_value
 from distributary.variables import ShardedVariable, Variable, colocated_with
 
 # What keeps the values of Keras variables on servers.
@@ -71,13 +74,21 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
             self._value = on_servers(self, value)
             return
         if has_strategy() and get_strategy().extended.num_workers > 1:
-            value = get_strategy().extended.variable_layout().initial(value)
+            value = get_strategy().extended.variable_layout().initial(value, _description(self))
             if shard_dim(self._layout) is None:
                 self._layout = sharding_of(get_strategy())
                 value = put_replicated(value, self._layout)
         original(self, value)
 
     return _initialize
+
+
+def _description(variable: Any) -> str:
+    """Returns what has to be the same on all workers."""
+    return (
+        f"Keras variable {variable.path!r} {variable.dtype}{list(variable.shape or ())} with"
+        f" {variable.synchronization}, {variable.aggregation}, trainable={variable.trainable}"
+    )
 
 
 def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,13 +143,17 @@ def value(original: property) -> property:
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is assigned to a variable on servers goes there."""
+    """What is assigned to a variable on servers goes there; all workers assign the same."""
 
     def _direct_assign(self: Any, value: Any) -> None:
         current = getattr(self, "_value", None)
         if isinstance(current, ON_SERVERS):
             current.assign(value)
         else:
+            layout = getattr(self, "_layout", None)
+            if isinstance(layout, NamedSharding) and not layout.is_fully_addressable:
+                what = f"assign of Keras variable {self.path!r}"
+                job_programs.begin(JobEvent(what), (describe_value(value),))
             original(self, value)
 
     return _direct_assign
@@ -225,7 +240,8 @@ def place(variable: Any, strategy: Any) -> None:
     # On its one device a value can lie in two ways, see `distribute_tensor`.
     if is_elsewhere or (value is not None and _lies_otherwise(value, sharding)):
         with jax.ensure_compile_time_eval():  # a function may be being traced
-            initial = strategy.extended.variable_layout().initial(whole_value(variable, value))
+            whole = whole_value(variable, value)
+            initial = strategy.extended.variable_layout().initial(whole, _description(variable))
             variable._value = put_replicated(initial, sharding)
     variable._layout = sharding
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.errors import ClusterError
 from distributary.launch._options import LaunchOptions
 from distributary.topology import SHARE_VARIABLE, num_cores, threads_needed
@@ -27,7 +28,6 @@ __all__ = [
 
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
-TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"
 
 # glibc gives large freed blocks back to the system, and XLA's temporary buffers are faulted in
 # again at every step: transformer step 0.76x, 40 MB all-reduce over gloo 0.54x the time with these.
@@ -93,6 +93,7 @@ def worker_environ(
     cluster: Mapping[str, Sequence[str]],
     num_restarts: int,
     status_fd: int,
+    token: str | None = None,
 ) -> dict[str, str]:
     """The environment of one worker.
 
@@ -101,7 +102,7 @@ def worker_environ(
     `PYTHONUNBUFFERED=1`, so that output appears when it is written, `GRPC_VERBOSITY=ERROR` in jobs
     with servers, and with `tune` the allocator settings of glibc and, as the size of XLA's thread
     pool, the worker's share of the cores, or more if its devices need more. The token of the hosts
-    is removed.
+    is removed; chief, workers and servers of a job with servers get another one.
 
     Args:
         environ: Environment of the launcher.
@@ -110,9 +111,12 @@ def worker_environ(
         cluster: Addresses of the tasks of the job by type, in the order of their numbers.
         num_restarts: How often the job, or a task of it, was started again.
         status_fd: Descriptor for `report`.
+        token: The secret that the tasks of a job with servers share.
     """
     result = dict(environ)
     result.pop(TOKEN_VARIABLE, None)
+    if token is not None and task.task_type in cluster:  # not for an evaluator
+        result[TOKEN_VARIABLE] = token
     result["TF_CONFIG"] = json.dumps(
         {
             "cluster": {task_type: list(addresses) for task_type, addresses in cluster.items()},

@@ -208,10 +208,10 @@ def decode(line: bytes) -> Any:
     Raises:
         ValueError: if it is none.
     """
-    fields = json.loads(line)
     try:
+        fields = json.loads(line)
         return _TYPES[fields.pop("type")](**fields)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"launch: {line[:200]!r} is no message of the launcher.") from error
 
 

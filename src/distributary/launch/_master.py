@@ -20,6 +20,7 @@ __all__ = ["Master"]
 
 _HANDSHAKE_SECONDS = 10.0
 _MAX_LINE_BYTES = 2**20
+_MAX_STRANGERS = 64  # connections whose handshake is not over; more if there are more hosts
 _WAITING_SECONDS = 5.0  # before it says for whom it waits
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 5.0  # for hosts to take note of the end
@@ -51,6 +52,7 @@ class Master:
         # Touched by the thread only, like the job.
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._peers: dict[int, str] = {}
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest one first
         self._tasks: dict[int, Tasks] = {}  # of the other hosts; read by any thread
         self._wants_tasks = options.dashboard_port is not None
         self._socket = _listen(self._hosts)
@@ -73,14 +75,23 @@ class Master:
 
     async def _serve(self) -> None:
         handlers: set[asyncio.Task[None]] = set()
+        max_strangers = max(_MAX_STRANGERS, self._hosts.num_hosts)
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
             handlers.add(task)
+            self._strangers[task] = None
+            if len(self._strangers) > max_strangers:  # hosts speak at once: the oldest is none
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
             try:
-                await self._talk(reader, writer)
+                await self._talk(reader, writer, task)
+            except asyncio.CancelledError:
+                pass
             finally:
+                self._strangers.pop(task, None)
                 handlers.discard(task)
                 writer.close()
 
@@ -120,7 +131,12 @@ class Master:
                 has_said = True
                 self._say(f"waiting for {missing} to join at {self._hosts.master}.")
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        task: "asyncio.Task[None]",
+    ) -> None:
         peer = writer.get_extra_info("peername")[0]
         keep_alive(writer.get_extra_info("socket"))
         try:
@@ -134,6 +150,7 @@ class Master:
             return
         except (OSError, RecursionError, ValueError):  # a port scanner, or nobody
             return
+        self._strangers.pop(task, None)
         self._writers[host] = writer
         self._peers[host] = peer
         self._send(self._job.join(host))

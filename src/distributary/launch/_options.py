@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -36,7 +36,7 @@ class HostOptions:
     num_hosts: int
     host_rank: int
     master: str
-    token: str
+    token: str = field(repr=False)
     join_seconds: float = 300.0
     address: str | None = None
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
+from distributary.errors import WorkerLostError
+
 __all__ = ["Output", "TaskOutput"]
 
 # A carriage return ends a line as well: progress bars write one line for hours. The one at the very
@@ -44,11 +46,18 @@ class TaskOutput:
         self.log = log
         self.num_open = 2
         self.ended = threading.Event()  # set when both streams are closed by all their writers
+        self.reason = ""  # which other worker was lost
         self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
 
     def remember(self, lines: Iterable[bytes]) -> None:
-        """Keeps the last of some lines of stderr."""
-        self._last_lines.extend(line[:_MAX_LAST_LINE_BYTES] for line in lines)
+        """Keeps the last of some lines of stderr, and which worker was lost, if one says so."""
+        for line in lines:
+            kept = line[:_MAX_LAST_LINE_BYTES]
+            self._last_lines.append(kept)
+            # A traceback may have begun the line.
+            _, prefix, reason = kept.partition(WorkerLostError.line_prefix.encode())
+            if prefix:
+                self.reason = reason.decode("utf-8", "replace")
 
     def last_lines(self) -> list[str]:
         """The last lines that it has written to stderr."""

@@ -17,6 +17,7 @@ __all__ = ["PROTOCOL", "RemoteLink"]
 PROTOCOL = 2
 _TRY_SECONDS = 2.0  # for one attempt to connect
 _ANSWER_SECONDS = 10.0
+_MAX_ANSWER_BYTES = 2**16
 _PAUSE_SECONDS = 0.1
 
 
@@ -97,7 +98,7 @@ class RemoteLink:
         self._received += data
 
     def _shake_hands(self, hosts: HostOptions, devices_per_worker: int | None) -> None:
-        challenge = self._read_answer()["challenge"]
+        challenge = str(self._read_answer().get("challenge"))
         own_challenge = new_challenge()
         hello = {
             "protocol": PROTOCOL,
@@ -123,8 +124,12 @@ class RemoteLink:
         self.wants_tasks = bool(answer["wants_tasks"])
 
     def _read_answer(self) -> dict[str, Any]:
+        end = time.monotonic() + _ANSWER_SECONDS
         while b"\n" not in self._received:
+            self._connection.settimeout(max(0.001, end - time.monotonic()))
             data = self._connection.recv(4096)
+            if len(self._received) > _MAX_ANSWER_BYTES:
+                raise ConnectionError("it speaks another language")
             if not data:
                 raise ConnectionError("it closed the connection")
             self._received += data
@@ -137,7 +142,7 @@ class RemoteLink:
                 "welcome",
             }:
                 raise ValueError
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise ConnectionError("it speaks another language") from error
         return answer
 

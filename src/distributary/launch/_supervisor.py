@@ -1,6 +1,7 @@
 """Runs the workers of one host, as the job commands."""
 
 import collections
+import secrets
 import selectors
 import signal
 import time
@@ -87,6 +88,7 @@ class Supervisor:
         self._running: list[_Running] = []
         self._generation = 0
         self._num_restarts = 0
+        self._token = secrets.token_hex(32) if options.num_servers else None
         self._cluster: dict[str, Sequence[str]] = {}
         # The job ends with the tasks of this type.
         self._main_type = "chief" if options.num_servers else "worker"
@@ -254,7 +256,13 @@ class Supervisor:
             task,
             options.command,
             worker_environ(
-                self._environ, options, task, self._cluster, self._num_restarts, status.write_fd
+                self._environ,
+                options,
+                task,
+                self._cluster,
+                self._num_restarts,
+                status.write_fd,
+                self._token,
             ),
             options.grace_seconds,
             status.write_fd,
@@ -299,10 +307,7 @@ class Supervisor:
             elif code != WorkerLostError.exit_code:
                 self._fail(Failed(self._generation, code, text, lines))
             elif self._follower is None:
-                prefix = WorkerLostError.line_prefix
-                # Its traceback may have begun the line.
-                reasons = [line.partition(prefix)[2] for line in lines if prefix in line]
-                text = ": ".join([text, *reasons])
+                text = ": ".join(filter(None, [text, running.output.reason]))
                 failed = Failed(self._generation, code, text, lines)
                 self._follower = now + _LOST_WORKER_SECONDS, failed
         elif worker.task.task_type in ("worker", "ps") and self._options.num_servers:

@@ -1,16 +1,18 @@
 """Answers HTTP requests, by default only from this machine."""
 
+import contextlib
 import errno
+import io
 import ipaddress
 import logging
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 if TYPE_CHECKING:
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from asyncio import StreamReader, StreamWriter, Task, WriteTransport
 
 __all__ = ["Answer", "HttpServer"]
 
@@ -35,14 +37,39 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+_BACKLOG = 128
+_MAX_CLIENTS = 256  # more than are accepted at once, so that each is heard
+_MAX_REQUEST_BYTES = 1 << 14
+_MAX_WAITING_BYTES = 1 << 26
+_SEND_BUFFER_BYTES = 1 << 17
+_PART_BYTES = 1 << 16  # of an answer, which asyncio copies
+_REQUEST_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
+_CLOSE_SECONDS = 5.0  # for an answer that is being made
+
+_NOTHING: Final = memoryview(b"")
+
 _Respond: TypeAlias = Callable[[str], Answer | None]
 _NOT_FOUND = Answer(b"There is no such page.\n", status=404)
 _BAD_HOST = Answer(b"The header Host names another machine.\n", status=403)
 
 
 @final
+@dataclass
+class _Client:
+    """A connection, what is left to send of the answer, and how large that is as a whole."""
+
+    transport: "WriteTransport"
+    unread: memoryview = _NOTHING
+    num_bytes: int = 0
+
+
+@final
 class HttpServer:
-    """Answers GET requests from a thread.
+    """Answers GET requests from one thread, however many clients there are and however slow.
+
+    A client has ten seconds for its request and half a minute to read the answer. When there are
+    too many clients, or too much is waiting to be read, the one that has been there longest is cut
+    off. So no number of idle connections keeps others out, or takes more than some megabytes.
 
     A web page of a stranger can have a name of its own stand for this machine, and so make a
     browser read what only this machine may (DNS rebinding). So the header Host must be an IP
@@ -51,7 +78,8 @@ class HttpServer:
     Args:
         address: Where to listen.
         port: The first port to try; 0 takes a free one.
-        respond: From the path, with its query, to the answer; None if there is no such page.
+        respond: From the path, with its query, to the answer; None if there is no such page. One
+            call at a time.
         name: Name of the thread.
         num_ports: How many ports from the first one on may be tried if they are taken.
 
@@ -65,42 +93,137 @@ class HttpServer:
     def __init__(
         self, address: str, port: int, respond: _Respond, name: str, num_ports: int = 1
     ) -> None:
-        from http.server import BaseHTTPRequestHandler
+        import asyncio
 
         hosts = {"localhost", address.lower(), socket.gethostname().lower()}
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                host = _host_of(self.headers.get("Host", ""))
-                is_known = host in hosts or _is_ip_address(host)
-                answer = self._respond() if is_known else _BAD_HOST
-                self.send_response(answer.status)
-                self.send_header("Content-Type", answer.content_type)
-                self.send_header("Content-Length", str(len(answer.content)))
-                for header in answer.headers.items():
-                    self.send_header(*header)
-                self.end_headers()
-                self.wfile.write(answer.content)
-
-            def _respond(self) -> Answer:
-                try:
-                    return respond(self.path) or _NOT_FOUND
-                except Exception as error:
-                    return Answer(f"{type(error).__name__}: {error}\n".encode(), status=503)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                _log.debug(format, *args)
-
-        self._server = _listen(address, range(port, port + num_ports), Handler)
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
+        self._request_type = _request_type(respond, hosts)
+        self._socket = _listen(address, range(port, port + num_ports))
+        self.port: int = self._socket.getsockname()[1]
+        self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest one first
+        self._closing = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends its thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        import asyncio
+
+        server = await asyncio.start_server(
+            self._accept, sock=self._socket, limit=_MAX_REQUEST_BYTES, backlog=_BACKLOG
+        )
+        await self._closing.wait()
+        # Not `close` yet: it would leave open what is being accepted.
+        self._loop.remove_reader(self._socket.fileno())
+        for client in list(self._clients):
+            self._cut_off(client)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        server.close()
+        await asyncio.sleep(0)  # what was cut off is closed
+
+    def _accept(self, reader: "StreamReader", writer: "StreamWriter") -> None:
+        import asyncio
+
+        if self._closing.is_set():
+            writer.transport.abort()
+            return
+        client = asyncio.create_task(self._talk(reader, writer))
+        self._clients[client] = _Client(writer.transport)
+        self._make_room(client)
+
+    async def _talk(self, reader: "StreamReader", writer: "StreamWriter") -> None:
+        import asyncio
+
+        client = asyncio.current_task()
+        assert client is not None
+        place = self._clients[client]
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                try:
+                    head = await reader.readuntil(b"\r\n\r\n")
+                except asyncio.LimitOverrunError:
+                    head = None
+            place.unread = memoryview(self._request_type(head).wfile.getvalue())
+            place.num_bytes = len(place.unread)
+            self._make_room(client)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                while place.unread:
+                    writer.write(place.unread[:_PART_BYTES])
+                    place.unread = place.unread[_PART_BYTES:]
+                    await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (asyncio.IncompleteReadError, OSError, TimeoutError):  # it has gone, or is too slow
+            pass
+        finally:
+            if client in self._clients:  # not cut off
+                self._cut_off(client)
+
+    def _make_room(self, newest: "Task[None]") -> None:
+        """Cuts off those that have been there longest, if there are too many."""
+        total = sum(client.num_bytes for client in self._clients.values())
+        for oldest in list(self._clients):
+            if len(self._clients) <= _MAX_CLIENTS and total <= _MAX_WAITING_BYTES:
+                break
+            if oldest is not newest:
+                total -= self._clients[oldest].num_bytes
+                self._cut_off(oldest)
+
+    def _cut_off(self, client: "Task[None]") -> None:
+        place = self._clients.pop(client)
+        place.unread = _NOTHING  # the exception that ends the task keeps it for a while
+        if place.transport.get_extra_info("socket").fileno() >= 0:  # else asyncio has closed it
+            place.transport.abort()
+        client.cancel()
+
+
+def _request_type(respond: _Respond, hosts: set[str]) -> Any:
+    """The class of requests, from whose heads they make their answers."""
+    from http.server import BaseHTTPRequestHandler
+
+    class Request(BaseHTTPRequestHandler):
+        def __init__(self, head: bytes | None) -> None:  # that of the base reads from a socket
+            self.rfile = io.BytesIO(head or b"")
+            self.wfile = io.BytesIO()
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            if head is None:
+                self.send_error(431)
+            else:
+                self.handle_one_request()
+
+        def do_GET(self) -> None:
+            host = _host_of(self.headers.get("Host", ""))
+            answer = self._page() if host in hosts or _is_ip_address(host) else _BAD_HOST
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.content_type)
+            self.send_header("Content-Length", str(len(answer.content)))
+            for header in answer.headers.items():
+                self.send_header(*header)
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def _page(self) -> Answer:
+            try:
+                return respond(self.path) or _NOT_FOUND
+            except Exception as error:
+                return Answer(f"{type(error).__name__}: {error}\n".encode(), status=503)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            _log.debug(format, *args)
+
+    return Request
 
 
 def _host_of(header: str) -> str:
@@ -118,18 +241,19 @@ def _is_ip_address(host: str) -> bool:
     return True
 
 
-def _listen(
-    address: str, ports: range, handler: "type[BaseHTTPRequestHandler]"
-) -> "ThreadingHTTPServer":
-    from http.server import ThreadingHTTPServer
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-    for port in ports[:-1]:
+def _listen(address: str, ports: range) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            return Server((address, port), handler)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Of connections: what nobody reads takes memory of the system, too.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            listener.bind((address, port))
+            listener.listen(_BACKLOG)
+            return listener
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
                 raise
-    return Server((address, ports[-1]), handler)
+    raise AssertionError("there are no ports")

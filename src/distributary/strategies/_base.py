@@ -151,6 +151,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of this process' replicas, in replica order; `(value,)` without any.
 
+        Each lies on the device of its replica and is not bound to it: what is computed from several
+        of them, `sum(...)` for example, is computed on JAX's default device.
+
         Source: `tf.distribute.Strategy.experimental_local_results`.
         """
         return self._extended.local_results(value)

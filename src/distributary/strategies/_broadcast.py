@@ -1,4 +1,4 @@
-"""What the first worker holds, or every one, on every worker."""
+"""What the chief holds, on every worker."""
 
 import functools
 from typing import Any
@@ -6,19 +6,40 @@ from typing import Any
 import jax
 import numpy as np
 
-from distributary.topology import dispatcher_for, job_programs, num_local_replicas, put_stacked
+from distributary.job import consensus
+from distributary.topology import (
+    JobEvent,
+    dispatcher_for,
+    job_programs,
+    num_local_replicas,
+    put_stacked,
+)
+
+# Up to this size the host is faster, also because nothing is compiled.
+_MAX_HOST_BYTES = 1 << 16
 
 
-def broadcast(values: list[np.ndarray], sharding: Any) -> list[np.ndarray]:
-    """What the first worker holds, on every worker.
+def broadcast(values: list[np.ndarray], what: str, sharding: Any) -> list[np.ndarray]:
+    """Returns what the chief holds, on every worker.
 
     Args:
         values: Arrays of the same shapes and dtypes on all workers.
+        what: What they are, for people.
         sharding: Sharding of values `[replica, ...]`.
+
+    Raises:
+        WorkerMismatchError: if another worker does something else, or its arrays are others.
     """
     num_bytes = sum(value.nbytes for value in values)
-    own = [np.ascontiguousarray(v).tobytes() for v in values] if jax.process_index() == 0 else ()
-    received = _combined(b"".join(own), 0, num_bytes, sharding)
+    own = b"".join([np.ascontiguousarray(v).tobytes() for v in values])
+    place = f"{what}, {', '.join(f'{v.dtype}{list(v.shape)}' for v in values)}"
+    job = consensus()
+    assert job is not None
+    if num_bytes <= _MAX_HOST_BYTES:
+        received = np.frombuffer(job.broadcast(place, lambda: own), np.uint8)
+    else:
+        job_programs.begin(JobEvent(place))
+        received = _sum(own if job.number == 0 else b"", num_bytes, sharding)
     results, at = [], 0
     for value in values:
         part = received[at : at + value.nbytes]
@@ -27,26 +48,12 @@ def broadcast(values: list[np.ndarray], sharding: Any) -> list[np.ndarray]:
     return results
 
 
-def all_workers(value: np.ndarray, sharding: Any) -> np.ndarray:
-    """What each worker holds, `[worker, ...]`, on every worker.
-
-    Args:
-        value: Array of the same shape and dtype on all workers.
-        sharding: Sharding of values `[replica, ...]`.
-    """
-    data = np.ascontiguousarray(value).tobytes()
-    count, number = jax.process_count(), jax.process_index()
-    received = _combined(data, number * len(data), count * len(data), sharding)
-    return received[: count * len(data)].view(value.dtype).reshape(count, *value.shape)
-
-
-def _combined(own: bytes, at: int, num_bytes: int, sharding: Any) -> np.ndarray:
-    """Bytes to which each worker gives its own, from place `at`; at least `num_bytes`."""
+def _sum(own: bytes, num_bytes: int, sharding: Any) -> np.ndarray:
+    """Returns bytes to which only the chief gives its own; at least `num_bytes`."""
     # A power of two of words, so that few sizes are compiled.
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
     rows = np.zeros((num_local_replicas(sharding), num_words), np.uint32)
-    rows[0].view(np.uint8)[at : at + len(own)] = np.frombuffer(own, np.uint8)
-    job_programs.begin()
+    rows[0].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
     total = dispatcher_for(tuple(sharding.mesh.devices.flat)).run(
         lambda: np.asarray(_sum_of_rows(sharding)(put_stacked(rows, sharding)).addressable_data(0)),
         lambda result: None,

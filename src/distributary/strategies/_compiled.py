@@ -9,16 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.datasets import DatasetIterator
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.inputs import StepCounts
+from distributary.job import copies
 from distributary.strategies._cache import WeakIdentity
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
+    JobEvent,
     ProgramKind,
     for_target,
     inside_jax_trace,
     interrupts,
+    is_left_over,
     job_programs,
     latest_program,
     mesh_of_values,
@@ -28,7 +32,13 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, with_cpu_rewrites
+from distributary.tracing import (
+    FunctionProgram,
+    Handle,
+    ReplicaProgram,
+    describe_value,
+    with_cpu_rewrites,
+)
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import StateList, Variable, joined
 
@@ -52,7 +62,7 @@ class Compiled:
         mesh: The devices the program runs on; None for JAX's default device.
         dispatcher: Bounds the programs in flight.
         rebuild: From the program's outputs to the function's result.
-        name: Name of the function.
+        name: What is run, for people.
         counts: Where its runs count.
         home: Sharding of the device of the variables; None if they lie where replicas compute.
         storage: Sharding of the variables there.
@@ -64,10 +74,13 @@ class Compiled:
         "_call",
         "_captures",
         "_dispatcher",
+        "_event",
         "_has_collectives",
         "_is_of_job",
         "_is_staged",
+        "_name",
         "_num_single_runs",
+        "_numbers",
         "_read_only",
         "_rebuild",
         "_replicated",
@@ -95,12 +108,16 @@ class Compiled:
         self.program = program
         self.runs = counts.runs_of(self)
         self._avals: Any = None  # of the arguments of the first call
+        self._name = name
         self._rebuild = rebuild
         self._replicated = replicated
         # None among them stands for arguments without a sharding, which go anywhere.
         self._shardings = None if replicated is None else (stacked, replicated, None)
         self._has_collectives = replicated is not None and home is None
         self._is_of_job = replicated is not None and not replicated.is_fully_addressable
+        # What other workers have to run, too, and which of the arguments are then numbers.
+        self._event: JobEvent | None = None
+        self._numbers: list[int] = []
         self._is_staged = home is not None
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
@@ -150,7 +167,7 @@ class Compiled:
     def _place(self, value: Any) -> Any:
         """A value where the program can take it."""
         if isinstance(value, jax.core.Tracer):
-            raise _inside_jax("Strategy.run or a distributary.function")
+            raise _traced(value, "Strategy.run or a distributary.function")
         if self._replicated is None or not isinstance(value, jax.Array):
             return value
         if value.sharding.device_set == self._replicated.device_set:
@@ -205,10 +222,10 @@ class Compiled:
                 raise VariableGoneError from None
             if len(written) < len(variables):
                 shared = [v for v in variables if v._shared]
-                copies = iter(own_copies([v._value for v in shared]))
-                written = [next(copies) if v._shared else v._value for v in variables]
+                fresh = iter(own_copies([v._value for v in shared]))
+                written = [next(fresh) if v._shared else v._value for v in variables]
             if self._is_of_job:
-                job_programs.begin()
+                self._begin(args)
             if latest_program.timer is not None:
                 latest_program.begin()
             made: list[Any] = []
@@ -243,7 +260,45 @@ class Compiled:
             self.runs.num_runs += 1
             result = outs[0] if outs else None
             latest_program.end(new[0] if new else result, result)
+            if self._is_of_job:
+                copies.num_left -= 1
+                if copies.num_left <= 0:
+                    self._compare_copies(new)
         return self._rebuild(outs)
+
+    def _begin(self, args: Sequence[Any]) -> None:
+        """Makes sure that all workers run this program now, with the same numbers."""
+        event = self._event
+        if event is None:
+            arrays = [
+                (f"argument {i} = {describe_value(arg)}", "")
+                for i, arg in enumerate(args)
+                if isinstance(arg, jax.Array)
+                and arg.ndim == 0
+                and jnp.isdtype(arg.dtype, "numeric")
+            ]
+            name = f"the program of {self._name}"
+            event = self._event = JobEvent(name, lambda: arrays + self._describe())
+            self._numbers = [i for i, arg in enumerate(args) if _is_number(arg)]
+        job_programs.begin(event, tuple([args[i] for i in self._numbers]))
+
+    def _compare_copies(self, new: Sequence[Any]) -> None:
+        """Compares what the workers have written to mirrored variables."""
+        mirrored = [
+            (handle.name, value)
+            for handle, value in zip(self.program.written, new, strict=True)
+            if not handle.per_replica and shard_dim(handle.parts) is None
+        ]
+        names, values = zip(*mirrored, strict=True) if mirrored else ((), ())
+        copies.compare(f"after the program of {self._name}", names, values)
+
+    def _describe(self) -> list[tuple[str, str]]:
+        lines = [
+            (f"{'assigned' if handle in self.program.written else 'read'} variable {place}", "")
+            for handle in (*self.program.written, *self.program.read_only)
+            for place in [f"{handle.name} {handle.dtype}{list(handle.shape)}"]
+        ]
+        return lines + self.program.describe()
 
     def _join(self, variables: Sequence[Any]) -> None:
         """Has the variables store their arrays together, after 2, 4, 8, ... runs one by one.
@@ -258,8 +313,26 @@ class Compiled:
                 self._states = weakref.ref(states)
 
 
+def _is_number(arg: Any) -> bool:
+    """Whether an argument is a number that the script computes, which is to be the same."""
+    if isinstance(arg, (np.ndarray, np.generic)):
+        return arg.ndim == 0
+    return isinstance(arg, (int, float, complex))
+
+
 def _no_states() -> None:
     return None
+
+
+def _traced(value: Any, what: str) -> ContextError:
+    """The error of a traced value that a program is given."""
+    if not is_left_over(value):
+        return _inside_jax(what)
+    return ContextError(
+        f"{what} was given {value!r}, which an earlier step has left in a list, an attribute or a"
+        " global variable. Values of a step exist only while it is traced. Return what you need"
+        " later, or assign it to a distributary.Variable."
+    )
 
 
 def _inside_jax(what: str) -> ContextError:
@@ -318,7 +391,7 @@ def signature_of(leaf: Any, what: str) -> Any:
     if kind in _array_types or isinstance(leaf, jax.Array):
         if kind not in _array_types:
             if isinstance(leaf, jax.core.Tracer):
-                raise _inside_jax(what)
+                raise _traced(leaf, what)
             _array_types.add(kind)
         aval = leaf.aval
         # Arrays of random keys have no weak types.
@@ -336,6 +409,8 @@ def signature_of(leaf: Any, what: str) -> Any:
         return leaf._handle
     if kind in (bool, str, bytes) or leaf is None:
         return kind, leaf
+    if kind is DatasetIterator:  # what it gives is looked at in every call
+        return kind
     try:
         hash(leaf)
     except TypeError:

@@ -1,5 +1,6 @@
 """Combining the values of the replicas in a cross-replica context."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, final
 
@@ -25,6 +26,7 @@ from distributary.options import CommunicationOptions
 from distributary.topology import (
     REPLICA_AXIS,
     Dispatcher,
+    JobEvent,
     ProgramKind,
     for_target,
     inside_jax_trace,
@@ -208,7 +210,7 @@ class CrossReplica:
             kind = ProgramKind(key[0], trains=False)
             jitted = self._jitted[key] = for_target(jax.jit(program), self._mesh, kind)
         if self._mesh.is_multi_process:
-            job_programs.begin()
+            job_programs.begin(_event_of(key, trees))
         result = self._dispatcher.run(
             jitted, lambda result: next(iter(jax.tree.leaves(result)), None), trees
         )
@@ -262,6 +264,18 @@ class CrossReplica:
             return _sum(array, normalized) * num_replicas
         total = _sum(_widened(array), normalized)
         return _divide(total, _count(array, normalized), array.dtype)
+
+
+def _event_of(key: tuple[Any, ...], trees: list[Any]) -> JobEvent:
+    name, *options = key
+    leaves, tree = jax.tree.flatten(trees)
+    return _event(name, repr(options), tree, tuple((x.shape[1:], x.dtype) for x in leaves))
+
+
+@functools.lru_cache(maxsize=1024)
+def _event(name: str, options: str, tree: Any, leaves: tuple[Any, ...]) -> JobEvent:
+    values = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in leaves)
+    return JobEvent(name, lambda: [(f"{name} of {values} with {options}, as {tree}", "")])
 
 
 def _check_axis(axis: Any) -> tuple[int, ...] | None:

@@ -17,7 +17,10 @@ from distributary.collectives import (
     NcclAllReduce,
     ReduceOp,
     as_reduce_op,
+    at_device,
+    check_destinations,
     default_cross_device_ops,
+    only_device,
     reduce_nest,
 )
 from distributary.context import (
@@ -33,11 +36,13 @@ from distributary.errors import (
     ContextError,
     InvalidTypeError,
     InvalidValueError,
+    ReplicaMismatchError,
     UnsupportedError,
 )
 from distributary.inputs import DistributedInput, InputContext, StepCounts, ValueContext
+from distributary.job import consensus
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
-from distributary.strategies._broadcast import all_workers, broadcast
+from distributary.strategies._broadcast import broadcast
 from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.strategies._runner import ReplicaRunner
@@ -47,11 +52,13 @@ from distributary.topology import (
     canonical_name,
     current_target,
     dispatcher_for,
+    local_copy,
     make_mesh,
     mesh_of_values,
     shard_dim,
     shard_spec,
     short_name,
+    warn_of_untested_jax,
 )
 from distributary.tracing import current_scope, in_role, push as push_to_servers
 from distributary.values import (
@@ -123,6 +130,8 @@ class StrategyExtended:
                 "experimental_shard_optimizer_state=True: `distributary compile` compiles steps"
                 " with mirrored optimizer state only. Leave it out for the report."
             )
+        if not is_default:
+            warn_of_untested_jax(jax.__version__)
         self._strategy = strategy
         #: What else counts for the strategy, by name: each returns a dataclass of numbers.
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
@@ -306,17 +315,19 @@ class StrategyExtended:
         devices = self._devices or ()
         return devices[self._local_replicas.start : self._local_replicas.stop]
 
-    def from_chief(self, values: list[np.ndarray]) -> list[np.ndarray]:
-        """Arrays of the chief on every worker; all call it with the same shapes and dtypes."""
+    def from_chief(self, values: list[np.ndarray], what: str) -> list[np.ndarray]:
+        """Returns arrays of the chief on every worker.
+
+        Args:
+            values: Of the same shapes and dtypes on all workers, which call it together.
+            what: What they are, for people.
+
+        Raises:
+            WorkerMismatchError: if another worker does something else.
+        """
         if self.num_workers == 1:
             return values
-        return broadcast(values, self._layout.stacked)
-
-    def of_all_workers(self, value: np.ndarray) -> np.ndarray:
-        """`[worker, ...]`: the arrays of all workers; all call it with the same shape and dtype."""
-        if self.num_workers == 1:
-            return value[None]
-        return all_workers(value, self._layout.stacked)
+        return broadcast(values, what, self._layout.stacked)
 
     # Variables
 
@@ -456,11 +467,13 @@ class StrategyExtended:
             options: Overrides of the communication options.
 
         Returns:
-            `Mirrored` if `destinations` has several devices, else the array.
+            `Mirrored` if `destinations` has several devices, else the array. In a step and in a
+            `distributary.function` it lies on the devices of the replicas until these end.
 
         Raises:
             ContextError: inside `run`.
             InvalidValueError: for unusable destinations.
+            DeviceError: for a device that this process does not have.
 
         Source: `tf.distribute.StrategyExtended.reduce_to`.
         """
@@ -487,10 +500,10 @@ class StrategyExtended:
                 raise InvalidTypeError(
                     f"batch_reduce_to: got {pair!r}, expected (value, destinations) pairs."
                 )
-            _check_destinations(pair[1])
+            check_destinations(pair[1])
         results = self.combine.reduce(op, [value for value, _ in pairs], None, options)
         return [
-            self._mirrored(result) if _spans_replicas(destinations) else result
+            self._at(result, destinations)
             for result, (_, destinations) in zip(results, pairs, strict=True)
         ]
 
@@ -506,15 +519,17 @@ class StrategyExtended:
         require_cross_replica(self._strategy, "broadcast_to")
         if isinstance(tensor, (bool, int, float)):
             return tensor
-        _check_destinations(destinations)
+        check_destinations(destinations)
         array = jnp.asarray(tensor)
-        if not _spans_replicas(destinations) or self.num_replicas == 1:
-            return array
-        if current_scope() is None:
+        if _spans_replicas(destinations) and self.num_replicas > 1 and current_scope() is None:
             array = jax.device_put(array, self._layout.replicated)
-        return self._mirrored(array)
+        return self._at(array, destinations)
 
-    def _mirrored(self, value: Any) -> Any:
+    def _at(self, value: Any, destinations: Any) -> Any:
+        """What `reduce_to` and `broadcast_to` return of a value that the replicas have."""
+        if not _spans_replicas(destinations):
+            device = only_device(destinations)
+            return value if device is None else at_device(value, device)
         if self.num_replicas == 1 or isinstance(value, Mirrored):
             return value
         return Mirrored(value, self.num_replicas)
@@ -549,7 +564,7 @@ class StrategyExtended:
                 "experimental_distribute_dataset: the dataset is distributed already. Iterate over"
                 " it, or distribute the dataset it was made from."
             )
-        batches = Batches(dataset, self.worker_share(), agreement=self.agreement)
+        batches = Batches(dataset, self.worker_share(), coworkers=self.coworkers)
         return self._distributed_dataset(batches, options)
 
     def distribute_datasets_from_function(
@@ -574,19 +589,19 @@ class StrategyExtended:
         elements = Elements(
             lambda: [dataset_fn(context) for context in contexts],
             self._replicas_per_worker,
-            self.agreement,
+            self.coworkers,
         )
         return self._distributed_dataset(elements, options)
 
     @functools.cached_property
-    def agreement(self) -> Any:
-        """Between the workers, which all ask for it at the same point; None without others."""
-        from distributary.inputs import Agreement
-        from distributary.strategies._exchange import Exchange
+    def coworkers(self) -> Any:
+        """All workers, for what they tell each other of their data; None without others."""
+        from distributary.inputs import Coworkers
 
-        if self._workers is None or self.num_workers == 1:
+        job = consensus()
+        if self.num_workers == 1 or job is None:
             return None
-        return Agreement(Exchange(self._workers, self.from_chief), self.runner.place_rows)
+        return Coworkers(job, self._replicas_per_worker, self.runner.place_rows)
 
     def worker_share(self) -> Any:
         """Which of the replicas of a dataset's batches are those of this process."""
@@ -619,19 +634,45 @@ class StrategyExtended:
                     f"experimental_distribute_values_from_function: value_fn gave {tree} for"
                     f" replica {i} and {flat[0][1]} for replica 0; the structures must agree."
                 )
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return jax.tree.unflatten(
-            flat[0][1], [self._place_values(list(column)) for column in columns]
-        )
+        columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+        return jax.tree.unflatten(flat[0][1], self._place_values(columns, flat[0][1]))
 
-    def _place_values(self, values: list[Any]) -> PerReplica:
-        value = PerReplica(values)
-        if not all(isinstance(v, (int, float, complex)) or hasattr(v, "dtype") for v in values):
-            return value
-        stacked = stack_components(value)
-        if stacked is None or self._layout.stacked is None:
-            return value
-        return self.runner.place_rows(stacked)
+    def _place_values(self, columns: list[list[Any]], tree: Any) -> list[PerReplica]:
+        """The values of this process' replicas, and of all where their shapes differ."""
+        values = [PerReplica(column) for column in columns]
+        are_arrays = [all(map(_is_array_like, column)) for column in columns]
+        specs: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in columns]
+        if self.coworkers is not None:
+            from distributary.inputs import spec_of
+
+            own = [
+                [spec_of(v) for v in column] if is_array else []
+                for column, is_array in zip(columns, are_arrays, strict=True)
+            ]
+            told = self.coworkers.job.agree(
+                "experimental_distribute_values_from_function", lambda: [str(tree), own]
+            )
+            for number, (other, _) in enumerate(told):
+                if other != told[0][0]:
+                    raise ReplicaMismatchError(
+                        "experimental_distribute_values_from_function: value_fn gave"
+                        f" {told[0][0]} on worker 0 and {other} on worker {number}; the structures"
+                        " must agree."
+                    )
+            for i in range(len(columns)):
+                specs[i] = [(d, tuple(shape)) for _, rows in told for d, shape in rows[i]]
+        for i, value in enumerate(values):
+            if not are_arrays[i]:
+                continue
+            if len(set(specs[i])) > 1:
+                arrays = [np.asarray(local_copy(v)) for v in columns[i]]
+                what = "experimental_distribute_values_from_function"
+                values[i] = PerReplica(self.coworkers.gather(what, specs[i], arrays))
+                continue
+            stacked = stack_components(value)
+            if stacked is not None and self._layout.stacked is not None:
+                values[i] = self.runner.place_rows(stacked)
+        return values
 
     # What `context` calls
 
@@ -697,26 +738,17 @@ class StrategyExtended:
         return gather_nest(value, axis, self.num_replicas)
 
 
+def _is_array_like(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) or hasattr(value, "dtype")
+
+
 def _input_options(options: InputOptions | None) -> InputOptions:
     if options is not None and not isinstance(options, InputOptions):
         raise InvalidTypeError(f"options is {options!r}, expected distributary.InputOptions.")
     return options or InputOptions()
 
 
-def _check_destinations(destinations: Any) -> None:
-    unusable = destinations is None or isinstance(destinations, (bool, int))
-    if unusable or isinstance(destinations, (list, tuple)) or _is_empty_text(destinations):
-        raise InvalidValueError(
-            f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
-            " variable whose devices are meant."
-        )
-
-
 def _spans_replicas(destinations: Any) -> bool:
     if isinstance(destinations, (PerReplica, Mirrored)):
         return True
     return isinstance(destinations, Variable) and destinations._layout.mirrored
-
-
-def _is_empty_text(destinations: Any) -> bool:
-    return isinstance(destinations, str) and not destinations

@@ -4,11 +4,12 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 
 from distributary.context import current_mode, in_default_context
+from distributary.datasets import Dataset, DatasetIterator
 from distributary.errors import InvalidTypeError
 from distributary.inputs import DistributedInput
 from distributary.strategies._cache import Inner, ProgramCache
@@ -20,7 +21,18 @@ from distributary.strategies._compiled import (
     split_result,
     struct_of,
 )
-from distributary.tracing import FunctionProgram, current_scope
+from distributary.tracing import (
+    Feeds,
+    FunctionProgram,
+    LeaveTrace,
+    Origin,
+    current_scope,
+    refused_if_consumed,
+)
+
+_INPUTS = (Dataset, DatasetIterator, DistributedInput)
+# Structure, signature of the leaves and outcomes of what was taken, role, kind of context.
+_Key = tuple[Any, tuple[Any, ...], Any, bool]
 
 
 def function(
@@ -34,8 +46,12 @@ def function(
 
     The function is traced on the first call and whenever shapes, dtypes, structures, static
     arguments or the current strategy change. Variables that it assigns keep their new values.
-    A function that is given a distributed dataset or iterator runs its Python code each time, and
-    compiles each `Strategy.run` in it, once for a step function that it defines itself.
+    Of an iterator over a `distributary.data.Dataset`, given or captured, every call takes what
+    comes next, and a loop over such a dataset is a new pass. Other iterators that it would take
+    elements from while it is traced are refused.
+    A function that takes from a distributed dataset or iterator, takes more than 100 elements, or
+    returns a dataset, runs its Python code each time, and compiles each `Strategy.run` in it, once
+    for a step function that it defines itself.
 
     Args:
         func: The function; without it a decorator is returned.
@@ -49,6 +65,7 @@ def function(
 
     Raises:
         InvalidTypeError: if `func` is not callable.
+        InvalidValueError: when it is called, if it takes from another iterator.
 
     Source: `tf.function`.
     """
@@ -65,9 +82,7 @@ class Function:
 
     def __init__(self, python_function: Callable[..., Any]) -> None:
         self.python_function = python_function
-        self._programs: weakref.WeakKeyDictionary[Any, dict[Any, _Entry]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._programs: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
         self._cache = ProgramCache("distributary.function")
         self._inner = Inner()
         functools.update_wrapper(self, python_function, updated=())
@@ -77,28 +92,75 @@ class Function:
         if current_scope() is not None:
             return self.python_function(*args, **kwargs)
         if any(isinstance(leaf, DistributedInput) for leaf in leaves):
-            with self._inner.active():
-                return self.python_function(*args, **kwargs)
+            return self._on_host(args, kwargs)
         mode = current_mode()
         programs = self._programs.setdefault(mode.strategy, {})
-        signature = tuple([signature_of(leaf, "distributary.function") for leaf in leaves])
-        key = (tree, signature, mode.role, in_default_context())
+        signature = [signature_of(leaf, "distributary.function") for leaf in leaves]
+        iterators = [leaf for leaf in leaves if type(leaf) is DatasetIterator]
+        if len(iterators) > 1:  # one that is given twice takes turns with itself
+            signature += map(iterators.index, iterators)
+        key: _Key = tree, tuple(signature), mode.role, in_default_context()
         entry = programs.get(key)
-        if entry is not None:
+        if type(entry) is _Entry:
             try:
                 return entry.compiled([leaves[i] for i in entry.picks])
             except VariableGoneError:
                 del programs[key]
-        entry = self._build(leaves, tree, mode.strategy)
-        mode.strategy.extended.step_counts.num_retraces += bool(programs)
-        self._cache.note_trace(self.python_function, programs, key)
+        try:
+            return self._take_and_call(leaves, tree, key, programs, mode.strategy)
+        except LeaveTrace:
+            programs[key] = "host"
+        return self._on_host(args, kwargs)
+
+    def _take_and_call(
+        self, leaves: list[Any], tree: Any, key: "_Key", programs: "_Programs", strategy: Any
+    ) -> Any:
+        """Calls the program for what is taken from iterators now; makes it if there is none.
+
+        Raises:
+            LeaveTrace: if the function has to run on the host; it has taken nothing then.
+        """
+        feeds = Feeds(leaves)
+        of_course = key
+        entry = programs.get(key)
+        while isinstance(entry, Origin):
+            try:
+                of_course = _after(of_course, feeds.follow(entry))
+            except ReferenceError:
+                break
+            entry = programs.get(of_course)
+        if entry == "host":
+            raise LeaveTrace
+        if type(entry) is _Entry:
+            try:
+                return entry.compiled([*[leaves[i] for i in entry.picks], *feeds.values])
+            except VariableGoneError:
+                pass
+        try:
+            entry = self._build(leaves, tree, strategy, feeds)
+        except LeaveTrace:
+            feeds.put_back()
+            raise
+        except BaseException:
+            feeds.put_back(feeds.position)
+            raise
+        made = {key: entry for key, entry in programs.items() if type(entry) is _Entry}
+        strategy.extended.step_counts.num_retraces += bool(made)
+        for origin, outcome in feeds.course:
+            programs[key] = origin
+            key = _after(key, outcome)
+        self._cache.note_trace(self.python_function, made, key)
         programs[key] = entry
-        return entry.compiled([leaves[i] for i in entry.picks])
+        return entry.compiled([*[leaves[i] for i in entry.picks], *feeds.values])
+
+    def _on_host(self, args: Any, kwargs: Any) -> Any:
+        with self._inner.active():
+            return self.python_function(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _build(self, leaves: list[Any], tree: Any, strategy: Any) -> "_Entry":
+    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> "_Entry":
         picks = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
         results: list[Callable[..., Any]] = []
@@ -109,12 +171,15 @@ class Function:
                 parts[i] = array
             args, kwargs = jax.tree.unflatten(tree, parts)
             result = self.python_function(*args, **kwargs)
+            if any(isinstance(leaf, _INPUTS) for leaf in jax.tree.leaves(result)):
+                raise LeaveTrace  # no data to compute with, but where it comes from
             outs, rebuild = split_result(result, "distributary.function")
             results[:] = [rebuild]
             return outs
 
         avals = [struct_of(leaves[i]) for i in picks]
-        program = FunctionProgram(flat, avals)
+        with refused_if_consumed(self.python_function, static, "distributary.function"):
+            program = FunctionProgram(flat, avals, feeds)
         # The devices are those of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
@@ -138,3 +203,13 @@ class _Entry:
     def __init__(self, compiled: Compiled, picks: Sequence[int]) -> None:
         self.compiled = compiled
         self.picks = picks
+
+
+# By the key of a call what is taken first, and so on, by all that was taken; at the end the
+# program. "host" for calls that run on the host.
+_Programs = dict[_Key, _Entry | Origin | Literal["host"]]
+
+
+def _after(key: _Key, outcome: Any) -> _Key:
+    tree, signature, role, is_default = key
+    return tree, (*signature, outcome), role, is_default

@@ -9,11 +9,12 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.context import get_replica_context
-from distributary.errors import ClusterError, InvalidTypeError
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
-from distributary.strategies._connection import connect, devices_of_all, extended_of_job
 from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._job_devices import devices_of_all, extended_of_job
 from distributary.topology import devices_of_all_hosts, replica_devices
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             fit together.
         BackendStartedError: if JAX has computed something already.
         InvalidTypeError: for arguments of another type.
-        InvalidValueError: if the cluster or the task is wrong.
+        InvalidValueError: if the cluster or the task is wrong, or if the cluster has parameter
+            servers.
 
     Source: `tf.distribute.MultiWorkerMirroredStrategy`.
     """
@@ -91,6 +93,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             return
         resolver = self._cluster_resolver
         place = multi_worker(spec, resolver.task_type, resolver.task_id)
+        if "ps" in spec.jobs:
+            raise InvalidValueError(
+                f"MultiWorkerMirroredStrategy: the cluster has {spec.num_tasks('ps')} parameter"
+                " server(s), to which this strategy gives nothing to do: every worker keeps the"
+                " variables itself. Start the job without them (`distributary launch` without"
+                " --ps), or use ParameterServerStrategy."
+            )
         if not place.in_collective_group:
             raise ClusterError(
                 f"MultiWorkerMirroredStrategy: this process is {place.name}, which does not train"

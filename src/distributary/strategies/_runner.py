@@ -1,6 +1,7 @@
 """Carries out `Strategy.run`: traces, caches and calls the program of the replicas."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from distributary.context import Mode, ReplicaContext, pop, push
-from distributary.errors import InvalidTypeError, ReplicaMismatchError
+from distributary.errors import DistributaryWarning, InvalidTypeError, ReplicaMismatchError
 from distributary.strategies._cache import ProgramCache
 from distributary.strategies._compiled import (
     Compiled,
@@ -20,7 +21,16 @@ from distributary.strategies._compiled import (
     split_result,
 )
 from distributary.topology import Dispatcher, put_replicated, put_stacked
-from distributary.tracing import FunctionProgram, ReplicaProgram, TraceScope, current_scope, in_role
+from distributary.tracing import (
+    FunctionProgram,
+    ReplicaProgram,
+    TraceScope,
+    current_scope,
+    in_role,
+    refused_if_consumed,
+    relation_warning,
+    user_stacklevel,
+)
 from distributary.values import (
     Mirrored,
     PerReplica,
@@ -86,6 +96,7 @@ class ReplicaRunner:
         self._stacked = stacked
         self._dispatcher = dispatcher
         self.cache = ProgramCache("Strategy.run")
+        self._warned_of: set[str] = set()  # relations of rows
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, role: Role
@@ -199,18 +210,30 @@ class ReplicaRunner:
         )
 
     def _program(self, step: "_Step", is_for_workers: bool = False) -> ReplicaProgram:
+        program = self._replica_program(step, is_for_workers)
+        if program.relation is not None and program.relation not in self._warned_of:
+            self._warned_of.add(program.relation)
+            warnings.warn(
+                relation_warning("Strategy.run", program.relation, self._num_replicas),
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+        return program
+
+    def _replica_program(self, step: "_Step", is_for_workers: bool) -> ReplicaProgram:
         avals = step.avals
         if self._workers_mesh is not None and not is_for_workers and len(avals) == 1:
             avals = avals * self._num_replicas
-        return ReplicaProgram(
-            step.flat,
-            avals,
-            step.varying,
-            self._num_replicas,
-            self._workers_mesh if is_for_workers else self._mesh,
-            split_outputs=step.role == "replica",
-            data=None if self._home is None else step.data,
-        )
+        with refused_if_consumed(step.function, step.static, "Strategy.run"):
+            return ReplicaProgram(
+                step.flat,
+                avals,
+                step.varying,
+                self._num_replicas,
+                self._workers_mesh if is_for_workers else self._mesh,
+                split_outputs=step.role == "replica",
+                data=None if self._home is None else step.data,
+            )
 
     def _run_inside_function(
         self,
@@ -299,6 +322,7 @@ class _Step:
     """A step function with its arguments laid out for tracing.
 
     Attributes:
+        function: The function.
         avals: Shapes and dtypes of the arrays one replica receives; one list, or one per replica
             on an uneven batch.
         varying: For every such array, whether replicas may receive different values.
@@ -320,7 +344,7 @@ class _Step:
         self.role: Role = role
         self._strategy = strategy
         self._num_replicas = num_replicas
-        self._function = function
+        self.function = function
         self._rebuild: Callable[..., Any] | None = None
         self._constants: list[Any] | None = None
         outer, self._tree = jax.tree.flatten(
@@ -370,7 +394,7 @@ class _Step:
                 own = [next(remaining) for _ in range(slot.count)]
                 parts.append(jax.tree.unflatten(slot.content, own))
         args, kwargs = jax.tree.unflatten(self._tree, parts)
-        result = call_on_replica(self._strategy, self._function, args, kwargs, self.role)
+        result = call_on_replica(self._strategy, self.function, args, kwargs, self.role)
         outs, self._rebuild = split_result(result, "Strategy.run")
         self._check_constants(result)
         return outs
@@ -390,9 +414,14 @@ class _Step:
                 " jnp.asarray(value), for what differs between replicas."
             )
 
+    @property
+    def static(self) -> list[Any]:
+        """The arguments that are no data."""
+        return [slot.content for slot in self._slots if slot.kind == "static"]
+
     def release(self) -> None:
         """Forgets the function and its arguments, so that a cached program keeps neither alive."""
-        self._function = _released
+        self.function = _released
         self._slots = []
 
     def merger(self, program: ReplicaProgram) -> Callable[[Sequence[Any]], Any]:

@@ -16,8 +16,8 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.strategies._base import Strategy
-from distributary.strategies._connection import extended_of_job
 from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._job_devices import extended_of_job
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
 from distributary.topology import DeviceAssignment, Topology, replica_devices
 from distributary.tracing import constrained, spec_of_split

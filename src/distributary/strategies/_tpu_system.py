@@ -9,8 +9,9 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.errors import ClusterError, DeviceError, InvalidTypeError
+from distributary.job import connect
 from distributary.options import CommunicationOptions
-from distributary.strategies._connection import connect, devices_of_all
+from distributary.strategies._job_devices import devices_of_all
 from distributary.topology import (
     Topology,
     current_target,

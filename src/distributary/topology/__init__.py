@@ -22,12 +22,14 @@ from distributary.topology._device_strings import (
 from distributary.topology._discovery import (
     REPLICA_AXIS,
     host_groups,
+    make_abstract_mesh,
     make_mesh,
     num_logical_devices,
     replica_devices,
 )
 from distributary.topology._dispatch import (
     Dispatcher,
+    JobEvent,
     dispatcher_for,
     job_programs,
     latest_program,
@@ -35,9 +37,14 @@ from distributary.topology._dispatch import (
 )
 from distributary.topology._interrupts import interrupts
 from distributary.topology._jax_private import (
+    all_params,
     backends_started,
     coordination_client,
     inside_jax_trace,
+    is_left_over,
+    scan_counts,
+    uncommitted,
+    without_high_primitives,
 )
 from distributary.topology._placement import (
     HOST_MEMORY,
@@ -75,6 +82,7 @@ from distributary.topology._target import (
 from distributary.topology._thread_pool import SHARE_VARIABLE, num_cores, threads_needed
 from distributary.topology._threads import call_when_collected, start_thread
 from distributary.topology._timing import ProgramTimer, profiled_steps
+from distributary.topology._versions import warn_of_untested_jax
 
 if TYPE_CHECKING:
     from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
@@ -88,12 +96,14 @@ __all__ = [
     "DeviceName",
     "DeviceOrderMode",
     "Dispatcher",
+    "JobEvent",
     "ProgramKind",
     "ProgramTimer",
     "TPUSystemMetadata",
     "Target",
     "Topology",
     "aim_at",
+    "all_params",
     "backends_started",
     "call_when_collected",
     "canonical_name",
@@ -112,11 +122,13 @@ __all__ = [
     "in_host_memory",
     "inside_jax_trace",
     "interrupts",
+    "is_left_over",
     "job_programs",
     "latest_program",
     "local_copy",
     "local_devices",
     "local_devices_of",
+    "make_abstract_mesh",
     "make_mesh",
     "mesh_of_values",
     "num_cores",
@@ -136,6 +148,7 @@ __all__ = [
     "replica_devices",
     "requested_cpu_devices",
     "resolve_device",
+    "scan_counts",
     "set_logical_cpu_devices",
     "shard_dim",
     "shard_spec",
@@ -143,8 +156,11 @@ __all__ = [
     "start_thread",
     "stored_shards",
     "threads_needed",
+    "uncommitted",
+    "warn_of_untested_jax",
     "watch_programs",
     "whole_shards",
+    "without_high_primitives",
 ]
 
 # What only TPUs need.

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from distributary.errors import DeviceError
 from distributary.topology._cpu import (
@@ -23,6 +24,7 @@ from distributary.topology._jax_private import backends_started
 __all__ = [
     "REPLICA_AXIS",
     "host_groups",
+    "make_abstract_mesh",
     "make_mesh",
     "num_logical_devices",
     "replica_devices",
@@ -76,8 +78,15 @@ def make_mesh(
     """
     grid = np.array(devices, dtype=object)
     factors = _prime_factors(grid.size // len(grid))
-    axes = [f"core{i}" for i in range(len(factors))]
-    return jax.sharding.Mesh(grid.reshape(len(grid), *factors), (REPLICA_AXIS, *axes))
+    axes = (REPLICA_AXIS, *(f"core{i}" for i in range(len(factors))))
+    # Said, as JAX changes its defaults: that of abstract meshes has become Explicit in 0.11.
+    axis_types = (AxisType.Auto,) * len(axes)
+    return jax.sharding.Mesh(grid.reshape(len(grid), *factors), axes, axis_types)
+
+
+def make_abstract_mesh(num_replicas: int) -> jax.sharding.AbstractMesh:
+    """Returns the mesh of `make_mesh` for devices of another process, one per replica."""
+    return jax.sharding.AbstractMesh((num_replicas,), (REPLICA_AXIS,), (AxisType.Auto,))
 
 
 def num_logical_devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:

@@ -1,10 +1,11 @@
 """The order in which replica-wide programs reach their devices, and how many are in flight."""
 
+import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import starmap
 from typing import Any, TypeVar, final
 
@@ -17,6 +18,7 @@ from distributary.topology._timing import ProgramTimer, wait_for_output
 
 __all__ = [
     "Dispatcher",
+    "JobEvent",
     "JobPrograms",
     "LatestProgram",
     "dispatcher_for",
@@ -159,9 +161,7 @@ class Dispatcher:
                     tokens.append(token)
                     self._since_token = 0
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            if job_programs.explain is None:
-                raise
-            explained = job_programs.explain(error)
+            explained = job_programs.explained(error)
             if explained is error:
                 raise
             raise explained from error
@@ -268,28 +268,85 @@ latest_program = LatestProgram()
 
 
 @final
-class JobPrograms:
-    """The programs that all workers of a job run together.
+class JobEvent:
+    """Something that all workers of a job do together: a program, an assignment, a new epoch.
+
+    Args:
+        name: What it is, for people.
+        describe: Returns what it consists of: texts, which have to be the same on every worker,
+            each with the place of the script that it comes from, or "".
 
     Attributes:
-        count: Number that this process has dispatched; the same on every worker that has got as
-            far.
-        error: Why no further one can be run.
-        explain: From an error of a program to the one that is raised, while a job is watched.
+        key: The same for events of the same name and texts, on every worker.
     """
 
-    __slots__ = ("count", "error", "explain")
+    __slots__ = ("describe", "key", "name")
+
+    def __init__(
+        self, name: str, describe: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
+    ) -> None:
+        self.name = name
+        self.describe = describe
+        digest = hashlib.blake2b(name.encode(), digest_size=8)
+        for text, _ in describe():
+            digest.update(b"\n" + text.encode())
+        self.key = int.from_bytes(digest.digest(), "little")
+
+
+@final
+class JobPrograms:
+    """What all workers of a job do together, in the order in which they do it.
+
+    Attributes:
+        position: Number of events that this process has begun; the same on every worker that has
+            got as far.
+        num_meetings: Number of those at which it has waited for the others.
+        error: Why no further one can begin.
+        explain: From an error of a program to the one that is raised, while a job is watched.
+        enter: Makes sure that the others do the same, while there are others.
+        latest: The event that was begun last, with its values.
+    """
+
+    __slots__ = ("_is_alone", "enter", "error", "explain", "latest", "num_meetings", "position")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.position = 0
+        self.num_meetings = 0
         self.error: Exception | None = None
         self.explain: Callable[[Exception], Exception] | None = None
+        self.enter: Callable[[JobEvent, tuple[Any, ...]], None] | None = None
+        self.latest: tuple[str, tuple[Any, ...]] = "the start", ()
+        self._is_alone = False
 
-    def begin(self) -> None:
-        """To be called before one is dispatched; raises `error`."""
-        self.count += 1
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error to raise for `error`: its reason, if another worker is behind it."""
+        return error if self.explain is None else self.explain(error)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets this process do what the others do not, such as reading a file for all of them."""
+        self._is_alone, before = True, self._is_alone
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> None:
+        """Says what this process does next with all others; call it before.
+
+        Args:
+            event: What it is.
+            values: Python numbers that belong to it, which may be others next time.
+
+        Raises:
+            WorkerMismatchError: if the others do something else.
+            Exception: `error`.
+        """
         if self.error is not None:
             raise self.error
+        if self.enter is not None and not self._is_alone:
+            self.latest = event.name, values
+            self.enter(event, values)
 
 
 job_programs = JobPrograms()

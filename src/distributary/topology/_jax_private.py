@@ -1,15 +1,28 @@
 """The one place that uses private names of JAX."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, distributed, xla_bridge
-from jax._src.interpreters import pxla
+from jax._src.array import ArrayImpl
+from jax._src.interpreters import partial_eval, pxla
 
-__all__ = ["backends_started", "coordination_client", "inside_jax_trace", "put_rows"]
+__all__ = [
+    "all_params",
+    "backends_started",
+    "coordination_client",
+    "inside_jax_trace",
+    "is_left_over",
+    "put_rows",
+    "scan_counts",
+    "uncommitted",
+    "without_high_primitives",
+]
 
 
 def inside_jax_trace() -> bool:
@@ -27,6 +40,45 @@ def inside_jax_trace() -> bool:
     ):
         return False
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
+
+
+def is_left_over(tracer: Any) -> bool:
+    """Whether a traced value belongs to a compiled function whose trace has ended.
+
+    `jax.grad` and `jax.vmap`, which also run eagerly, have tracers of other classes; checked with
+    jax 0.10.2.
+    """
+    return isinstance(tracer, partial_eval.DynamicJaxprTracer) and not inside_jax_trace()
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns how many operands of a `scan` are constants, and how many the loop carries.
+
+    Up to jax 0.10 the equation's parameters hold both numbers; from 0.11 on they hold a tree of the
+    operands, whose class is private.
+    """
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def all_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation, with those of its high-level primitive if it has one.
+
+    From jax 0.11 on some functions (`jax.lax.custom_root`, in 0.12 also `jnp.searchsorted`,
+    `jnp.nonzero`, `jnp.ldexp` and `jnp.frexp`) stay one equation, `call_hi_primitive`, until JAX
+    compiles them. Its only parameter is an object that holds the jaxprs.
+    """
+    return {**params, **getattr(params.get("_prim"), "params", {})}
+
+
+def without_high_primitives(closed: Any) -> Any:
+    """Returns a closed jaxpr with the equations of its high-level primitives; see `all_params`.
+
+    `jax.jit` does the same before it compiles. Derivatives have to be taken before.
+    """
+    return partial_eval.lower_jaxpr2(closed) if getattr(closed, "is_high", False) else closed
 
 
 def backends_started() -> bool:
@@ -47,6 +99,20 @@ def coordination_client() -> Any:
     with jax 0.10.2.
     """
     return distributed.global_state.client
+
+
+def uncommitted(array: jax.Array) -> jax.Array:
+    """The same array of one device, in the same memory, for computing with arrays of others.
+
+    JAX refuses to compute with arrays that are committed to different devices, and brings others to
+    where it computes. Public functions either commit what they give or copy it; checked with
+    jax 0.10.2.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = uncommitted(jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    parts: Any = array
+    return ArrayImpl(parts.aval, parts.sharding, parts._arrays, committed=False, _skip_checks=True)
 
 
 def put_rows(

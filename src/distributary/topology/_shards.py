@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.topology._discovery import REPLICA_AXIS, num_logical_devices
-from distributary.topology._dispatch import dispatcher_for, job_programs
+from distributary.topology._dispatch import JobEvent, dispatcher_for, job_programs
 from distributary.topology._jax_private import put_rows
 from distributary.topology._placement import local_copy, local_devices
 
@@ -98,7 +98,7 @@ def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
         # No other program may be under way on the devices when this one meets its collectives.
         stored.block_until_ready()
         mesh = stored.sharding.mesh  # type: ignore[attr-defined]
-        job_programs.begin()
+        job_programs.begin(JobEvent(f"reading an array in parts, {stored.dtype}{list(shape)}"))
         dispatcher = dispatcher_for(tuple(mesh.devices.flat))
         stored = dispatcher.run(_gather_on(mesh), lambda out: out, stored)
     whole: np.ndarray = _cut(np.asarray(local_copy(stored)), shape)

@@ -152,7 +152,18 @@ def watch_programs(
     _watcher = watcher
 
 
-def compile_ahead(call: Any, *args: Any) -> None:
-    """Compiles a jitted function before it is called; a target compiles when it is called."""
-    if _target is None:
+def compile_ahead(call: Any, *args: Any) -> Any:
+    """Compiles a jitted function before it is called; a target compiles when it is called.
+
+    Returns:
+        What JAX has traced, a `jax.stages.Traced`; None for a target and where a watcher has put
+        something in the place of the function.
+    """
+    if _target is not None:
+        return None
+    if not hasattr(call, "trace"):
         call.lower(*args).compile()
+        return None
+    traced = call.trace(*args)
+    traced.lower().compile()
+    return traced

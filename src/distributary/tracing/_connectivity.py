@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from distributary.errors import UnsupportedError
 from distributary.tracing._markers import (
-    REPLICA_ID,
     Equation,
     Handle,
     contains,
@@ -60,7 +59,7 @@ def reads_of_tapes(eqns: Sequence[Equation]) -> dict[int, list[Handle]]:
                 inner.params["handle"]
                 for inner in walk(recorded)
                 if inner.primitive in (read_p, sparse_read_p)
-                and inner.params["handle"] is not REPLICA_ID
+                and inner.params["handle"].cell is not None
             ]
         for sub in sub_jaxprs(eqn):
             reads.update(reads_of_tapes(sub.eqns))

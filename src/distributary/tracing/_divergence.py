@@ -1,38 +1,117 @@
 """Which values of a replica program can differ between replicas.
 
 A forward analysis of the program of one replica: a value varies if it depends on per-replica
-input, on the replica id or on a host callback, and does not pass through collectives that give
-every replica the same result. Where the analysis cannot know, it says that a value varies.
+input, on the replica id or on what is outside of the program, and does not pass through collectives
+that give every replica the same result. Where the analysis cannot know, it says that a value
+varies. Collectives that it does not know are refused before.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, final
 
+import jax
 import jax.extend.core as jex_core
 
-from distributary.errors import ContextError
-from distributary.topology import REPLICA_AXIS
+from distributary.errors import ContextError, UnsupportedError
+from distributary.topology import REPLICA_AXIS, scan_counts
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._markers import Equation, open_jaxpr, sub_jaxprs, walk
 
 # Collectives whose result is the same on every replica, and the ones whose result is not.
-_UNIFYING = frozenset(
-    {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "pbroadcast", "push"}
-)
-_SCATTERING = frozenset(
-    {"reduce_scatter", "psum_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "pgather"}
-)
-COLLECTIVES = _UNIFYING | _SCATTERING
+_UNIFYING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "push"})
+_SCATTERING = frozenset({"reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all"})
 _OF_DEVICES = frozenset({"axis_index", "start_of_sum"})
-_VARYING_SOURCES = _OF_DEVICES | {"io_callback", "pure_callback", "infeed"}
+# What is outside of the program can differ from device to device: the host's functions, a device's
+# memory and random numbers, kernels of others. Values go through references, and copies between
+# devices through those of a kernel, without an equation between the two.
+OUTSIDE = frozenset(
+    {
+        *("io_callback", "pure_callback", "buffer_callback", "ffi_call", "infeed", "rng_uniform"),
+        *("empty", "empty_ref", "new_ref", "dma_start"),
+    }
+)
+# Effects that say nothing about where the result of an equation comes from.
+_KNOWN_EFFECTS = frozenset(
+    {
+        *("NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"),
+        *("DebugEffect", "OrderedDebugEffect", "NoDCEEffect", "InternalMutableArrayEffect"),
+        # Inside of kernels.
+        *("MemoryEffect", "_WGMMAPipelineEffect", "BarrierEffect", "SemaphoreEffect"),
+        *("DelayEffect", "TraceEffect", "MXUEffect"),
+    }
+)
+_LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 # Which replicas hold the same value: one number per replica, equal for replicas that agree.
 Agreement: TypeAlias = tuple[int, ...]
 
 
+def is_collective(eqn: Equation) -> bool:
+    """Whether the replicas exchange values in an equation; not in those that it carries.
+
+    A reduction over an axis of `jax.vmap`, or over no axis at all, is none.
+    """
+    name = eqn.primitive.name
+    return name == "push" or (
+        (name in _UNIFYING or name in _SCATTERING) and _names_replicas(eqn.params)
+    )
+
+
+def has_collective(eqn: Equation) -> bool:
+    """Whether the replicas exchange values in an equation or in those that it carries."""
+    return any(is_collective(inner) for inner in walk([eqn]))
+
+
 def is_of_devices(eqn: Equation) -> bool:
     """Whether replicas meet in an equation, or are told apart by it."""
-    return any(inner.primitive.name in COLLECTIVES | _OF_DEVICES for inner in walk([eqn]))
+    return any(is_collective(inner) or inner.primitive.name in _OF_DEVICES for inner in walk([eqn]))
+
+
+def check_collectives(jaxpr: Any) -> None:
+    """Refuses collectives whose results this module does not know.
+
+    Raises:
+        UnsupportedError: for an equation over the replica axis that is none of the known ones.
+    """
+    for eqn in walk(jaxpr.eqns):
+        name = eqn.primitive.name
+        if is_collective(eqn) or name == "axis_index":
+            continue
+        if _names_replicas(eqn.params) or _has_effect_on_replicas(eqn):
+            raise UnsupportedError(
+                f"The collective {name!r} at {_location(eqn)} is none of those whose result"
+                " distributary can tell to be the same on every replica or not, so the copies of a"
+                " mirrored variable could drift apart. Use get_replica_context().all_reduce or"
+                " all_gather, or jax.lax.psum, pmax, pmin, all_gather, psum_scatter, all_to_all,"
+                " ppermute or pbroadcast."
+            )
+
+
+def _names_replicas(params: Any) -> bool:
+    return any(
+        key.startswith(("axes", "axis")) and REPLICA_AXIS in _as_tuple(value)
+        for key, value in params.items()
+    )
+
+
+def _has_effect_on_replicas(eqn: Equation) -> bool:
+    """Whether an equation by itself has the replica axis among its effects."""
+    named = any(getattr(effect, "name", None) == REPLICA_AXIS for effect in eqn.effects)
+    return named and not any(True for _ in sub_jaxprs(eqn))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+
+
+def _location(eqn: Equation) -> str:
+    """`file:line` of the user's code that made an equation."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return "unknown location"
 
 
 def is_sum_of_replicas(eqn: Equation) -> bool:
@@ -93,11 +172,9 @@ class _Analysis:
     def _equation(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         name = eqn.primitive.name
         num_outs = len(eqn.outvars)
-        if name in _UNIFYING:
+        if name in _UNIFYING and is_collective(eqn):
             groups = eqn.params.get("axis_index_groups")
             return [self._over_groups(self._all(operands), groups)] * num_outs
-        if name in _SCATTERING or name in _VARYING_SOURCES:
-            return [self.distinct] * num_outs
         call = call_of(eqn)
         if call is not None:
             return self._call(call, operands)
@@ -107,12 +184,8 @@ class _Analysis:
             return self._while(eqn, operands)
         if name == "cond":
             return self._cond(eqn, operands)
-        nested = any(
-            inner.primitive.name in _VARYING_SOURCES | _SCATTERING
-            for sub in sub_jaxprs(eqn)
-            for inner in walk(sub.eqns)
-        )
-        return [self.distinct if nested else self._all(operands)] * num_outs
+        differs = any(_is_source(inner) for inner in walk([eqn]))
+        return [self.distinct if differs else self._all(operands)] * num_outs
 
     def _all(self, values: Sequence[Agreement]) -> Agreement:
         """Of something computed from all `values`: replicas agree that agree on each of them."""
@@ -133,7 +206,7 @@ class _Analysis:
         return self.jaxpr(opened, [self.same] * len(consts) + operands)
 
     def _scan(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = scan_counts(eqn.params)
         consts = operands[:num_consts]
         carry = operands[num_consts : num_consts + num_carry]
         xs = operands[num_consts + num_carry :]
@@ -180,10 +253,18 @@ def _numbered(values: Iterable[Any]) -> Agreement:
     return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
 
+def _is_source(eqn: Equation) -> bool:
+    """Whether an equation gives replicas different values, whatever it is computed from."""
+    name = eqn.primitive.name
+    if name in _OF_DEVICES or name in OUTSIDE or (name in _SCATTERING and is_collective(eqn)):
+        return True
+    return any(type(effect).__name__ not in _KNOWN_EFFECTS for effect in eqn.effects)
+
+
 def _refuse_collectives(eqn: Equation, what: str) -> None:
     for sub in sub_jaxprs(eqn):
         for inner in walk(sub.eqns):
-            if inner.primitive.name in COLLECTIVES:
+            if is_collective(inner):
                 raise ContextError(
                     f"A collective ({inner.primitive.name}, from all_reduce, all_gather,"
                     " merge_call or an assignment with an aggregation) runs inside control flow"

@@ -22,7 +22,10 @@ from distributary.tracing._interpreter import evaluate_all, value_of
 from distributary.tracing._markers import Array, Equation, opened
 from distributary.tracing._stages import variables_of
 
-__all__ = ["with_exchanged_sums"]
+__all__ = ["EXCHANGED", "with_exchanged_sums"]
+
+EXCHANGED = "sum_by_exchanges"
+"""Name of the scope in which values are summed in this way."""
 
 # With more than two replicas every one of them sends the whole array several times, where in a ring
 # it sends it less than twice. On loopback 4 MB take as long either way; networks are slower.
@@ -55,8 +58,9 @@ def with_exchanged_sums(of_replica: Callable[..., Any], mesh: Any) -> Callable[.
                 continue
             evaluate_all(between, env)
             between.clear()
-            for operand, total in zip(eqn.invars, eqn.outvars, strict=True):
-                env[total] = _exchanged_sum(env[operand], num_replicas)
+            with jax.named_scope(EXCHANGED):
+                for operand, total in zip(eqn.invars, eqn.outvars, strict=True):
+                    env[total] = _exchanged_sum(env[operand], num_replicas)
         evaluate_all(between, env)
         outs = [value_of(env, atom) for atom in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary.errors import UnsupportedError
+from distributary.topology import scan_counts
 from distributary.tracing._connectivity import (
     is_jit,
     pauses,
@@ -179,7 +180,7 @@ class _Interpreter:
     def _scan(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
         params = eqn.params
         jaxpr, jaxpr_consts = open_jaxpr(params["jaxpr"])
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(params)
         consts = operands[:num_consts]
         carry = operands[num_consts : num_consts + num_carry]
         written = handles_written(jaxpr.eqns)

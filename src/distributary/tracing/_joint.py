@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
+from distributary.topology import scan_counts
 from distributary.tracing._connectivity import call_of
-from distributary.tracing._divergence import COLLECTIVES
+from distributary.tracing._divergence import has_collective, is_collective
 from distributary.tracing._interpreter import evaluate
-from distributary.tracing._markers import Array, Equation, open_jaxpr, push, sub_jaxprs, walk
+from distributary.tracing._markers import Array, Equation, open_jaxpr, push, walk
 
 # A replica yields the equation that needs the others, with its operands, and gets the results.
 Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[Array]]
-_JOINED = COLLECTIVES | {"axis_index"}
 
 
 def evaluate_jointly(
@@ -106,14 +106,8 @@ def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Repl
 
 
 def _is_joined(eqn: Equation) -> bool:
-    return eqn.primitive.name in _JOINED or any(
-        inner.primitive.name in _JOINED for sub in sub_jaxprs(eqn) for inner in walk(sub.eqns)
-    )
-
-
-def _has_collective(eqn: Equation) -> bool:
     return any(
-        inner.primitive.name in COLLECTIVES for sub in sub_jaxprs(eqn) for inner in walk(sub.eqns)
+        is_collective(inner) or inner.primitive.name == "axis_index" for inner in walk([eqn])
     )
 
 
@@ -122,7 +116,7 @@ def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]
     name = eqns[0].primitive.name
     if name == "axis_index":
         return [[jnp.int32(i)] for i in range(len(eqns))]
-    if name in ("while", "cond") and len(eqns) > 1 and not _has_collective(eqns[0]):
+    if name in ("while", "cond") and len(eqns) > 1 and not has_collective(eqns[0]):
         raise UnsupportedError(
             f"jax.lax.axis_index inside {name!r} is not supported on an uneven batch. Use"
             " get_replica_context().replica_id_in_sync_group."
@@ -165,8 +159,13 @@ def _same_shapes(values: list[Array], what: str) -> None:
             )
 
 
-def _reduction(combine: Callable[[Array, Array], Array]) -> Callable[..., list[Array]]:
+def _reduction(
+    combine: Callable[[Array, Array], Array], reduce: Callable[..., Array]
+) -> Callable[..., list[Array]]:
     def rule(params: Any, values: list[Array]) -> list[Array]:
+        # What `jax.vmap` makes of an axis of its own.
+        dims = tuple([axis for axis in params["axes"] if isinstance(axis, int)])
+        values = [reduce(value, dims) for value in values] if dims else values
         _same_shapes(values, "all_reduce")
         result = values[0]
         for value in values[1:]:
@@ -193,13 +192,11 @@ def _scatter(params: Any, values: list[Array]) -> list[Array]:
 
 
 _RULES: dict[str, Callable[..., list[Array]]] = {
-    "psum": _reduction(lax.add),
-    "psum_invariant": _reduction(lax.add),
-    "pmax": _reduction(lax.max),
-    "pmin": _reduction(lax.min),
+    "psum": _reduction(lax.add, jnp.sum),
+    "pmax": _reduction(lax.max, jnp.max),
+    "pmin": _reduction(lax.min, jnp.min),
     "all_gather": _gather,
     "reduce_scatter": _scatter,
-    "psum_scatter": _scatter,
     "push": lambda params, values: [push(value) for value in values],
 }
 
@@ -226,17 +223,19 @@ def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[A
             " agree. Move the collective out of the scan over examples."
         )
     jaxprs, closed = _bodies(eqns, "jaxpr")
+    counts = [scan_counts(p) for p in params]
     split = [
-        _split(values, (p["num_consts"], p["num_carry"], len(values)))
-        for p, values in zip(params, operands, strict=True)
+        _split(values, (*count, len(values)))
+        for count, values in zip(counts, operands, strict=True)
     ]
     consts = [s[0] for s in split]
 
     def body(carry: Any, xs: Any) -> Any:
         args = [[*c, *state, *x] for c, state, x in zip(consts, carry, xs, strict=True)]
         outs = evaluate_jointly(jaxprs, closed, args)
-        after = [out[: p["num_carry"]] for p, out in zip(params, outs, strict=True)]
-        return after, [out[p["num_carry"] :] for p, out in zip(params, outs, strict=True)]
+        after = [out[:num_carry] for (_, num_carry), out in zip(counts, outs, strict=True)]
+        ys = [out[num_carry:] for (_, num_carry), out in zip(counts, outs, strict=True)]
+        return after, ys
 
     carry, ys = lax.scan(
         body,

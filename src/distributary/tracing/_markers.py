@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
-from distributary.topology import REPLICA_AXIS
+from distributary.topology import REPLICA_AXIS, all_params
 
 Array: TypeAlias = Any  # a jax.Array or a tracer
 Jaxpr: TypeAlias = Any
@@ -37,7 +37,7 @@ class Handle:
     """Identity of a variable inside traced programs; holds no state and keeps nothing alive.
 
     Args:
-        cell: The variable, referenced weakly.
+        cell: The variable, referenced weakly; None for data that a program is given in every call.
         name: Name used in messages.
         shape: Shape of the value one replica sees.
         dtype: Dtype of the value.
@@ -232,7 +232,7 @@ def opened(closed: Any) -> Jaxpr:
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """The jaxprs an equation carries in its parameters, opened."""
-    for sub in jex_core.jaxprs_in_params(eqn.params):
+    for sub in jex_core.jaxprs_in_params(all_params(eqn.params)):
         yield open_jaxpr(sub)[0]
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.tracing._connectivity import call_of
-from distributary.tracing._divergence import COLLECTIVES
-from distributary.tracing._markers import Array, Equation, open_jaxpr, walk
+from distributary.tracing._divergence import has_collective
+from distributary.tracing._markers import Array, Equation, open_jaxpr
 
 
 @final
@@ -84,7 +84,7 @@ class Numbering:
         if call is not None:
             return self._jaxpr(*open_jaxpr(call), operands)
         key: Hashable
-        if any(inner.primitive.name in COLLECTIVES for inner in walk([eqn])):
+        if has_collective(eqn):
             # The replicas meet here; whether the result is the same on all of them is the matter
             # of the divergence analysis.
             key = ("joined", self._num_joined)

@@ -25,10 +25,12 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS, shard_dim
+from distributary.topology import REPLICA_AXIS, job_programs, shard_dim, without_high_primitives
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
-from distributary.tracing._divergence import varying_outputs
+from distributary.tracing._description import Line, describe_jaxpr
+from distributary.tracing._divergence import check_collectives, varying_outputs
 from distributary.tracing._exchanged_sums import with_exchanged_sums
+from distributary.tracing._feeds import Feeds, current_feeding, fed_by
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._logical_devices import (
@@ -110,18 +112,29 @@ def trace(
         is_for_workers: Whether the devices that run the program are those of other processes.
     """
     known = Known()
+    feeding = current_feeding()
+    position = 0 if feeding is None else feeding.position
+    num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
+
     for _ in range(_MAX_TRACES):
         # JAX keeps the jaxprs of nested jits apart by the names of the axes. Used again in another
         # trace, one would hide its assignments and tapes from this record, and what it asked of
         # the strategy.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven, is_for_workers)
+        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas)
+        if feeding is not None:
+            feeding.position = position
+
+        def begun(*args: Array, scope: TraceScope = scope) -> Sequence[Array]:
+            scope.begin()
+            return function(*args)
+
         with ExitStack() as stack:
             for around in _around_traces:
                 stack.enter_context(around())
             stack.enter_context(activate(scope))
             # A fresh function: JAX caches traces by function identity.
-            closed = jax.make_jaxpr(lambda *args: function(*args), axis_env=names)(*avals)
+            closed = jax.make_jaxpr(begun, axis_env=names)(*avals)
         eqns = closed.jaxpr.eqns
         _check_no_write_lost(eqns, scope)
         used = {
@@ -180,7 +193,12 @@ def purify(
         avals: Shape and dtype of the arguments.
         axis_env: Names and sizes of the mesh axes.
         replica: Number of the replica the jaxpr is for; None if it is for all of them.
+
+    Raises:
+        UnsupportedError: for collectives of which nobody knows what they give.
     """
+    if scope.kind == "replica":
+        check_collectives(closed.jaxpr)
     handles = [h for h in handles_read(closed.jaxpr.eqns) if h is not REPLICA_ID]
     written = handles_written(closed.jaxpr.eqns)
     consts = list(closed.consts)
@@ -193,11 +211,12 @@ def purify(
         outs = interpret(closed.jaxpr, consts, args, state)
         return outs, [state[handle] for handle in written]
 
-    jaxpr = jax.make_jaxpr(pure, axis_env=axis_env or None)(
+    traced = jax.make_jaxpr(pure, axis_env=axis_env or None)(
         [_struct(jax.typeof(const)) for const in consts],
         [_struct(handle.aval(scope.kind == "replica")) for handle in handles],
         list(avals),
     )
+    jaxpr = without_high_primitives(traced)
     num_outs = len(closed.jaxpr.outvars)
     where = {
         eqn.params["handle"]: eqn.params["where"]
@@ -210,6 +229,13 @@ def purify(
 
 def _struct(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
+    """Describes jaxprs with markers; nothing where no other process wants to know."""
+    if job_programs.enter is None:
+        return list
+    return lambda: [line for closed in traced for line in describe_jaxpr(closed)]
 
 
 def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_replicas: int) -> None:
@@ -234,6 +260,13 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
                     " ONLY_FIRST_REPLICA), or with synchronization=VariableSynchronization.ON_READ"
                     " if every replica is to keep a value of its own."
                 )
+
+
+def _relation_in(pure: Pure, varying_args: Sequence[bool]) -> str | None:
+    from distributary.tracing._relations import relation_of_replica
+
+    is_batch = [*[False] * (len(pure.captures) + len(pure.handles)), *varying_args]
+    return relation_of_replica(pure.jaxpr, is_batch, len(pure.captures))
 
 
 def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) -> None:
@@ -275,7 +308,12 @@ class ReplicaProgram:
         data: For every argument, whether what is computed from it is for the replicas to compute.
             What depends only on other arguments, on variables and on collectives then comes after
             the replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
+
+    Attributes:
+        describe: Returns what the program consists of, for a comparison with other workers.
     """
+
+    describe: Callable[[], list[Line]]
 
     def __init__(
         self,
@@ -291,6 +329,8 @@ class ReplicaProgram:
         self._num_replicas = num_replicas
         self._mesh = mesh
         self.uneven = len(avals) > 1
+        #: Where a loss relates rows of the batch, as prose; None if none is known to.
+        self.relation: str | None = None
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
         first = self.pures[0]
@@ -313,7 +353,7 @@ class ReplicaProgram:
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
             *[False] * len(pure.captures),
-            *[handle.may_vary for handle in pure.handles],
+            *[handle.may_vary or handle.cell is None for handle in pure.handles],
             *[a or b for a, b in zip(data, self._varying_args, strict=True)],
         ]
         of_replicas = [
@@ -336,6 +376,7 @@ class ReplicaProgram:
                 self._axis_env,
             )
             pures = [purify(closed, scope, avals[0], self._axis_env)]
+            self.describe = _description_of([closed])
             check_on_cores(pures[0].jaxpr, self._mesh)
         else:
             pures = self._trace_each(function, avals)
@@ -354,6 +395,7 @@ class ReplicaProgram:
                 )
         if num_replicas > 1:
             _check_divergence(pures, self._varying_args, num_replicas)
+            self.relation = _relation_in(pures[0], self._varying_args)
         return pures
 
     def _trace_each(
@@ -361,18 +403,25 @@ class ReplicaProgram:
     ) -> list[Pure]:
         """Traces every replica of an uneven batch, or the only one."""
         uneven = UnevenSizes(len(avals))
+        feeding = current_feeding()
+        position = 0 if feeding is None else feeding.position
         while True:
             pures = []
+            traced = []
             stopped = False
             for replica, own in enumerate(avals):
                 uneven.start(replica)
+                if feeding is not None:
+                    feeding.position = position
                 try:
                     closed, scope = trace(function, own, "replica", self._axis_env, uneven)
                 except SizesMissing:
                     stopped = True
                     continue
+                traced.append(closed)
                 pures.append(purify(closed, scope, own, self._axis_env, replica))
             if not stopped:
+                self.describe = _description_of(traced)
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(
@@ -560,16 +609,25 @@ class FunctionProgram:
     Args:
         function: From the arguments to a flat list of arrays.
         avals: Shapes and dtypes of the arguments.
+        feeds: Where it takes data from; the values of that are given after the arguments.
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
+        describe: As of a `ReplicaProgram`.
     """
 
-    def __init__(self, function: Callable[..., Sequence[Array]], avals: Sequence[Any]) -> None:
-        closed, scope = trace(function, avals, "function", [])
+    def __init__(
+        self, function: Callable[..., Sequence[Array]], avals: Sequence[Any], feeds: Feeds
+    ) -> None:
+        with fed_by(feeds):
+            closed, scope = trace(function, avals, "function", [])
+        feeds.put_back(feeds.position)
         self._pure = purify(closed, scope, avals, [])
+        self.describe = _description_of([closed])
+        self._fed = feeds.handles
         self.strategies = scope.strategies
-        self.handles = self._pure.handles
+        fed = set(self._fed)
+        self.handles = [handle for handle in self._pure.handles if handle not in fed]
         self.written = self._pure.written
         self.read_only = [handle for handle in self.handles if handle not in self.written]
         self.captures = [self._pure.captures]
@@ -583,7 +641,10 @@ class FunctionProgram:
     ) -> tuple[list[Array], list[Array]]:
         """Runs the body; returns the new state of `self.written` and the outputs."""
         pure = self._pure
-        state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
+        fed = args[len(args) - len(self._fed) :]
+        args = args[: len(args) - len(self._fed)]
+        handles = (*self.written, *self.read_only, *self._fed)
+        state = dict(zip(handles, (*written, *read_only, *fed), strict=True))
         outs = jax.core.eval_jaxpr(
             pure.jaxpr, (), *captures[0], *(state[h] for h in pure.handles), *args
         )

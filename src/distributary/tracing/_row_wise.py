@@ -11,9 +11,16 @@ import numpy as np
 from distributary.tracing._markers import Array, Equation, jaxpr_of
 from distributary.tracing._numbering import Numbering
 
-__all__ = ["bind_rows", "numbers_of_other_rows", "row_operands", "rows_between", "with_rows"]
+__all__ = [
+    "ELEMENTWISE",
+    "bind_rows",
+    "numbers_of_other_rows",
+    "row_operands",
+    "rows_between",
+    "with_rows",
+]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge
@@ -61,7 +68,7 @@ def row_operands(eqn: Equation) -> list[Any] | None:
             return [] if len(eqn.invars) == 1 else None
         first = params["broadcast_dimensions"][0] == 0
         rows_stay = first and arrays[0].aval.shape[0] == num_rows
-    elif name in _ELEMENTWISE:
+    elif name in ELEMENTWISE:
         rows_stay = True
     elif name in _REDUCTIONS:
         rows_stay = 0 not in params["axes"]

@@ -1,13 +1,16 @@
 """What is being traced in this thread, and the record the trace leaves."""
 
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
+import jax
+import jax.extend
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from distributary.errors import ContextError, ReplicaMismatchError
@@ -62,6 +65,7 @@ class TraceScope:
         known: What is known from an earlier trace of the same function.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the devices that run the program are those of other processes.
+        num_replicas: Number of replicas whose program is traced.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class TraceScope:
         known: Known | None = None,
         uneven: "UnevenSizes | None" = None,
         is_for_workers: bool = False,
+        num_replicas: int = 1,
     ) -> None:
         self.kind = kind
+        self.num_replicas = num_replicas
+        self._jax_trace: Any = None
         self.uneven = uneven
         self.is_for_workers = is_for_workers
         self._known = known or Known()
@@ -89,10 +96,20 @@ class TraceScope:
         """Whether variables may be created in this trace."""
         return self._known.may_create
 
+    def begin(self) -> None:
+        """To be called where the function begins, by the code that JAX traces."""
+        self._jax_trace = jax.extend.core.get_opaque_trace_state(convention="flax")
+
+    def is_outermost(self) -> bool:
+        """Whether the caller is in the function itself, and in nothing that JAX traces inside."""
+        state = jax.extend.core.get_opaque_trace_state(convention="flax")
+        return bool(state == self._jax_trace)
+
     def read(self, handle: Handle) -> Array:
-        """The current value of a variable, as a tracer."""
-        for tape in self.recording:
-            tape.note_read(handle, None)
+        """The current value of a variable, or of data the program is given, as a tracer."""
+        if handle.cell is not None:
+            for tape in self.recording:
+                tape.note_read(handle, None)
         return read_p.bind(handle=handle, aval=handle.aval(self.kind == "replica"))
 
     def replica_id(self) -> Array:
@@ -234,7 +251,7 @@ class SizesMissing(BaseException):
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.scopes: list[TraceScope] = []
+        self.scopes: list[TraceScope | None] = []
 
 
 _state = _ThreadState()
@@ -258,6 +275,23 @@ class activate:  # noqa: N801  (a context manager used like a function)
 
     def __exit__(self, *exc_info: object) -> None:
         _state.scopes.pop()
+
+
+@contextmanager
+def outside_of_trace() -> Iterator[None]:
+    """Code inside runs as if nothing was traced: JAX computes, and there is no scope."""
+    _state.scopes.append(None)
+    try:
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        _state.scopes.pop()
+
+
+def is_outside_of_trace() -> bool:
+    """Whether the caller is inside of `outside_of_trace`."""
+    scopes = _state.scopes
+    return bool(scopes) and scopes[-1] is None
 
 
 def in_role(role: str) -> AbstractContextManager[Any]:
@@ -286,7 +320,7 @@ def _user_calls() -> Iterator[Call]:
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("distributary.", "jax.", "jax_")):
+        if not module.startswith(("distributary.", "jax.", "jax_", "keras.src.")):
             yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -294,6 +328,12 @@ def _user_calls() -> Iterator[Call]:
 def location_of(calls: tuple[Call, ...]) -> str:
     """`file:line` of the innermost of `calls`."""
     return "{}:{}".format(*calls[0]) if calls else "unknown location"
+
+
+def script_line() -> str:
+    """Returns `file:line` of the code that has called distributary or Keras."""
+    file, line = next(_user_calls(), ("an unknown line", 0))
+    return f"{os.path.basename(file)}:{line}"
 
 
 def user_stacklevel() -> int:

@@ -13,7 +13,7 @@ from typing import Any, final
 import jax.extend.core as jex_core
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._divergence import is_of_devices
+from distributary.tracing._divergence import is_of_devices, is_sum_of_replicas
 from distributary.tracing._markers import Equation, jaxpr_of, start_p
 from distributary.tracing._stages import stage_of_equations, variables_of, without_calls
 
@@ -189,8 +189,9 @@ def _with_sums_last(jaxpr: Any, state_of_output: Sequence[int | None]) -> Any:
             return None
         seen.add((atom, of_devices))
         name, found, others = eqn.primitive.name, None, []
-        if name in ("psum", "push") and len(eqn.invars) == 1:
-            found = added(eqn.invars[0], state, of_devices or name == "psum")
+        is_sum = is_sum_of_replicas(eqn)
+        if (is_sum or name == "push") and len(eqn.invars) == 1:
+            found = added(eqn.invars[0], state, of_devices or is_sum)
         elif name in ("add", "add_any"):
             for first, other in (eqn.invars, eqn.invars[::-1]):
                 if start_of(first, of_devices) is state:

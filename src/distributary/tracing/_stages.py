@@ -12,9 +12,10 @@ from typing import Any, final
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 
 from distributary.tracing._connectivity import call_of
-from distributary.tracing._divergence import COLLECTIVES, varying_variables
+from distributary.tracing._divergence import has_collective, varying_variables
 from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
 
 __all__ = [
@@ -63,7 +64,8 @@ class Stages:
         rest = jax.core.eval_jaxpr(self.update.jaxpr, self.update.consts, *given)
         return {
             **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
-            **dict(zip(self.update_outputs, rest, strict=True)),
+            # `asarray` because JAX has constants that are no arrays.
+            **dict(zip(self.update_outputs, map(jnp.asarray, rest), strict=True)),
         }
 
 
@@ -98,7 +100,7 @@ def cut(
         required: Numbers of outputs that the first stage makes in any case.
     """
     jaxpr, constants, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
-    return _divided(jaxpr, len(varying_inputs), varying, _has_collective, required, constants)
+    return _divided(jaxpr, len(varying_inputs), varying, has_collective, required, constants)
 
 
 def stage_of_equations(
@@ -112,7 +114,7 @@ def stage_of_equations(
         num_replicas: As for `cut`.
     """
     jaxpr, _, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
-    return jaxpr, _is_in_first(jaxpr, varying, _has_collective, ())
+    return jaxpr, _is_in_first(jaxpr, varying, has_collective, ())
 
 
 def _with_mixed_written_out(
@@ -293,10 +295,6 @@ def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equati
         known.update(zip(eqn.outvars, map(mapped, inner.outvars), strict=True))
     inputs = [*jaxpr.invars, *(v for v in constants if v not in set(jaxpr.invars))]
     return jaxpr_of(inputs, [renamed(v) for v in jaxpr.outvars], eqns)
-
-
-def _has_collective(eqn: Equation) -> bool:
-    return any(inner.primitive.name in COLLECTIVES for inner in walk([eqn]))
 
 
 def _is_on_mesh(eqn: Equation) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
-from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices
+from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices, uncommitted
 from distributary.values._operators import ArrayOperators
 
 
@@ -159,6 +159,11 @@ class PerReplica(DistributedValues):
     def __jax_array__(self) -> Any:
         raise _not_one_array(self)
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _not_a_number(self)
+        return str(self)
+
     def __repr__(self) -> str:
         if self._form == "local":
             return f"PerReplica:{{this replica: {self._payload!r}}}"
@@ -171,7 +176,8 @@ class PerReplica(DistributedValues):
 def _rows(stacked: Any, num_replicas: int) -> list[Any]:
     """The rows of `[replica, *shape]`, each on its replica's device; of this process only.
 
-    Of a replica with several logical devices, on the first.
+    Of a replica with several logical devices, on the first. They are not bound to it: JAX takes
+    them to where it computes with other arrays.
     """
     if isinstance(stacked, (jax.core.Tracer, np.ndarray)):
         return [stacked[i] for i in range(num_replicas)]
@@ -180,7 +186,7 @@ def _rows(stacked: Any, num_replicas: int) -> list[Any]:
         return [own[i] for i in range(num_replicas)]
     first_copies = [shard for shard in stacked.addressable_shards if shard.replica_id == 0]
     shards = {shard.index[0].start or 0: shard.data for shard in first_copies}
-    return [shards[start].reshape(stacked.shape[1:]) for start in sorted(shards)]
+    return [uncommitted(shards[start].reshape(stacked.shape[1:])) for start in sorted(shards)]
 
 
 def _not_one_array(value: DistributedValues) -> InvalidValueError:
@@ -260,7 +266,7 @@ def _copies(value: Any, num_replicas: int) -> list[Any]:
         if isinstance(value.sharding, NamedSharding) and REPLICA_AXIS in value.sharding.mesh.shape:
             shards = shards[:: num_logical_devices(value.sharding.mesh)]
         if len(shards) == num_replicas or not value.is_fully_addressable:
-            return shards
+            return [uncommitted(shard) for shard in shards]
     return [value] * num_replicas
 
 

@@ -1,20 +1,47 @@
-"""Arrays in files that several processes write and read, each some rows."""
+"""Arrays in files that several processes read, each some rows, and checksums of every byte.
 
+A file is one of safetensors (https://huggingface.co/docs/safetensors): a header that says where
+each array is, and their bytes. The header also has a checksum of every piece of the arrays, and
+whoever wrote the file keeps the checksum of the header. So what is read is what was written, and
+belongs to the checkpoint that says so.
+"""
+
+import contextlib
+import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+import google_crc32c
 import numpy as np
 
-from distributary.errors import CheckpointError, MissingPackageError
+from distributary.errors import CheckpointError
 
-__all__ = ["SavedRows", "num_bytes_of", "read_rows", "rows_between", "write_arrays"]
+__all__ = ["SavedRows", "WrittenFile", "read_rows", "rows_between", "write_arrays"]
 
-_CHUNK_BYTES = 4 << 20
-_FOLDER = re.compile(r"arrays|ps-\d+")
+_PIECE_BYTES = 4 << 20
+_MAX_THREADS = 4
+_FILE = re.compile(r"(arrays|ps-\d+)\.safetensors")
+_LENGTH_BYTES = 8  # of the header, which follows
+_METADATA = "__metadata__"
+_CHECKSUM_DIGITS = 8
+_DTYPES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+}
 
 
 @final
@@ -23,16 +50,32 @@ class SavedRows:
     """Some rows of an array in a checkpoint.
 
     Attributes:
-        folder: Name of the folder in that of the checkpoint.
+        file: Name of the file in the folder of the checkpoint.
+        checksum: Of the header of the file.
         name: Of the array in it.
         start: The first row. A scalar has one row.
         stop: The row after the last.
     """
 
-    folder: str
+    file: str
+    checksum: int
     name: str
     start: int
     stop: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file of arrays that is on disk.
+
+    Attributes:
+        num_bytes: Its size.
+        checksum: Of its header, which has those of the arrays.
+    """
+
+    num_bytes: int
+    checksum: int
 
 
 def rows_between(rows: Sequence[SavedRows], start: int, stop: int) -> list[SavedRows]:
@@ -42,40 +85,51 @@ def rows_between(rows: Sequence[SavedRows], start: int, stop: int) -> list[Saved
         size = part.stop - part.start
         low, high = max(start, 0), min(stop, size)
         if low < high:
-            found.append(SavedRows(part.folder, part.name, part.start + low, part.start + high))
+            found.append(replace(part, start=part.start + low, stop=part.start + high))
         start, stop = start - size, stop - size
     return found
 
 
-def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> int:
-    """Writes arrays to a new folder; returns its number of bytes when they are on disk.
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
+    """Writes arrays to a new file; returns when it is on disk.
 
     Args:
-        folder: Becomes an OCDBT database of zarr3 arrays, in chunks of rows with checksums.
+        path: Of the file.
         arrays: By name. Nobody changes them meanwhile.
 
     Raises:
-        Exception: of any kind if they cannot be written.
+        OSError: if they cannot be written.
     """
-    ts = _tensorstore()
-    folder.mkdir()
-    with ts.Transaction() as transaction:
-        opened = [
-            ts.open(_array_to_write(folder, name, array), transaction=transaction)
-            for name, array in arrays.items()
-        ]
-        writes = [
-            store.result().write(array, can_reference_source_data_indefinitely=True)
-            for store, array in zip(opened, arrays.values(), strict=True)
-        ]
-        for write in writes:  # what is on its way would not be part of the transaction
-            write.result()
-    return num_bytes_of(folder)
+    sources = {name: _bytes_of(array) for name, array in arrays.items()}
+    ends = np.cumsum([source.size for source in sources.values()], dtype=np.int64).tolist()
+    described: dict[str, Any] = {
+        name: {**_described(array), "data_offsets": [end - array.nbytes, end]}
+        for (name, array), end in zip(arrays.items(), ends, strict=True)
+    }
+    num_pieces = sum(len(_pieces(source.size)) for source in sources.values())
+    first = len(_header(described, [0] * num_pieces))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
 
+        def write(start: int, piece: np.ndarray) -> int:
+            _write_all(descriptor, piece, start)
+            return int(google_crc32c.value(piece))
 
-def num_bytes_of(folder: Path) -> int:
-    """Size of all files in a folder, 0 if there is none."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        calls = [
+            (first + described[name]["data_offsets"][0] + low, source[low:high])
+            for name, source in sources.items()
+            for low, high in _pieces(source.size)
+        ]
+        header = _header(described, _in_threads(write, calls))
+        _write_all(descriptor, np.frombuffer(header, np.uint8), 0)
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    num_bytes = first + (ends[-1] if ends else 0)
+    return WrittenFile(num_bytes, google_crc32c.value(header))
 
 
 def read_rows(
@@ -85,73 +139,172 @@ def read_rows(
 
     Args:
         path: Of the checkpoint.
-        arrays: What is filled.
+        arrays: What is filled; contiguous in memory.
         rows: For every array the rows that it consists of, in order.
 
     Raises:
-        CheckpointError: if there are no such rows of the shape and dtype, or they cannot be read.
+        CheckpointError: if there are no such rows, or they are not what was written.
     """
-    ts = _tensorstore()
     try:
-        opened = [[ts.open(_array_to_read(path, part)) for part in own] for own in rows]
-        writes = []
-        for array, own, stores in zip(arrays, rows, opened, strict=True):
-            start, target = 0, ts.array(array)
-            num_rows = array.shape[0] if array.ndim else 1
-            if sum(part.stop - part.start for part in own) != num_rows:
-                raise ValueError(f"{own} are not the {num_rows} rows of an array")
-            for part, store in zip(own, stores, strict=True):
-                source = store.result()
-                if array.ndim:
-                    stop = start + part.stop - part.start
-                    source, piece, start = source[part.start : part.stop], target[start:stop], stop
-                else:
-                    piece = target
-                writes.append(piece.write(source))
-        for write in writes:
-            write.result()
-    except Exception as error:
-        reason = str(error).partition(" [tensorstore_spec=")[0]
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {reason}") from error
+        with contextlib.ExitStack() as stack:
+            files: dict[tuple[str, int], _ArrayFile] = {}
+            calls = []
+            for array, own in zip(arrays, rows, strict=True):
+                num_rows = array.shape[0] if array.ndim else 1
+                if sum(part.stop - part.start for part in own) != num_rows:
+                    raise _UnreadableError(f"{own} are not the {num_rows} rows of an array")
+                target, row_bytes = _bytes_of(array), array.nbytes // max(1, num_rows)
+                for part in own:
+                    key = (part.file, part.checksum)
+                    if key not in files:
+                        files[key] = stack.enter_context(_ArrayFile.opened(path, *key))
+                    size = (part.stop - part.start) * row_bytes
+                    calls += files[key].calls(part.name, part.start * row_bytes, target[:size])
+                    target = target[size:]
+            _in_threads(_ArrayFile.read_piece, calls)
+    except (OSError, _UnreadableError) as error:
+        raise CheckpointError(
+            f"The checkpoint {path} cannot be read: {error}. Restore another checkpoint, or copy"
+            " this one again from where it is whole."
+        ) from None
 
 
-def _array_to_write(folder: Path, name: str, array: np.ndarray) -> Any:
-    chunk = list(array.shape)
-    if chunk:
-        row_bytes = max(1, math.prod(array.shape[1:]) * array.itemsize)
-        chunk[0] = min(chunk[0], max(1, _CHUNK_BYTES // row_bytes))
-    return {
-        "driver": "zarr3",
-        "kvstore": _database(folder, name),
-        "metadata": {
-            "shape": list(array.shape),
-            "data_type": array.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "crc32c"},
-            ],
-        },
-        "create": True,
-    }
+class _UnreadableError(Exception):
+    """Says what is wrong with a file."""
 
 
-def _array_to_read(path: Path, rows: SavedRows) -> Any:
-    if not _FOLDER.fullmatch(rows.folder):  # it might lead out of the checkpoint
-        raise ValueError(f"{rows.folder!r} is no folder of a checkpoint")
-    return {"driver": "auto", "kvstore": _database(path / rows.folder, rows.name)}
+@final
+class _ArrayFile:
+    """A file of arrays whose header is what was written.
+
+    Args:
+        file: Its name.
+        descriptor: To read it.
+        header: Its header.
+        first: Where the arrays begin.
+    """
+
+    def __init__(self, file: str, descriptor: int, header: Mapping[str, Any], first: int) -> None:
+        self._file = file
+        self._descriptor = descriptor
+        self._places: dict[str, tuple[int, int, list[int]]] = {}
+        digits = header[_METADATA]["crc32c"]
+        for name, described in header.items():
+            if name != _METADATA:
+                start, stop = described["data_offsets"]
+                own = digits[: _CHECKSUM_DIGITS * len(_pieces(stop - start))]
+                digits = digits[len(own) :]
+                checksums = [
+                    int(own[i : i + _CHECKSUM_DIGITS], 16)
+                    for i in range(0, len(own), _CHECKSUM_DIGITS)
+                ]
+                self._places[name] = (first + start, stop - start, checksums)
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: Path, file: str, checksum: int) -> Iterator["_ArrayFile"]:
+        """The file of this name and checksum in the folder of a checkpoint."""
+        if not _FILE.fullmatch(file):  # it might lead out of the checkpoint
+            raise _UnreadableError(f"{file!r} is no file of a checkpoint")
+        try:
+            descriptor = os.open(path / file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise _UnreadableError(f"its file {file} is missing") from None
+        try:
+            num_bytes = os.fstat(descriptor).st_size
+            length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+            first = _LENGTH_BYTES + length
+            header = os.pread(descriptor, first, 0) if first <= num_bytes else b""
+            if google_crc32c.value(header) != checksum:
+                raise _UnreadableError(
+                    f"its file {file} is damaged, or that of another checkpoint: the first bytes"
+                    " do not have the checksum that was saved"
+                )
+            yield cls(file, descriptor, json.loads(header[_LENGTH_BYTES:]), first)
+        finally:
+            os.close(descriptor)
+
+    def calls(self, name: str, start: int, target: np.ndarray) -> list[tuple[Any, ...]]:
+        """Arguments of `read_piece` that fill a target with an array's bytes from `start` on."""
+        if name not in self._places:
+            raise _UnreadableError(f"its file {self._file} has no array {name!r}")
+        first, size, checksums = self._places[name]
+        stop = start + target.size
+        if stop > size:
+            raise _UnreadableError(
+                f"{name!r} in its file {self._file} has {size} bytes, of which {start} to {stop}"
+                " are needed"
+            )
+        return [
+            (self, name, first, low, high, checksum, start, target)
+            for (low, high), checksum in zip(_pieces(size), checksums, strict=True)
+            if low < stop and start < high
+        ]
+
+    def read_piece(
+        self,
+        name: str,
+        first: int,
+        low: int,
+        high: int,
+        checksum: int,
+        start: int,
+        target: np.ndarray,
+    ) -> None:
+        """Reads and checks bytes `low` to `high` of an array, and puts the wanted ones in place."""
+        is_wanted = start <= low and high <= start + target.size
+        piece = target[low - start : high - start] if is_wanted else np.empty(high - low, np.uint8)
+        num_read = _read_all(self._descriptor, piece, first + low)
+        if num_read != piece.size or google_crc32c.value(piece) != checksum:
+            raise _UnreadableError(
+                f"its file {self._file} is damaged: bytes {first + low} to {first + high}, of"
+                f" {name!r}, do not have the checksum that was saved"
+            )
+        if not is_wanted:
+            from_, to = max(low, start), min(high, start + target.size)
+            target[from_ - start : to - start] = piece[from_ - low : to - low]
 
 
-def _database(folder: Path, name: str) -> Any:
-    base = {"driver": "file", "path": f"{folder}/"}
-    return {"driver": "ocdbt", "base": base, "path": f"{name.removesuffix('/')}/"}
+def _header(described: Mapping[str, Any], checksums: Iterable[int]) -> bytes:
+    """The header with its length, which does not depend on the checksums."""
+    digits = "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)
+    metadata = {"written_by": "distributary", "crc32c": digits}
+    text = json.dumps({_METADATA: metadata, **described}).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _tensorstore() -> Any:
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise MissingPackageError(
-            "Checkpoints need tensorstore: pip install 'distributary[checkpoint]'"
-        ) from error
-    return tensorstore
+def _described(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype.name in _DTYPES and array.dtype.isnative:
+        return {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape)}
+    return {"dtype": "U8", "shape": [array.nbytes]}  # safetensors does not know it
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    return array.reshape(math.prod(array.shape)).view(np.uint8)
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    return [(low, min(low + _PIECE_BYTES, size)) for low in range(0, size, _PIECE_BYTES)]
+
+
+def _in_threads(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    if len(calls) <= 1:
+        return [function(*call) for call in calls]
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+        return list(threads.map(lambda call: function(*call), calls))
+
+
+def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:
+    rest = memoryview(data.data)
+    while rest:
+        written = os.pwrite(descriptor, rest, start)
+        rest, start = rest[written:], start + written
+
+
+def _read_all(descriptor: int, data: np.ndarray, start: int) -> int:
+    """Fills `data`; returns how many bytes there were."""
+    rest = memoryview(data.data)
+    while rest and (read := os.preadv(descriptor, [rest], start)):
+        rest, start = rest[read:], start + read
+    return data.size - len(rest)

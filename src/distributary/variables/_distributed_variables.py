@@ -104,7 +104,18 @@ class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
     """A variable with the same value on every replica; created by `Variable` in a scope."""
 
     def _copies(self, state: Array) -> tuple[Any, ...]:
-        return Mirrored(state, len(self._layout.replicated.device_set)).values
+        return Mirrored(state, self._num_copies()).values
+
+    def _num_copies(self) -> int:
+        return len(self._layout.replicated.device_set)
+
+    def __repr__(self) -> str:
+        # One copy for all replicas, as `CentralStorageStrategy` keeps it, is mirrored nowhere.
+        if self._num_copies() == 1 < self._layout.num_replicas:
+            return Variable.__repr__(self)
+        return super().__repr__()
+
+    __str__ = __repr__
 
 
 @final

@@ -13,13 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidTypeError
 from distributary.topology import (
+    JobEvent,
     in_device_memory,
     in_host_memory,
+    job_programs,
     local_copy,
     own_copies,
     put_replicated,
     put_stacked,
 )
+from distributary.tracing import describe_value
 from distributary.values import ArrayOperators
 
 
@@ -46,14 +49,36 @@ class VariableLayout:
     replicated: Any
     stacked: Any
     first_replica: int = 0
-    from_chief: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+    from_chief: Callable[[list[np.ndarray], str], list[np.ndarray]] | None = None
     kind: Any = None
 
-    def initial(self, value: Any) -> Any:
-        """An initial value: the chief's, where there are several workers."""
+    def initial(self, value: Any, what: str) -> Any:
+        """Returns an initial value: the chief's, where there are several workers.
+
+        Args:
+            value: What it is without other workers.
+            what: The variable, with everything that has to be the same on all workers.
+
+        Raises:
+            WorkerMismatchError: if the other workers create another variable.
+        """
         if self.from_chief is None:
             return value
-        return self.from_chief([np.asarray(local_copy(value))])[0]
+        host = np.asarray(local_copy(value))
+        return self.from_chief([host], f"the creation of {what}")[0]
+
+    def assigned(self, what: str, value: Any) -> None:
+        """Says that a variable gets a value outside of a program, the same on all workers.
+
+        Args:
+            what: What is done to which variable.
+            value: The array or number that is given.
+
+        Raises:
+            WorkerMismatchError: if the other workers do something else, or give another value.
+        """
+        if self.from_chief is not None:
+            job_programs.begin(JobEvent(what), (describe_value(value),))
 
     def place(self, value: Any, dtype: Any, stacked: bool = False) -> jax.Array:
         """A copy of `value` nobody else holds, on the strategy's devices.

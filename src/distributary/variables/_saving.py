@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.topology import dispatcher_for, fetch_whole, job_programs, local_copy, shard_dim
+from distributary.job import copies
+from distributary.topology import (
+    JobEvent,
+    dispatcher_for,
+    fetch_whole,
+    job_programs,
+    local_copy,
+    shard_dim,
+)
 from distributary.variables._aggregation import of_rows
 from distributary.variables._array_files import SavedRows
 from distributary.variables._enums import VariableAggregation
@@ -83,6 +91,15 @@ def stored_arrays(variables: Sequence[SavedVariable]) -> list[Any]:
     donate what is returned: the caller holds `topology.latest_program.lock` until it is done.
     """
     arrays = [_stored(variable) for variable in variables]
+    mirrored = [
+        (variable.name, array)
+        for variable, array in zip(variables, arrays, strict=True)
+        if isinstance(array, jax.Array)
+        and array.is_fully_replicated
+        and not array.is_fully_addressable
+    ]
+    if mirrored:
+        copies.compare("while saving", *zip(*mirrored, strict=True))
     far = [
         i
         for i, array in enumerate(arrays)
@@ -97,11 +114,15 @@ def stored_arrays(variables: Sequence[SavedVariable]) -> list[Any]:
         mesh = rows[0].sharding.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         gather = jax.jit(lambda values: values, out_shardings=replicated)
-        job_programs.begin()
+        job_programs.begin(JobEvent("reading variables", lambda: _described(variables)))
         gathered = dispatcher_for(tuple(mesh.devices.flat)).run(gather, lambda out: out[0], rows)
         for i, array in zip(far, gathered, strict=True):
             arrays[i] = array
     return [local_copy(array) for array in arrays]
+
+
+def _described(variables: Sequence[SavedVariable]) -> list[tuple[str, str]]:
+    return [(f"{v.name} {v.dtype}{list(v.shape)}", "") for v in variables]
 
 
 def _stored(variable: SavedVariable) -> Any:

@@ -21,6 +21,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     ReplicaDivergenceError,
+    ReplicaMismatchError,
     UnsupportedError,
 )
 from distributary.topology import (
@@ -37,7 +38,13 @@ from distributary.tracing import (
     check_not_frozen,
     current_scope,
 )
-from distributary.values import ArrayOperators, IndexedSlices, Mirrored, PerReplica
+from distributary.values import (
+    ArrayOperators,
+    IndexedSlices,
+    Mirrored,
+    PerReplica,
+    stack_components,
+)
 from distributary.variables._conversion import (
     SCATTER,
     check_has_value,
@@ -66,8 +73,9 @@ class Variable(ArrayOperators):
         trainable: Whether `GradientTape` watches it by itself. Default: True, False for ON_READ.
         name: Name used in messages; default "Variable".
         dtype: Dtype; default that of the initial value, 32 bits for Python numbers.
-        synchronization: `VariableSynchronization`.
-        aggregation: `VariableAggregation`, how values assigned by several replicas are combined.
+        synchronization: `VariableSynchronization`; None is AUTO.
+        aggregation: `VariableAggregation`, how values assigned by several replicas are combined;
+            None is NONE.
         shape: Accepted for compatibility; must be the initial value's shape.
 
     Raises:
@@ -113,12 +121,16 @@ class Variable(ArrayOperators):
         trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
-        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
         shape: Any = None,
     ) -> None:
         self._name = "Variable" if name is None else str(name)
         what = f"Variable {self._name!r}"
+        if synchronization is None:
+            synchronization = VariableSynchronization.AUTO
+        if aggregation is None:
+            aggregation = VariableAggregation.NONE
         check_member(what, "synchronization", synchronization, VariableSynchronization)
         check_member(what, "aggregation", aggregation, VariableAggregation)
         self._layout = get_strategy().extended.variable_layout()
@@ -154,7 +166,7 @@ class Variable(ArrayOperators):
                 )
             self._check_aggregation(what)
             self._slot = StateList([None]), 0
-            self._value = self._initial_state(self._layout.initial(initial))
+            self._value = self._initial_state(self._layout.initial(initial, self._description()))
         per_replica = self._layout.mirrored and on_read and self._layout.kind is None
         self._handle = Handle(
             weakref.ref(self),
@@ -162,6 +174,14 @@ class Variable(ArrayOperators):
             self._shape,
             self._dtype,
             self._layout.num_replicas if per_replica else None,
+        )
+
+    def _description(self) -> str:
+        """Returns what has to be the same on all workers."""
+        return (
+            f"variable {self._name!r} {self._dtype}{list(self._shape)} with"
+            f" {self._synchronization.name}, {self._aggregation.name},"
+            f" trainable={self._trainable}"
         )
 
     def _check_aggregation(self, what: str) -> None:
@@ -396,10 +416,29 @@ class Variable(ArrayOperators):
             check_has_value(f"Variable {self._name!r}: {kind}", converted)
             self._change_eager(kind, converted)
             return self if read_value else None
+        of_replicas = isinstance(value, PerReplica) and value.form != "local"
+        if of_replicas and scope.kind == "replica" and current_mode().role == "replica":
+            value = self._own_component(scope, kind, value)
         result = self._change_traced(scope, kind, value)
         return result if read_value else None
 
+    def _own_component(self, scope: TraceScope, kind: str, value: PerReplica) -> Array:
+        """Of a value that a step took from outside: the component of the replica."""
+        num_replicas = self._layout.num_replicas
+        components = value.values
+        with jax.ensure_compile_time_eval():
+            rows = stack_components(PerReplica(components))
+        if rows is None or len(components) != num_replicas:
+            shapes = [jnp.shape(component) for component in components]
+            raise ReplicaMismatchError(
+                f"Variable {self._name!r}: {kind} got a PerReplica from outside of the step, with"
+                f" components of the shapes {shapes} in this process. Expected are {num_replicas}"
+                f" of shape {self._shape} and one dtype. Pass it to strategy.run through args."
+            )
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[scope.replica_id()], rows.payload)
+
     def _change_eager(self, kind: str, value: Any) -> None:
+        self._layout.assigned(f"{kind} of variable {self._name!r}", value)
         if kind == "assign":
             self._value = self._layout.place(value, self._dtype)
         else:
@@ -534,6 +573,9 @@ class Variable(ArrayOperators):
             check_not_frozen(self._name, "assigned")
             slices = self._convert_slices(kind, slices)
             check_has_value(f"Variable {self._name!r}: {kind}", slices.values, slices.indices)
+            what = f"{kind} of variable {self._name!r}"
+            self._layout.assigned(f"{what}, its indices", slices.indices)
+            self._layout.assigned(f"{what}, its rows", slices.values)
             rows = self._layout.bring(slices.values)
             ids = self._layout.bring(slices.indices)
             self._store(SCATTER[kind](in_device_memory(self._value).at[ids], rows))

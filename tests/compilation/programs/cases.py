@@ -17,5 +17,9 @@ with tempfile.TemporaryDirectory() as folder:
     for line in sys.stdin:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["compile", "--json", str(report), *json.loads(line)])
+            report.write_text("[]")
+            try:
+                code = main(["compile", "--json", str(report), *json.loads(line)])
+            except SystemExit as end:
+                code = end.code
         print(json.dumps([code, out.getvalue(), err.getvalue(), json.loads(report.read_text())]))

@@ -16,6 +16,8 @@ class Echo:
         return message
 
 
-server = GrpcServer(Echo(), sys.argv[1], limits=Limits(max_message_bytes=1 << 24), max_links=4)
+server = GrpcServer(
+    Echo(), sys.argv[1], limits=Limits(max_message_bytes=1 << 24), max_links=4, insecure=True
+)
 print(server.address, flush=True)
 sys.stdin.read()  # it ends without `close`

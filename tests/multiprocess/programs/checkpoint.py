@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -100,13 +101,20 @@ elif what == "restore":
     manager = CheckpointManager(checkpoint, directory, max_to_keep=2)
     checkpoint.restore(manager.latest_checkpoint, partial=True)
     result["restored"] = values(checkpoint)
-    other = CheckpointManager(
-        Checkpoint(step=1), f"{directory}/other", max_to_keep=1, timeout_seconds=2
-    )
-    if worker == 0:  # the other one takes another way
-        other.save()
-        result["alone"] = message(other.wait_until_finished)
-    strategy.reduce("SUM", strategy.run(lambda: jnp.ones(())), axis=None).block_until_ready()
+    # As programs for tf.distribute: a folder for each worker, which the others remove.
+    own = f"{directory}/own" if worker == 0 else f"{directory}/own/workertemp_{worker}"
+    manager = CheckpointManager(checkpoint, own, max_to_keep=1)
+    for checkpoint.epoch in (1, 2):
+        path = manager.save()
+        if worker != 0:
+            shutil.rmtree(own)
+    manager.wait_until_finished()
+    result["own"] = [os.listdir(path)] if worker == 0 else os.path.exists(own)
+    # What only the chief sees ends the save on all of them.
+    if worker == 0:
+        os.makedirs(f"{directory}/results/notes")
+    result["in the way"] = message(checkpoint.write, f"{directory}/results")
+    checkpoint.write(f"{directory}/free")
     print(json.dumps(result), flush=True)
     manager = CheckpointManager(Checkpoint(step=1), directory, max_to_keep=2)
     if worker == 1:

@@ -195,5 +195,5 @@ try:
 except ValueError as error:
     result["different data"] = str(error)
 
-result["hidden files"] = sorted(path.name for path in folder.glob(".*"))
+result["hidden files"] = [p.name for p in folder.glob(".*") if not p.name.endswith("-lock")]
 print(json.dumps(result))

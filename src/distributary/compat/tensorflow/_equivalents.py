@@ -71,9 +71,6 @@ EQUIVALENTS: dict[str, str] = {
         "tf.distribute.experimental.PreemptionCheckpointHandler"
     ),
     "distribute.experimental.CollectiveHints": ("tf.distribute.experimental.CommunicationOptions"),
-    "distribute.cluster_resolver.GCEClusterResolver": (
-        "tf.distribute.cluster_resolver.SimpleClusterResolver, or TF_CONFIG"
-    ),
     "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     "tpu.experimental.embedding": "keras.layers.Embedding",

@@ -12,9 +12,11 @@ import numpy as np
 
 from distributary.compat.tensorflow._operations import array, plain, tensor
 from distributary.datasets import TensorSpec
-from distributary.errors import InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.inputs import PerReplicaSpec
 from distributary.strategies import function as compile_function
 from distributary.tracing import current_scope
+from distributary.values import PerReplica
 
 
 def function(
@@ -30,11 +32,14 @@ def function(
 ) -> Any:
     """`distributary.function` with the arguments of `tf.function`.
 
-    `input_signature` converts arguments to its dtypes and checks their shapes; the rest is without
-    effect. Functions are always compiled, and once for every shape.
+    `input_signature`, also with the `element_spec` of a distributed dataset, converts arguments to
+    its dtypes and checks their shapes; the rest is without effect. Functions are always compiled,
+    and once for every shape.
 
     Raises:
-        InvalidValueError: if an argument does not have a shape of `input_signature`.
+        InvalidValueError: if an argument does not have a shape of `input_signature`, or as many
+            components.
+        InvalidTypeError: if it is not a `PerReplica` where `input_signature` has one's spec.
 
     Source: `tf.function`.
     """
@@ -59,7 +64,7 @@ def function(
                 f"tf.function {func.__name__}: {len(given)} arguments, but input_signature has"
                 f" {len(input_signature)}."
             )
-        is_spec = lambda node: isinstance(node, TensorSpec)
+        is_spec = lambda node: isinstance(node, (TensorSpec, PerReplicaSpec))
         convert = lambda spec, value: _converted(func.__name__, spec, value)
         converted = jax.tree.map(convert, tuple(input_signature), given, is_leaf=is_spec)
         return compiled(*own, *converted)
@@ -67,7 +72,9 @@ def function(
     return checked
 
 
-def _converted(name: str, spec: TensorSpec, value: Any) -> Any:
+def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Any) -> Any:
+    if isinstance(spec, PerReplicaSpec):
+        return _converted_components(name, spec, value)
     made = array(value, spec.dtype)
     if not spec.accepts(made):
         raise InvalidValueError(
@@ -75,6 +82,32 @@ def _converted(name: str, spec: TensorSpec, value: Any) -> Any:
             f" {spec}."
         )
     return made
+
+
+def _converted_components(name: str, spec: PerReplicaSpec, value: Any) -> Any:
+    specs = spec.value_specs
+    if not isinstance(value, PerReplica):
+        raise InvalidTypeError(
+            f"tf.function {name}: an argument is {value!r}, but input_signature has the spec of a"
+            f" PerReplica with {len(specs)} components. Pass an element of the distributed dataset."
+        )
+    # [replica, *shape], also those of other workers; else the components of this one.
+    is_stacked = value.form == "stacked"
+    num_components = value.num_replicas if is_stacked else len(value.values)
+    if num_components % len(specs) or (num_components != len(specs) and not is_stacked):
+        raise InvalidValueError(
+            f"tf.function {name}: an argument is a PerReplica with {num_components} components, but"
+            f" input_signature has {len(specs)}."
+        )
+    parts = [value.payload] * len(specs) if is_stacked else value.values
+    for own, part in zip(specs, parts, strict=True):
+        shape = np.shape(part)[is_stacked:]
+        if not own.accepts(jax.ShapeDtypeStruct(shape, own.dtype)):
+            raise InvalidValueError(
+                f"tf.function {name}: a component of an argument has shape {shape}, but"
+                f" input_signature says {own}."
+            )
+    return jax.tree.map(lambda leaf: array(leaf, specs[0].dtype), value)
 
 
 def print_(

@@ -22,8 +22,10 @@ _generators: "weakref.WeakKeyDictionary[Any, dict[int | None, Any]]" = weakref.W
 _global_seed: int | None = None
 
 
-def set_seed(seed: int) -> None:
+def set_seed(seed: int | None) -> None:
     """Starts the random numbers of `tf.random` anew; they are not those of TensorFlow.
+
+    With None they start from another number in every process.
 
     Initial weights and dropout layers of Keras follow `keras.utils.set_random_seed`, as with
     TensorFlow.
@@ -31,7 +33,7 @@ def set_seed(seed: int) -> None:
     Source: `tf.random.set_seed`.
     """
     global _global_seed
-    _global_seed = int(seed)
+    _global_seed = None if seed is None else int(seed)
     _generators.clear()
 
 

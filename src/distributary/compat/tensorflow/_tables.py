@@ -27,8 +27,9 @@ _COORDINATOR = (
 )
 _PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
 _CLUSTER_RESOLVER = (
-    "ClusterResolver KubernetesClusterResolver KubernetesExecutableLocation SimpleClusterResolver"
-    " SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver UnionResolver"
+    "ClusterResolver GCEClusterResolver KubernetesClusterResolver KubernetesExecutableLocation"
+    " SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver"
+    " UnionResolver"
 )
 _DATA = (
     "AUTOTUNE Dataset INFINITE_CARDINALITY Options TFRecordDataset TextLineDataset"

@@ -6,11 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["relay_to"]
+__all__ = ["relay_pids", "relay_to"]
 
 _PROGRAM = Path(__file__).with_name("_relay_process.py")
 
 _processes: list["subprocess.Popen[bytes]"] = []  # each ends when its stdin is closed
+
+
+def relay_pids() -> frozenset[int]:
+    """Returns the numbers of the processes that relay."""
+    return frozenset(process.pid for process in _processes)
 
 
 def relay_to(address: tuple[str, int]) -> str:

@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import selectors
 import socket
 import time
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from typing import Any, final
 
 from distributary.cluster_resolver import MultiWorker, Peer
 from distributary.errors import ClusterError
+from distributary.job._channel import Channel, ChannelClosedError, Message
+from distributary.job._reception import Reception
 
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras")
-_MAX_LINE_BYTES = 1 << 16
 _RETRY_SECONDS = 0.1
 # For an answer, once the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
@@ -38,7 +38,7 @@ def bind_address(peer: Peer) -> str:
     return f"{host}:{address[1]}"
 
 
-def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, socket.socket]:
+def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
     """Returns once all workers of a cluster have called it and fit together.
 
     Args:
@@ -46,7 +46,7 @@ def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, socket.socket
         deadline_seconds: How long to wait for the others.
 
     Returns:
-        Open connections by the number of the worker at the other end: of the first worker to all
+        Channels by the number of the worker at the other end: of the first worker to all
         others, of the others to the first.
 
     Raises:
@@ -58,28 +58,36 @@ def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, socket.socket
     deadline = time.monotonic() + deadline_seconds
     if place.worker_number == 0:
         with _listening(place.workers[0]) as server:
-            return _Reception(server, place, facts, deadline, deadline_seconds).run()
+            return _Host(server, place, facts, deadline, deadline_seconds).run()
     # Held while the workers meet: a second process with the same task fails here.
     with _own_port(place.workers[place.worker_number]):
         return {0: _asked(place, facts, deadline, deadline_seconds)}
 
 
-def _facts(place: MultiWorker) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
+def package_versions() -> dict[str, str]:
+    """Returns the versions of packages that all tasks of a job must have in common."""
+    found = {}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    cluster = json.dumps([[peer.name, peer.address] for peer in place.workers])
-    return {
-        "worker": place.worker_number,
-        "cluster": hashlib.sha256(cluster.encode()).hexdigest()[:16],
-        "workers": [str(peer) for peer in place.workers],
-        "versions": versions,
-    }
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _facts(place: MultiWorker) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), **package_versions()}
+    workers = [str(peer) for peer in place.workers]
+    facts = {"worker": place.worker_number, "workers": workers, "versions": versions}
+    return {**facts, "check": _check(facts)}
+
+
+def _check(facts: dict[str, Any]) -> str:
+    """What shows that the other facts are those of a worker, and undamaged."""
+    parts = json.dumps([facts[name] for name in ("worker", "workers", "versions")], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
 @final
-class _Reception:
+class _Host:
     """The first worker, who hears all others and tells each how it ended."""
 
     def __init__(
@@ -90,75 +98,47 @@ class _Reception:
         deadline: float,
         deadline_seconds: float,
     ) -> None:
-        self._server = server
+        self._reception = Reception(server, place.num_workers)
         self._place = place
         self._facts = facts
         self._deadline = deadline
         self._deadline_seconds = deadline_seconds
-        self._connections: dict[socket.socket, bytes] = {}
-        self._arrived: dict[int, tuple[socket.socket, dict[str, Any]]] = {}
+        self._arrived: dict[int, tuple[Channel, dict[str, Any]]] = {}
 
-    def run(self) -> dict[int, socket.socket]:
-        """Returns the connections to all others."""
+    def run(self) -> dict[int, Channel]:
+        """Returns the channels to all others."""
         problem: str | None = "it was interrupted"
         try:
             problem = self._wait() or self._difference()
             self._answer(problem)
         finally:
-            arrived = {number: connection for number, (connection, _) in self._arrived.items()}
-            for connection in self._connections:
-                if problem is not None or connection not in arrived.values():
-                    connection.close()
+            if problem is not None:
+                for channel, _ in self._arrived.values():
+                    channel.close()
         if problem is not None:
             raise ClusterError(problem)
-        return arrived
+        return {number: channel for number, (channel, _) in self._arrived.items()}
 
     def _wait(self) -> str | None:
         """Hears the others; returns what went wrong."""
-        others = self._place.num_workers - 1
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            while len(self._arrived) < others:
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    return self._missing()
-                for key, _ in selector.select(left):
-                    if key.fileobj is self._server:
-                        connection, _ = self._server.accept()
-                        connection.setblocking(False)
-                        self._connections[connection] = b""
-                        selector.register(connection, selectors.EVENT_READ)
-                        continue
-                    assert isinstance(key.fileobj, socket.socket)
-                    problem = self._hear(key.fileobj, selector)
-                    if problem is not None:
-                        return problem
-        return None
-
-    def _hear(self, connection: socket.socket, selector: Any) -> str | None:
-        try:
-            data = connection.recv(4096)
-        except OSError:
-            data = b""
-        heard = self._connections[connection] + data
-        self._connections[connection] = heard
-        if data and b"\n" not in heard and len(heard) < _MAX_LINE_BYTES:
-            return None
-        selector.unregister(connection)
-        facts = _parsed(heard)
-        if facts is None:  # somebody else's program
-            connection.close()
-            del self._connections[connection]
-            return None
-        number = facts["worker"]
-        if number in self._arrived or not 0 < number < self._place.num_workers:
-            return (
-                f"Two processes are worker number {number} of the cluster"
-                f" {self._facts['workers']}. Give every process a task of its own, in TF_CONFIG:"
-                ' {"task": {"type": "worker", "index": ...}}.'
-            )
-        self._arrived[number] = (connection, facts)
-        return None
+        for channel, message in self._reception.arrivals(self._deadline):
+            facts = _checked(message)
+            if facts is None:  # somebody else's program
+                channel.close()
+                continue
+            number = facts["worker"]
+            if number in self._arrived or not 0 < number < self._place.num_workers:
+                channel.close()
+                return (
+                    f"Two processes are worker number {number} of the cluster"
+                    f" {self._facts['workers']}. Give every process a task of its own, in"
+                    ' TF_CONFIG: {"task": {"type": "worker", "index": ...}}.'
+                )
+            channel.peer = str(self._place.workers[number])
+            self._arrived[number] = channel, facts
+            if len(self._arrived) == self._place.num_workers - 1:
+                return None
+        return self._missing()
 
     def _missing(self) -> str:
         missing = [
@@ -176,7 +156,7 @@ class _Reception:
         """How the workers differ."""
         for number, (_, facts) in sorted(self._arrived.items()):
             name = self._place.workers[number].name
-            if facts["cluster"] != self._facts["cluster"]:
+            if facts["workers"] != self._facts["workers"]:
                 return (
                     f"{name} has another cluster than {self._place.name}: {facts['workers']} and"
                     f" {self._facts['workers']}. Give all workers the same cluster."
@@ -196,21 +176,27 @@ class _Reception:
         return None
 
     def _answer(self, problem: str | None) -> None:
-        line = json.dumps({"error": problem}).encode() + b"\n"
-        for connection, _ in self._arrived.values():
-            connection.setblocking(True)
-            connection.settimeout(_ANSWER_SECONDS)
-            with contextlib.suppress(OSError):
-                connection.sendall(line)
+        for channel, _ in self._arrived.values():
+            with contextlib.suppress(ChannelClosedError):
+                channel.send("verdict", problem)
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _checked(message: Message) -> dict[str, Any] | None:
+    """Returns the facts of a worker; None for anything else, which everybody can send."""
+    facts = message.content
     try:
-        facts = json.loads(line)
-        worker, cluster = facts["worker"], facts["cluster"]
-        is_one = isinstance(worker, int) and isinstance(cluster, str)
-        return facts if is_one and isinstance(facts["versions"], dict) else None
-    except (ValueError, KeyError, TypeError):
+        worker, workers, versions = (facts[name] for name in ("worker", "workers", "versions"))
+        is_one = (
+            message.kind == "here"
+            and type(worker) is int
+            and isinstance(workers, list)
+            and isinstance(versions, dict)
+            and 0 <= worker < len(workers)
+            and all(isinstance(text, str) for text in (*workers, *versions.values()))
+            and facts["check"] == _check(facts)
+        )
+        return facts if is_one else None
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
 
 
@@ -220,8 +206,8 @@ def _minor(version: str | None) -> list[str]:
 
 def _asked(
     place: MultiWorker, facts: dict[str, Any], deadline: float, deadline_seconds: float
-) -> socket.socket:
-    """Tells the first worker that this one is there; returns the connection to it."""
+) -> Channel:
+    """Tells the first worker that this one is there; returns the channel to it."""
     first = place.workers[0]
     connection, reason = None, "no answer"
     while connection is None:
@@ -236,28 +222,23 @@ def _asked(
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(min(_RETRY_SECONDS, max(0.0, left)))
+    channel = Channel(connection, str(first))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(connection)
+        stack.callback(channel.close)
         try:
-            connection.sendall(json.dumps(facts).encode() + b"\n")
-            connection.settimeout(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
-            answer = b""
-            while not answer.endswith(b"\n"):
-                # One byte at a time: what follows the line is for `Liveness`.
-                part = connection.recv(1)
-                if not part:
-                    raise ConnectionError("it hung up")
-                answer += part
-            verdict: str | None = json.loads(answer)["error"]
-        except (OSError, ValueError, KeyError, TypeError) as problem:
+            channel.send("here", facts)
+            answer = channel.receive(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
+            if answer.kind != "verdict" or not isinstance(answer.content, (str, type(None))):
+                raise ChannelClosedError("it says something else")
+        except OSError as problem:
             raise ClusterError(
                 f"{first} did not say whether the workers of the cluster are complete: {problem}."
                 " Look at its output."
             ) from problem
-        if verdict is not None:
-            raise ClusterError(verdict)
+        if answer.content is not None:
+            raise ClusterError(answer.content)
         stack.pop_all()
-        return connection
+        return channel
 
 
 @contextlib.contextmanager

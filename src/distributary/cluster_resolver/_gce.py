@@ -1,0 +1,139 @@
+"""Machines of an instance group of Google Compute Engine."""
+
+from typing import Any, final
+
+from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._resolver import TaskClusterResolver
+from distributary.errors import ClusterError, InvalidTypeError, MissingPackageError
+
+__all__ = ["GCEClusterResolver"]
+
+_WHO = "GCEClusterResolver"
+
+# An object with the methods of googleapiclient.discovery.build("compute", "v1").
+_Service = Any
+
+
+@final
+class GCEClusterResolver(TaskClusterResolver):
+    """The machines of an instance group, each with the same port, as tasks of one type.
+
+    Tasks are the machines in the order of their internal addresses, compared as texts. Which of
+    them this process is, `task_id` says. The service account of the machines needs the right to
+    list instance groups and to read instances.
+
+    Args:
+        project: Name of the project.
+        zone: Zone of the instance group.
+        instance_group: Name of the instance group.
+        port: The port on which the tasks listen.
+        task_type: Type of all tasks.
+        task_id: Number of this task.
+        rpc_layer: Protocol in front of addresses.
+        credentials: Credentials of google-auth; `"default"` takes those of the environment.
+        service: An object like `googleapiclient.discovery.build("compute", "v1")`; None to make
+            one, for which the package google-api-python-client must be installed.
+
+    Raises:
+        MissingPackageError: if there is no `service` and google-api-python-client is not installed.
+        InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
+
+    Source: `tf.distribute.cluster_resolver.GCEClusterResolver`.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int = 0,
+        rpc_layer: str = "grpc",
+        credentials: Any = "default",
+        service: _Service | None = None,
+    ) -> None:
+        named = {"project": project, "zone": zone, "instance_group": instance_group}
+        for field, value in named.items():
+            if not isinstance(value, str) or not value:
+                raise InvalidTypeError(f"{_WHO}: {field} is {value!r}, expected a name.")
+        self._project, self._zone, self._group = project, zone, instance_group
+        self._port = checked_port(port, f"{_WHO}: port")
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self._service = service or _make_service(credentials)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The machines as they are now.
+
+        Raises:
+            ClusterError: if the API gives no answer, the group is empty, or one of its machines
+                does not run.
+        """
+        addresses = [join(self._address(name), self._port) for name in self._instances()]
+        return ClusterSpec({self.task_type or "worker": sorted(addresses)})
+
+    def _instances(self) -> list[str]:
+        """Names of the machines of the group."""
+        groups = self._service.instanceGroups()
+        request = groups.listInstances(
+            project=self._project,
+            zone=self._zone,
+            instanceGroup=self._group,
+            body={"instanceState": "ALL"},
+            orderBy="name",
+        )
+        names = []
+        while request is not None:
+            answer = self._execute(request, "listing its instances")
+            for item in answer.get("items", ()):
+                name = item["instance"].rpartition("/")[2]
+                status = item.get("status", "RUNNING")
+                if status != "RUNNING":
+                    raise ClusterError(
+                        f'{_WHO}: "{name}" of {self._where()} is in the state "{status}", expected'
+                        ' "RUNNING". Wait until all machines run, or remove it from the group.'
+                    )
+                names.append(name)
+            request = groups.listInstances_next(previous_request=request, previous_response=answer)
+        if not names:
+            raise ClusterError(
+                f"{_WHO}: {self._where()} has no instances. Compare with gcloud compute"
+                " instance-groups list-instances."
+            )
+        return names
+
+    def _address(self, name: str) -> str:
+        request = self._service.instances().get(
+            project=self._project, zone=self._zone, instance=name
+        )
+        details = self._execute(request, f'reading "{name}"')
+        for interface in details.get("networkInterfaces", ()):
+            if "networkIP" in interface:
+                return str(interface["networkIP"])
+        raise ClusterError(f'{_WHO}: "{name}" of {self._where()} has no internal address.')
+
+    def _execute(self, request: Any, what: str) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = request.execute()
+        except Exception as error:  # the classes of googleapiclient are not known here
+            raise ClusterError(
+                f"{_WHO}: {what}, of {self._where()}, failed with {type(error).__name__}: {error}."
+                " The service account must have the role roles/compute.viewer."
+            ) from error
+        return answer
+
+    def _where(self) -> str:
+        return f"instance group {self._group!r} in {self._zone} of project {self._project}"
+
+
+def _make_service(credentials: Any) -> _Service:
+    try:
+        from googleapiclient import discovery
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{_WHO} needs the package google-api-python-client, which cannot be imported"
+            f" ({error}). Run pip install google-api-python-client, or pass service."
+        ) from error
+    own = None if credentials == "default" else credentials  # None: those of the environment
+    return discovery.build("compute", "v1", credentials=own)

@@ -1,0 +1,140 @@
+"""The secret of a job, and how two of its tasks prove to each other that they know it.
+
+    Greet    -> challenge                          to everybody
+    Talk     challenge, own challenge, proof  ->   proof; or the end, before anything is read
+
+A proof is an HMAC over both challenges and the name of the task that is called. The secret is never
+sent, and who listens in place of a task that has ended can have no other task answer for it. What
+follows is neither encrypted nor signed: on loopback, only the administrator can see it.
+"""
+
+import hashlib
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distributary.cluster_resolver import TOKEN_VARIABLE
+from distributary.coordinator._certificates import Credentials
+from distributary.errors import ClusterError
+
+__all__ = ["Challenges", "Token", "credentials_of"]
+
+_MIN_CHARACTERS = 16
+_MAX_CHALLENGES = 4096
+_MAX_NAME_CHARACTERS = 40
+_TASK: Final = "distributary-task"
+_CHALLENGE: Final = "distributary-challenge"
+_OWN_CHALLENGE: Final = "distributary-own-challenge"
+_PROOF: Final = "distributary-proof"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The secret of a job.
+
+    Args:
+        secret: 16 characters or more.
+
+    Raises:
+        ClusterError: if it has fewer.
+    """
+
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < _MIN_CHARACTERS:
+            raise ClusterError(
+                f"{TOKEN_VARIABLE} has {len(self.secret)} characters, expected {_MIN_CHARACTERS} or"
+                " more. `openssl rand -hex 16` makes one; give all tasks of the job the same."
+            )
+
+    @classmethod
+    def new(cls) -> "Token":
+        """Returns a random one."""
+        return cls(secrets.token_hex(32))
+
+    def ask(self, task: str, challenge: str) -> dict[str, str]:
+        """Returns what a caller sends to a task, with the challenge that it has got there."""
+        own = secrets.token_hex(32)
+        proof = self._proof("caller", task, challenge, own)
+        return {_TASK: task, _CHALLENGE: challenge, _OWN_CHALLENGE: own, _PROOF: proof}
+
+    def answer(self, task: str, asked: Mapping[str, str]) -> dict[str, str]:
+        """Returns what a task replies to `ask`."""
+        return {_PROOF: self._proof("task", task, asked[_CHALLENGE], asked[_OWN_CHALLENGE])}
+
+    def refusal(self, task: str, asked: Mapping[str, str], challenges: "Challenges") -> str | None:
+        """Returns why the caller of a task is refused; None if it knows the secret, too."""
+        if asked.get(_TASK, task) != task:
+            return (
+                f"it takes {task} for {asked[_TASK][:_MAX_NAME_CHARACTERS]!r}. Give all tasks the"
+                " same cluster, and each its own task"
+            )
+        is_new = challenges.use(asked.get(_CHALLENGE, ""))
+        if is_new and self._is_proof(asked, "caller", task, asked):
+            return None
+        return (
+            f"it does not know the secret of the job of {task}. Start all tasks with the same"
+            f" {TOKEN_VARIABLE}"
+        )
+
+    def knows_task(self, task: str, asked: Mapping[str, str], answer: Mapping[str, str]) -> bool:
+        """Returns whether the task that has replied to `ask` knows the secret, too."""
+        return self._is_proof(answer, "task", task, asked)
+
+    def _is_proof(
+        self, found: Mapping[str, str], role: str, task: str, asked: Mapping[str, str]
+    ) -> bool:
+        expected = self._proof(role, task, asked[_CHALLENGE], asked.get(_OWN_CHALLENGE, ""))
+        return hmac.compare_digest(expected.encode(), found.get(_PROOF, "").encode())
+
+    def _proof(self, role: str, *texts: str) -> str:
+        content = json.dumps([role, *texts])
+        return hmac.new(self.secret.encode(), content.encode(), hashlib.sha256).hexdigest()
+
+
+@final
+class Challenges:
+    """Random texts for callers, each of which is good for one call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, None] = {}
+
+    def new(self) -> str:
+        """Returns another one. Those that nobody uses are forgotten when there are many newer."""
+        challenge = secrets.token_hex(32)
+        with self._lock:
+            self._open[challenge] = None
+            if len(self._open) > _MAX_CHALLENGES:
+                del self._open[next(iter(self._open))]
+        return challenge
+
+    def use(self, challenge: str) -> bool:
+        """Returns whether it is one of them that has not been used."""
+        with self._lock:
+            return self._open.pop(challenge, self) is None
+
+
+def credentials_of(task_type: str, environ: Mapping[str, str]) -> Credentials | Token | None:
+    """Returns what proves to others that a task is one of the job.
+
+    Args:
+        task_type: `"chief"`, `"worker"` or `"ps"`.
+        environ: The environment.
+
+    Returns:
+        The certificates of `DISTRIBUTARY_CERTS`, otherwise the secret in `DISTRIBUTARY_TOKEN`, None
+        if neither is set.
+
+    Raises:
+        ClusterError: if a file cannot be read, or the secret is too short.
+    """
+    token = environ.get(TOKEN_VARIABLE)
+    certificates = Credentials.from_environ(task_type, environ)
+    return certificates or (Token(token) if token else None)

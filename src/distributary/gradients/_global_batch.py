@@ -1,0 +1,104 @@
+"""Losses that need all rows of the batch, on replicas that have a part of them each."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.context import Mode, ReplicaContext, current_mode, get_replica_context, pop, push
+from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.tracing import Array
+
+
+def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a loss that relates rows of the batch one of the rows of all replicas.
+
+    A softmax over the other rows of the batch, a batch's variance or a product of two means is
+    another loss on a part of the batch. The function that is returned gathers the rows of all
+    replicas before it calls `loss`, and gives every replica its part of the result. Losses,
+    gradients and so the weights are those of one device with the whole batch, in Keras' `fit` and
+    `evaluate`, in `train_step` and in `Strategy.run`, also where the replicas have different
+    numbers of rows. Every replica computes `loss` as a whole; what comes before it stays divided.
+
+    Args:
+        loss: From arrays with one row per example to a scalar, or to an array with one row per
+            example; or a loss of Keras. It may read variables. Random numbers in it have to be the
+            same on all replicas.
+
+    Returns:
+        A function like `loss`. Arrays in its positional arguments, which may be nests, are gathered
+        along dim 0; scalars and keyword arguments reach `loss` as they are. Of an array it returns
+        the replica's own rows. A scalar is returned as it is in a step of Keras, whose losses are
+        averaged over the replicas, and divided by their number in `Strategy.run`, where they are
+        summed. With one replica, and outside of replicas, it is `loss`.
+
+    Raises:
+        InvalidTypeError: if `loss` cannot be called.
+        InvalidValueError: when called, if no argument has rows, if arguments differ in their number
+            of rows, or if the result is neither a scalar nor has a row per example.
+    """
+    if not callable(loss):
+        raise InvalidTypeError(
+            f"global_batch_loss: loss is {loss!r}, expected a function of arrays. Decorate the loss"
+            " function, or give it a loss of Keras such as keras.losses.Dice()."
+        )
+    named = getattr(loss, "__name__", None) or getattr(loss, "name", None)
+    name = str(named or type(loss).__name__)
+
+    def of_global_batch(*args: Any, **kwargs: Any) -> Any:
+        context = get_replica_context()
+        if context is None or context.num_replicas_in_sync == 1 or context._has_whole_batch:
+            return loss(*args, **kwargs)
+        num_rows = _num_rows(name, args)
+        own = jax.tree.map(lambda x: jnp.asarray(x) if jnp.ndim(x) else x, args)
+        leaves, tree = jax.tree.flatten(own)
+        places = [i for i, leaf in enumerate(leaves) if jnp.ndim(leaf)]
+        number = context.replica_id_in_sync_group
+        # Tells where the rows of a replica begin, which may have fewer than others.
+        owners = jnp.full((num_rows,), number, jnp.int32)
+        *gathered, owners = context.all_gather([*(leaves[i] for i in places), owners], axis=0)
+        for i, value in zip(places, gathered, strict=True):
+            leaves[i] = value
+        mode = Mode(
+            current_mode().strategy,
+            "replica",
+            ReplicaContext(context.strategy, lambda: number, has_whole_batch=True),
+        )
+        push(mode)
+        try:
+            result = jnp.asarray(loss(*jax.tree.unflatten(tree, leaves), **kwargs))
+        finally:
+            pop(mode)
+        if result.ndim == 0:
+            return result if context._averages_gradients else _part(result, context)
+        if result.shape[0] != owners.shape[0]:
+            raise InvalidValueError(
+                f"global_batch_loss: {name} returned an array of shape {result.shape} for"
+                f" {owners.shape[0]} examples. Return a scalar, or one row per example."
+            )
+        start = jnp.sum(owners < number)
+        return lax.dynamic_slice_in_dim(result, start, num_rows, axis=0)
+
+    if hasattr(loss, "__name__"):
+        return functools.wraps(loss)(of_global_batch)
+    of_global_batch.__name__ = name
+    of_global_batch.__doc__ = loss.__doc__
+    return of_global_batch
+
+
+def _part(result: Array, context: Any) -> Array:
+    return result / context.num_replicas_in_sync
+
+
+def _num_rows(name: str, args: Any) -> int:
+    sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args) if jnp.ndim(leaf)}
+    if len(sizes) != 1:
+        found = f"arrays of {sorted(sizes)} rows" if sizes else "no array"
+        raise InvalidValueError(
+            f"global_batch_loss: {name} was called with {found} in its positional arguments,"
+            " expected arrays with one row per example. Pass other arrays by keyword."
+        )
+    return int(sizes.pop())

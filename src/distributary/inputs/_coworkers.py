@@ -1,0 +1,121 @@
+"""What workers tell each other when they read different data."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import ReplicaMismatchError
+from distributary.job import Consensus
+from distributary.topology import JobEvent, dispatcher_for, job_programs
+from distributary.values import PerReplica
+
+_ROWS = JobEvent("the rows of an uneven step")
+
+
+@final
+@dataclass(frozen=True)
+class Coworkers:
+    """All workers that read data for the same steps.
+
+    Args:
+        job: What lets them agree.
+        num_parts: Number of replicas of each worker.
+        place_rows: Puts stacked values where the replicas are.
+    """
+
+    job: Consensus
+    num_parts: int
+    place_rows: Callable[[PerReplica], PerReplica]
+
+    def new_name(self) -> str:
+        """Returns the name of another dataset, the same on every worker."""
+        return f"distributed dataset {self.job.count('distributed dataset') + 1}"
+
+    def gather(
+        self, what: str, specs: Sequence[tuple[str, "Shape"]], own: Sequence[Any]
+    ) -> list[jax.Array]:
+        """Returns arrays of all replicas, on every worker, which all call it together.
+
+        Args:
+            what: What they are, for people.
+            specs: Dtype and shape of the array of every replica.
+            own: The arrays of this worker's replicas, in their order; none if they have no rows.
+
+        Raises:
+            ReplicaMismatchError: if they differ in dtype or in the number of dims.
+        """
+        dtypes, shapes = {dtype for dtype, _ in specs}, tuple(shape for _, shape in specs)
+        if len(dtypes) > 1 or len({len(shape) for shape in shapes}) > 1:
+            raise ReplicaMismatchError(
+                f"{what}: the replicas get arrays {[f'{d}{list(shape)}' for d, shape in specs]};"
+                " dtype and number of dims must agree."
+            )
+        largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+        rows = np.zeros((self.num_parts, *largest), dtypes.pop())
+        for row, array in zip(rows, own, strict=False):
+            row[tuple(map(slice, array.shape))] = np.asarray(array)
+        stacked = PerReplica.from_stacked(rows, self.num_parts)
+        placed = self.place_rows(stacked).payload
+        mesh = placed.sharding.mesh
+        job_programs.begin(_ROWS)
+        dispatcher = dispatcher_for(tuple(mesh.devices.flat))
+        return dispatcher.run(_cutter(mesh), lambda parts: parts[0], placed, shapes)
+
+
+@functools.lru_cache(maxsize=8)
+def _cutter(mesh: Any) -> Callable[..., list[jax.Array]]:
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.jit(_cut, static_argnums=1, out_shardings=replicated)
+
+
+def _cut(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    return [rows[(i, *map(slice, shape))] for i, shape in enumerate(shapes)]
+
+
+Shape = tuple[int, ...]
+# Per leaf dtype and shape.
+Leaves = tuple[tuple[str, Shape], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def signature(tree: Any, parts: tuple[tuple[tuple[Any, Shape], ...], ...]) -> str:
+    """The shapes of a worker's part of a step, as text.
+
+    Args:
+        tree: Structure of what each replica gets.
+        parts: Per replica and leaf dtype and shape.
+    """
+    named = [[[_dtype_name(dtype), shape] for dtype, shape in leaves] for leaves in parts]
+    return json.dumps([str(tree), named])
+
+
+def spec_of(value: Any) -> tuple[str, Shape]:
+    """Returns dtype and shape of an array or number, as it is on the devices."""
+    return _dtype_name(jnp.result_type(value)), np.shape(value)
+
+
+def _dtype_name(dtype: Any) -> str:
+    # As it is on the devices.
+    return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(text: str) -> tuple[str, tuple[Leaves, ...]]:
+    """Structure, and per replica and leaf dtype and shape, of a signature."""
+    tree, parts = json.loads(text)
+    return tree, tuple(tuple((dtype, tuple(shape)) for dtype, shape in leaves) for leaves in parts)
+
+
+def signature_of_specs(parts: Sequence[Any]) -> str:
+    """The signature of what replicas get, nests of `TensorSpec`."""
+    flat = [jax.tree.flatten(part) for part in parts]
+    return signature(
+        flat[0][1],
+        tuple(tuple((np.dtype(leaf.dtype), leaf.shape) for leaf in leaves) for leaves, _ in flat),
+    )

@@ -1,0 +1,22 @@
+"""What the processes of a job say to each other: the channel, the meeting, consensus, liveness.
+
+Every conversation is a `Channel`. `connect` lets the workers meet, starts `Liveness` and then the
+`Consensus`, with which everything above this package agrees on something on the host.
+"""
+
+from distributary.job._channel import Channel, ChannelClosedError, Message
+from distributary.job._connection import connect
+from distributary.job._consensus import Consensus, consensus
+from distributary.job._copies import copies
+from distributary.job._meeting import package_versions
+
+__all__ = [
+    "Channel",
+    "ChannelClosedError",
+    "Consensus",
+    "Message",
+    "connect",
+    "consensus",
+    "copies",
+    "package_versions",
+]

@@ -1,0 +1,170 @@
+"""What two processes of a job send each other: messages of JSON, with bytes behind them.
+
+A message is one line of JSON, `[kind, content, size]`, and `size` bytes that follow it. Every
+conversation of the job uses it: the meeting at the start, heartbeats, agreements.
+"""
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+__all__ = ["Channel", "ChannelClosedError", "Message"]
+
+_MAX_LINE_BYTES = 1 << 20
+_MAX_BLOB_BYTES = 1 << 40
+_PART_BYTES = 1 << 20
+
+
+class ChannelClosedError(ConnectionError):
+    """The other process has closed the connection, or does not speak the language."""
+
+
+class Message(NamedTuple):
+    """One message.
+
+    Attributes:
+        kind: What it is.
+        content: Something JSON can hold.
+        blob: Bytes that belong to it.
+    """
+
+    kind: str
+    content: Any
+    blob: bytes = b""
+
+
+@final
+class Channel:
+    """One end of a connection between two processes of a job.
+
+    One thread at a time may receive; sending is up to the caller to serialize, too.
+
+    Args:
+        connection: A connected socket; the channel closes it.
+        peer: Who is at the other end, for messages to people.
+        max_line_bytes: Size of the longest line it accepts.
+    """
+
+    def __init__(
+        self, connection: socket.socket, peer: str, max_line_bytes: int = _MAX_LINE_BYTES
+    ) -> None:
+        self.peer = peer
+        self._socket = connection
+        self._max_line_bytes = max_line_bytes
+        self._received = bytearray()
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when something comes; -1 when closed."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, content: Any = None, blob: bytes = b"") -> None:
+        """Sends one message.
+
+        Raises:
+            ChannelClosedError: if the other process is gone.
+        """
+        line = json.dumps([kind, content, len(blob)]).encode() + b"\n"
+        data = memoryview(line + blob if len(blob) <= _PART_BYTES else line)
+        self._send(data)
+        if len(blob) > _PART_BYTES:
+            self._send(memoryview(blob))
+
+    def receive(self, seconds: float | None = None) -> Message:
+        """Waits for the next message.
+
+        Args:
+            seconds: How long to wait for all of it; None for as long as it takes.
+
+        Raises:
+            TimeoutError: if it does not come in time.
+            ChannelClosedError: if the other process is gone, or sends something else.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while (message := self._next()) is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if (left is not None and left <= 0) or not self._wait(select.POLLIN, left):
+                raise TimeoutError(f"{self.peer} has said nothing for {seconds:g} s")
+            self._read()
+        return message
+
+    def arrived(self) -> Iterator[Message]:
+        """Yields the messages that have come, without waiting for more.
+
+        Raises:
+            ChannelClosedError: after the last of them, if the other process is gone.
+        """
+        closed = None
+        try:
+            self._read()
+        except ChannelClosedError as error:
+            closed = error
+        while (message := self._next()) is not None:
+            yield message
+        if closed is not None:
+            raise closed
+
+    def shut(self) -> None:
+        """Ends the conversation, so that a thread that waits for a message stops waiting."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Frees the connection."""
+        self._socket.close()
+
+    def _send(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, None)
+            except OSError as error:
+                raise ChannelClosedError(f"{self.peer} is gone: {error}") from None
+
+    def _wait(self, event: int, seconds: float | None) -> bool:
+        if self._socket.fileno() < 0:
+            raise ChannelClosedError(f"the connection to {self.peer} is closed")
+        poll = select.poll()
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(_PART_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ChannelClosedError(f"{self.peer} is gone: {error}") from None
+        if not data:
+            raise ChannelClosedError(f"{self.peer} has closed its connection")
+        self._received += data
+
+    def _next(self) -> Message | None:
+        """Takes a complete message out of what has been received, None without one."""
+        received = self._received
+        end = received.find(b"\n")
+        if end < 0:
+            if len(received) > self._max_line_bytes:
+                raise self._stranger()
+            return None
+        try:
+            kind, content, size = json.loads(received[:end])
+        except (ValueError, TypeError, RecursionError):
+            raise self._stranger() from None
+        if not isinstance(kind, str) or type(size) is not int or not 0 <= size <= _MAX_BLOB_BYTES:
+            raise self._stranger()
+        if len(received) < end + 1 + size:
+            return None
+        blob = bytes(memoryview(received)[end + 1 : end + 1 + size])
+        del received[: end + 1 + size]
+        return Message(kind, content, blob)
+
+    def _stranger(self) -> ChannelClosedError:
+        return ChannelClosedError(f"{self.peer} has sent {bytes(self._received[:100])!r}")

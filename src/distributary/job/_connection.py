@@ -1,0 +1,86 @@
+"""Connects the processes of a job."""
+
+import logging
+import math
+
+import jax
+
+from distributary.cluster_resolver import MultiWorker
+from distributary.errors import BackendStartedError, ClusterError
+from distributary.job._consensus import connected_channels, consensus, start_consensus
+from distributary.job._copies import copies
+from distributary.job._liveness import Liveness
+from distributary.job._meeting import bind_address, meet
+from distributary.job._relay import relay_to
+from distributary.job._sequence import EventSequence
+from distributary.options import CommunicationOptions
+from distributary.topology import backends_started, job_programs, prepare_local_devices
+
+_log = logging.getLogger(__name__)
+
+_MEET_SECONDS = 120.0
+# `Liveness` notices a lost worker and lets all workers end together, well before JAX would.
+_LATER_THAN_LIVENESS_SECONDS = 60
+_SHUTDOWN_SECONDS = 20
+_INITIALIZATION_SECONDS = 60
+
+
+def connect(place: MultiWorker, options: CommunicationOptions) -> None:
+    """Connects the processes of a job, once.
+
+    Raises:
+        ClusterError: if a worker does not come in time, its port is taken, or the workers do not
+            fit together.
+        BackendStartedError: if JAX has computed something already.
+    """
+    timeout_seconds = options.heartbeat_timeout_seconds
+    if jax.distributed.is_initialized():
+        if backends_started() and jax.process_count() != place.num_workers:
+            raise ClusterError(
+                f"JAX is connected to {jax.process_count()} processes already, and the cluster has"
+                f" {place.num_workers} workers. A process belongs to one job."
+            )
+        if consensus() is None and place.num_workers > 1:  # connected by the script itself
+            Liveness(place, connected_channels(place, "liveness"), timeout_seconds).start()
+            _agree(place)
+        return
+    if backends_started():
+        if place.num_workers == 1:
+            return
+        raise BackendStartedError(
+            f"{place.name} cannot be connected to the other workers any more: JAX has started."
+            " Create the strategy, or call experimental_connect_to_cluster, at the beginning of the"
+            " program, before any array or device of JAX is used."
+        )
+    prepare_local_devices()
+    if place.num_workers == 1:
+        return
+    _log.info("%s: waiting for %s", place.name, ", ".join(map(str, place.other_workers)))
+    channels = meet(place, options.timeout_seconds or _MEET_SECONDS)
+    Liveness(place, channels, timeout_seconds).start()
+    is_first = place.worker_number == 0
+    coordinator = place.workers[0]
+    jax.distributed.initialize(
+        coordinator.address if is_first else relay_to((coordinator.host, coordinator.port)),
+        num_processes=place.num_workers,
+        process_id=place.worker_number,
+        cluster_detection_method="deactivate",
+        initialization_timeout=_INITIALIZATION_SECONDS,
+        heartbeat_timeout_seconds=math.ceil(timeout_seconds) + _LATER_THAN_LIVENESS_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        coordinator_bind_address=bind_address(coordinator) if is_first else None,
+    )
+    _agree(place)
+
+
+def _agree(place: MultiWorker) -> None:
+    """Lets the workers agree on what they do from now on."""
+    agreement = start_consensus(place)
+    sequence = EventSequence(agreement)
+
+    def restart() -> None:
+        sequence.forget()
+        copies.restart()
+
+    agreement.after_mismatch = restart
+    job_programs.enter = sequence.enter

@@ -1,0 +1,135 @@
+"""Compares what the workers hold of values that are to be the same on all of them."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from distributary.job._consensus import consensus
+from distributary.topology import job_programs
+
+__all__ = ["copies"]
+
+# Share of the time of steps that comparisons may take, and bounds of how many programs lie between.
+_SHARE = 0.002
+_MIN_INTERVAL, _MAX_INTERVAL = 32, 1 << 16
+
+
+@final
+class Copies:
+    """Compares copies now and then: rounding, broken hardware or a mistake can let them drift.
+
+    Every worker counts the same programs, so that all compare at the same time.
+
+    Attributes:
+        num_left: Number of programs until the next comparison.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts anew, as all workers do after a difference between them."""
+        self.num_left = self._interval = _MIN_INTERVAL
+        self._compared_at = time.perf_counter()
+
+    @property
+    def is_half_due(self) -> bool:
+        """Whether half of the programs between two comparisons are over, or none was made."""
+        return self.num_left <= self._interval // 2 or self._interval == _MIN_INTERVAL
+
+    def compare(self, what: str, names: Sequence[str], arrays: Sequence[Any]) -> None:
+        """Compares copies, on all workers together.
+
+        Args:
+            what: When that is, for people.
+            names: Names of the values.
+            arrays: The values, the same on every device of every worker.
+
+        Raises:
+            WorkerMismatchError: on every worker, if they differ.
+        """
+        job = consensus()
+        if job is None or not arrays:
+            return
+        try:
+            jax.block_until_ready(arrays)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # of the program before
+            raise job_programs.explained(error) from error
+        begin = time.perf_counter()
+        step_seconds = (begin - self._compared_at) / max(1, self._interval - self.num_left)
+        sums = checksums(arrays)
+        told = job.agree(
+            f"a comparison of variables {what}",
+            lambda: [sums, time.perf_counter() - begin, step_seconds],
+        )
+        seconds = max(of_worker[1] for of_worker in told)
+        shortest = max(1e-6, min(of_worker[2] for of_worker in told))
+        interval = math.ceil(seconds / (_SHARE * shortest))
+        self.num_left = self._interval = min(max(_MIN_INTERVAL, interval), _MAX_INTERVAL)
+        self._compared_at = time.perf_counter()
+        seen = [of_worker[0] for of_worker in told]
+        if any(row != seen[0][0] for of_worker in seen for row in of_worker):
+            raise job.mismatch(_drifted(what, names, job.names, seen))
+
+
+def _drifted(what: str, names: Sequence[str], workers: Sequence[str], seen: Sequence[Any]) -> str:
+    columns = [[row[i] for rows in seen for row in rows] for i in range(len(names))]
+    drifted = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    first = columns[drifted[0]]
+    usual = max(first, key=first.count)
+    others = [
+        worker
+        for worker, rows in zip(workers, seen, strict=True)
+        if any(row[drifted[0]] != usual for row in rows)
+    ]
+    example = next((worker for worker in workers if worker not in others), "another device")
+    more = f" (and those of {len(drifted) - 1} more variables)" if len(drifted) > 1 else ""
+    return (
+        f"The copies of variable {names[drifted[0]]!r}{more} have drifted apart, found {what}:"
+        f" {', '.join(others)} holds other values than {example}."
+        " Go on from the last checkpoint. Look for what one worker alone computes, for machines of"
+        " different kinds, and for broken hardware."
+    )
+
+
+copies = Copies()
+
+
+def checksums(arrays: Sequence[jax.Array]) -> list[list[int]]:
+    """Returns a checksum of every array, on each device of this process."""
+    shards = zip(*([s.data for s in array.addressable_shards] for array in arrays), strict=True)
+    made = [_checksums(list(own)) for own in shards]
+    return [np.asarray(one).tolist() for one in made]
+
+
+@jax.jit
+def _checksums(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_checksum(array) for array in arrays])
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    """Sums all bits of an array, each word with an odd weight of its own."""
+    words = _words(array).ravel()
+    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * weights, dtype=jnp.uint32)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag])
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        # Of two numbers that are none, a sum has the bits of the first.
+        array = jnp.where(jnp.isnan(array), jnp.asarray(jnp.nan, array.dtype), array)
+    bits = jax.dtypes.itemsize_bits(array.dtype)
+    if bits < 8 or array.dtype == jnp.bool_:
+        return array.astype(jnp.float32).astype(jnp.int32).astype(jnp.uint32)
+    unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # of 64 bits the words come in pairs
+    return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)

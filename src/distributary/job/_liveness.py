@@ -1,0 +1,413 @@
+"""The workers of a job watch each other, and end with a sentence when they cannot go on.
+
+Every worker keeps the connection to worker 0 on which they met. Each end says something once a
+second. A connection that closes tells at once that a process has ended. Silence tells that it is
+frozen or its machine is gone. Worker 0 tells the others. A process that an exception ends says so
+before.
+Messages, as of `Channel`:
+
+    both ways   beat       how far the sender is, see `_Report`
+                lost       which worker is lost, and how: the job ends
+                differ     how the workers differ: the job ends
+    to first    finished   as beat; the sender waits for the others
+                place      what the sender does, as an answer
+    from first  place      asks for that
+                over       all have finished
+
+Source: the health checks of `tf.distribute.MultiWorkerMirroredStrategy`, which are RPCs.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import select
+import selectors
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, final
+
+from distributary.cluster_resolver import MultiWorker
+from distributary.errors import WorkerLostError, WorkerMismatchError
+from distributary.job._activity import Activity
+from distributary.job._channel import Channel, ChannelClosedError
+from distributary.job._consensus import consensus
+from distributary.job._relay import relay_pids
+from distributary.topology import job_programs
+
+__all__ = ["Liveness"]
+
+_BEAT_SECONDS = 1.0
+# From the news of a lost worker to the end of this process; what it can still do is to clean up.
+_GRACE_SECONDS = 1.0
+# From an error of a collective to the news of the lost worker that has caused it; of one that has
+# finished worker 0 hears with the next heartbeats.
+_NEWS_SECONDS = 3.0
+_ANSWER_BEATS = 2  # for the others to say what they do
+_WRITE_SECONDS = 0.2
+_INTERRUPTED_EXIT_CODE = 130  # as shells report it
+_MAX_REASON_CHARACTERS = 500
+_OF_A_COLLECTIVE = re.compile(r"gloo|nccl|collective|connection", re.IGNORECASE)
+
+
+class _Report(NamedTuple):
+    """How far a worker is.
+
+    Attributes:
+        num_meetings: Number of events at which it met the others, or waits for them.
+        position: Number of events that it has begun.
+        is_waiting: Whether it waits for the others on the host.
+        still_beats: For how many heartbeats its script has not got anywhere, while others wait.
+        is_awaited: Whether others wait for the one to whom worker 0 says it.
+    """
+
+    num_meetings: int = 0
+    position: int = 0
+    is_waiting: bool = False
+    still_beats: int = 0
+    is_awaited: bool = False
+
+
+@final
+@dataclass(eq=False)
+class _Worker:
+    """What is known of a worker: of another one at the end of a channel, or of this one."""
+
+    name: str
+    channel: Channel | None = None
+    report: _Report = field(default_factory=_Report)
+    silent_beats: int = 0
+    has_finished: bool = False
+    place: list[str] | None = None  # where it is, once it has told
+
+
+@final
+class Liveness:
+    """Watches the other workers of a job from a thread until all have finished.
+
+    When one is lost, it writes a line to stderr and, a second later, ends this process with
+    `WorkerLostError.exit_code`, unless the process has ended by itself.
+
+    Args:
+        place: The cluster and which of its workers this process is.
+        channels: From worker 0 to all others by their number, from the others to 0.
+        heartbeat_timeout_seconds: Silence after which a worker counts as lost.
+    """
+
+    def __init__(
+        self, place: MultiWorker, channels: Mapping[int, Channel], heartbeat_timeout_seconds: float
+    ) -> None:
+        assert place.worker_number is not None
+        self._name = place.name
+        self._number = place.worker_number
+        self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / _BEAT_SECONDS))
+        self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
+        self._workers = [_Worker(str(peer)) for peer in place.workers]
+        for number, channel in channels.items():
+            self._workers[number].channel = channel
+        self._own = self._workers[self._number]
+        self._others = [self._workers[number] for number in channels]
+        self._activity = Activity(ignored=relay_pids)
+        self._awaited: list[_Worker] = []  # for whom others wait; of worker 0
+        self._lock = threading.Lock()  # of sending
+        self._exit_code: int | None = None  # set when the job ends early
+        self._is_decided = threading.Event()  # all have finished, or one is lost
+        # For how long workers have waited for others at some position.
+        self._stuck_beats, self._stuck_at = 0, 0
+        self._suspicion: tuple[str, str] | None = None  # why all were asked where they are
+        self._unanswered_beats = 0
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Watches from now on, and at the end of the program."""
+        # A child that outlives this process would keep the connections open.
+        os.register_at_fork(after_in_child=self._close)
+        job_programs.explain = self.explain
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._run, name="distributary-liveness", daemon=True).start()
+
+    def explain(self, error: Exception) -> Exception:
+        """Returns the error that names the lost worker, if one is behind another error."""
+        if _OF_A_COLLECTIVE.search(str(error)):
+            self._is_decided.wait(_NEWS_SECONDS)
+        return job_programs.error or error
+
+    # In the thread
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for worker in self._others:
+                assert worker.channel is not None
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            beat_at = time.monotonic()
+            while not self._is_decided.is_set():
+                for key, _ in selector.select(max(0.0, beat_at - time.monotonic())):
+                    self._hear(key.data)
+                if time.monotonic() >= beat_at:
+                    self._beat()
+                    beat_at = time.monotonic() + _BEAT_SECONDS
+        if self._exit_code is not None:
+            time.sleep(_GRACE_SECONDS)
+            # A reader of the output that has stopped reading must not keep the process. No thread
+            # can be started when the main thread is at its end; it flushes by itself then.
+            with contextlib.suppress(RuntimeError):
+                flush = threading.Thread(target=_flush, daemon=True)
+                flush.start()
+                flush.join(_WRITE_SECONDS)
+            os._exit(self._exit_code)
+
+    def _hear(self, worker: _Worker) -> None:
+        assert worker.channel is not None
+        try:
+            for kind, content, _ in worker.channel.arrived():
+                worker.silent_beats = 0
+                self._understand(worker, kind, content)
+        except ChannelClosedError as gone:
+            if "has sent" in str(gone):
+                self._lose(f"{worker.name} was lost: {gone}")
+            else:
+                self._lose(f"{worker.name} was lost: its process has ended without a word")
+
+    def _understand(self, worker: _Worker, kind: str, content: Any) -> None:
+        if kind in ("lost", "differ"):
+            self._lose(content, kind)
+        elif kind == "over":
+            self._is_decided.set()
+        elif kind == "place" and self._number == 0:
+            worker.place = content
+        elif kind == "place":
+            self._say(worker, "place", self._own_place())
+        else:
+            worker.report = _Report(*content)
+            worker.has_finished |= kind == "finished"
+            self._end_if_all_have_finished()
+
+    def _beat(self) -> None:
+        if self._number == 0:
+            is_awaited = self._own in self._awaited
+        else:
+            is_awaited = self._others[0].report.is_awaited
+        self._own.report = self._own_report(self._activity.beat(is_awaited))
+        # Silence is counted in beats: while this process is frozen itself, it counts nothing.
+        for worker in self._others:
+            report = self._own.report._replace(is_awaited=worker in self._awaited)
+            self._say(worker, "beat", report)
+            worker.silent_beats += 1
+            if worker.silent_beats > self._max_silent_beats:
+                self._lose(
+                    f"{worker.name} was lost: it has said nothing for"
+                    f" {self._heartbeat_timeout_seconds:g} s, so it is frozen, or its machine or"
+                    " the network does not work"
+                )
+        if self._number == 0:
+            self._look_for_trouble()
+
+    def _own_report(self, still_beats: int = 0) -> _Report:
+        agreement = consensus()
+        is_waiting = agreement is not None and agreement.waiting_at is not None
+        # The position first: whoever comes to a meeting counts that before its position.
+        position = job_programs.position
+        return _Report(job_programs.num_meetings, position, is_waiting, still_beats)
+
+    def _own_place(self) -> list[str]:
+        agreement = consensus()
+        waiting_at = None if agreement is None else agreement.waiting_at
+        name, values = job_programs.latest
+        given = f" with {', '.join(map(str, values))}" if values else ""
+        if waiting_at is None:
+            doing = f"has begun {name}{given}"
+        else:
+            doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
+        return [doing, *self._activity.where()]
+
+    # On worker 0, which hears of all
+
+    def _look_for_trouble(self) -> None:
+        """Notices workers that wait for each other and will not meet."""
+        if self._suspicion is not None:
+            self._conclude(*self._suspicion)
+            return
+        passed_by = self._passed_by()
+        if passed_by is not None:
+            self._ask_all("differ", passed_by)
+            return
+        positions = [worker.report.position for worker in self._workers]
+        awaited = [
+            worker
+            for worker in self._workers
+            if worker.report.position == min(positions) and not worker.report.is_waiting
+        ]
+        self._awaited = [] if len(awaited) == len(self._workers) else awaited
+        if not self._awaited:
+            self._stuck_beats = 0
+            return
+        for worker in awaited:
+            if worker.has_finished:
+                self._lose(
+                    f"{worker.name} has ended after {min(positions)} programs of all workers, and"
+                    f" another one has begun program {max(positions)}, which needs all of them"
+                )
+                return
+        self._stuck_beats = 1 if min(positions) != self._stuck_at else self._stuck_beats + 1
+        self._stuck_at = min(positions)
+        if self._stuck_beats <= self._max_silent_beats:
+            return
+        # Whoever is awaited hears of it a beat or two later.
+        num_beats = max(1, self._max_silent_beats - 2)
+        hanging = [worker for worker in awaited if worker.report.still_beats >= num_beats]
+        if len(hanging) == len(awaited):  # one that moves may still wake the others
+            names = " and ".join(worker.name for worker in hanging)
+            self._ask_all(
+                "lost",
+                f"{names} did not get anywhere for {self._heartbeat_timeout_seconds:g} s, and the"
+                " other workers wait",
+            )
+
+    def _passed_by(self) -> str | None:
+        """Returns how a worker goes on where another waits for all, None if no worker does."""
+        for waiting in self._workers:
+            report = waiting.report
+            if not report.is_waiting:
+                continue
+            for other in self._workers:
+                theirs = other.report
+                has_passed = theirs.position >= report.position
+                if theirs.num_meetings < report.num_meetings and has_passed:
+                    return (
+                        f"the workers do different things: {waiting.name} waits for all of them,"
+                        f" and {other.name} has gone on without"
+                    )
+        return None
+
+    def _ask_all(self, kind: str, reason: str) -> None:
+        """Asks all workers where they are; what they answer is told with the reason."""
+        self._suspicion = kind, reason
+        self._unanswered_beats = 0
+        for worker in self._others:
+            worker.place = None
+            self._say(worker, "place", None)
+        self._own.place = self._own_place()
+
+    def _conclude(self, kind: str, reason: str) -> None:
+        self._unanswered_beats += 1
+        is_complete = all(worker.place is not None for worker in self._workers)
+        if is_complete or self._unanswered_beats > _ANSWER_BEATS:
+            self._lose(f"{reason}. {'; '.join(map(_told, self._workers))}", kind)
+
+    # When the job cannot go on
+
+    def _lose(self, reason: str, kind: str = "lost") -> None:
+        if self._is_decided.is_set():
+            return
+        self._say_to_all(kind, reason)
+        self._exit_code = WorkerLostError.exit_code
+        agreement = consensus()
+        if agreement is not None and agreement.latest_mismatch is not None:
+            self._is_decided.set()  # the script has been told, and it is the same everywhere
+            return
+        # Before the rest, because what follows can end the process from the main thread.
+        _say_on_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
+        if kind == "differ":
+            job_programs.error = WorkerMismatchError(
+                f"{reason}. All workers must do the same things with the strategy, in the same"
+                " order."
+            )
+        else:
+            job_programs.error = WorkerLostError(
+                f"{reason}. {self._name} cannot go on alone. `distributary launch --max-restarts 3`"
+                " starts all workers again when one is lost; let the program continue from its"
+                " last checkpoint."
+            )
+        self._is_decided.set()
+        if agreement is not None:
+            agreement.shut()  # a script that waits for the others gets the error
+
+    def _end_if_all_have_finished(self) -> None:
+        if self._number == 0 and all(worker.has_finished for worker in self._workers):
+            self._say_to_all("over", None)
+            self._is_decided.set()
+
+    # In the main thread, at its end
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        # Set when an exception ends the program; in an interactive session, when one is shown.
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if error is not None:
+            is_own = isinstance(error, WorkerMismatchError)
+            if is_own or not isinstance(
+                self.explain(error), (WorkerLostError, WorkerMismatchError)
+            ):
+                self._leave(error)
+            _end(WorkerLostError.exit_code)
+        self._own.has_finished = True
+        self._own.report = self._own_report()
+        self._say_to_all("finished", self._own.report)
+        self._end_if_all_have_finished()
+        try:
+            self._is_decided.wait()
+        except KeyboardInterrupt as interrupt:
+            self._leave(interrupt)
+        if self._exit_code is not None:
+            _end(self._exit_code)
+
+    def _leave(self, error: BaseException) -> NoReturn:
+        """Ends this process because of an error of its own."""
+        lines = traceback.format_exception_only(error)[-1].splitlines()
+        text = lines[0][:_MAX_REASON_CHARACTERS]
+        self._exit_code = _INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1
+        self._is_decided.set()  # what the others answer is no news
+        self._say_to_all("lost", f"{self._own.name} has ended with {text}")
+        # JAX would wait for the others, and for its programs, which wait for the others, too.
+        _end(self._exit_code)
+
+    def _say_to_all(self, kind: str, content: Any) -> None:
+        for worker in self._others:
+            self._say(worker, kind, content)
+
+    def _say(self, worker: _Worker, kind: str, content: Any) -> None:
+        assert worker.channel is not None
+        # Whoever has gone is noticed by `_hear`.
+        with self._lock, contextlib.suppress(ChannelClosedError):
+            worker.channel.send(kind, content)
+
+    def _close(self) -> None:
+        for worker in self._others:
+            assert worker.channel is not None
+            worker.channel.close()
+
+
+def _told(worker: _Worker) -> str:
+    """Returns what a worker does, in its own words."""
+    if worker.has_finished:
+        return f"{worker.name} has ended"
+    if worker.place is None:
+        return f"{worker.name} does not answer"
+    doing, *frames = worker.place
+    return f"{worker.name} {doing} ({' > '.join(frames)})"
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process without waiting for JAX, whose programs may never end."""
+    _flush()
+    os._exit(code)
+
+
+def _say_on_stderr(text: str) -> None:
+    """Writes a line, unless whoever reads it has stopped reading."""
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], _WRITE_SECONDS)[1]:
+            os.write(2, text.encode()[: select.PIPE_BUF])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    logging.shutdown()

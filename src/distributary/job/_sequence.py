@@ -1,0 +1,119 @@
+"""Makes sure that all workers run the same programs in the same order, at no cost per step."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any, final
+
+from distributary.job._consensus import Consensus
+from distributary.topology import JobEvent, job_programs
+from distributary.tracing import script_line
+
+__all__ = ["EventSequence"]
+
+_MAX_AGREED = 4096
+_MAX_TEXT_CHARACTERS = 160
+
+
+@final
+class EventSequence:
+    """What the workers have agreed to do next.
+
+    Two workers that run different programs at the same time would mix their numbers, or wait for
+    each other for ever. So they meet before an event, and compare it. That takes 0.1 to
+    0.2 ms, too long for every step. But a training loop repeats itself: once the workers have
+    agreed that event `d` follows `a, b, c`, they need not meet when it does so again:
+
+        step step step step step | evaluation step step ...
+                       ^ nobody meets here: after four steps a fifth one is agreed
+                                   ^ everybody meets, as this is new after four steps
+
+    A worker that does something else than what was agreed waits in a meeting, and the others wait
+    for it in their program: no number is handed out, and `Liveness` sees the difference.
+
+    Invariant: workers that have done the same have agreed on the same.
+
+    Args:
+        consensus: Of the workers.
+    """
+
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
+        self._agreed: dict[tuple[int, ...], tuple[int, tuple[Any, ...]]] = {}
+        self._before: tuple[int, ...] = (0, 0, 0, 0)
+
+    def enter(self, event: JobEvent, values: tuple[Any, ...]) -> None:
+        """See `JobPrograms.begin`."""
+        before = self._before
+        key = event.key
+        self._before = (before[1], before[2], before[3], key)
+        if self._agreed.get(before) == (key, values):
+            job_programs.position += 1
+            return
+        self._meet(event, values)
+        if len(self._agreed) >= _MAX_AGREED:
+            self._agreed.clear()
+        self._agreed[before] = (key, values)
+
+    def _meet(self, event: JobEvent, values: tuple[Any, ...]) -> None:
+        own = json.dumps([event.key, repr(values)]).encode()
+        said = self._consensus.exchange(event.name, own)
+        if said.count(said[0]) == len(said):
+            return
+        details = json.dumps(
+            [list(event.describe()), [repr(value) for value in values], script_line()]
+        )
+        compressed = self._consensus.exchange(
+            f"a difference in {event.name}", zlib.compress(details.encode(), 1)
+        )
+        described = [json.loads(zlib.decompress(one)) for one in compressed]
+        raise self._consensus.mismatch(
+            f"The workers differ in {event.name}: {self._difference(described)}. All workers must"
+            " do the same with the same numbers; give what differs between them, such as data,"
+            " with strategy.experimental_distribute_values_from_function."
+        )
+
+    def forget(self) -> None:
+        """Begins anew after a difference, so that scripts that catch the error can go on."""
+        self._agreed.clear()
+        self._before = (0, 0, 0, 0)
+
+    def _difference(self, described: Sequence[Any]) -> str:
+        (lines, values, script), *others = described
+        for number, (other_lines, other_values, other_script) in enumerate(others, start=1):
+            names = (
+                f"{self._consensus.names[0]} ({script})",
+                f"{self._consensus.names[number]} ({other_script})",
+            )
+            found = first_difference(lines, other_lines)
+            if found is not None:
+                return " and ".join(
+                    f"{name} has {text}" for name, text in zip(names, found, strict=True)
+                )
+            for pair in zip(values, other_values, strict=False):
+                if pair[0] != pair[1]:
+                    return f"{names[0]} gives it {pair[0]} and {names[1]} {pair[1]}"
+        return "they describe it in the same way, and name it by other keys"
+
+
+def first_difference(
+    one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]
+) -> tuple[str, str] | None:
+    """Returns how two descriptions of an event differ first, None if they do not."""
+    for i in range(max(len(one), len(other))):
+        pair = [lines[i] if i < len(lines) else ("nothing more", "") for lines in (one, other)]
+        if pair[0][0] != pair[1][0]:
+            letters = enumerate(zip(pair[0][0], pair[1][0], strict=False))
+            same = next((at for at, (a, b) in letters if a != b), 0)
+            first, second = (_shown(text, where, same) for text, where in pair)
+            return first, second
+    return None
+
+
+def _shown(text: str, where: str, at: int) -> str:
+    """Returns a text, of a long one what is around the place `at`."""
+    if len(text) > _MAX_TEXT_CHARACTERS:
+        begin = max(0, at - _MAX_TEXT_CHARACTERS // 3)
+        end = begin + _MAX_TEXT_CHARACTERS
+        text = f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
+    return f"{text} at {where}" if where else text

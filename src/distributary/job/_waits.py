@@ -1,0 +1,430 @@
+"""Tells what the threads of this process and of its children wait for, as Linux sees it.
+
+It comes from `/proc/<pid>/task/<tid>/syscall`, the system call in which a thread waits with its
+arguments, and from processor times.
+
+Source: proc(5), syscall(2), and clock_getcpuclockid(3) for the clocks of threads and processes.
+"""
+
+import contextlib
+import ctypes
+import operator
+import os
+import platform
+import select
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import final
+
+__all__ = [
+    "Kind",
+    "Wait",
+    "can_look",
+    "children_of",
+    "computes_without_python",
+    "cpu_seconds_of_process",
+    "cpu_seconds_of_thread",
+    "is_from_elsewhere",
+    "is_stopped",
+    "num_bytes_moved",
+    "tasks_of",
+    "wait_of",
+]
+
+_NUMBERS = {
+    "x86_64": {
+        "read": 0,
+        "write": 1,
+        "poll": 7,
+        "pread64": 17,
+        "readv": 19,
+        "writev": 20,
+        "select": 23,
+        "pause": 34,
+        "nanosleep": 35,
+        "accept": 43,
+        "sendto": 44,
+        "recvfrom": 45,
+        "sendmsg": 46,
+        "recvmsg": 47,
+        "wait4": 61,
+        "rt_sigtimedwait": 128,
+        "rt_sigsuspend": 130,
+        "futex": 202,
+        "clock_nanosleep": 230,
+        "epoll_wait": 232,
+        "waitid": 247,
+        "pselect6": 270,
+        "ppoll": 271,
+        "epoll_pwait": 281,
+        "accept4": 288,
+    },
+    "aarch64": {
+        "epoll_pwait": 22,
+        "read": 63,
+        "write": 64,
+        "readv": 65,
+        "writev": 66,
+        "pread64": 67,
+        "pselect6": 72,
+        "ppoll": 73,
+        "waitid": 95,
+        "futex": 98,
+        "nanosleep": 101,
+        "clock_nanosleep": 115,
+        "rt_sigsuspend": 133,
+        "rt_sigtimedwait": 137,
+        "accept": 202,
+        "sendto": 206,
+        "recvfrom": 207,
+        "sendmsg": 211,
+        "recvmsg": 212,
+        "accept4": 242,
+        "wait4": 260,
+    },
+}
+_READS = {"read", "readv", "pread64", "recvfrom", "recvmsg", "accept", "accept4"}
+_WRITES = {"write", "writev", "sendto", "sendmsg"}
+_PRIVATE_FUTEX = 128
+_FUTEX_COMMANDS = 127
+_FUTEX_WAITS = {0, 6, 9}  # FUTEX_WAIT, FUTEX_LOCK_PI, FUTEX_WAIT_BITSET
+_TIMER_ABSTIME = 1
+_PAUSE_MICROSECONDS = 2000
+_COMPUTED_SECONDS = 0.0002  # more than it takes to ask for the lock
+_GET_FILE_OF_PROCESS = 438  # pidfd_getfd, the same number on all architectures
+
+_names = {number: name for name, number in _NUMBERS.get(platform.machine(), {}).items()}
+_libc = ctypes.PyDLL(None) if sys.platform == "linux" else None
+
+
+class Kind(Enum):
+    """The kinds of a wait."""
+
+    NONE = auto()  # it computes, or could
+    LOCK = auto()  # another thread has to wake it, which may be one of another process
+    SLEEP = auto()
+    FILES = auto()  # something has to be read or written
+    CHILD = auto()  # a child has to end
+    SIGNAL = auto()
+    UNKNOWN = auto()
+
+
+@final
+@dataclass(frozen=True)
+class Wait:
+    """What a thread waits for.
+
+    Attributes:
+        kind: What has to happen.
+        end: None if the wait may last for ever, otherwise its deadline in nanoseconds of whatever
+            clock; 0 when only its duration is known.
+        files: Descriptors and whether the thread wants to write there, of `Kind.FILES`.
+        is_private: Whether only threads of the same process can wake it, of `Kind.LOCK`.
+    """
+
+    kind: Kind
+    end: int | None = None
+    files: tuple[tuple[int, bool], ...] = ()
+    is_private: bool = True
+
+
+_RUNS = Wait(Kind.NONE)
+_UNKNOWN = Wait(Kind.UNKNOWN)
+
+
+def can_look() -> bool:
+    """Returns whether this machine tells what threads wait for."""
+    return bool(_names) and bool(_read_at_once(b"/proc/self/syscall"))
+
+
+def wait_of(pid: int, tid: int) -> Wait:
+    """Returns what a thread waits for now, without handing the lock of Python to another thread."""
+    fields = _read_at_once(b"/proc/%d/task/%d/syscall" % (pid, tid)).split()
+    if not fields:
+        return _UNKNOWN
+    if fields[0] == b"running":
+        return _RUNS
+    name = _names.get(int(fields[0]), "")
+    arguments = [int(field, 16) for field in fields[1:7]]
+    if len(arguments) < 6:  # -1: it waits outside of a system call
+        return _UNKNOWN
+    if name == "futex":
+        return _futex_wait(pid, arguments)
+    if name == "clock_nanosleep":
+        is_absolute = arguments[1] & _TIMER_ABSTIME
+        return Wait(Kind.SLEEP, (_time_at(pid, arguments[2]) or 0) if is_absolute else 0)
+    if name == "nanosleep":
+        return Wait(Kind.SLEEP, 0)
+    if name in _READS or name in _WRITES:
+        return Wait(Kind.FILES, files=((arguments[0], name in _WRITES),))
+    if name in ("poll", "ppoll"):
+        is_endless = arguments[2] == 0 if name == "ppoll" else _is_negative(arguments[2])
+        return _wait_for_any(_polled(pid, *arguments[:2]), is_endless)
+    if name in ("select", "pselect6"):
+        return _wait_for_any(_selected(pid, arguments), arguments[4] == 0)
+    if name in ("epoll_wait", "epoll_pwait"):
+        return _wait_for_any(tuple(_watched(pid, arguments[0])), _is_negative(arguments[3]))
+    if name in ("wait4", "waitid"):
+        return Wait(Kind.CHILD)
+    if name in ("pause", "rt_sigsuspend"):
+        return Wait(Kind.SIGNAL)
+    if name == "rt_sigtimedwait":
+        return Wait(Kind.SIGNAL, None if arguments[2] == 0 else 0)
+    return _UNKNOWN
+
+
+def is_from_elsewhere(wait: Wait, pid: int, tree: Collection[int], servers: bool) -> bool:
+    """Returns whether a process outside of `tree` can end a wait for files.
+
+    Args:
+        wait: What a thread of process `pid` waits for.
+        pid: The process.
+        tree: This process and its children.
+        servers: Whether to count the arrival of a new client.
+    """
+    return any(_is_file_from_elsewhere(pid, fd, writes, tree, servers) for fd, writes in wait.files)
+
+
+def tasks_of(pid: int) -> list[int]:
+    """Returns the ids of all threads of a process; nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    return []
+
+
+def children_of(pid: int, ignored: Collection[int]) -> list[int]:
+    """Returns the processes that a process and its children have started, and that have not ended.
+
+    Leaves out the `ignored` ones and what they have started.
+    """
+    found = []
+    for tid in tasks_of(pid):
+        for word in _read_at_once(b"/proc/%d/task/%d/children" % (pid, tid)).split():
+            child = int(word)
+            if child not in ignored and _state(child) not in ("", "Z", "X"):
+                found += [child, *children_of(child, ignored)]
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process has been stopped by a signal or a debugger."""
+    return _state(pid) in ("T", "t")
+
+
+def cpu_seconds_of_thread(tid: int) -> float | None:
+    """Returns the processor time of a thread of this process; None if it has ended."""
+    return _cpu_seconds(_clock_of_thread(tid))
+
+
+def cpu_seconds_of_process(pid: int) -> float | None:
+    """Returns the processor time of a process; None if it has ended."""
+    return _cpu_seconds((~pid << 3) | 2)
+
+
+def computes_without_python(tid: int) -> bool:
+    """Returns whether a thread of this process computes while the caller has the lock of Python.
+
+    Then it does so in a library. Who executes Python waits for the lock.
+    """
+    if _libc is None:
+        return True
+    read = partial(time.clock_gettime, _clock_of_thread(tid))
+    # The thread may have this core meanwhile. One call in C from begin to end, because between
+    # two instructions of Python the lock could be handed over.
+    pause = partial(_libc.usleep, _PAUSE_MICROSECONDS)
+    try:
+        before, _, after = map(operator.call, (read, pause, read))
+    except OSError:
+        return True
+    return after - before > _COMPUTED_SECONDS
+
+
+def num_bytes_moved(tid: int) -> int:
+    """Returns how many bytes a thread of this process has read from and written to files."""
+    fields = _read_at_once(b"/proc/self/task/%d/io" % tid).split()
+    return int(fields[1]) + int(fields[3]) if len(fields) > 3 else 0
+
+
+def _clock_of_thread(tid: int) -> int:
+    return (~tid << 3) | 6
+
+
+def _cpu_seconds(clock: int) -> float | None:
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(clock)
+    return None
+
+
+def _state(pid: int) -> str:
+    # The name before it, in parentheses, may hold anything.
+    fields = _read_at_once(b"/proc/%d/stat" % pid).rpartition(b")")[2].split()
+    return fields[0].decode() if fields else ""
+
+
+def _read_at_once(path: bytes, offset: int = 0, num_bytes: int = 4096) -> bytes:
+    """Reads a small file of /proc and keeps the lock of Python, as `os.read` does not.
+
+    What it says then belongs to the frames that are looked at in the same moment.
+    """
+    if _libc is None:
+        return b""
+    fd = _libc.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if fd < 0:
+        return b""
+    buffer = ctypes.create_string_buffer(num_bytes)
+    length = _libc.pread(fd, buffer, ctypes.c_size_t(num_bytes), ctypes.c_int64(offset))
+    _libc.close(fd)
+    return buffer.raw[: max(0, length)]
+
+
+def _memory(pid: int, address: int, num_bytes: int) -> bytes:
+    # Not by a pointer: the thread may have ended meanwhile, and its memory with it.
+    data = _read_at_once(b"/proc/%d/mem" % pid, address, num_bytes)
+    return data if len(data) == num_bytes else b""
+
+
+def _time_at(pid: int, address: int) -> int | None:
+    data = _memory(pid, address, 16)
+    if not data:
+        return None
+    seconds, nanoseconds = struct.unpack("qq", data)
+    return int(seconds) * 10**9 + int(nanoseconds)
+
+
+def _is_negative(argument: int) -> bool:
+    return bool(argument & 0x80000000)  # of an int
+
+
+def _futex_wait(pid: int, arguments: list[int]) -> Wait:
+    _, operation, _, timeout, *_ = arguments
+    command = operation & _FUTEX_COMMANDS
+    if command not in _FUTEX_WAITS:
+        return _UNKNOWN
+    end = None
+    if timeout:
+        end = (_time_at(pid, timeout) or 0) if command else 0
+    return Wait(Kind.LOCK, end, is_private=bool(operation & _PRIVATE_FUTEX))
+
+
+# Which files a thread waits for
+
+
+def _wait_for_any(files: tuple[tuple[int, bool], ...], is_endless: bool) -> Wait:
+    end = None if is_endless else 0
+    if files:
+        return Wait(Kind.FILES, end, files)
+    return Wait(Kind.SIGNAL if is_endless else Kind.SLEEP, end)
+
+
+def _polled(pid: int, address: int, number: int) -> tuple[tuple[int, bool], ...]:
+    number = min(number, 1024)
+    files: list[tuple[int, bool]] = []
+    for fd, events, _ in struct.iter_unpack("ihh", _memory(pid, address, 8 * number)):
+        if fd >= 0:
+            files += _wanted(fd, events)
+    return tuple(files)
+
+
+def _wanted(fd: int, events: int) -> Iterator[tuple[int, bool]]:
+    if events & select.POLLOUT:
+        yield fd, True
+    if events & ~select.POLLOUT or not events:
+        yield fd, False
+
+
+def _selected(pid: int, arguments: list[int]) -> tuple[tuple[int, bool], ...]:
+    number = min(arguments[0], 1024)
+    files: list[tuple[int, bool]] = []
+    for address, writes in ((arguments[1], False), (arguments[2], True)):
+        if address:
+            bits = int.from_bytes(_memory(pid, address, 8 * ((number + 63) // 64)), "little")
+            files += [(fd, writes) for fd in range(number) if bits >> fd & 1]
+    return tuple(files)
+
+
+def _watched(pid: int, epoll: int) -> Iterator[tuple[int, bool]]:
+    for line in _read_at_once(b"/proc/%d/fdinfo/%d" % (pid, epoll), num_bytes=1 << 16).split(b"\n"):
+        words = line.split()
+        if len(words) > 3 and words[0] == b"tfd:":
+            yield from _wanted(int(words[1]), int(words[3], 16) & 0xFFFF)
+
+
+# Who has the other end
+
+
+def _is_file_from_elsewhere(
+    pid: int, fd: int, writes: bool, tree: Collection[int], servers: bool
+) -> bool:
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        status, target = os.stat(path), os.readlink(path)
+    except OSError:
+        return True
+    if stat.S_ISFIFO(status.st_mode):
+        return not _is_pipe_held(status.st_ino, tree, by_readers=writes)
+    if stat.S_ISSOCK(status.st_mode):
+        return _is_socket_from_elsewhere(pid, fd, tree, servers)
+    if target.startswith("anon_inode:"):
+        if "eventpoll" in target:
+            inner = Wait(Kind.FILES, files=tuple(_watched(pid, fd)))
+            return is_from_elsewhere(inner, pid, tree, servers)
+        return "pidfd" not in target  # threads of libraries wake each other by an eventfd
+    # A person at a terminal is nobody to wait for; a disk ends by itself.
+    return writes or not target.startswith(("/dev/tty", "/dev/pts/", "/dev/console"))
+
+
+def _is_pipe_held(number: int, tree: Collection[int], by_readers: bool) -> bool:
+    """Tells whether one of `tree` holds the other end of a pipe."""
+    wanted = os.O_RDONLY if by_readers else os.O_WRONLY
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                if _is_open_pipe(pid, int(name), number, {wanted, os.O_RDWR}):
+                    return True
+    return False
+
+
+def _is_open_pipe(pid: int, fd: int, number: int, modes: Collection[int]) -> bool:
+    with contextlib.suppress(OSError):
+        status = os.stat(f"/proc/{pid}/fd/{fd}")
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino == number:
+            text = _read_at_once(b"/proc/%d/fdinfo/%d" % (pid, fd))
+            flags = text.partition(b"flags:")[2].split()
+            return bool(flags) and int(flags[0], 8) & os.O_ACCMODE in modes
+    return False
+
+
+def _is_socket_from_elsewhere(pid: int, fd: int, tree: Collection[int], servers: bool) -> bool:
+    try:
+        copy = socket.socket(fileno=_copy(pid, fd))
+    except OSError:
+        return True
+    with copy:
+        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return servers
+        if copy.family != socket.AF_UNIX:
+            return True
+        peer = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return struct.unpack("3i", peer)[0] not in tree
+
+
+def _copy(pid: int, fd: int) -> int:
+    """Returns a descriptor for a file that a process of the tree has open."""
+    if pid == os.getpid():
+        return os.dup(fd)
+    assert _libc is not None
+    process = os.pidfd_open(pid)
+    try:
+        copy: int = _libc.syscall(_GET_FILE_OF_PROCESS, process, fd, 0)
+    finally:
+        os.close(process)
+    if copy < 0:
+        raise OSError(f"process {pid} does not show its file {fd}")
+    return copy

@@ -1,0 +1,109 @@
+"""What the workers compare before a call of `fit`, `evaluate` or `predict` begins."""
+
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from distributary.topology import JobEvent, job_programs
+
+# Arguments that decide how many steps a worker takes, and which.
+_NUMBERS = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "steps",
+    "steps_per_epoch",
+    "validation_batch_size",
+    "validation_freq",
+    "validation_split",
+    "validation_steps",
+)
+_PRESENCE = ("class_weight", "sample_weight", "validation_data", "y")
+# What may differ between workers: where an object comes from, and seeds, as the values of the chief
+# count.
+_IGNORED = frozenset(
+    {"build_config", "input_cached_tensor", "module", "registered_name", "seed", "shared_object_id"}
+)
+
+Line = tuple[str, str]
+
+
+def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Makes sure that all workers call a method of the same model with the same arguments.
+
+    Args:
+        model: The model.
+        method: `fit`, `evaluate` or `predict`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        WorkerMismatchError: if they do not.
+    """
+    if job_programs.enter is None:
+        return
+    try:
+        given = inspect.signature(method).bind(model, *args, **kwargs)
+    except TypeError:
+        return  # Keras says what is wrong
+    given.apply_defaults()
+
+    lines = _lines_of(model)
+
+    def describe() -> list[Line]:
+        values = given.arguments
+        numbers = [f"{name}={values[name]!r}" for name in _NUMBERS if name in values]
+        missing = {name: values.get(name) is None for name in _PRESENCE}
+        presence = [f"{'no' if is_missing else 'a'} {n}" for n, is_missing in missing.items()]
+        return [*((text, "") for text in (*numbers, *presence)), *lines]
+
+    job_programs.begin(JobEvent(f"{method.__name__} of {model.name}", describe))
+
+
+# What has been described of a model, and when it has to be done anew.
+_described: weakref.WeakKeyDictionary[Any, tuple[Any, list[Line]]] = weakref.WeakKeyDictionary()
+
+
+def _lines_of(model: Any) -> list[Line]:
+    state = (
+        getattr(model, "_compile_config", None),
+        [(variable.path, variable.trainable) for variable in model.variables],
+    )
+    known = _described.get(model)
+    if known is None or known[0] != state:
+        known = _described[model] = state, list(_of_model(model))
+    return known[1]
+
+
+def _of_model(model: Any) -> Iterator[Line]:
+    for name in ("optimizer", "loss", "steps_per_execution", "run_eagerly"):
+        yield f"compiled with {name}={_text(getattr(model, name, None))}", ""
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        yield f"compiled with {_text(config.config)}", ""
+    for layer in getattr(model, "layers", ()):
+        yield f"layer {layer.name}: {type(layer).__name__} {_text(layer)}", ""
+    for variable in model.variables:
+        trainable = ", trainable" if variable.trainable else ""
+        yield f"variable {variable.path} {variable.dtype}{list(variable.shape)}{trainable}", ""
+
+
+def _text(value: Any) -> str:
+    """Returns a text for a configuration, the same for equal ones on every worker."""
+    try:
+        config = keras.saving.serialize_keras_object(value)
+        return json.dumps(_cleaned(config), sort_keys=True)
+    except Exception:  # custom objects need not have a configuration
+        return getattr(value, "__name__", type(value).__name__)
+
+
+def _cleaned(config: Any) -> Any:
+    if isinstance(config, dict):
+        return {k: _cleaned(v) for k, v in config.items() if k not in _IGNORED}
+    if isinstance(config, (list, tuple)):
+        return [_cleaned(item) for item in config]
+    return config

@@ -1,0 +1,62 @@
+"""The devices of connected processes, and the methods of a strategy that has them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from distributary.cluster_resolver import MultiWorker
+from distributary.errors import ClusterError
+from distributary.options import CommunicationOptions
+from distributary.strategies._extended import StrategyExtended
+from distributary.topology import replica_devices
+
+
+def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
+    """The devices of all workers, worker by worker, of the kind this worker would use."""
+    own = replica_devices(None)
+    platform = own[0].platform
+    devices: list[list[jax.Device]] = [[] for _ in range(place.num_workers)]
+    for device in jax.devices(platform):
+        devices[device.process_index].append(device)
+    counts = [len(of_worker) for of_worker in devices]
+    if len(set(counts)) > 1:
+        seen = ", ".join(
+            f"{peer.name} {count}" for peer, count in zip(place.workers, counts, strict=True)
+        )
+        raise ClusterError(
+            f"The workers have different numbers of {platform.upper()} devices: {seen}. Give every"
+            " worker the same number, with CUDA_VISIBLE_DEVICES or JAX_NUM_CPU_DEVICES."
+        )
+    return tuple(itertools.chain.from_iterable(devices))
+
+
+def extended_of_job(
+    strategy: Any,
+    place: MultiWorker,
+    devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
+    options: CommunicationOptions | None,
+    shard_optimizer_state: bool = False,
+) -> StrategyExtended:
+    """The methods of a strategy of connected processes, which all call this together.
+
+    Args:
+        strategy: The strategy.
+        place: The processes.
+        devices: As in `StrategyExtended`.
+        options: Communication options.
+        shard_optimizer_state: As in `StrategyExtended`.
+    """
+    extended = StrategyExtended(
+        strategy,
+        devices,
+        options=options,
+        workers=place,
+        shard_optimizer_state=shard_optimizer_state,
+    )
+    # The first collective connects the workers, for which gloo waits 30 s. They are together now;
+    # by their first step one may have read data for longer than that.
+    extended.from_chief([np.zeros(1 << 15, np.int32)], f"the start of {type(strategy).__name__}")
+    return extended

@@ -1,0 +1,335 @@
+"""What a traced function takes from iterators over datasets, in every call anew."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.tracing._markers import Handle
+from distributary.tracing._scope import current_scope, is_outside_of_trace, outside_of_trace
+
+# A loop over a dataset is unrolled: more than this takes too long to compile.
+_MAX_TAKEN = 100
+
+#: In the place of what an iterator gives: it has ended.
+END = "end"
+
+
+class Feedable(Protocol):
+    """An iterator over a dataset, outside of every trace."""
+
+    def pull(self) -> Any:
+        """The next element."""
+
+    def put_back(self, element: Any) -> None:
+        """The next element is this one, the last that was pulled and not put back."""
+
+
+class Iterated(Protocol):
+    """A dataset, outside of every trace."""
+
+    def begin_pass(self, is_plain: bool) -> Any:
+        """A new iterator."""
+
+    def take_back_pass(self) -> None:
+        """The pass that began last has not begun."""
+
+
+class Feeding(Protocol):
+    """What code that is traced takes its data from.
+
+    Attributes:
+        position: How much has been taken before the present place of the code. It is set back
+            when the code is traced again.
+    """
+
+    position: int
+
+    def give(self, iterator: Feedable) -> Any:
+        """The next element, with tracers as leaves."""
+
+    def begin(self, dataset: Iterated, is_plain: bool) -> Any:
+        """A new iterator over a dataset."""
+
+    def leave(self, error: Exception) -> None:
+        """Stops the trace, if the code can run on the host instead, or raises `error`."""
+
+
+class LeaveTrace(BaseException):
+    """Stops the trace of a function that has to run on the host; never reaches the user."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a function gets an iterator or a dataset from.
+
+    Attributes:
+        kind: An argument, what it captures, or a pass that it has begun itself.
+        number: Of the argument among all leaves; of the pass among all that it has taken.
+        captured: Returns the object, or None if it was collected.
+        begins_pass: Whether a pass over it begins, and whether that gives plain arrays.
+    """
+
+    kind: Literal["argument", "captured", "pass"]
+    number: int = 0
+    captured: Any = None
+    begins_pass: bool | None = None
+
+
+@dataclass(slots=True)
+class _Event:
+    """An element that was taken, the end of the data, or a pass that began.
+
+    Attributes:
+        origin: What it was taken from.
+        of: The same object.
+        outcome: What the course of the function can depend on.
+        given: The element, or the iterator over the pass.
+        values: Arrays of the element.
+        tree: Its structure.
+        handles: What stands for the arrays in the trace.
+    """
+
+    origin: Origin
+    of: Any
+    outcome: Any
+    given: Any = None
+    values: Sequence[Any] = ()
+    tree: Any = None
+    handles: list[Handle] = field(default_factory=list)
+
+
+@final
+class Feeds:
+    """What one call of a function takes.
+
+    It is taken first along what earlier calls took, until it differs from all of them, and then
+    by the function, while it is traced.
+
+    Args:
+        leaves: The leaves of the function's arguments.
+
+    Attributes:
+        position: See `Feeding`.
+    """
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._events: list[_Event] = []
+        self.position = 0
+
+    # Without a trace
+
+    def follow(self, origin: Origin) -> Any:
+        """Takes what a function took before; returns what the function did next depends on.
+
+        Raises:
+            ReferenceError: if what it captured does not exist any more.
+        """
+        match origin.kind:
+            case "argument":
+                of = self._leaves[origin.number]
+            case "captured":
+                of = origin.captured()
+            case "pass":
+                of = self._events[origin.number].given
+        if of is None:
+            raise ReferenceError
+        event = _begun(origin, of) if origin.begins_pass is not None else _taken(origin, of)
+        self._events.append(event)
+        return event.outcome
+
+    @property
+    def values(self) -> list[Any]:
+        """The arrays of all elements."""
+        return [value for event in self._events for value in event.values]
+
+    @property
+    def handles(self) -> list[Handle]:
+        """What stands for them in the trace."""
+        return [handle for event in self._events for handle in event.handles]
+
+    @property
+    def course(self) -> list[tuple[Origin, Any]]:
+        """What was taken from where, and the outcome."""
+        return [(event.origin, event.outcome) for event in self._events]
+
+    def put_back(self, position: int = 0) -> None:
+        """Gives back what was taken after `position`."""
+        while len(self._events) > position:
+            event = self._events.pop()
+            if event.origin.begins_pass is not None:
+                event.of.take_back_pass()
+            elif event.outcome is not END:
+                event.of.put_back(event.given)
+
+    # In a trace
+
+    def give(self, iterator: Feedable) -> Any:
+        event = self._next(iterator, None)
+        scope = current_scope()
+        assert scope is not None
+        if event.outcome is END:
+            raise StopIteration
+        if not event.handles:
+            event.handles = [
+                Handle(None, f"element {self.position} of a dataset", np.shape(value), dtype)
+                for value, dtype in zip(event.values, event.outcome[2], strict=True)
+            ]
+        return jax.tree.unflatten(event.tree, [scope.read(handle) for handle in event.handles])
+
+    def begin(self, dataset: Iterated, is_plain: bool) -> Any:
+        return self._next(dataset, is_plain).given
+
+    def leave(self, error: Exception) -> None:
+        scope = current_scope()
+        if scope is not None and scope.kind == "function" and not scope.tapes:
+            raise LeaveTrace
+        raise error
+
+    def _next(self, of: Any, begins_pass: bool | None) -> _Event:
+        if self.position < len(self._events):
+            event = self._events[self.position]
+            if event.of is of and event.origin.begins_pass == begins_pass:
+                self.position += 1
+                return event
+            self.put_back(self.position)
+        if len(self._events) >= _MAX_TAKEN:
+            self.leave(
+                InvalidValueError(
+                    f"A compiled function takes more than {_MAX_TAKEN} elements from datasets in"
+                    " one call; its loop is unrolled, so it would take too long to compile. Loop"
+                    " outside, and call the function for every batch."
+                )
+            )
+        origin = self._origin_of(of, begins_pass)
+        with outside_of_trace():
+            event = _taken(origin, of) if begins_pass is None else _begun(origin, of)
+        self._events.append(event)
+        self.position += 1
+        return event
+
+    def _origin_of(self, of: Any, begins_pass: bool | None) -> Origin:
+        for number, leaf in enumerate(self._leaves):
+            if leaf is of:
+                return Origin("argument", number, begins_pass=begins_pass)
+        for number, event in enumerate(self._events):
+            if event.given is of:
+                return Origin("pass", number)
+        # Iterators are kept by whoever made them, datasets may be made by the function itself.
+        captured = weakref.ref(of) if begins_pass is None else lambda: of
+        return Origin("captured", captured=captured, begins_pass=begins_pass)
+
+
+def _begun(origin: Origin, dataset: Iterated) -> _Event:
+    iterator = dataset.begin_pass(bool(origin.begins_pass))
+    return _Event(origin, dataset, "pass", iterator)
+
+
+def _taken(origin: Origin, iterator: Feedable) -> _Event:
+    try:
+        element = iterator.pull()
+    except StopIteration:
+        return _Event(origin, iterator, END)
+    leaves, tree = jax.tree.flatten(element, is_leaf=_is_list)
+    values = [_array_of(leaf) for leaf in leaves]
+    dtypes = tuple([jax.dtypes.canonicalize_dtype(value.dtype) for value in values])
+    outcome = tree, tuple([value.shape for value in values]), dtypes
+    return _Event(origin, iterator, outcome, element, values, tree)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _array_of(leaf: Any) -> Any:
+    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if value.dtype != bool and not jnp.issubdtype(value.dtype, np.number):
+        raise InvalidTypeError(
+            f"A compiled function takes an element that holds {leaf!r} from a dataset; strings and"
+            " objects cannot go to a device. Map them to numbers, or take the element outside and"
+            " pass its arrays."
+        )
+    return value
+
+
+class _ThreadState(threading.local):
+    feeding: Feeding | None = None
+
+
+_state = _ThreadState()
+
+
+def current_feeding() -> Feeding | None:
+    """Where the code that this thread traces takes its data from."""
+    return _state.feeding
+
+
+@contextmanager
+def fed_by(feeding: Feeding | None) -> Iterator[None]:
+    """Code that is traced inside takes its data from `feeding`."""
+    before, _state.feeding = _state.feeding, feeding
+    try:
+        yield
+    finally:
+        _state.feeding = before
+
+
+def next_of(iterator: Feedable) -> Any:
+    """The next element of an iterator over a dataset, to be called inside a trace of JAX.
+
+    Of code that is traced for a program it is what stands for the element.
+
+    Raises:
+        ContextError: where JAX would keep one element forever.
+        InvalidValueError: in a step of several replicas.
+    """
+    scope = current_scope()
+    if scope is None:
+        if is_outside_of_trace():
+            return iterator.pull()
+        raise _frozen()
+    feeding = current_feeding()
+    if feeding is None or scope.num_replicas > 1:
+        raise InvalidValueError(
+            "next() of a dataset's iterator was called inside Strategy.run, where it would give one"
+            " batch, once, while the step is traced. Take the batch outside,"
+            " strategy.run(step, args=(next(iterator),))."
+        )
+    if not scope.is_outermost():
+        raise _frozen()
+    return feeding.give(iterator)
+
+
+def iterator_of(dataset: Iterated, is_plain: bool) -> Any:
+    """A new iterator over a dataset; while code is traced, one for each of its calls."""
+    feeding = current_feeding()
+    if feeding is None or current_scope() is None:
+        return dataset.begin_pass(is_plain)
+    return feeding.begin(dataset, is_plain)
+
+
+def refuse_in_trace(error: Exception) -> None:
+    """While code is traced, raises `error`, or has the code run on the host if it can."""
+    if current_scope() is None:
+        return
+    feeding = current_feeding()
+    if feeding is None:
+        raise error
+    feeding.leave(error)
+
+
+def _frozen() -> ContextError:
+    return ContextError(
+        "next() of a dataset's iterator was called inside jax.jit, jax.grad, jax.lax control flow"
+        " or another JAX transformation, which would keep one element forever. Take the element"
+        " before, and pass it as an argument."
+    )

@@ -1,0 +1,124 @@
+"""Where the rows of a batch lie in an array that is computed from it.
+
+Every dim of an array is a product of factors, the slowest first. A factor either counts rows or
+counts something else; so `[batch * length, features]` is `((B rows, length), (features,))`, and a
+reshape only groups the factors anew. What is said holds for every size of the batch: nothing is
+concluded from two sizes being equal.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+__all__ = ["BATCH", "Dims", "Factor", "Rows", "aligned", "joined", "plain", "reshaped", "tags_of"]
+
+#: The axis that counts the rows of the batch. Others are made of it: of rows in another order.
+BATCH = "batch"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Element `i` of a factor belongs to row `start + stride * i` of an axis."""
+
+    axis: Any
+    stride: int = 1
+    start: int = 0
+
+    @property
+    def group(self) -> tuple[Any, int, int]:
+        """Equal for rows of which each lies in the same group of `stride` successive ones."""
+        return self.axis, self.stride, self.start // self.stride
+
+
+Factor: TypeAlias = tuple[int, Rows | None]
+Dims: TypeAlias = tuple[tuple[Factor, ...], ...]
+
+
+def plain(shape: Sequence[int]) -> Dims:
+    """The dims of an array without rows."""
+    return tuple([((size, None),) if size != 1 else () for size in shape])
+
+
+def tags_of(factors: Sequence[Factor]) -> list[Rows]:
+    """The rows that factors count."""
+    return [rows for _, rows in factors if rows is not None]
+
+
+def _merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+    """The same factors, neighbors that count on put together."""
+    result: list[Factor] = []
+    for size, rows in factors:
+        if size == 1 and rows is None:
+            continue
+        if result and size > 1:
+            before, outer = result[-1]
+            if rows is None and outer is None:
+                result[-1] = before * size, None
+                continue
+            if (
+                rows is not None
+                and outer is not None
+                and outer.axis == rows.axis
+                and outer.stride == rows.stride * size
+            ):
+                start = outer.start + rows.start
+                result[-1] = before * size, Rows(rows.axis, rows.stride, start)
+                continue
+        result.append((size, rows))
+    return tuple(result)
+
+
+def reshaped(dims: Dims, shape: Sequence[int]) -> Dims | None:
+    """The dims after a reshape in row-major order; None if rows are cut in another way."""
+    if 0 in shape:
+        return None
+    factors = [factor for dim in dims for factor in dim if factor[0] > 1]
+    left = list(_merged(factors))[::-1]
+    result = []
+    for size in shape:
+        needed, dim = size, []
+        while needed > 1:
+            if not left:
+                return None
+            count, rows = left.pop()
+            taken = math.gcd(count, needed)
+            if taken not in (count, needed):
+                return None
+            if taken < count:
+                inner = count // taken
+                left.append((inner, rows and Rows(rows.axis, rows.stride)))
+                rows = rows and Rows(rows.axis, rows.stride * inner, rows.start)
+            dim.append((taken, rows))
+            needed //= taken
+        result.append(_merged(dim))
+    return tuple(result)
+
+
+def aligned(first: Sequence[Factor], second: Sequence[Factor]) -> bool:
+    """Whether two dims that both count rows meet row by row, or group by group."""
+    if len(first) != len(second):
+        return False
+    return all(
+        size == other and (rows and rows.group) == (of_other and of_other.group)
+        for (size, rows), (other, of_other) in zip(first, second, strict=True)
+    )
+
+
+def joined(all_dims: Sequence[Dims]) -> Dims | None:
+    """The dims of what is computed element by element of arrays with rows.
+
+    Returns:
+        The dims; None if an element would be computed of several rows.
+    """
+    result = max(all_dims, key=len)
+    for dims in all_dims:
+        if len(dims) < len(result):  # a scalar
+            if any(tags_of(dim) for dim in result):
+                return None
+            continue
+        for own, other in zip(dims, result, strict=True):
+            if (tags_of(own) or tags_of(other)) and not aligned(own, other):
+                return None
+    return result

@@ -1,0 +1,193 @@
+"""Locks, by which one job at a time saves under a name.
+
+The lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is one on the file `.ckpt.distributary-lock`
+beside them. The operating system drops it with the process that has it, and the process removes the
+file when it ends. Nobody waits for a lock, and readers do not need it.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from distributary.errors import CheckpointError
+
+__all__ = ["check_free", "hold", "release"]
+
+_log = logging.getLogger(__name__)
+
+_MARK = "distributary"
+# Whoever looks whether a lock is free has it for a moment.
+_NUM_TRIES = 5
+_SECONDS_BETWEEN_TRIES = 0.05
+# Each needs a descriptor, of which a process often has 1024.
+_MAX_SINGLE = 64
+
+# Open descriptors by file; the lock is dropped when one is closed.
+_of_series: dict[Path, int] = {}
+_of_single: dict[Path, int] = {}
+_lock = threading.Lock()
+
+
+def hold(directory: Path, name: str, is_series: bool) -> None:
+    """Makes this process the one that saves under a name, until it ends.
+
+    Args:
+        directory: Where.
+        name: Of one checkpoint, or of a series without the numbers.
+        is_series: Which of both. Only the last 64 locks of single ones are kept.
+
+    Raises:
+        CheckpointError: if another process is that already, naming it.
+        OSError: if the file of the lock cannot be written.
+    """
+    file = _file(directory, name)
+    with _lock:
+        for held in (_of_series, _of_single):
+            if file in held and not _is_at(file, held[file]):  # somebody has removed it
+                os.close(held.pop(file))
+        if file in _of_series:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _of_single.pop(file, None)
+        if descriptor is None:
+            descriptor = _acquired(file)
+        (_of_series if is_series else _of_single)[file] = descriptor
+        while len(_of_single) > _MAX_SINGLE:
+            _remove(_of_single, next(iter(_of_single)))
+
+
+def release(directory: Path, name: str) -> None:
+    """Lets others save under a name."""
+    file = _file(directory, name)
+    with _lock:
+        for held in (_of_series, _of_single):
+            if file in held:
+                _remove(held, file)
+
+
+def check_free(directory: Path, name: str) -> None:
+    """Checks that no other process saves under a name.
+
+    Raises:
+        CheckpointError: if one does, naming it.
+    """
+    file = _file(directory, name)
+    with _lock:
+        if file in _of_series or file in _of_single:
+            return
+        try:
+            descriptor = _opened(file, os.O_RDWR)
+        except FileNotFoundError:
+            return
+        try:
+            _flock(file, descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+
+def _file(directory: Path, name: str) -> Path:
+    return directory.resolve() / f".{name}.distributary-lock"
+
+
+def _acquired(file: Path) -> int:
+    """A descriptor with the lock."""
+    while True:
+        descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
+        try:
+            _flock(file, descriptor, fcntl.LOCK_EX)
+            if _is_at(file, descriptor):  # and was not removed by the one who had it
+                found = os.pread(descriptor, 1000, 0)
+                if found and _MARK.encode() not in found:
+                    raise CheckpointError(
+                        f"{file} is not a lock of checkpoints, but has its name. Move it away."
+                    )
+                _say_who(descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _opened(file: Path, flags: int) -> int:
+    return os.open(file, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _flock(file: Path, descriptor: int, kind: int) -> None:
+    for attempt in range(_NUM_TRIES):
+        if attempt:
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            continue
+        except OSError as error:
+            _log.warning(
+                "%s: this file system has no locks (%s), so two jobs that save here would not"
+                " notice each other.",
+                file.parent,
+                error,
+            )
+            return
+    raise CheckpointError(
+        f"{_who(descriptor)} saves to {file.parent} under the same name, and two jobs would replace"
+        " each other's checkpoints. End it, or choose another folder or name."
+    )
+
+
+def _say_who(descriptor: int) -> None:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    holder = {"lock_of": _MARK, "host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    with contextlib.suppress(OSError):  # on a full disk
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _who(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(held: dict[Path, int], file: Path) -> None:
+    descriptor = held.pop(file)
+    with contextlib.suppress(OSError):
+        if _is_at(file, descriptor):
+            file.unlink()
+    os.close(descriptor)
+
+
+@atexit.register
+def _release_all() -> None:
+    for held in (_of_series, _of_single):
+        for file in list(held):
+            _remove(held, file)
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: the locks are those of the one that it comes from."""
+    global _lock
+    _lock = threading.Lock()
+    for held in (_of_series, _of_single):
+        while held:
+            os.close(held.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,226 @@
+"""What is not a checkpoint of ours stays as it is, wherever it is in the way."""
+
+import logging
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
+from distributary.errors import CheckpointError
+
+
+def _tree(directory):
+    """Everything below a directory but locks."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink():
+            found[str(path)] = os.readlink(path)
+        elif not path.name.endswith(".distributary-lock"):
+            found[str(path)] = None if path.is_dir() else path.read_bytes()
+    return found
+
+
+def _checkpoint():
+    return Checkpoint(a=np.arange(5.0), step=1)
+
+
+def _file(path):
+    path.write_text("notes")
+
+
+def _folder(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("notes")
+
+
+def _of_another_tool(path):
+    path.mkdir()
+    (path / "checkpoint.json").write_text('{"format": 2, "step": 7}')
+    (path / "arrays.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+
+
+def _nested(path):
+    (path / "a" / "b").mkdir(parents=True)
+
+
+def _link_to_a_folder(path):
+    target = path.with_name("target")
+    _folder(target)
+    path.symlink_to(target)
+
+
+def _link_to_ours(path):
+    path.symlink_to(_checkpoint().write(path.with_name("target")))
+
+
+def _link_to_nothing(path):
+    path.symlink_to("nowhere")
+
+
+def _ours_with_a_file(path):
+    _checkpoint().write(path)
+    (path / "notes.txt").write_text("notes")
+
+
+def _ours_with_a_folder(path):
+    _checkpoint().write(path)
+    (path / "ps-0.safetensors").mkdir()
+
+
+def _ours_with_a_link(path):
+    _checkpoint().write(path)
+    (path / "ps-0.safetensors").symlink_to(path / "checkpoint.json")
+
+
+def _ours_with_a_replaced_one_of_others(path):
+    _checkpoint().write(path)
+    _folder(path.with_name(f"{path.name}.replaced"))
+
+
+FOREIGN = {
+    _file: "is a file",
+    _folder: "is a folder of something else than a checkpoint",
+    _of_another_tool: "is a folder of something else than a checkpoint",
+    _nested: "is a folder of something else than a checkpoint",
+    _link_to_a_folder: "is a symbolic link",
+    _link_to_ours: "is a symbolic link",
+    _link_to_nothing: "is a symbolic link",
+    _ours_with_a_file: r"has more in it than the checkpoint \(notes.txt\)",
+    _ours_with_a_folder: r"has more in it than the checkpoint \(ps-0.safetensors\)",
+    _ours_with_a_link: r"has more in it than the checkpoint \(ps-0.safetensors\)",
+    _ours_with_a_replaced_one_of_others: "replaced is a folder of something else",
+}
+
+
+@pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
+def test_what_is_in_the_way_is_named_and_stays(make, tmp_path):
+    for name in ("results", "run-1"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / name)
+    (path, numbered) = (tmp_path / "results" / "results", tmp_path / "run-1" / "run-1")
+    manager = CheckpointManager(_checkpoint(), numbered.parent, 1, checkpoint_name="run")
+    prefix = numbered.with_name("run")
+    before = _tree(tmp_path)
+
+    for save, place in (
+        (lambda: _checkpoint().write(path), path),
+        (lambda: _checkpoint().save(prefix), numbered),
+        (lambda: manager.save(1), numbered),
+    ):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"^The checkpoint {place} was not written: {place}.*{FOREIGN[make]}.*"
+            "Move it away, or choose another path",
+        ):
+            save()
+
+    assert _tree(tmp_path) == before
+
+
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path):
+    (tmp_path / "file").write_text("notes")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = _tree(tmp_path)
+
+    for place in ("file", "link"):
+        for path in (tmp_path / place / "ckpt", tmp_path / place / "a" / "b"):
+            with pytest.raises(
+                CheckpointError,
+                match=rf"^The checkpoint {path} was not written: {tmp_path / place} is not a folder"
+                r"\. Move it away, or choose another path\.",
+            ):
+                _checkpoint().write(path)
+
+    assert _tree(tmp_path) == before
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    (tmp_path / "results").mkdir()
+
+    path = _checkpoint().write(tmp_path / "results")
+
+    _checkpoint().restore(path)
+
+
+def test_remains_of_others_stay(tmp_path):
+    """Names like those of temporary folders of ours, and copies that users make."""
+    manager = CheckpointManager(_checkpoint(), tmp_path, 2, checkpoint_name="run")
+    manager.save(7)
+    manager.wait_until_finished()
+    for name in (
+        "run-7.old",
+        "run-8.replaced",
+        "run-7.tmp-0123abcd",
+        "run-9",
+        "run-0.tmp-00000000",
+    ):
+        _folder(tmp_path / name)
+    _file(tmp_path / "run-3.tmp-0123abcd")
+    (tmp_path / "run-4.tmp-0123abcd").symlink_to(tmp_path / "run-7")
+    shutil.copytree(tmp_path / "run-7", tmp_path / "run-7.backup")
+    shutil.copytree(tmp_path / "run-7", tmp_path / "run-6.old")
+    shutil.copytree(tmp_path / "run-7", tmp_path / "run-5.tmp-0123abcd")
+    _file(tmp_path / "run-5.tmp-0123abcd" / "notes.txt")
+    before = {name: data for name, data in _tree(tmp_path).items() if "run-7/" not in name}
+
+    for number in (7, 10, 11, 12):
+        manager.save(number)
+
+    assert [os.path.basename(path) for path in manager.checkpoints] == ["run-11", "run-12"]
+    after = _tree(tmp_path)
+    assert before.keys() - after.keys() == {str(tmp_path / "run-7")}
+    assert all(after[name] == data for name, data in before.items() if name in after)
+
+
+def test_old_checkpoints_to_which_users_have_added_something_are_kept(tmp_path, caplog):
+    manager = CheckpointManager(_checkpoint(), tmp_path, max_to_keep=5, asynchronous=False)
+    for _ in range(4):
+        manager.save()
+    _file(tmp_path / "ckpt-1" / "notes.txt")
+    (tmp_path / "ckpt-2").rename(tmp_path / "elsewhere")
+    (tmp_path / "ckpt-2").symlink_to("elsewhere")
+    shutil.rmtree(tmp_path / "ckpt-3")
+    _folder(tmp_path / "ckpt-3")
+    before = {name: data for name, data in _tree(tmp_path).items() if "ckpt-4" not in name}
+    again = CheckpointManager(_checkpoint(), tmp_path, max_to_keep=1, asynchronous=False)
+
+    with caplog.at_level(logging.WARNING):
+        again.save(5)
+
+    after = _tree(tmp_path)
+    assert {name: data for name, data in after.items() if "ckpt-5" not in name} == before
+    for name, problem in (("ckpt-1", "has more in it"), ("ckpt-2", "is a symbolic link")):
+        assert re.search(
+            rf"old checkpoint is not removed: {tmp_path}/{name} {problem}", caplog.text
+        )
+
+
+def test_remains_of_a_killed_writer_are_removed(tmp_path):
+    """Those of this series, as far as this writer has come."""
+    path = _checkpoint().save(tmp_path / "ckpt")
+    for number, keep in (
+        (5, {"checkpoint.json"}),
+        (6, {"checkpoint.json", "arrays.safetensors", "token"}),
+        (7, set()),
+    ):
+        temporary = tmp_path / f"ckpt-{number}.tmp-01234567"
+        temporary.mkdir()
+        for name in keep:
+            (temporary / name).write_bytes(b"\0" * 100)
+        if keep:
+            (temporary / "checkpoint.json").write_bytes(b'{\n "written_by": "distributary"')
+    (tmp_path / "ckpt-9.tmp-01234567").mkdir()
+    (tmp_path / "ckpt-9.tmp-01234567" / "checkpoint.json").touch()
+    (tmp_path / "other-7.tmp-0123abcd").mkdir()
+    # Complete, but it has not got its name.
+    shutil.copytree(path, tmp_path / "ckpt-8.tmp-01234567")
+    shutil.copytree(path, tmp_path / "other" / "ckpt-8.tmp-01234567")
+    assert latest_checkpoint(tmp_path / "other") is None
+
+    _checkpoint().save(tmp_path / "ckpt")
+
+    names = sorted(p.name for p in tmp_path.glob("[!.]*"))
+    assert names == [os.path.basename(path), "other", "other-7.tmp-0123abcd"]

@@ -1,0 +1,193 @@
+"""What strangers send to the address at which workers meet ends nothing."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from distributary.cluster_resolver import multi_worker
+from distributary.errors import ClusterError
+from distributary.job._meeting import _check, _facts, meet
+from distributary.launch import free_addresses
+
+_SECONDS = 60.0  # more than anything takes
+_NUM_LINES = int(os.environ.get("DISTRIBUTARY_FUZZ_INPUTS", "3000"))
+
+
+def _line(place, **changes):
+    return json.dumps(["here", {**_facts(place), **changes}, 0]).encode() + b"\n"
+
+
+def _strange_lines(place):
+    """Lines that no worker sends, and what is not even a line."""
+    facts = _facts(place)
+    for name in facts:
+        for value in (
+            None,
+            True,
+            1,
+            1.5,
+            -1,
+            1 << 200,
+            float("nan"),
+            "",
+            "1",
+            [],
+            [1],
+            {},
+            {"a": 1},
+        ):
+            if value != facts[name] or type(value) is not type(facts[name]):
+                yield _line(place, **{name: value})
+        fewer = {other: facts[other] for other in facts if other != name}
+        yield json.dumps(["here", fewer, 0]).encode() + b"\n"
+    for changed in (
+        *(
+            {"worker": value}
+            for value in (None, True, 1.0, float("nan"), -1, 2, 1 << 200, "1", [1])
+        ),
+        *({"workers": value} for value in (None, [], [1, 2], {"a": 1}, "ab", [["a"], "b"])),
+        *({"versions": value} for value in (None, [], {"jax": 1}, {"jax": ["0"]}, "jax")),
+    ):
+        yield _line(place, **changed, check=_check({**facts, **changed}))
+    yield from (
+        b"\n",
+        b"\x00\n",
+        b"\xff\xfe\xfa\n",
+        b"null\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b'["here", {"worker": 1}, 0]\n',
+        b'["here", {}, 1e400]\n',
+        b'["here", {}, -1]\n',
+        b'["here"]\n',
+        _line(place).replace(b"here", b"beat"),
+        b'{"worker": 1, "cluster": "", "versions": {}}\n',
+        b'{"worker": 1' + b"0" * 5000 + b"}\n",
+        b'{"worker": NaN, "workers": [], "versions": {}, "check": ""}\n',
+        b"[" * 60_000 + b"\n",
+        b'{"a":' * 10_000 + b"\n",
+        b'{"worker": 1, "workers": ' + b"[" * 9_000 + b"]" * 9_000 + b"}\n",
+        b"a" * 200_000,
+        _line(place)[:-20] + b"\n",
+    )
+    generator = random.Random(1)
+    line = _line(place)
+    for _ in range(_NUM_LINES):
+        damaged = bytearray(line)
+        for _ in range(generator.choice([1, 1, 2, 30])):
+            at = generator.randrange(len(damaged) - 1)
+            match generator.randrange(3):
+                case 0:
+                    damaged[at] ^= 1 << generator.randrange(8)
+                case 1:
+                    del damaged[at]
+                case 2:
+                    damaged.insert(at, generator.choice(b'{}[]",:0129e.-\\ntu\x00\xff'))
+        try:
+            is_other = json.loads(damaged) != json.loads(line)
+        except ValueError:
+            is_other = True
+        if is_other:  # else it says the same
+            yield bytes(damaged)
+
+
+@pytest.fixture
+def places():
+    """Two workers."""
+    addresses = free_addresses("127.0.0.1", 2)
+    return [multi_worker({"worker": addresses}, "worker", i) for i in range(2)]
+
+
+@pytest.fixture
+def first(places):
+    """The first worker, which waits for the other: what `meet` returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(meet, places[0], _SECONDS)
+        yield meeting
+    if meeting.exception() is None:
+        for connection in meeting.result().values():
+            connection.close()
+
+
+def _connect(place):
+    """To the first worker, as soon as it listens."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(
+                (place.workers[0].host, place.workers[0].port), _SECONDS
+            )
+
+
+def _check_they_meet(places, first):
+    others = meet(places[1], _SECONDS)
+    assert [*first.result(_SECONDS)] == [1]
+    others[0].close()
+
+
+def test_no_line_of_a_stranger_ends_the_start(places, first):
+    strangers = []
+    for line in _strange_lines(places[1]):
+        stranger = _connect(places[0])
+        with contextlib.suppress(OSError):  # it may hang up at any time
+            stranger.sendall(line)
+        strangers.append(stranger)
+        if len(strangers) == 100:
+            for one in strangers:
+                one.close()
+            strangers.clear()
+        assert not first.done()
+
+    _check_they_meet(places, first)
+    for one in strangers:
+        one.close()
+
+
+def test_many_who_say_nothing_or_little_leave_room_for_workers(places, first):
+    with contextlib.ExitStack() as stack:
+        line = _line(places[1])
+        for i in range(400):
+            stranger = stack.enter_context(_connect(places[0]))
+            if i % 2:
+                stranger.sendall(line[: i // 2])
+        _check_they_meet(places, first)
+
+
+def test_a_second_process_that_is_the_same_worker_ends_the_start_and_garbage_does_not():
+    addresses = free_addresses("127.0.0.1", 3)
+    first, second, _ = (multi_worker({"worker": addresses}, "worker", i) for i in range(3))
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        meeting = pool.submit(meet, first, _SECONDS)
+        lines = [_line(second), _line(second)[:-9] + b"\n", _line(second, check=""), _line(second)]
+        for line in lines:
+            assert not meeting.done()
+            stack.enter_context(_connect(first)).sendall(line)
+
+        with pytest.raises(ClusterError, match="Two processes are worker number 1 of the cluster"):
+            meeting.result(_SECONDS)
+
+
+def test_a_number_that_the_cluster_does_not_have_is_named(places, first):
+    three = multi_worker({"worker": free_addresses("127.0.0.1", 3)}, "worker", 2)
+    with _connect(places[0]) as other:
+        other.sendall(_line(three))
+
+        with pytest.raises(ClusterError, match="worker number 2 of the cluster"):
+            first.result(_SECONDS)
+
+
+def test_a_first_worker_that_says_something_else_is_named(places):
+    for answer in (b"[" * 50_000 + b"\n", b"a" * 100_000, b"\xff\n", b"[]\n", b"", b"{}\n"):
+        peer = places[0].workers[0]
+        server = socket.create_server((peer.host, peer.port))
+        with server, ThreadPoolExecutor(1) as pool:
+            meeting = pool.submit(meet, places[1], _SECONDS)
+            connection = server.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                connection.makefile("rb").readline()
+                connection.sendall(answer)
+            with pytest.raises(ClusterError, match="did not say whether the workers"):
+                meeting.result(_SECONDS)

@@ -1,0 +1,497 @@
+"""Workers that differ in what the arguments name, one difference after the other.
+
+Each case is a function of whether this worker is the odd one. What it raises is printed.
+"""
+
+import json
+import os
+import sys
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+import distributary as dist
+from distributary.data import Dataset
+
+heartbeat_timeout_seconds = 3.0
+strategy = dist.MultiWorkerMirroredStrategy(
+    communication_options=dist.experimental.CommunicationOptions(
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds
+    )
+)
+worker, num_workers = strategy.extended.worker_number, strategy.extended.num_workers
+odd = worker == num_workers - 1
+SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.MEAN
+cases = {}
+
+
+def case(function):
+    cases[function.__name__] = function
+    return function
+
+
+def context():
+    return dist.get_replica_context()
+
+
+def variable(name="v", shape=(3,), dtype=np.float32, **options):
+    with strategy.scope():
+        return dist.Variable(np.zeros(shape, dtype), name=name, **options)
+
+
+def total(value, op=SUM):
+    """Sums a value of the replicas in a program."""
+
+    def step():
+        return context().all_reduce(op, value)
+
+    return strategy.run(step)
+
+
+def per_worker(value):
+    return strategy.experimental_distribute_values_from_function(lambda _: value)
+
+
+def model(units=4, activation="relu", loss="mse", optimizer="sgd", trainable=True):
+    keras.utils.clear_session()  # names do not depend on the cases before
+    with strategy.scope():
+        built = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(units, activation), keras.layers.Dense(1)],
+            name="net",
+        )
+        built.layers[0].trainable = trainable
+        built.compile(optimizer, loss)
+    return built
+
+
+x, y = np.ones((32, 3), np.float32), np.ones((32, 1), np.float32)
+
+
+def fit(built, **options):
+    return built.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **options})
+
+
+# Programs
+
+
+@case
+def dtype_of_an_all_reduce():
+    total(np.ones(2, np.int32 if odd else np.float32))
+
+
+@case
+def shape_of_an_all_reduce():
+    total(np.ones((2, 3) if odd else (3, 2), np.float32))
+
+
+@case
+def order_in_a_tuple():
+    a, b = np.ones(2, np.float32), np.ones(3, np.float32)
+    total((b, a) if odd else (a, b))
+
+
+@case
+def operation():
+    total(np.ones(2, np.float32), MEAN if odd else SUM)
+
+
+@case
+def another_function():
+    def double(x):
+        return context().all_reduce(SUM, 2 * x)
+
+    def square(x):
+        return context().all_reduce(SUM, x * x)
+
+    strategy.run(square if odd else double, args=(per_worker(np.ones(2, np.float32)),))
+
+
+@case
+def a_constant():
+    total(np.full(2, 0.2 if odd else 0.1, np.float32))
+
+
+@case
+def a_large_constant():
+    values = np.zeros(10_000, np.float32)
+    values[7777] = odd
+    total(values)
+
+
+@case
+def a_random_constant():
+    total(np.random.default_rng(worker).normal(size=3))
+
+
+@case
+def a_constant_in_a_branch():
+    def step(x):
+        y = jnp.where(x > 0, 3.0 if odd else 2.0, x)
+        return context().all_reduce(SUM, y)
+
+    strategy.run(step, args=(per_worker(np.ones(2, np.float32)),))
+
+
+@case
+def the_length_of_a_loop():
+    def step(x):
+        for _ in range(3 if odd else 2):
+            x = x + 1
+        return context().all_reduce(SUM, x)
+
+    strategy.run(step, args=(per_worker(np.ones(2, np.float32)),))
+
+
+@case
+def one_collective_more():
+    def step(x):
+        if odd:
+            x = context().all_reduce(SUM, x)
+        return context().all_reduce(SUM, x)
+
+    strategy.run(step, args=(per_worker(np.ones(2, np.float32)),))
+
+
+@case
+def gather_and_reduce_in_a_step():
+    def step(x):
+        return context().all_gather(x, 0) if odd else context().all_reduce(SUM, x)
+
+    strategy.run(step, args=(per_worker(np.ones(2, np.float32)),))
+
+
+@case
+def a_python_argument():
+    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(0.2 if odd else 0.1,))
+
+
+@case
+def a_numpy_number():
+    rate = np.float32(0.2 if odd else 0.1)
+    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
+
+
+@case
+def an_array_with_a_number():
+    rate = jnp.float32(0.2 if odd else 0.1)
+    strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
+
+
+@case
+def a_text_argument():
+    def step(mode):
+        return context().all_reduce(SUM, jnp.float32(len(mode)))
+
+    strategy.run(step, args=("sum of all" if odd else "mean",))
+
+
+@case
+def the_shape_of_an_argument():
+    strategy.run(lambda x: context().all_reduce(SUM, x.sum()), args=(np.ones(3 + odd),))
+
+
+@case
+def a_compiled_function():
+    @dist.function
+    def twice():
+        return strategy.reduce(SUM, strategy.run(lambda: jnp.float32(1 + odd)), axis=None)
+
+    twice()
+
+
+# Variables
+
+
+@case
+def the_name_of_a_variable():
+    variable(name="other" if odd else "one")
+
+
+@case
+def the_shape_of_a_variable():
+    variable(shape=(4,) if odd else (3,))
+
+
+@case
+def the_dtype_of_a_variable():
+    variable(dtype=np.float16 if odd else np.float32)
+
+
+@case
+def the_aggregation_of_a_variable():
+    variable(aggregation=dist.VariableAggregation.MEAN if odd else dist.VariableAggregation.SUM)
+
+
+@case
+def the_synchronization_of_a_variable():
+    on_read = dist.VariableSynchronization.ON_READ
+    variable(synchronization=on_read if odd else dist.VariableSynchronization.AUTO)
+
+
+@case
+def the_order_of_variables():
+    names = ["a", "b"]
+    for name in reversed(names) if odd else names:
+        variable(name=name)
+
+
+@case
+def an_assigned_value():
+    variable().assign(np.full(3, float(odd), np.float32))
+
+
+@case
+def another_assigned_variable():
+    first, second = variable(name="first"), variable(name="second")
+    (second if odd else first).assign(np.ones(3, np.float32))
+
+
+@case
+def assign_and_assign_add():
+    v = variable()
+    (v.assign_add if odd else v.assign)(np.ones(3, np.float32))
+
+
+# Outside of run
+
+
+@case
+def reduce_and_gather():
+    value = per_worker(np.ones(2, np.float32))
+    if odd:
+        strategy.gather(value, axis=0)
+    else:
+        strategy.reduce(SUM, value, axis=None)
+
+
+@case
+def the_operation_of_reduce():
+    strategy.reduce(MEAN if odd else SUM, per_worker(np.ones(2, np.float32)), axis=None)
+
+
+@case
+def the_axis_of_gather():
+    strategy.gather(per_worker(np.ones((2, 2), np.float32)), axis=1 if odd else 0)
+
+
+@case
+def the_structure_of_values():
+    value = np.ones(2, np.float32)
+    per_worker({"a": value} if odd else [value])
+
+
+@case
+def another_dataset_first():
+    one = strategy.experimental_distribute_dataset(Dataset.range(8).batch(4))
+    value = per_worker(np.ones(2, np.float32))
+    if odd:
+        strategy.reduce(SUM, value, axis=None)
+    next(iter(one))
+
+
+# Keras
+
+
+@case
+def the_activation_of_a_layer():
+    fit(model(activation="tanh" if odd else "relu"))
+
+
+@case
+def the_loss_of_a_model():
+    fit(model(loss="mae" if odd else "mse"))
+
+
+@case
+def the_width_of_a_layer():
+    fit(model(units=5 if odd else 4))
+
+
+@case
+def the_optimizer():
+    fit(model(optimizer="adam" if odd else "sgd"))
+
+
+@case
+def the_learning_rate():
+    fit(model(optimizer=keras.optimizers.SGD(0.2 if odd else 0.1)))
+
+
+@case
+def what_is_trainable():
+    fit(model(trainable=not odd))
+
+
+@case
+def the_number_of_epochs():
+    fit(model(), epochs=3 if odd else 2)
+
+
+@case
+def steps_per_epoch():
+    fit(model(), steps_per_epoch=3 if odd else 4)
+
+
+@case
+def the_batch_size():
+    fit(model(), batch_size=16 if odd else 8)
+
+
+@case
+def validation():
+    fit(model(), validation_data=(x, y) if odd else None)
+
+
+@case
+def fit_and_evaluate():
+    built = model()
+    if odd:
+        built.evaluate(x, y, batch_size=8, verbose=0)
+    else:
+        fit(built)
+
+
+@case
+def an_assigned_learning_rate():
+    built = model()
+    built.optimizer.learning_rate = 0.5 if odd else 0.25
+
+
+# From here on a worker waits in a program which the others do not join.
+
+
+def train(skips=(), number=None):
+    """Trains on a dataset; the odd worker skips some steps."""
+    v = variable()
+    data = strategy.experimental_distribute_dataset(Dataset.range(40).batch(4))
+
+    def step(batch):
+        v.assign_add(context().all_reduce(SUM, batch.sum() * np.ones(3, np.float32)))
+        return v.value()[0]
+
+    iterator = iter(data)
+    for i in range(number or 10):
+        batch = next(iterator)
+        if not (odd and i in skips):
+            float(strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0])
+    print("trained", flush=True)
+    return v
+
+
+@case
+def a_skipped_step():
+    train(skips=(6,))
+
+
+@case
+def an_extra_step():
+    train(number=10 if odd else 9)
+    variable("next")
+
+
+@case
+def a_step_after_the_others_have_ended():
+    left = strategy.distribute_datasets_from_function(lambda context: [np.zeros(2)])
+    if not odd:
+        sys.exit(0)
+    next(iter(left))
+
+
+@case
+def an_argument_that_changes():
+    for i in range(10):
+        rate = 0.2 if odd and i == 6 else 0.1
+        result = strategy.run(lambda rate: context().all_reduce(SUM, rate), args=(rate,))
+        float(strategy.experimental_local_results(result)[0])
+    print("trained", flush=True)
+
+
+@case
+def a_variable_that_only_the_chief_reads():
+    with strategy.scope():
+        seen = dist.Variable(
+            0.0,
+            synchronization=dist.VariableSynchronization.ON_READ,
+            aggregation=dist.VariableAggregation.SUM,
+        )
+
+    def step():
+        seen.assign_add(1.0)
+        return context().all_reduce(SUM, jnp.float32(1))
+
+    for i in range(10):
+        strategy.run(step)
+        if i == 6 and not odd:
+            print(float(seen.numpy()), flush=True)
+    print("trained", flush=True)
+
+
+@case
+def an_assignment_on_one_worker():
+    v = train()
+    if odd:
+        v.assign(np.ones(3, np.float32))
+    for _ in range(3):
+        strategy.run(lambda: context().all_reduce(SUM, v.value()))
+    print("computed", flush=True)
+
+
+@case
+def evaluation_in_a_callback_of_one_worker():
+    class Evaluates(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if odd and epoch == 1:
+                self.model.evaluate(x, y, batch_size=8, verbose=0)
+
+    fit(model(), epochs=4, callbacks=[Evaluates()])
+
+
+@case
+def training_that_one_worker_ends():
+    class Stops(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if odd and batch == 2:
+                self.model.stop_training = True
+
+    fit(model(), epochs=3, callbacks=[Stops()])
+
+
+@case
+def copies_that_drift():
+    v = variable("w")
+    if odd:  # broken memory
+        v._value = v._layout.place(np.full(3, 0.5, np.float32), np.float32)
+
+    def step():
+        v.assign_add(context().all_reduce(SUM, np.ones(3, np.float32)))
+
+    for _ in range(40):
+        strategy.run(step)
+    print("trained", flush=True)
+
+
+@case
+def a_checkpoint_of_one_worker():
+    v = train()
+    checkpoint = dist.checkpoint.Checkpoint(v=v)
+    if odd:
+        checkpoint.write(os.path.join(sys.argv[1], "checkpoint"))
+    strategy.run(lambda: context().all_reduce(SUM, v.value()))
+
+
+results = {}
+for name in sys.argv[2:]:
+    try:
+        cases[name]()
+        results[name] = None
+    except dist.errors.WorkerMismatchError as error:
+        results[name] = str(error)
+    except ValueError as error:
+        if not isinstance(error, dist.errors.DistributaryError):
+            raise
+        results[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps({name: results[name]}), flush=True)
+# After all that, they agree again.
+assert float(strategy.reduce(SUM, strategy.run(lambda: jnp.float32(1)), axis=None)) == num_workers
+print(json.dumps(results))

@@ -1,0 +1,154 @@
+"""Workers that differ get a sentence on every worker, before a number is handed out."""
+
+import re
+
+import numpy as np
+import pytest
+
+from distributary.errors import WorkerLostError
+
+# Noticed in a meeting of all workers, after which they can go on: one job shows all of them.
+_NOTICED_TOGETHER = {
+    "dtype_of_an_all_reduce": "constant float32.* worker LAST .*constant int32",
+    "shape_of_an_all_reduce": r"float32\[3, 2\].* worker LAST .*float32\[2, 3\]",
+    "order_in_a_tuple": r"float32\[2\].* worker LAST .*float32\[3\]",
+    "operation": "the program of step.* psum .*differ.py:.* worker LAST .* mul ",
+    "another_function": "the program of double; worker LAST .* the program of square",
+    "a_constant": r"0\.1000.* worker LAST .*0\.2000",
+    "a_large_constant": "digest .* worker LAST .*digest ",
+    "a_random_constant": "constant float32.* worker LAST .*constant float32",
+    "a_constant_in_a_branch": r" 2\.0 .* worker LAST .* 3\.0 ",
+    "the_length_of_a_loop": "psum .*differ.py:.* worker LAST .* add ",
+    "one_collective_more": "results .* worker LAST .* psum ",
+    "gather_and_reduce_in_a_step": " psum .* worker LAST .* all_gather ",
+    "a_python_argument": r"worker 0 \(differ.py:\d+\) gives it 0.1 and worker LAST .* 0.2",
+    "a_numpy_number": r"float32\(0.1\) and worker LAST .* np.float32\(0.2\)",
+    "an_array_with_a_number": "argument 0 = .*0.1000.* worker LAST .*0.2000",
+    "a_text_argument": r" 4\.0 .* worker LAST .* 10\.0 ",
+    "the_shape_of_an_argument": r"input float32\[3\].* worker LAST .*input float32\[4\]",
+    "a_compiled_function": r"the program of twice: .* 1\.0 .* worker LAST .* 2\.0 ",
+    "the_name_of_a_variable": "creation of variable 'one'.*; worker LAST .*variable 'other'",
+    "the_shape_of_a_variable": r"'v' float32\[3\].*; worker LAST .*'v' float32\[4\]",
+    "the_dtype_of_a_variable": "'v' float32.*; worker LAST .*'v' float16",
+    "the_aggregation_of_a_variable": "SUM.*; worker LAST .*MEAN",
+    "the_synchronization_of_a_variable": "ON_WRITE.*; worker LAST .*ON_READ",
+    "the_order_of_variables": "variable 'a'.*; worker LAST .*variable 'b'",
+    "an_assigned_value": r"assign of variable 'v': .*\[0.0, 0.0, 0.0\].* worker LAST .*\[1.0, 1",
+    "another_assigned_variable": "assign of variable 'first'; worker LAST .*variable 'second'",
+    "assign_and_assign_add": "assign of variable 'v'; worker LAST .*assign_add of variable 'v'",
+    "reduce_and_gather": r"worker 0 at differ.py:\d+ with reduce; worker LAST .* with gather",
+    "the_operation_of_reduce": "'SUM'.* worker LAST .*'MEAN'",
+    "the_axis_of_gather": r"with \[0\].* worker LAST .*with \[1\]",
+    "the_structure_of_values": r"gave PyTreeDef\(\[\*\]\) on worker 0 and PyTreeDef\({'a': \*}\)",
+    "another_dataset_first": "next step of a distributed dataset; worker LAST .* with reduce",
+    "an_assignment_on_one_worker": "the program of <lambda>; worker LAST .* assign of variable 'v'",
+    "copies_that_drift": "copies of variable 'w' .*: worker LAST holds other values than worker 0",
+    "a_checkpoint_of_one_worker": "the program of <lambda>; worker LAST .* saving a checkpoint",
+}
+_NOTICED_BY_KERAS = {
+    "the_activation_of_a_layer": '"relu".* worker LAST .*"tanh"',
+    "the_loss_of_a_model": '"mse" and worker LAST .*"mae"',
+    "the_width_of_a_layer": r"kernel' float32\[3, 4\].*; worker LAST .*kernel' float32\[3, 5\]",
+    "the_optimizer": "'sgd/iteration'.*; worker LAST .*'adam/iteration'",
+    "the_learning_rate": '"learning_rate": 0.1.* worker LAST .*"learning_rate": 0.2',
+    "what_is_trainable": '"trainable": true.* worker LAST .*"trainable": false',
+    "the_number_of_epochs": r"fit of net: .* epochs=2 and worker LAST .* epochs=3",
+    "steps_per_epoch": r"fit of net: .* steps_per_epoch=4 and worker LAST .* steps_per_epoch=3",
+    "the_batch_size": r"fit of net: .* batch_size=8 and worker LAST .* batch_size=16",
+    "validation": "no validation_data and worker LAST .* a validation_data",
+    "fit_and_evaluate": r"with fit of net; worker LAST .* with evaluate of net",
+    "an_assigned_learning_rate": "sgd/learning_rate': .*0.25' and worker LAST .*0.5'",
+    "evaluation_in_a_callback_of_one_worker": "end of an epoch; worker LAST .* evaluate of net",
+    "training_that_one_worker_ends": "a step of net.fit; worker LAST .* the end of (an )?epoch",
+}
+# One worker waits in a program that the other does not join: the job ends.
+_ENDS_THE_JOB = {
+    "a_skipped_step": "worker 0 .* has begun the program of step .*differ.py:.*"
+    " waits for all before the next step of a distributed dataset .*differ.py:",
+    "an_extra_step": "waits for all before the creation of variable 'next'.*"
+    " has begun the program of step",
+    "an_argument_that_changes": "program of <lambda> with 0.1 .*"
+    " waits for all before the program of <lambda> with 0.2 ",
+    "a_variable_that_only_the_chief_reads": "worker 0 .* waits for all before reduce .*differ.py:.*"
+    " has begun the program of step",
+}
+
+
+def _job_of(job, tmp_path, num_workers, cases):
+    workers = job(num_workers)
+    for worker in range(num_workers):
+        workers.start("differ", worker, tmp_path, *cases)
+    return workers.wait()
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "cases"),
+    [
+        (2, _NOTICED_TOGETHER),
+        (2, _NOTICED_BY_KERAS),
+        # Of three workers the last one differs.
+        (3, {name: _NOTICED_TOGETHER[name] for name in list(_NOTICED_TOGETHER)[::4]}),
+    ],
+)
+def test_differences_are_named_on_every_worker_who_can_then_go_on(
+    num_workers, cases, job, tmp_path
+):
+    ended = _job_of(job, tmp_path, num_workers, cases)
+
+    for one in ended:
+        assert one.code == 0, one.output
+        assert list(one.result) == list(cases)
+        for name, text in cases.items():
+            pattern = text.replace("LAST", str(num_workers - 1))
+            assert re.search(pattern, one.result[name] or "silence"), (name, one.result[name])
+
+
+@pytest.mark.parametrize("case", _ENDS_THE_JOB)
+def test_a_difference_that_leaves_a_worker_alone_ends_the_job_with_what_both_do(
+    case, job, tmp_path
+):
+    ended = _job_of(job, tmp_path, 2, [case])
+
+    for one in ended:
+        assert one.code in (1, WorkerLostError.exit_code), one.output
+        said = [line for line in one.output.splitlines() if line.startswith("distributary: ")]
+        assert len(said) == 1, one.output
+        assert "the workers do different things" in said[0]
+        assert re.search(_ENDS_THE_JOB[case], said[0]), said[0]
+
+
+def test_a_worker_that_ends_before_the_others_is_named(job, tmp_path):
+    workers = job(2)
+    for worker in range(2):
+        workers.start("differ", worker, tmp_path, "a_step_after_the_others_have_ended")
+
+    for one in workers.wait():
+        assert one.code == WorkerLostError.exit_code, one.output
+        assert f"worker 0 at {workers.addresses[0]} has ended after" in one.output
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_values_of_other_shapes_on_every_worker_are_computed_as_by_tensorflow(devices, job):
+    workers = job(2)
+    for worker in range(2):
+        workers.start("uneven_values", worker, devices=devices)
+    ended = workers.wait()
+
+    num_replicas = 2 * devices
+    parts = [
+        np.arange(2 * (i + 1), dtype=np.float32).reshape(i + 1, 2) + 10 * i
+        for i in range(num_replicas)
+    ]
+    everything = np.concatenate(parts)
+    for worker, one in enumerate(ended):
+        assert one.code == 0, one.output
+        got = one.result
+        assert got["gather"] == everything.tolist()
+        assert got["all_gather"] == got["all_reduce"] == [everything.sum()] * devices
+        assert got["sum"] == everything.sum(axis=0).tolist()
+        np.testing.assert_allclose(got["mean"], everything.mean(axis=0), rtol=1e-6)
+        own = parts[worker * devices : (worker + 1) * devices]
+        assert got["local"] == [part.tolist() for part in own]
+        assert got["same"] == sum(range(num_replicas))
+        assert "with axis=None all replicas must agree" in got["no axis"]
+        assert "dtype and number of dims must agree" in got["dtypes"]
