@@ -193,7 +193,8 @@ def test_while_nobody_waits_nothing_is_remembered():
 
 def test_nobody_is_blamed_when_no_script_runs():
     """So it is at an interactive prompt, where Python has no frame."""
-    activity = Activity(1)  # the number of no thread; that of one that has ended may be used again
+    # The number of no thread; that of one that has ended may be used again.
+    activity = Activity(1, ignored=_others)
 
     assert not any(_beats(activity))
     assert activity.where() == []
