@@ -137,16 +137,19 @@ def test_strangers_do_not_keep_a_reception_from_hearing_the_others():
         worker.send("join", ["token", 1])
         return opened, worker
 
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        Reception(server, 2) as reception,
+        ThreadPoolExecutor(1) as pool,
+    ):
         connected = pool.submit(connect, server.getsockname())
-        arrivals = Reception(server, 2).arrivals(time.monotonic() + _SECONDS)
+        arrivals = reception.arrivals(time.monotonic() + _SECONDS)
         heard = {}
         for channel, message in arrivals:
             heard[message.kind] = channel, message.content
             if message == ("join", ["token", 1], b""):
                 break
         strangers, worker = connected.result()
-        arrivals.close()
 
     channel, content = heard["join"]
     assert content == ["token", 1]

@@ -285,7 +285,9 @@ def test_a_missing_master_is_named_at_the_deadline(hosts, address):
         b"",
         b"[" * 50_000 + b"\n",
         b"a" * 100_000,
-        b'{"welcome": 1}\n',
+        b'["welcome", 1, 0]\n',
+        b'["challenge", "x", 0]\n["welcome", 1, 0]\n',
+        b'["challenge", "x", 1000000000]\n',
     ],
 )
 def test_another_program_at_the_address_is_recognised(said, hosts, address):
@@ -293,14 +295,15 @@ def test_another_program_at_the_address_is_recognised(said, hosts, address):
     with (
         socket.create_server((host, int(port))) as server,
         _answering(server, said),
-        pytest.raises(LaunchError, match=r"broke off: it .*Is another program"),
+        pytest.raises(LaunchError, match=rf"listens at {address} has .*Is another program"),
     ):
         RemoteLink(hosts(1), None)
 
 
 def test_a_master_without_the_token_is_recognised(hosts, address):
     host, port = address.split(":")
-    lines = json.dumps({"challenge": "x"}), json.dumps({"welcome": 1, "proof": "y"}), ""
+    said = ["challenge", "x", 0], ["welcome", [{"wants_tasks": False}, "y"], 0]
+    lines = *map(json.dumps, said), ""
     with (
         socket.create_server((host, int(port))) as server,
         _answering(server, "\n".join(lines).encode()),
@@ -309,7 +312,18 @@ def test_a_master_without_the_token_is_recognised(hosts, address):
         RemoteLink(hosts(1), None)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[" * 100_000 + b"\n", b"{}\n", b""])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[" * 100_000 + b"\n",
+        b"{}\n",
+        b"",
+        b'["hello", null, 0]\n',
+        b'["hello", [{}, "x", 3], 0]\n',
+        b'["hello", [], 1000000000000]\n' + b"x" * 1000,
+    ],
+)
 def test_strangers_do_not_disturb(said, master, hosts, address):
     master()
     host, port = address.split(":")

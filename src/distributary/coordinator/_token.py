@@ -3,14 +3,11 @@
     Greet    -> challenge                          to everybody
     Talk     challenge, own challenge, proof  ->   proof; or the end, before anything is read
 
-A proof is an HMAC over both challenges and the name of the task that is called. The secret is never
-sent, and who listens in place of a task that has ended can have no other task answer for it. What
-follows is neither encrypted nor signed: on loopback, only the administrator can see it.
+A proof is about both challenges and the name of the task that is called: who listens in place of a
+task that has ended can have no other task answer for it. What follows is neither encrypted nor
+signed: on loopback, only the administrator can see it.
 """
 
-import hashlib
-import hmac
-import json
 import secrets
 import threading
 from collections.abc import Mapping
@@ -20,6 +17,7 @@ from typing import Final, final
 from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.coordinator._certificates import Credentials
 from distributary.errors import ClusterError
+from distributary.job import is_proof, new_challenge, proof
 
 __all__ = ["Challenges", "Token", "credentials_of"]
 
@@ -60,13 +58,14 @@ class Token:
 
     def ask(self, task: str, challenge: str) -> dict[str, str]:
         """Returns what a caller sends to a task, with the challenge that it has got there."""
-        own = secrets.token_hex(32)
-        proof = self._proof("caller", task, challenge, own)
-        return {_TASK: task, _CHALLENGE: challenge, _OWN_CHALLENGE: own, _PROOF: proof}
+        own = new_challenge()
+        shown = proof(self.secret, "caller", task, challenge, own)
+        return {_TASK: task, _CHALLENGE: challenge, _OWN_CHALLENGE: own, _PROOF: shown}
 
     def answer(self, task: str, asked: Mapping[str, str]) -> dict[str, str]:
         """Returns what a task replies to `ask`."""
-        return {_PROOF: self._proof("task", task, asked[_CHALLENGE], asked[_OWN_CHALLENGE])}
+        said = task, asked[_CHALLENGE], asked[_OWN_CHALLENGE]
+        return {_PROOF: proof(self.secret, "task", *said)}
 
     def refusal(self, task: str, asked: Mapping[str, str], challenges: "Challenges") -> str | None:
         """Returns why the caller of a task is refused; None if it knows the secret, too."""
@@ -90,12 +89,8 @@ class Token:
     def _is_proof(
         self, found: Mapping[str, str], role: str, task: str, asked: Mapping[str, str]
     ) -> bool:
-        expected = self._proof(role, task, asked[_CHALLENGE], asked.get(_OWN_CHALLENGE, ""))
-        return hmac.compare_digest(expected.encode(), found.get(_PROOF, "").encode())
-
-    def _proof(self, role: str, *texts: str) -> str:
-        content = json.dumps([role, *texts])
-        return hmac.new(self.secret.encode(), content.encode(), hashlib.sha256).hexdigest()
+        said = task, asked[_CHALLENGE], asked.get(_OWN_CHALLENGE, "")
+        return is_proof(found.get(_PROOF), self.secret, role, *said)
 
 
 @final
@@ -108,7 +103,7 @@ class Challenges:
 
     def new(self) -> str:
         """Returns another one. Those that nobody uses are forgotten when there are many newer."""
-        challenge = secrets.token_hex(32)
+        challenge = new_challenge()
         with self._lock:
             self._open[challenge] = None
             if len(self._open) > _MAX_CHALLENGES:

@@ -9,14 +9,20 @@ from distributary.job._connection import connect
 from distributary.job._consensus import Consensus, consensus
 from distributary.job._copies import copies
 from distributary.job._meeting import package_versions
+from distributary.job._proofs import is_proof, new_challenge, proof
+from distributary.job._reception import Reception
 
 __all__ = [
     "Channel",
     "ChannelClosedError",
     "Consensus",
     "Message",
+    "Reception",
     "connect",
     "consensus",
     "copies",
+    "is_proof",
+    "new_challenge",
     "package_versions",
+    "proof",
 ]

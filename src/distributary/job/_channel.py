@@ -1,22 +1,25 @@
 """What two processes of a job send each other: messages of JSON, with bytes behind them.
 
 A message is one line of JSON, `[kind, content, size]`, and `size` bytes that follow it. Every
-conversation of the job uses it: the meeting at the start, heartbeats, agreements.
+conversation of the job uses it: the launchers of several hosts, the meeting of the workers at the
+start, heartbeats, agreements.
 """
 
 import contextlib
 import json
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-__all__ = ["Channel", "ChannelClosedError", "Message"]
+__all__ = ["MAX_BLOB_BYTES", "Channel", "ChannelClosedError", "Message"]
 
 _MAX_LINE_BYTES = 1 << 20
-_MAX_BLOB_BYTES = 1 << 40
+MAX_BLOB_BYTES = 1 << 40
 _PART_BYTES = 1 << 20
+_NUM_PROBES = 3
 
 
 class ChannelClosedError(ConnectionError):
@@ -47,12 +50,17 @@ class Channel:
         connection: A connected socket; the channel closes it.
         peer: Who is at the other end, for messages to people.
         max_line_bytes: Size of the longest line it accepts.
+
+    Attributes:
+        peer: As given.
+        max_blob_bytes: How many bytes it accepts behind a line.
     """
 
     def __init__(
         self, connection: socket.socket, peer: str, max_line_bytes: int = _MAX_LINE_BYTES
     ) -> None:
         self.peer = peer
+        self.max_blob_bytes = MAX_BLOB_BYTES
         self._socket = connection
         self._max_line_bytes = max_line_bytes
         self._received = bytearray()
@@ -110,6 +118,26 @@ class Channel:
         if closed is not None:
             raise closed
 
+    def keep_alive(self, seconds: int) -> None:
+        """Lets the connection break when the other machine has not answered for about so long.
+
+        Other systems than Linux know it by their own time.
+        """
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            interval = max(1, seconds // (1 + _NUM_PROBES))
+            for option, value in (
+                (socket.TCP_KEEPIDLE, interval),
+                (socket.TCP_KEEPINTVL, interval),
+                (socket.TCP_KEEPCNT, _NUM_PROBES),
+                (socket.TCP_USER_TIMEOUT, 1000 * seconds),  # for what is sent meanwhile
+            ):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def own_address(self) -> str:
+        """Returns the address of this machine to which the other one is connected."""
+        return str(self._socket.getsockname()[0])
+
     def shut(self) -> None:
         """Ends the conversation, so that a thread that waits for a message stops waiting."""
         with contextlib.suppress(OSError):
@@ -158,7 +186,11 @@ class Channel:
             kind, content, size = json.loads(received[:end])
         except (ValueError, TypeError, RecursionError):
             raise self._stranger() from None
-        if not isinstance(kind, str) or type(size) is not int or not 0 <= size <= _MAX_BLOB_BYTES:
+        if (
+            not isinstance(kind, str)
+            or type(size) is not int
+            or not 0 <= size <= self.max_blob_bytes
+        ):
             raise self._stranger()
         if len(received) < end + 1 + size:
             return None

@@ -343,15 +343,16 @@ def _accepted(place: MultiWorker, key: str) -> dict[int, Channel]:
         client.key_value_set(key, json.dumps([server.getsockname()[1], token]))
         arrived: dict[int, Channel] = {}
         deadline = time.monotonic() + _CONNECT_SECONDS
-        for channel, message in Reception(server, len(peers)).arrivals(deadline):
-            number = _number_of(message, token)
-            if number is None or number in arrived or not 0 < number < len(peers):
-                channel.close()  # somebody else's program
-                continue
-            channel.peer = peers[number]
-            arrived[number] = channel
-            if len(arrived) == len(peers) - 1:
-                return arrived
+        with Reception(server, len(peers)) as reception:
+            for channel, message in reception.arrivals(deadline):
+                number = _number_of(message, token)
+                if number is None or number in arrived or not 0 < number < len(peers):
+                    channel.close()  # somebody else's program
+                    continue
+                channel.peer = peers[number]
+                arrived[number] = channel
+                if len(arrived) == len(peers) - 1:
+                    return arrived
         missing = [p for number, p in enumerate(peers) if number and number not in arrived]
         raise ClusterError(
             f"{', '.join(missing)} did not connect to {peers[0]} within {_CONNECT_SECONDS:g} s."

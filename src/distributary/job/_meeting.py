@@ -57,8 +57,11 @@ def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
     facts = _facts(place)
     deadline = time.monotonic() + deadline_seconds
     if place.worker_number == 0:
-        with _listening(place.workers[0]) as server:
-            return _Host(server, place, facts, deadline, deadline_seconds).run()
+        with (
+            _listening(place.workers[0]) as server,
+            Reception(server, place.num_workers) as reception,
+        ):
+            return _Host(reception, place, facts, deadline, deadline_seconds).run()
     # Held while the workers meet: a second process with the same task fails here.
     with _own_port(place.workers[place.worker_number]):
         return {0: _asked(place, facts, deadline, deadline_seconds)}
@@ -92,13 +95,13 @@ class _Host:
 
     def __init__(
         self,
-        server: socket.socket,
+        reception: Reception,
         place: MultiWorker,
         facts: dict[str, Any],
         deadline: float,
         deadline_seconds: float,
     ) -> None:
-        self._reception = Reception(server, place.num_workers)
+        self._reception = reception
         self._place = place
         self._facts = facts
         self._deadline = deadline

@@ -1,81 +1,120 @@
-"""Lets the processes of a job connect where strangers can, too."""
+"""Hears the processes of a job where strangers can connect, too."""
 
 import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Callable, Iterator
+from typing import Self, final
 
-from distributary.job._channel import Channel, ChannelClosedError, Message
+from distributary.job._channel import MAX_BLOB_BYTES, Channel, ChannelClosedError, Message
 
 __all__ = ["Reception"]
 
-_MAX_SILENT = 128  # connections that have not said anything yet, if fewer workers are expected
+_MAX_SILENT = 64  # connections that have not said anything yet, if fewer processes are expected
 _MAX_LINE_BYTES = 1 << 18  # the names of thousands of workers
 
 
 @final
 class Reception:
-    """Hears the first message of everybody who connects to a listening socket.
+    """Hears everybody who connects to a listening socket, for one thread.
 
-    Whoever sends something else, or has been silent for longest while many are, is hung up on.
+    It hangs up on whoever speaks another language, and, while many are silent, on the one who has
+    been silent for longest.
 
     Args:
-        server: A listening socket.
+        server: A listening socket. The caller closes it.
         num_expected: Number of processes that should come.
+        greet: Is called with every new channel, before the other end has said anything.
     """
 
-    def __init__(self, server: socket.socket, num_expected: int) -> None:
+    def __init__(
+        self,
+        server: socket.socket,
+        num_expected: int,
+        greet: Callable[[Channel], None] | None = None,
+    ) -> None:
         self._server = server
         self._max_silent = max(_MAX_SILENT, num_expected)
+        self._greet = greet
         self._silent: dict[Channel, None] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        server.setblocking(False)
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for channel in self._silent:
+            channel.close()
+        self._selector.close()
 
     def arrivals(self, deadline: float) -> Iterator[tuple[Channel, Message]]:
-        """Yields those who say something, with their first message, until a deadline.
+        """Yields the first message of everybody, and its channel, until a deadline.
+
+        Whoever takes the channel closes it.
 
         Args:
             deadline: As of `time.monotonic`.
         """
-        self._server.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            try:
-                while (left := deadline - time.monotonic()) > 0:
-                    for key, _ in selector.select(left):
-                        if key.data is None:
-                            self._accept(selector)
-                        elif key.data in self._silent:  # it has not been hung up on since
-                            yield from self._heard(key.data, selector)
-            finally:
-                for channel in self._silent:
-                    channel.close()
-                self._silent.clear()
+        for channel, message in self.messages(deadline):
+            if message is not None:
+                yield channel, message
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def messages(self, deadline: float) -> Iterator[tuple[Channel, Message | None]]:
+        """Yields what `arrivals` yields, and what comes from the channels that were kept.
+
+        None in place of a message tells that a kept channel has come to its end.
+        """
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._silent:
+                    yield from self._first(key.data)
+                elif key.data.fileno() >= 0:  # nobody has closed it since
+                    yield from self._later(key.data)
+
+    def keep(self, channel: Channel) -> None:
+        """Hears a channel that has arrived from now on. `messages` closes it at its end."""
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has hung up
             connection, address = self._server.accept()
             channel = Channel(connection, str(address[0]), _MAX_LINE_BYTES)
+            channel.max_blob_bytes = 0  # nobody knows yet who it is
             self._silent[channel] = None
-            selector.register(channel, selectors.EVENT_READ, channel)
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+            if self._greet is not None:
+                self._greet(channel)
         if len(self._silent) > self._max_silent:
-            self._forget(next(iter(self._silent)), selector)
+            self._hang_up(next(iter(self._silent)))
 
-    def _heard(
-        self, channel: Channel, selector: selectors.BaseSelector
-    ) -> Iterator[tuple[Channel, Message]]:
+    def _first(self, channel: Channel) -> Iterator[tuple[Channel, Message]]:
         try:
             message = next(channel.arrived(), None)
         except ChannelClosedError:
-            self._forget(channel, selector)
+            self._hang_up(channel)
             return
         if message is None:  # not all of it has come
             return
-        selector.unregister(channel)
+        self._selector.unregister(channel)
         del self._silent[channel]
+        channel.max_blob_bytes = MAX_BLOB_BYTES
         yield channel, message
 
-    def _forget(self, channel: Channel, selector: selectors.BaseSelector) -> None:
-        selector.unregister(channel)
+    def _later(self, channel: Channel) -> Iterator[tuple[Channel, Message | None]]:
+        try:
+            for message in channel.arrived():
+                yield channel, message
+        except ChannelClosedError:
+            self._selector.unregister(channel)
+            channel.close()
+            yield channel, None
+
+    def _hang_up(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
         del self._silent[channel]
         channel.close()

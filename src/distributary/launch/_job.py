@@ -10,10 +10,11 @@ One `Job` decides for all hosts; it knows no sockets, no processes and no clock:
 
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, final, get_args
+
+from distributary.job import Message
 
 __all__ = [
     "Command",
@@ -196,23 +197,21 @@ _TYPES: dict[str, type[Any]] = {
 }
 
 
-def encode(message: Command | Report) -> bytes:
-    """A line of JSON for a message."""
-    fields = {"type": type(message).__name__, **dataclasses.asdict(message)}
-    return json.dumps(fields).encode() + b"\n"
+def encode(message: Command | Report) -> tuple[str, dict[str, Any]]:
+    """Returns the kind and the content of a command or report, for a `Channel`."""
+    return type(message).__name__, dataclasses.asdict(message)
 
 
-def decode(line: bytes) -> Any:
-    """The message of a line of `encode`.
+def decode(message: Message) -> Any:
+    """Returns the command or report of a message of `encode`.
 
     Raises:
         ValueError: if it is none.
     """
     try:
-        fields = json.loads(line)
-        return _TYPES[fields.pop("type")](**fields)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"launch: {line[:200]!r} is no message of the launcher.") from error
+        return _TYPES[message.kind](**message.content)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"launch: {message!r:.200} is no message of the launcher.") from error
 
 
 class _State(enum.Enum):

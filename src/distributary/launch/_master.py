@@ -1,26 +1,30 @@
 """Where the launchers of several hosts meet: a server on host 0, with the `Job` of all hosts."""
 
-import asyncio
 import contextlib
 import errno
-import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 from distributary.errors import LaunchError
-from distributary.launch._handshake import dump, has_proof, keep_alive, new_challenge, with_proof
+from distributary.job import (
+    Channel,
+    ChannelClosedError,
+    Message,
+    Reception,
+    is_proof,
+    new_challenge,
+    proof,
+)
 from distributary.launch._job import Command, Job, Tasks, decode, encode
 from distributary.launch._options import HostOptions, LaunchOptions, split_address
-from distributary.launch._remote_link import PROTOCOL
+from distributary.launch._remote_link import PROTOCOL, SILENT_SECONDS
 
 __all__ = ["Master"]
 
-_HANDSHAKE_SECONDS = 10.0
-_MAX_LINE_BYTES = 2**20
-_MAX_STRANGERS = 64  # connections whose handshake is not over; more if there are more hosts
 _WAITING_SECONDS = 5.0  # before it says for whom it waits
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 5.0  # for hosts to take note of the end
@@ -50,15 +54,14 @@ class Master:
         self._say = say
         self._job = Job(self._hosts.num_hosts, options.max_restarts)
         # Touched by the thread only, like the job.
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._peers: dict[int, str] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest one first
+        self._challenges = weakref.WeakKeyDictionary[Channel, str]()
+        self._channels: dict[int, Channel] = {}
+        self._complete_at = time.monotonic()
+        self._has_said_who_is_missing = False
         self._tasks: dict[int, Tasks] = {}  # of the other hosts; read by any thread
         self._wants_tasks = options.dashboard_port is not None
-        self._socket = _listen(self._hosts)
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve()), name="launch-master", daemon=True
-        )
+        self._server = _listen(self._hosts)
+        self._thread = threading.Thread(target=self._serve, name="launch-master", daemon=True)
         self._thread.start()
 
     def tasks(self) -> dict[int, Tasks]:
@@ -73,122 +76,87 @@ class Master:
         if self._job.is_over:
             self._thread.join(_CLOSE_SECONDS)
 
-    async def _serve(self) -> None:
-        handlers: set[asyncio.Task[None]] = set()
-        max_strangers = max(_MAX_STRANGERS, self._hosts.num_hosts)
-
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            handlers.add(task)
-            self._strangers[task] = None
-            if len(self._strangers) > max_strangers:  # hosts speak at once: the oldest is none
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                oldest.cancel()
-            try:
-                await self._talk(reader, writer, task)
-            except asyncio.CancelledError:
-                pass
-            finally:
-                self._strangers.pop(task, None)
-                handlers.discard(task)
-                writer.close()
-
-        server = await asyncio.start_server(handle, sock=self._socket, limit=_MAX_LINE_BYTES)
-        try:
-            await self._watch()
-            while self._writers:  # until they have taken note of the end
-                await asyncio.sleep(_POLL_SECONDS / 10)
-        finally:
-            server.close()
-            for task in handlers:
-                task.cancel()
-            await asyncio.gather(*handlers, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        """Ends the job if hosts are missing for too long; returns when it is over."""
-        complete_at = time.monotonic()
-        has_said = False
-        while not self._job.is_over:
-            await asyncio.sleep(_POLL_SECONDS)
-            if not self._job.missing:
-                complete_at = time.monotonic()
-                has_said = False
-                continue
-            seconds = time.monotonic() - complete_at
-            missing = _enumerate(self._job.missing)
-            if seconds > self._hosts.join_seconds:
-                here = [f"host {rank} ({peer})" for rank, peer in sorted(self._peers.items())]
-                self._send(
-                    self._job.fail(
-                        f"{missing} of {self._hosts.num_hosts} did not join at"
-                        f" {self._hosts.master} within {self._hosts.join_seconds:g} s; joined:"
-                        f" {', '.join(here) or 'none'}"
-                    )
-                )
-            elif seconds > _WAITING_SECONDS and not has_said:
-                has_said = True
-                self._say(f"waiting for {missing} to join at {self._hosts.master}.")
-
-    async def _talk(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        task: "asyncio.Task[None]",
-    ) -> None:
-        peer = writer.get_extra_info("peername")[0]
-        keep_alive(writer.get_extra_info("socket"))
-        try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                host = await self._shake_hands(reader, writer)
-        except _RefusedError as error:
-            self._say(f"refused a connection from {peer}: {error}")
-            with contextlib.suppress(OSError):
-                writer.write(dump({"refused": str(error)}))
-                await writer.drain()
-            return
-        except (OSError, RecursionError, ValueError):  # a port scanner, or nobody
-            return
-        self._strangers.pop(task, None)
-        self._writers[host] = writer
-        self._peers[host] = peer
-        self._send(self._job.join(host))
-        try:
-            while line := await reader.readline():
-                report = decode(line)
-                if isinstance(report, Tasks):
-                    self._tasks[host] = report
-                else:
-                    self._send(self._job.report(host, report))
-        except (OSError, ValueError) as error:
-            self._say(f"host {host}: {error}")
-        finally:
-            del self._writers[host]
-            del self._peers[host]
-            self._tasks.pop(host, None)
-            self._send(self._job.lose(host, f"the launcher of host {host} ({peer}) has gone"))
-
-    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        """Returns the rank of a host that may join; the welcome is sent."""
-        challenge = new_challenge()
-        writer.write(dump({"challenge": challenge}))
-        hello: Any = json.loads(await reader.readline())
-        token = self._hosts.token
-        if not isinstance(hello, dict) or not has_proof(
-            hello, token, challenge, str(hello.get("challenge")), "host"
+    def _serve(self) -> None:
+        with (
+            self._server,
+            Reception(self._server, self._hosts.num_hosts, self._greet) as reception,
         ):
+            while not self._is_done():
+                for channel, message in reception.messages(time.monotonic() + _POLL_SECONDS):
+                    host = self._host_of(channel)
+                    if host is not None:
+                        self._hear(host, message)
+                    elif message is not None and self._lets_in(channel, message):
+                        reception.keep(channel)
+                    else:
+                        channel.close()
+                    if self._is_done():
+                        break
+                if not self._job.is_over:
+                    self._watch()
+
+    def _is_done(self) -> bool:
+        """Returns whether the job is over, and the hosts have taken note of it."""
+        return self._job.is_over and not self._channels
+
+    def _watch(self) -> None:
+        """Ends the job if hosts are missing for too long."""
+        if not self._job.missing:
+            self._complete_at = time.monotonic()
+            self._has_said_who_is_missing = False
+            return
+        seconds = time.monotonic() - self._complete_at
+        missing = _enumerate(self._job.missing)
+        if seconds > self._hosts.join_seconds:
+            here = [f"host {rank} ({c.peer})" for rank, c in sorted(self._channels.items())]
+            self._send(
+                self._job.fail(
+                    f"{missing} of {self._hosts.num_hosts} did not join at"
+                    f" {self._hosts.master} within {self._hosts.join_seconds:g} s; joined:"
+                    f" {', '.join(here) or 'none'}"
+                )
+            )
+        elif seconds > _WAITING_SECONDS and not self._has_said_who_is_missing:
+            self._has_said_who_is_missing = True
+            self._say(f"waiting for {missing} to join at {self._hosts.master}.")
+
+    def _greet(self, channel: Channel) -> None:
+        self._challenges[channel] = new_challenge()
+        with contextlib.suppress(OSError):  # `Reception` notices that it has gone
+            channel.keep_alive(SILENT_SECONDS)
+            channel.send("challenge", self._challenges[channel])
+
+    def _host_of(self, channel: Channel) -> int | None:
+        return next((host for host, c in self._channels.items() if c is channel), None)
+
+    def _lets_in(self, channel: Channel, message: Message) -> bool:
+        """Returns whether the other end is a host of this job, which the job now has."""
+        try:
+            host, answer = self._checked(message, self._challenges[channel])
+            channel.send("welcome", answer)
+        except _RefusedError as error:
+            self._say(f"refused a connection from {channel.peer}: {error}")
+            with contextlib.suppress(ChannelClosedError):
+                channel.send("refused", str(error))
+            return False
+        except ChannelClosedError:
+            return False
+        self._channels[host] = channel
+        self._send(self._job.join(host))
+        return True
+
+    def _checked(self, message: Message, challenge: str) -> tuple[int, list[Any]]:
+        """Returns the rank of a host that may join, and what it is told."""
+        try:
+            hello, own_challenge, shown = message.content
+        except (TypeError, ValueError):
+            raise _RefusedError("it speaks another language") from None
+        token = self._hosts.token
+        if not is_proof(shown, token, "host", challenge, own_challenge, hello):
             raise _RefusedError("its token is not that of this job")
         if hello["protocol"] != PROTOCOL:
             raise _RefusedError("another version of distributary runs there")
-        host = self._checked_rank(hello)
-        own_challenge = str(hello["challenge"])
-        welcome = {"welcome": host, "wants_tasks": self._wants_tasks and host != 0}
-        writer.write(dump(with_proof(welcome, token, own_challenge, challenge, "master")))
-        return host
-
-    def _checked_rank(self, hello: dict[str, Any]) -> int:
-        host = hello["host_rank"]
+        host = int(hello["host_rank"])
         if hello["num_hosts"] != self._hosts.num_hosts:
             raise _RefusedError(
                 f"host {host} has --nnodes {hello['num_hosts']}, host 0 has {self._hosts.num_hosts}"
@@ -198,16 +166,35 @@ class Master:
                 f"host {host} has --devices-per-worker {hello['devices_per_worker']}, host 0 has"
                 f" {self._devices_per_worker}"
             )
-        if host in self._writers:
-            raise _RefusedError(f"--node-rank {host} is taken by {self._peers[host]}")
+        if host in self._channels:
+            raise _RefusedError(f"--node-rank {host} is taken by {self._channels[host].peer}")
         if self._job.is_over:
             raise _RefusedError("the job is over")
-        return int(host)
+        welcome = {"wants_tasks": self._wants_tasks and host != 0}
+        return host, [welcome, proof(token, "master", own_challenge, challenge, welcome)]
+
+    def _hear(self, host: int, message: Message | None) -> None:
+        """Hears a host; None tells that it has gone."""
+        try:
+            report = None if message is None else decode(message)
+        except ValueError as error:
+            self._say(f"host {host}: {error}")
+            self._channels[host].shut()  # its end comes next
+            return
+        if isinstance(report, Tasks):
+            self._tasks[host] = report
+        elif report is not None:
+            self._send(self._job.report(host, report))
+        else:
+            peer = self._channels.pop(host).peer
+            self._tasks.pop(host, None)
+            self._send(self._job.lose(host, f"the launcher of host {host} ({peer}) has gone"))
 
     def _send(self, commands: list[tuple[int, Command]]) -> None:
         for host, command in commands:
-            if host in self._writers:
-                self._writers[host].write(encode(command))
+            if host in self._channels:
+                with contextlib.suppress(ChannelClosedError):  # its end comes next
+                    self._channels[host].send(*encode(command))
 
 
 def _listen(hosts: HostOptions) -> socket.socket:

@@ -1,29 +1,37 @@
 """The way from the launcher of a host to host 0, which decides."""
 
 import contextlib
-import json
-import select
 import socket
 import time
 from typing import Any, final
 
 from distributary.errors import LaunchError
-from distributary.launch._handshake import dump, has_proof, keep_alive, new_challenge, with_proof
+from distributary.job import Channel, ChannelClosedError, is_proof, new_challenge, proof
 from distributary.launch._job import Command, Report, decode, encode
 from distributary.launch._options import HostOptions, split_address
 
-__all__ = ["PROTOCOL", "RemoteLink"]
+__all__ = ["PROTOCOL", "SILENT_SECONDS", "RemoteLink"]
 
-PROTOCOL = 2
+PROTOCOL = 3
+SILENT_SECONDS = 20  # after which the other machine counts as gone
 _TRY_SECONDS = 2.0  # for one attempt to connect
 _ANSWER_SECONDS = 10.0
-_MAX_ANSWER_BYTES = 2**16
+_MAX_LINE_BYTES = 2**16
 _PAUSE_SECONDS = 0.1
 
 
 @final
 class RemoteLink:
     """A connection to the master, made within a deadline.
+
+    What the launchers say first, with the proofs that they know the token of the job:
+
+        host 0                          other host
+          challenge (random) ------------->
+          <------------- hello, with another challenge
+          welcome, or refused ------------>
+
+    What follows is neither encrypted nor signed, as are the connections of the workers.
 
     Args:
         hosts: The place of this host.
@@ -35,34 +43,31 @@ class RemoteLink:
 
     def __init__(self, hosts: HostOptions, devices_per_worker: int | None) -> None:
         self._master = hosts.master
-        self._connection = _connect(hosts)
-        self._received = b""
-        try:
-            self._connection.settimeout(_ANSWER_SECONDS)
-            keep_alive(self._connection)
-            self.address = hosts.address or self._connection.getsockname()[0]
-            self._shake_hands(hosts, devices_per_worker)
-        except OSError as error:
-            self._connection.close()
-            raise LaunchError(
-                f"launch: the master at {hosts.master} broke off: {error}. Is another program"
-                " listening there?"
-            ) from error
-        except LaunchError:
-            self._connection.close()
-            raise
+        self._channel = _connected(hosts)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._channel.close)
+            try:
+                self._channel.keep_alive(SILENT_SECONDS)
+                self.address = hosts.address or self._channel.own_address()
+                self._shake_hands(hosts, devices_per_worker)
+            except OSError as error:
+                raise LaunchError(
+                    f"launch: {error}. Is another program than the launcher of host 0 listening"
+                    " there?"
+                ) from error
+            stack.pop_all()
 
     def fileno(self) -> int:
         """The descriptor that becomes readable when something comes; -1 when closed.
 
         What came with the handshake has been read from it: call `receive` before waiting.
         """
-        return self._connection.fileno()
+        return self._channel.fileno()
 
     def send(self, report: Report) -> None:
         """Says something; it is lost if the master has gone, which `receive` will tell."""
-        with contextlib.suppress(OSError):
-            self._connection.sendall(encode(report))
+        with contextlib.suppress(ChannelClosedError):
+            self._channel.send(*encode(report))
 
     def receive(self) -> list[Command]:
         """The commands that have come.
@@ -70,89 +75,68 @@ class RemoteLink:
         Raises:
             LaunchError: if the master has gone.
         """
-        if self._connection.fileno() < 0:
+        if self._channel.fileno() < 0:
             return []
-        if not self._received.count(b"\n"):
-            if not select.select([self._connection], [], [], 0)[0]:
-                return []
-            self._read_more()
-        *lines, self._received = self._received.split(b"\n")
-        return [decode(line) for line in lines]
+        commands: list[Command] = []
+        try:
+            for message in self._channel.arrived():
+                commands.append(decode(message))
+        except ChannelClosedError as error:
+            if not commands:  # the next call tells
+                raise LaunchError(f"the launcher of host 0 at {self._master} has gone") from error
+        return commands
 
     def end(self) -> None:
         """Says that nothing more will be said."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+        self._channel.shut()
 
     def close(self) -> None:
         """Leaves."""
-        self._connection.close()
-
-    def _read_more(self) -> None:
-        try:
-            data = self._connection.recv(2**16)
-        except OSError:
-            data = b""
-        if not data:
-            raise LaunchError(f"the launcher of host 0 at {self._master} has gone")
-        self._received += data
+        self._channel.close()
 
     def _shake_hands(self, hosts: HostOptions, devices_per_worker: int | None) -> None:
-        challenge = str(self._read_answer().get("challenge"))
+        challenge = self._answer("challenge", hosts)
         own_challenge = new_challenge()
         hello = {
             "protocol": PROTOCOL,
-            "challenge": own_challenge,
             "host_rank": hosts.host_rank,
             "num_hosts": hosts.num_hosts,
             "devices_per_worker": devices_per_worker,
         }
-        self._connection.sendall(
-            dump(with_proof(hello, hosts.token, challenge, own_challenge, "host"))
-        )
-        answer = self._read_answer()
-        if "refused" in answer:
-            raise LaunchError(
-                f"launch: the master at {hosts.master} refuses host {hosts.host_rank}:"
-                f" {answer['refused']}"
-            )
-        if not has_proof(answer, hosts.token, own_challenge, challenge, "master"):
+        shown = proof(hosts.token, "host", challenge, own_challenge, hello)
+        self._channel.send("hello", [hello, own_challenge, shown])
+        answer = self._answer("welcome", hosts)
+        try:
+            welcome, shown = answer
+            wants_tasks = bool(welcome["wants_tasks"])
+        except (KeyError, TypeError, ValueError):
+            raise ChannelClosedError(f"{self._channel.peer} has sent {answer!r:.100}") from None
+        if not is_proof(shown, hosts.token, "master", own_challenge, challenge, welcome):
             raise LaunchError(
                 f"launch: what listens at {hosts.master} does not know the token of this job. Is"
                 " another job using the address?"
             )
-        self.wants_tasks = bool(answer["wants_tasks"])
+        self.wants_tasks = wants_tasks
 
-    def _read_answer(self) -> dict[str, Any]:
-        end = time.monotonic() + _ANSWER_SECONDS
-        while b"\n" not in self._received:
-            self._connection.settimeout(max(0.001, end - time.monotonic()))
-            data = self._connection.recv(4096)
-            if len(self._received) > _MAX_ANSWER_BYTES:
-                raise ConnectionError("it speaks another language")
-            if not data:
-                raise ConnectionError("it closed the connection")
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        try:
-            answer = json.loads(line)
-            if not isinstance(answer, dict) or not answer.keys() & {
-                "challenge",
-                "refused",
-                "welcome",
-            }:
-                raise ValueError
-        except (RecursionError, ValueError) as error:
-            raise ConnectionError("it speaks another language") from error
-        return answer
+    def _answer(self, kind: str, hosts: HostOptions) -> Any:
+        message = self._channel.receive(_ANSWER_SECONDS)
+        if message.kind == "refused":
+            raise LaunchError(
+                f"launch: the master at {hosts.master} refuses host {hosts.host_rank}:"
+                f" {message.content}"
+            )
+        if message.kind != kind:
+            raise ChannelClosedError(f"{self._channel.peer} has sent {message.kind!r:.100}")
+        return message.content
 
 
-def _connect(hosts: HostOptions) -> socket.socket:
+def _connected(hosts: HostOptions) -> Channel:
     end = time.monotonic() + hosts.join_seconds
     address = split_address(hosts.master)
     while True:
         try:
-            return socket.create_connection(address, timeout=_TRY_SECONDS)
+            connection = socket.create_connection(address, timeout=_TRY_SECONDS)
+            return Channel(connection, f"what listens at {hosts.master}", _MAX_LINE_BYTES)
         except OSError as error:
             if time.monotonic() >= end:
                 raise LaunchError(
