@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, and a check that tests clean up behind them."""
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +38,12 @@ _THREAD_END_SECONDS = 1.0  # for a thread that was told to stop and is on its wa
 # Tests that start processes take longest. Last of all, they would leave one of pytest's workers
 # without work for minutes.
 _FIRST = {"multiprocess", "compat", "test_examples.py", "test_docs.py"}
+
+
+def pytest_configure() -> None:
+    # `&` of a shell, and `nohup`, let a program and all that it starts ignore these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
