@@ -5,14 +5,17 @@
 Ends with 1 if a hang was not named.
 """
 
+import contextlib
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 _TESTS = Path(__file__).parents[1]
 _PROGRAM = _TESTS / "multiprocess" / "programs" / "hangs.py"
@@ -24,33 +27,35 @@ def _is_named(name: str) -> bool:
     addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
     for one in sockets:
         one.close()
-    processes = []
-    for worker in range(2):
-        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
-        environ = {**os.environ, "TF_CONFIG": json.dumps(task), "JAX_PLATFORMS": "cpu"}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(_PROGRAM), name],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    is_named = True
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            output = ""
-        finally:
+    with contextlib.ExitStack() as stack:
+        # No pipes: a child that outlives its worker would keep them open.
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+        processes = [_start(addresses, worker, name, outputs[worker]) for worker in range(2)]
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS)
+        for process in processes:
             subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
-            process.kill()
-        said = [line for line in output.splitlines() if "did not get anywhere" in line]
-        is_named &= len(said) == 1 and name in said[0]
-    return is_named
+            process.wait()
+        return all(_names(output, name) for output in outputs)
+
+
+def _start(addresses: list[str], worker: int, name: str, output: IO[str]) -> subprocess.Popen[str]:
+    task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
+    return subprocess.Popen(
+        [sys.executable, str(_PROGRAM), name],
+        env={**os.environ, "TF_CONFIG": json.dumps(task), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _names(output: IO[str], name: str) -> bool:
+    output.seek(0)
+    said = [line for line in output if "did not get anywhere" in line]
+    return len(said) == 1 and name in said[0]
 
 
 def main() -> int:
