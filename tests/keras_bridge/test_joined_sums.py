@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
+from distributary.collectives import all_reduce_of_vectors
 from distributary.keras_bridge._joined_sums import METRICS, with_joined_sums
 
 
@@ -21,6 +22,12 @@ def _sum_of_metrics(value):
 def _gradients_first(state, x):
     total = _sum(x * 2)
     return {"loss": _sum_of_metrics(jnp.stack([x.sum(), x.max()]))}, state - 0.1 * total
+
+
+def _several_gradients(state, x):
+    total, more = all_reduce_of_vectors([x[:4] * 2, x[:3].sum(keepdims=True)])
+    loss, largest = _sum_of_metrics(x.sum()), _sum_of_metrics(x[:2].reshape(2, 1))
+    return {"loss": loss, "largest": largest}, state - 0.1 * total * more
 
 
 def _metrics_first(state, x):
@@ -60,6 +67,7 @@ def _with_effect(state, x):
     ("step", "num_sums"),
     [
         (_gradients_first, 1),
+        (_several_gradients, 1),
         (_metrics_first, 1),
         (_two_vectors, 2),
         (_metrics_of_new_weights, 2),
@@ -85,4 +93,6 @@ def test_they_are_one_vector_where_neither_needs_the_other(step, num_sums):
     jax.tree.map(np.testing.assert_array_equal, logs, expected_logs)
     found = str(jax.make_jaxpr(on_mesh(with_joined_sums(step)))(state, x))
     assert found.count("psum[") == num_sums
-    assert str(jax.make_jaxpr(on_mesh(step))(state, x)).count("psum[") == 2 + (step is _two_vectors)
+    assert str(jax.make_jaxpr(on_mesh(step))(state, x)).count("psum[") == 2 + (
+        step in (_two_vectors, _several_gradients)
+    )
