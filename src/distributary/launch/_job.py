@@ -223,7 +223,7 @@ class _State(enum.Enum):
 
 @final
 class Job:
-    """Decides when the hosts start, stop, restart and end.
+    """A job, which decides when its hosts start, stop, restart and end.
 
     Every method returns the commands to send, each with the host that gets it.
 

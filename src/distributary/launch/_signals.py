@@ -14,7 +14,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @final
 class Signals:
-    """Receives SIGINT, SIGTERM and SIGHUP inside its `with` block; only for the main thread.
+    """A receiver of SIGINT, SIGTERM and SIGHUP inside its `with` block, in the main thread.
 
     An ignored signal stays ignored, so `nohup distributary launch ...` survives its terminal.
     """
