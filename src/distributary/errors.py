@@ -146,8 +146,8 @@ class WorkerLostError(DistributaryError, RuntimeError):
     Attributes:
         exit_code: Exit code of a worker that ends because another one was lost, `EX_TEMPFAIL` of
             `<sysexits.h>`. With it, `distributary launch` knows that another worker ended first.
-        line_prefix: Start of the line that such a worker writes to stderr. The rest of the line
-            says which worker was lost.
+        line_prefix: Text that such a worker writes to stderr. The rest of the line says which
+            worker was lost.
 
     Source: `tf.errors.UnavailableError`, which a collective raises in this situation.
     """

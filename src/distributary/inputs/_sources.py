@@ -132,8 +132,8 @@ class Elements:
     """Elements that each belong to one replica.
 
     Args:
-        make: Returns one dataset, of which each step takes one element per replica, or a list with
-            a dataset for each replica.
+        make: Returns a list with one dataset per replica, or with a single dataset, of which each
+            step takes consecutive elements, one per replica.
         num_replicas: Number of replicas of this worker.
         coworkers: All workers, if there are several.
 

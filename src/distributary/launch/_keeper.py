@@ -34,7 +34,7 @@ _NOT_STARTED = 127  # exit code of shells for a command that does not exist
 
 
 class _Keeper:
-    """Starts the worker, waits, and ends it with all its descendants.
+    """A parent process that starts the worker, waits, and ends it with all its descendants.
 
     Args:
         control_fd: Stream socket to the launcher.

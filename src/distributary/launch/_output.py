@@ -254,7 +254,7 @@ class Output:
 
 @final
 class _Copier:
-    """Copies one stream of a worker, whole lines at a time."""
+    """A copier of one stream of a worker, whole lines at a time."""
 
     def __init__(
         self, output: Output, task: TaskOutput, stream: int, fd: int, prefix: bytes

@@ -61,7 +61,7 @@ class _Running:
 
 @final
 class Supervisor:
-    """Starts, watches and ends the workers of one host.
+    """A supervisor, which starts, watches and ends the workers of one host.
 
     Args:
         options: The job.

@@ -44,8 +44,7 @@ def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Da
 
     The page shows the numbers of `strategy.step_statistics`, the numbers of a `ClusterCoordinator`,
     the logs of `fit`, and everything that the program passes to `distributary.launch.report`. With
-    several workers it shows only this process. To see all workers, use `distributary launch
-    --dashboard`.
+    several workers it shows only this process; `distributary launch --dashboard` shows all of them.
 
     Args:
         strategy: The strategy.

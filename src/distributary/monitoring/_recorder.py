@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 @final
 class Recorder:
-    """Samples numbers in a thread, and once more when it is closed or the program ends.
+    """A thread that samples numbers, for the last time when it is closed or the program ends.
 
     Args:
         collect: Returns the numbers of every task by its name.

@@ -65,7 +65,7 @@ class _Client:
 
 @final
 class HttpServer:
-    """Answers GET requests in one thread, for any number of clients, even slow ones.
+    """A server that answers GET requests in one thread, for any number of clients, even slow ones.
 
     A client has ten seconds for its request and half a minute to read the answer. If there are too
     many clients, or too much is waiting to be read, the client that has been there longest is cut
