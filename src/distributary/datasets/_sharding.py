@@ -54,7 +54,7 @@ class WorkerShare:
         return self.num_workers * self.replicas_per_worker
 
     def ends(self, num_rows: int) -> list[int]:
-        """Returns where the first replica's rows begin in a global batch, and where each one's end.
+        """Returns where this worker's rows begin in a global batch, then where each replica's end.
 
         Each replica gets consecutive rows, in replica order. Their numbers differ by at most one,
         and the larger parts come first.

@@ -13,8 +13,8 @@ from distributary.tracing import user_stacklevel
 # A warning needs this many steps and seconds, so that a slow start does not cause one.
 _MIN_STEPS = 10
 _MIN_SECONDS = 0.5
-# A timed step waits for the devices, so once the devices wait for the host's part of a step. This
-# may take at most 1 % of the time.
+# A timed step waits for its results, and the devices then wait for the host's part of the next one.
+# This may take at most 1 % of the time.
 _SAMPLE_SHARE = 0.01
 _SECONDS_BETWEEN_SAMPLES = (1.0, 30.0)  # at least, at most
 
@@ -30,7 +30,8 @@ class StepStatistics:
 
     Args:
         num_steps: Number of steps.
-        num_examples: Number of examples of this process in them, 0 if unknown.
+        num_examples: Number of examples that this process was given, including those of first and
+            last steps; 0 if unknown.
         seconds: Time that the steps took together.
         host_seconds: Time from when a batch was there until the last program that works on it was
             on its way to the devices: Python and dispatch. Waiting in a dispatch because too many
@@ -101,7 +102,7 @@ class StepCounts:
     """The counts of one strategy.
 
     Attributes:
-        num_examples: Number of examples of this process in the steps so far.
+        num_examples: Number of examples that this process was given so far.
         num_retraces: Number of traces of functions after their first ones.
         sample_at: Time by `time.perf_counter` at which the next sample is due.
     """

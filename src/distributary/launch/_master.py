@@ -71,7 +71,7 @@ class Master:
     def close(self) -> None:
         """Waits a few seconds until all hosts have noticed the end of the job.
 
-        If the job has not ended in this way, they notice when this process ends.
+        If the job is not over, they notice when this process ends.
         """
         if self._job.is_over:
             self._thread.join(_CLOSE_SECONDS)

@@ -108,7 +108,7 @@ def serve(
 
 @final
 class StatisticsLogger(Closing):
-    """Writes the numbers of a strategy's run to files until you close it.
+    """A logger that writes the numbers of a strategy's run to files until you close it.
 
     The numbers are those of `dashboard`. It is a context manager, and writes the last numbers at
     its end.
