@@ -1,4 +1,4 @@
-"""`python -m distributary` is the command `distributary`."""
+"""Lets you run the command `distributary` as `python -m distributary`."""
 
 import sys
 

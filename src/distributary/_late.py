@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when somebody asks for them: they take a while."""
+"""Names of a package that are imported on first use, because importing them takes a while."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,12 +8,13 @@ __all__ = ["late_names"]
 
 
 def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for the package.
+    """Returns a `__getattr__` for a package that imports names on first use.
 
     Args:
-        package: Its `__name__`.
-        modules: For each name the module that defines it, or is it: one of the package,
-            `"_rows"`, or any other of distributary by its full name.
+        package: The `__name__` of the package.
+        modules: For each name, the module that defines it, or the module itself if the name is
+            one. Write a module of the package as `"_rows"`, and any other module of distributary
+            with its full name.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807

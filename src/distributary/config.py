@@ -1,4 +1,4 @@
-"""Settings that must be made before JAX starts."""
+"""Settings that you must make before JAX starts."""
 
 from typing import TYPE_CHECKING
 
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
 __all__ = ["experimental_connect_to_cluster", "set_logical_cpu_devices"]
 
 
-# With it come the cluster resolvers.
+# Imported on first use, because it imports the cluster resolvers.
 __getattr__ = late_names(__name__, {"experimental_connect_to_cluster": "distributary.strategies"})

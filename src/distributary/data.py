@@ -1,4 +1,4 @@
-"""Datasets with tf.data's method names, on NumPy arrays, without TensorFlow."""
+"""Datasets with the method names of tf.data, on NumPy arrays and without TensorFlow."""
 
 from distributary.datasets import (
     AUTOTUNE,

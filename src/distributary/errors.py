@@ -1,25 +1,25 @@
 """Exceptions of distributary.
 
-Every exception is a `DistributaryError` and also the builtin that tf.distribute raises in the
-same situation, so `except ValueError` and friends keep working:
+Every exception is a `DistributaryError`, and also the builtin that tf.distribute raises in the
+same situation. `except ValueError` and the like keep working:
 
     DistributaryError
     ├── ContextError (RuntimeError)            wrong scope, replica context or strategy
     ├── BackendStartedError (RuntimeError)     must happen before JAX starts its backends
     ├── DeviceError (ValueError)               a device that cannot be parsed or does not exist
     ├── InvalidValueError (ValueError)         an argument has the right type and a wrong value
-    │   ├── ClusterError (RuntimeError)        what describes the cluster is missing or wrong
+    │   ├── ClusterError (RuntimeError)        the cluster description is missing or wrong
     │   │   └── WorkerMismatchError            workers of a job do different things
     │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
-    │   └── ReplicaDivergenceError             copies of a mirrored variable would differ
+    │   └── ReplicaDivergenceError             the copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
     ├── MissingPackageError (ImportError)      an optional package is not installed
-    ├── OutOfRangeError (StopIteration)        get_next() at the end of a dataset
-    ├── CancelledError (RuntimeError)          a closure was not run because another one failed
+    ├── OutOfRangeError (StopIteration)        get_next() after the last element of a dataset
+    ├── CancelledError (RuntimeError)          a closure did not run because another one failed
     ├── LaunchError (RuntimeError)             the launcher cannot start or join the job
     ├── UnavailableError (RuntimeError)        tasks that a coordinator needs cannot be reached
     │   ├── CoordinatorReplacedError           another coordinator has taken over the tasks
-    │   └── PSUnavailableError                 a parameter server is gone, and its variables
+    │   └── PSUnavailableError                 a parameter server is gone, with its variables
     ├── WorkerLostError (RuntimeError)         another worker of the job has ended or is frozen
     ├── CheckpointError (OSError)              a checkpoint cannot be written, found or read
     ├── CompileError (RuntimeError)            a step cannot be compiled for another machine
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class DistributaryError(Exception):
-    """Base of every exception raised on purpose by distributary."""
+    """Base class of all exceptions that distributary raises on purpose."""
 
 
 class ContextError(DistributaryError, RuntimeError):
@@ -65,7 +65,7 @@ class ContextError(DistributaryError, RuntimeError):
 
 
 class BackendStartedError(DistributaryError, RuntimeError):
-    """The call must come before JAX starts its backends, and JAX has started."""
+    """The call must come before JAX starts its backends, but JAX has started already."""
 
 
 class DeviceError(DistributaryError, ValueError):
@@ -77,15 +77,15 @@ class InvalidValueError(DistributaryError, ValueError):
 
 
 class ClusterError(InvalidValueError, RuntimeError):
-    """What a cluster manager says about the job is missing or contradicts itself."""
+    """The cluster manager's description of the job is incomplete or contradicts itself."""
 
 
 class WorkerMismatchError(ClusterError):
-    """The workers of a job run different programs, or the same ones in another order.
+    """The workers of a job run different programs, or the same programs in a different order.
 
-    Every worker gets it, before a value is computed from what they do differently. A worker that
-    waits in a program which the others never join is ended instead, with the same text on stderr
-    and the exit code `WorkerLostError.exit_code`.
+    Every worker raises it before it computes anything from the mismatch. If a worker waits in a
+    program that the others never join, its process ends instead, with the same text on stderr and
+    the exit code `WorkerLostError.exit_code`.
     """
 
 
@@ -94,7 +94,7 @@ class ReplicaMismatchError(InvalidValueError):
 
 
 class ReplicaDivergenceError(InvalidValueError):
-    """The copies of a mirrored variable would hold different values."""
+    """The copies of a mirrored variable would get different values."""
 
 
 class InvalidTypeError(DistributaryError, TypeError):
@@ -102,15 +102,15 @@ class InvalidTypeError(DistributaryError, TypeError):
 
 
 class MissingPackageError(DistributaryError, ImportError):
-    """A package that is not among the dependencies is needed here and not installed."""
+    """An optional package is needed here, but it is not installed."""
 
 
 class OutOfRangeError(DistributaryError, StopIteration):
-    """An iterator was asked for an element after its last one."""
+    """You asked an iterator for an element after its last one."""
 
 
 class CancelledError(DistributaryError, RuntimeError):
-    """A closure was not run because another one had failed.
+    """A closure did not run because another one failed.
 
     Source: `tf.errors.CancelledError`.
     """
@@ -121,7 +121,7 @@ class LaunchError(DistributaryError, RuntimeError):
 
 
 class UnavailableError(DistributaryError, RuntimeError):
-    """Tasks that a coordinator needs cannot be reached, or end again and again.
+    """Tasks that a coordinator needs cannot be reached, or keep ending.
 
     Source: `tf.errors.UnavailableError`.
     """
@@ -132,22 +132,22 @@ class CoordinatorReplacedError(UnavailableError):
 
 
 class PSUnavailableError(UnavailableError):
-    """A parameter server cannot be reached, or was started again without its variables.
+    """A parameter server cannot be reached, or it restarted without its variables.
 
-    What has been trained since the last checkpoint is lost: create the strategy again, and restore.
+    Everything trained since the last checkpoint is lost: create the strategy again, and restore.
     """
 
 
 class WorkerLostError(DistributaryError, RuntimeError):
-    """Another worker of the job has ended or is frozen, so this one cannot go on.
+    """Another worker of the job has ended or is frozen, so this one cannot continue.
 
-    The process has a second to clean up; then it is ended.
+    The process has one second to clean up; then it is ended.
 
     Attributes:
         exit_code: Exit code of a worker that ends because another one was lost, `EX_TEMPFAIL` of
-            `<sysexits.h>`. `distributary launch` looks for the worker that ended first.
-        line_prefix: Beginning of what such a worker says on stderr, up to the end of the line:
-            which one was lost.
+            `<sysexits.h>`. With it, `distributary launch` knows that another worker ended first.
+        line_prefix: Text that such a worker writes to stderr. The rest of the line says which
+            worker was lost.
 
     Source: `tf.errors.UnavailableError`, which a collective raises in this situation.
     """
@@ -169,4 +169,4 @@ class UnsupportedError(DistributaryError, NotImplementedError):
 
 
 class DistributaryWarning(UserWarning):
-    """Something works, but slower or otherwise than the user probably expects."""
+    """Something works, but more slowly or differently than you probably expect."""

@@ -1,4 +1,4 @@
-"""Frozen option objects. Each one checks itself, so a wrong value fails where it is written."""
+"""Frozen options. Each class checks its values, so a wrong one fails where you write it."""
 
 import enum
 import math
@@ -22,7 +22,7 @@ _MIN_HEARTBEAT_TIMEOUT_SECONDS = 3
 
 
 class CommunicationImplementation(enum.Enum):
-    """How a collective is carried out.
+    """The algorithm that carries out a collective.
 
     * `AUTO`: one XLA all-reduce; XLA picks the algorithm for the hardware.
     * `RING`: a reduce-scatter followed by an all-gather, the two halves of a ring all-reduce.
@@ -42,22 +42,23 @@ class CommunicationOptions:
     """Hints for collective communication.
 
     Args:
-        bytes_per_pack: Size in bytes from which on a pack of tensors is sent by a collective of
-            its own; 0 sends everything in one. A tensor is never cut.
-        timeout_seconds: Seconds after which a collective between processes fails; None waits.
-            Collectives inside one process do not use it.
-        implementation: A `CommunicationImplementation` or its name in any case.
-        hierarchical: Whether arrays are reduced inside hosts (or TPU slices) first: reduce-scatter
-            inside, all-reduce across, all-gather inside. The sums are the same up to rounding, and
-            less travels between the hosts. Without effect unless there are several hosts with
-            several devices each. None does so for TPU slices, where the compiler would cut one
-            all-reduce into several; elsewhere it is one, in which the transport chooses the route.
-        heartbeat_timeout_seconds: Seconds of silence after which a worker that still has its
-            connections counts as lost, 3 or more: it is frozen, or its machine or network is gone.
-            A worker that is busy in C code without letting Python's threads run is silent, too.
+        bytes_per_pack: Size in bytes at which a pack of tensors is full; each pack is sent by its
+            own collective. 0 sends everything in one collective. A tensor is never split.
+        timeout_seconds: Seconds after which a collective between processes fails; None waits
+            forever. Collectives inside one process ignore it.
+        implementation: A `CommunicationImplementation` or its name, in upper or lower case.
+        hierarchical: Whether to reduce arrays inside hosts (or TPU slices) first: reduce-scatter
+            inside, all-reduce across, all-gather inside. Less data travels between the hosts, and
+            the sums are the same up to rounding. It needs several hosts with several devices each,
+            and has no effect otherwise. None does this for TPU slices, where the compiler would
+            split one all-reduce into several. Elsewhere None uses one all-reduce, and the transport
+            chooses the route.
+        heartbeat_timeout_seconds: Seconds of silence, 3 or more, after which a worker counts as
+            lost although its connections are open: it is frozen, or its machine or network is
+            gone. A worker is also silent while C code keeps Python's threads from running.
 
     Raises:
-        InvalidValueError: for negative sizes or timeouts, unknown implementations, and
+        InvalidValueError: for a negative size or timeout, an unknown implementation, or
             `hierarchical` together with RING.
 
     Source: `tf.distribute.experimental.CommunicationOptions`; `hierarchical` and the heartbeat are
@@ -99,7 +100,7 @@ class CommunicationOptions:
             )
 
     def merge(self, other: "CommunicationOptions | None") -> "CommunicationOptions":
-        """These options, overridden by every field of `other` that is not the default."""
+        """Returns these options, overridden by every field of `other` that is not its default."""
         if other is None:
             return self
         default = CommunicationOptions()
@@ -124,7 +125,7 @@ def _implementation(value: CommunicationImplementation | str) -> CommunicationIm
 
 
 class InputReplicationMode(enum.Enum):
-    """Whether `dataset_fn` is called once per worker or once per replica.
+    """The choice between calling `dataset_fn` once per worker and once per replica.
 
     Source: `tf.distribute.InputReplicationMode`.
     """
@@ -136,16 +137,17 @@ class InputReplicationMode(enum.Enum):
 @final
 @dataclass(frozen=True)
 class InputOptions:
-    """How a distributed dataset hands out its batches.
+    """Options for how a distributed dataset hands out its batches.
 
     Args:
-        experimental_fetch_to_device: Whether batches are placed on the replicas' devices; None
+        experimental_fetch_to_device: Whether to place batches on the replicas' devices; None
             means True.
         experimental_replication_mode: How often `dataset_fn` is called.
-        experimental_place_dataset_on_device: Only False is supported: the dataset itself is
-            Python and stays on the host.
-        experimental_per_replica_buffer_size: How many batches wait on the devices ahead of the step
-            that needs them, while a thread makes the next one; 0 makes each when it is asked for.
+        experimental_place_dataset_on_device: Must be False: the dataset itself is Python code and
+            stays on the host.
+        experimental_per_replica_buffer_size: Number of batches that wait on the devices, ahead of
+            the step that needs them, while a thread makes the next one. With 0, each batch is made
+            when you ask for it.
 
     Source: `tf.distribute.InputOptions`.
     """
@@ -177,18 +179,18 @@ class InputOptions:
 @final
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """When a coordinator gives up workers, servers and closures, after faults.
+    """Limits after which a coordinator gives up on workers, servers and closures that fail.
 
     Args:
-        heartbeat_seconds: Time between two signs of life of a worker or server. One that gives none
-            for three times as long is lost: it is frozen, or its machine or network is gone. What
-            has ended is noticed at once.
-        worker_timeout_seconds: How long a lost worker may take to come back. After that nobody
-            waits for it any more.
-        no_worker_timeout_seconds: How long there may be no worker at all. After that, `schedule`,
-            `join` and `done` raise `UnavailableError` if a closure waits.
-        max_closure_losses: A closure that was running when so many workers were lost raises
-            `UnavailableError`, for it seems to end them.
+        heartbeat_seconds: Time between two signs of life of a worker or server. One that is silent
+            for three times as long is lost: it is frozen, or its machine or network is gone. A
+            process that has ended is noticed at once.
+        worker_timeout_seconds: Time that a lost worker has to come back. After that, the
+            coordinator stops waiting for it.
+        no_worker_timeout_seconds: Time that the job may be without any worker. After that,
+            `schedule`, `join` and `done` raise `UnavailableError` if a closure is waiting.
+        max_closure_losses: When this many workers were lost while running the same closure, the
+            closure raises `UnavailableError`, because it seems to be what ends them.
 
     Raises:
         InvalidValueError: for a value that is not positive.
@@ -211,9 +213,9 @@ class RecoveryOptions:
 @final
 @dataclass(frozen=True)
 class RunOptions:
-    """Knobs of `Strategy.run` that only TPUs had in TensorFlow; accepted for compatibility.
+    """Switches of `Strategy.run` that only TPUs have in TensorFlow; accepted for compatibility.
 
-    XLA compiles every step here, so there is nothing to switch on. The defaults are those of
+    They have no effect: XLA compiles every step here. The defaults are those of
     `tf.distribute.RunOptions`.
     """
 
@@ -225,10 +227,11 @@ class RunOptions:
 @final
 @dataclass(frozen=True)
 class XLAOptions:
-    """How TensorFlow has XLA compile a step; accepted for compatibility, as `RunOptions` are.
+    """Settings for XLA's compilation of a step in TensorFlow; accepted for compatibility.
 
-    Steps are always one program that XLA partitions over the logical devices of a replica, and
-    batches of another shape are compiled anew instead of padded.
+    They have no effect, like `RunOptions`. A step is always one program that XLA partitions over
+    the logical devices of a replica, and a batch of another shape is compiled anew instead of
+    padded.
 
     Source: `tf.tpu.XLAOptions`.
     """

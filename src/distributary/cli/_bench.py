@@ -99,7 +99,7 @@ def _run(namespace: argparse.Namespace) -> int:
     try:
         rows = measure(programs, namespace.seconds, environ)
         network = _network(namespace)
-        # One replica reduces nothing; the others tell what there is to reduce.
+        # One replica reduces nothing; larger numbers of replicas show what there is to reduce.
         predictions = (
             predict(rows[-1], network, namespace.hosts) if rows[-1].timing.num_reductions else []
         )
@@ -153,7 +153,7 @@ def _title(namespace: argparse.Namespace) -> str:
 
 
 def _network(namespace: argparse.Namespace) -> Network:
-    """What was asked for; what is left out is measured on loopback."""
+    """Returns the network of the options; measures the missing values on loopback."""
     given = []
     latency, rate = namespace.latency_us, namespace.gbit
     if latency is not None:

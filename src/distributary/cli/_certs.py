@@ -1,4 +1,4 @@
-"""`distributary certs`: certificates for the tasks of a job with parameter servers."""
+"""The command `distributary certs`: certificates for jobs with parameter servers."""
 
 import argparse
 import sys

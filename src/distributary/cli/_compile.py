@@ -64,7 +64,7 @@ def add_compile_command(commands: Any) -> None:
 def add_script_arguments(
     parser: argparse.ArgumentParser, description: str, *, required: bool = True
 ) -> None:
-    """Adds the script, or module, and its arguments, which come last."""
+    """Adds the script, or module, and its arguments, which must come last."""
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", nargs=None if required else "?", help=description)
@@ -75,12 +75,12 @@ def check_script(namespace: argparse.Namespace) -> None:
     """Ends the command if the script or module does not exist, before anything starts.
 
     Args:
-        namespace: The arguments, with the command's parser as `parser`.
+        namespace: The parsed arguments, with the command's parser as `parser`.
     """
     name = namespace.script
     if namespace.module:
         top = name.partition(".")[0]
-        # `python -m` also looks into the working directory, unlike this program.
+        # Unlike this program, `python -m` also looks into the working directory.
         if importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()]):
             return
         namespace.parser.error(

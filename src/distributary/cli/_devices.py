@@ -1,4 +1,4 @@
-"""`distributary devices`: what strategies would use here."""
+"""The command `distributary devices`: the devices here, and what strategies would use."""
 
 import argparse
 import contextlib
@@ -48,7 +48,7 @@ def _run(namespace: argparse.Namespace) -> int:
 
 
 def _found() -> dict[str, Json]:
-    mirrored = MirroredStrategy()  # starts JAX as a program that uses it would
+    mirrored = MirroredStrategy()  # starts JAX in the same way as a program that uses it
     devices = mirrored.extended.mesh.devices.flat
     return {
         "versions": _versions(),
@@ -67,7 +67,7 @@ def _found() -> dict[str, Json]:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("distributary", "jax", "jaxlib"):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
+        with contextlib.suppress(metadata.PackageNotFoundError):  # in a checkout
             found[package] = metadata.version(package)
     return found
 
@@ -100,7 +100,7 @@ def _strategy(strategy: Strategy) -> dict[str, Json]:
 
 
 def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
-    """What TF_CONFIG says; connects to nobody."""
+    """Describes the cluster of TF_CONFIG without connecting to it."""
     try:
         resolver = TFConfigClusterResolver()
         spec = resolver.cluster_spec()

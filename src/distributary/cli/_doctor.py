@@ -63,7 +63,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(where: Path | None, content: Any) -> bool:
-    """Prints or writes JSON if that is wanted; returns whether text is to be printed."""
+    """Prints or writes JSON if the user wants it; returns whether to print text."""
     if where is None:
         return True
     text = json.dumps(content, indent=1)
@@ -86,7 +86,7 @@ def _run(namespace: argparse.Namespace) -> int:
 def _text(report: Report) -> str:
     lines: list[str] = []
     for number, (task, checks) in enumerate(report.checks.items()):
-        # Of the other tasks, what is not as it should be.
+        # The first task shows everything, the others only warnings and problems.
         shown = [c for c in checks if number == 0 or c.status in ("warning", "problem")]
         if shown and len(report.tasks) > 1:
             lines += [f"{task}:"]
@@ -103,13 +103,13 @@ def _lines(check: Check) -> list[str]:
     text = textwrap.wrap(check.detail, _WIDTH - 24) or [""]
     lines = [f"{_MARKS[check.status]:<8} {check.name:<13}  {text[0]}"]
     lines += [f"{'':<24}{line}" for line in text[1:]]
-    if check.fix is not None:  # in one line, to be copied
+    if check.fix is not None:  # on one line, so that it can be copied
         lines.append(f"{'':<24}fix: {check.fix}")
     return lines
 
 
 def _matrix(links: Sequence[Link], tasks: Sequence[str]) -> list[str]:
-    """Round trips and rates, from the task of the row to the task of the column."""
+    """Returns a table of round trips and rates, from the task of the row to that of the column."""
     cells = {(link.source, link.target): _cell(link) for link in links}
     width = max(map(len, [*cells.values(), *tasks]))
     stem = max(map(len, tasks))

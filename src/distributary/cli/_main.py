@@ -1,4 +1,4 @@
-"""Reads the command line."""
+"""The command line of `distributary`."""
 
 import argparse
 import os
@@ -27,10 +27,10 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code.
+    """Runs the command line and returns the exit code.
 
     Args:
-        arguments: The arguments after the name of the program, those of this process by default.
+        arguments: Arguments after the name of the program; by default those of this process.
     """
     namespace = parser().parse_args(arguments)
     code: int = namespace.run(namespace)
@@ -48,22 +48,22 @@ def _launch(namespace: argparse.Namespace) -> int:
     except (DistributaryError, OSError) as error:
         print(f"distributary launch: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before there are workers
+    except KeyboardInterrupt:  # before any worker has started
         return 130
 
 
 def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
-    """The job that a command line describes, `["launch", "train.py"]` for example.
+    """Returns the job that a command line describes, `["launch", "train.py"]` for example.
 
     Raises:
-        DistributaryError: for values that are not possible.
+        DistributaryError: for impossible values.
         SystemExit: for arguments that do not exist.
     """
     return _launch_options(parser().parse_args(arguments), environ)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command `distributary`."""
+    """Returns the parser of the command `distributary`."""
     command = argparse.ArgumentParser(
         prog="distributary", description="Distributed training with JAX and Keras 3."
     )

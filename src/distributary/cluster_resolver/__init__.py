@@ -1,4 +1,4 @@
-"""Where a job runs: its tasks, their addresses, and which of them this process is."""
+"""Describes where a job runs: its tasks, their addresses, and which of them this process is."""
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._gce import GCEClusterResolver

@@ -1,4 +1,4 @@
-"""Addresses of tasks, `host:port`, and what is wrong with those that are none."""
+"""Addresses of tasks, `host:port`, and errors that say what is wrong with an address."""
 
 import ipaddress
 import re
@@ -15,11 +15,11 @@ _LOOKS_LIKE_IPV4 = re.compile(r"\d+(\.\d+){3}")
 
 
 class Address(NamedTuple):
-    """Where a task listens.
+    """The host and port on which a task listens.
 
     Args:
-        host: Name or IP address; an IPv6 address without its brackets, as sockets take it.
-        port: From 1 to 65535.
+        host: Name or IP address. An IPv6 address has no brackets, as sockets expect it.
+        port: A number from 1 to 65535.
     """
 
     host: str
@@ -30,15 +30,15 @@ class Address(NamedTuple):
 
 
 def parse_address(text: object, field: str) -> Address:
-    """The host and the port of `"host:port"` or `"[ipv6]:port"`.
+    """Returns the host and the port of `"host:port"` or `"[ipv6]:port"`.
 
     Args:
-        text: What the user wrote.
-        field: Where it was written, for messages: `'TF_CONFIG["cluster"]["worker"][1]'`.
+        text: The address as the user wrote it.
+        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]["worker"][1]'`.
 
     Raises:
-        InvalidTypeError: if it is no string.
-        InvalidValueError: if it is no address or its port is missing or out of range.
+        InvalidTypeError: if `text` is not a string.
+        InvalidValueError: if it is not an address, or its port is missing or out of range.
     """
     if not isinstance(text, str):
         raise InvalidTypeError(
@@ -54,7 +54,7 @@ def parse_address(text: object, field: str) -> Address:
         host, bracket, rest = text[1:].partition("]")
         if not bracket or not _is_ip(host, version=6):
             raise _no_address(text, field, "the brackets do not enclose an IPv6 address")
-        # In one spelling, so that equal addresses are found.
+        # Spelled in one way, so that equal addresses compare equal.
         return Address(str(ipaddress.ip_address(host)), _port(rest, text, field))
     if text.count(":") > 1:
         raise _no_address(
@@ -71,15 +71,15 @@ def parse_address(text: object, field: str) -> Address:
 
 
 def join(host: str, port: int) -> str:
-    """`"host:port"`, with brackets around an IPv6 address."""
+    """Returns `"host:port"`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def checked_port(port: object, field: str) -> int:
-    """A port given as a number.
+    """Returns a port that is given as a number, after checking it.
 
     Raises:
-        InvalidTypeError: if it is no int.
+        InvalidTypeError: if it is not an int.
         InvalidValueError: if it is not from 1 to 65535.
     """
     if isinstance(port, bool) or not isinstance(port, int):

@@ -11,21 +11,22 @@ __all__ = ["ClusterSpec", "checked_jobs"]
 
 @final
 class ClusterSpec:
-    """The tasks of a job by type and number, with the address of each. Never changes.
+    """The tasks of a job by type and number, with the address of each. Immutable.
 
     Args:
         cluster: A dict from the type of a task, such as `"worker"`, to the addresses `"host:port"`
-            of its tasks: a list, or a dict from their numbers if not all are known. Or another
-            `ClusterSpec`. An empty dict stands for a job of this process alone.
+            of its tasks. Give them as a list, or as a dict from their numbers if you do not know
+            all of them. An empty dict stands for a job of this process alone. You can also pass
+            another `ClusterSpec`.
 
     Raises:
         InvalidTypeError: if `cluster`, the tasks of a type, a number or an address has the wrong
             type.
-        InvalidValueError: if an address is none, two tasks have the same one, a number is negative
-            or comes twice, or a type has no tasks.
+        InvalidValueError: if an address is malformed, two tasks share one, a number is negative or
+            comes twice, or a type has no tasks.
 
-    Source: `tf.train.ClusterSpec`. TensorFlow does not look at the addresses, and never takes two
-    specs for equal.
+    Source: `tf.train.ClusterSpec`. TensorFlow does not check the addresses, and two of its specs
+    are never equal.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class ClusterSpec:
         )
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Addresses by type of task: a list, or a dict from numbers if some number is missing."""
+        """Returns the addresses by type of task: a list, or a dict if some number is missing."""
         return {
             job: list(tasks.values()) if _is_dense(tasks) else dict(tasks)
             for job, tasks in self._jobs.items()
@@ -44,11 +45,11 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The types of tasks, in the order in which they were given."""
+        """The types of tasks, in the order in which you gave them."""
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks of a type there are.
+        """Returns the number of tasks of a type.
 
         Raises:
             InvalidValueError: if there is no such type.
@@ -56,7 +57,7 @@ class ClusterSpec:
         return len(self._tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The numbers of the tasks of a type, ascending.
+        """Returns the numbers of the tasks of a type, in ascending order.
 
         Raises:
             InvalidValueError: if there is no such type.
@@ -64,7 +65,7 @@ class ClusterSpec:
         return list(self._tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The address of one task.
+        """Returns the address of one task.
 
         Raises:
             InvalidValueError: if there is no such type or no such task.
@@ -78,7 +79,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of a type at the positions of their numbers, None where one is missing.
+        """Returns the addresses of a type in the order of their numbers, None for missing numbers.
 
         Raises:
             InvalidValueError: if there is no such type.
@@ -113,11 +114,11 @@ class ClusterSpec:
 
 
 def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
-    """The addresses of a cluster by type and number, numbers ascending.
+    """Returns the addresses of a cluster by type and number, with numbers in ascending order.
 
     Args:
-        cluster: As the argument of `ClusterSpec`, but no `ClusterSpec`.
-        field: Where it was written, for messages.
+        cluster: Like the argument of `ClusterSpec`, but not a `ClusterSpec`.
+        field: Where the user wrote it, for messages.
 
     Raises:
         InvalidTypeError, InvalidValueError: see `ClusterSpec`.
@@ -151,7 +152,7 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
 
 
 def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
-    """Number, address and field of each task of one type."""
+    """Returns the number, the address and the field of each task of one type."""
     if isinstance(tasks, (list, tuple)):
         listed = [(number, address, f"{field}[{number}]") for number, address in enumerate(tasks)]
     elif isinstance(tasks, Mapping):
@@ -181,7 +182,7 @@ def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
 
 
 def _number(key: object, field: str) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdecimal():  # all keys of JSON are strings
+    if isinstance(key, str) and key.isascii() and key.isdecimal():  # keys of JSON are strings
         return int(key)
     if isinstance(key, bool) or not isinstance(key, int):
         raise InvalidTypeError(

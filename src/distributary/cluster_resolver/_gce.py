@@ -1,4 +1,4 @@
-"""Machines of an instance group of Google Compute Engine."""
+"""The machines of an instance group of Google Compute Engine."""
 
 from typing import Any, final
 
@@ -17,26 +17,26 @@ _Service = Any
 
 @final
 class GCEClusterResolver(TaskClusterResolver):
-    """The machines of an instance group, each with the same port, as tasks of one type.
+    """The machines of an instance group as tasks of one type, all with the same port.
 
-    Tasks are the machines in the order of their internal addresses, compared as texts. Which of
-    them this process is, `task_id` says. The service account of the machines needs the right to
-    list instance groups and to read instances.
+    Tasks are sorted by the internal address of their machine, compared as text. Set `task_id` to
+    say which of them this process is. The service account of the machines needs permission to list
+    instance groups and to read instances.
 
     Args:
         project: Name of the project.
         zone: Zone of the instance group.
         instance_group: Name of the instance group.
-        port: The port on which the tasks listen.
+        port: Port on which the tasks listen.
         task_type: Type of all tasks.
         task_id: Number of this task.
-        rpc_layer: Protocol in front of addresses.
+        rpc_layer: Protocol to put in front of addresses.
         credentials: Credentials of google-auth; `"default"` takes those of the environment.
-        service: An object like `googleapiclient.discovery.build("compute", "v1")`; None to make
-            one, for which the package google-api-python-client must be installed.
+        service: An object like `googleapiclient.discovery.build("compute", "v1")`. None makes one,
+            which needs the package google-api-python-client.
 
     Raises:
-        MissingPackageError: if there is no `service` and google-api-python-client is not installed.
+        MissingPackageError: if you pass no `service` and google-api-python-client is not installed.
         InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
 
     Source: `tf.distribute.cluster_resolver.GCEClusterResolver`.
@@ -64,17 +64,17 @@ class GCEClusterResolver(TaskClusterResolver):
         self._service = service or _make_service(credentials)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The machines as they are now.
+        """Returns the machines as they are now.
 
         Raises:
-            ClusterError: if the API gives no answer, the group is empty, or one of its machines
-                does not run.
+            ClusterError: if the API does not answer, the group is empty, or one of its machines is
+                not running.
         """
         addresses = [join(self._address(name), self._port) for name in self._instances()]
         return ClusterSpec({self.task_type or "worker": sorted(addresses)})
 
     def _instances(self) -> list[str]:
-        """Names of the machines of the group."""
+        """Returns the names of the machines in the group."""
         groups = self._service.instanceGroups()
         request = groups.listInstances(
             project=self._project,
@@ -116,7 +116,7 @@ class GCEClusterResolver(TaskClusterResolver):
     def _execute(self, request: Any, what: str) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = request.execute()
-        except Exception as error:  # the classes of googleapiclient are not known here
+        except Exception as error:  # its classes are unknown: googleapiclient is optional
             raise ClusterError(
                 f"{_WHO}: {what}, of {self._where()}, failed with {type(error).__name__}: {error}."
                 " The service account must have the role roles/compute.viewer."

@@ -1,4 +1,4 @@
-"""GPUs of a node, shared by the tasks that Slurm runs on it."""
+"""Shares the GPUs of a node between the tasks that Slurm runs on it."""
 
 import os
 import shutil
@@ -21,9 +21,9 @@ class GpuShare:
     """The GPUs of one task.
 
     Args:
-        per_task: How many it has.
-        to_show: What `CUDA_VISIBLE_DEVICES` must be for JAX to see only these; None if it must
-            stay as it is.
+        per_task: Number of GPUs that the task has.
+        to_show: Value of `CUDA_VISIBLE_DEVICES` with which JAX sees only these GPUs; None to leave
+            the variable alone.
     """
 
     per_task: int
@@ -38,18 +38,18 @@ def share(
     local_rank: int,
     show: bool,
 ) -> GpuShare:
-    """Shares the GPUs of a node.
+    """Returns this task's share of the GPUs of its node.
 
     Args:
-        gpus_per_node: As the argument of `SlurmClusterResolver`.
-        gpus_per_task: As well.
-        max_tasks_per_node: How many tasks the fullest node runs.
-        local_rank: The position of this task on its node.
-        show: Whether `to_show` is wanted; else it is None.
+        gpus_per_node: Like the argument of `SlurmClusterResolver`.
+        gpus_per_task: Like the argument of `SlurmClusterResolver`.
+        max_tasks_per_node: Number of tasks on the fullest node.
+        local_rank: Position of this task on its node.
+        show: Whether to compute `to_show`; otherwise it is None.
 
     Raises:
-        InvalidTypeError, InvalidValueError: if a number is none or negative.
-        ClusterError: if the tasks need more GPUs than there are, or their number is not known.
+        InvalidTypeError, InvalidValueError: if a number is not an int, or is negative.
+        ClusterError: if the tasks need more GPUs than there are, or the number of GPUs is unknown.
     """
     who = "SlurmClusterResolver"
     for field, value in (("gpus_per_node", gpus_per_node), ("gpus_per_task", gpus_per_task)):
@@ -75,7 +75,7 @@ def share(
             " tasks per node."
         )
     names = visible if visible is not None else [str(number) for number in range(gpus_per_node)]
-    # The second: no other task has a share, or each sees its own already.
+    # In the second case this task is the only one with a share, or sees only its own already.
     if not show or (visible is not None and len(visible) == gpus_per_task):
         return GpuShare(gpus_per_task, None)
     start = local_rank * gpus_per_task
@@ -90,10 +90,10 @@ def share(
 
 
 def visible_gpus() -> int:
-    """How many GPUs the processes of this node may use.
+    """Returns the number of GPUs that the processes of this node may use.
 
     Raises:
-        ClusterError: if their number is not known.
+        ClusterError: if the number is unknown.
     """
     return _num_gpus(_visible())
 
@@ -103,11 +103,11 @@ def _visible() -> list[str] | None:
     if text is None:
         return None
     names = [name for name in text.replace(" ", "").split(",") if name]
-    return names[: names.index("-1")] if "-1" in names else names  # CUDA looks no further
+    return names[: names.index("-1")] if "-1" in names else names  # CUDA ignores what follows
 
 
 def _bound_by_slurm(visible: list[str] | None, max_tasks_per_node: int) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES holds the GPUs of this task alone, not those of the node."""
+    """Returns whether CUDA_VISIBLE_DEVICES lists only this task's GPUs, not all of the node's."""
     if not visible or max_tasks_per_node == 1:
         return False
     if os.environ.get("SLURM_GPUS_PER_TASK"):

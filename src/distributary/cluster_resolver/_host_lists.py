@@ -1,4 +1,4 @@
-"""Slurm's short notations for lists of hosts and of numbers."""
+"""Expands Slurm's short notations for lists of hosts and of numbers."""
 
 import re
 
@@ -6,7 +6,7 @@ from distributary.errors import InvalidValueError
 
 __all__ = ["expand_hosts", "expand_tasks_per_node"]
 
-_MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typing error
+_MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typo
 
 _PART = re.compile(r"[^\[\],\s]*(?:\[[^\[\]\s]+\][^\[\],\s]*)*")
 _PIECE = re.compile(r"\[([^\]]+)\]|([^\[\]]+)")
@@ -15,16 +15,16 @@ _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand_hosts(text: str, field: str) -> list[str]:
-    """The hosts of a list such as `"node[001-003,7],gpu-a"`, in its order.
+    """Returns the hosts of a list such as `"node[001-003,7],gpu-a"`, in its order.
 
-    Numbers keep their leading zeros. A name may have several ranges, and text after them.
+    Numbers keep their leading zeros. A name may contain several ranges, and text after them.
 
     Args:
         text: The list.
         field: Where it comes from, for messages.
 
     Raises:
-        InvalidValueError: if it cannot be read.
+        InvalidValueError: if it cannot be parsed.
 
     Source: Slurm's host list expressions, as `scontrol show hostnames` prints them.
     """
@@ -47,14 +47,14 @@ def expand_hosts(text: str, field: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str, field: str) -> list[int]:
-    """The numbers of a list such as `"4(x2),3"`: 4, 4, 3.
+    """Returns the numbers of a list such as `"4(x2),3"`, here 4, 4, 3.
 
     Args:
         text: The list.
         field: Where it comes from, for messages.
 
     Raises:
-        InvalidValueError: if it cannot be read.
+        InvalidValueError: if it cannot be parsed.
 
     Source: `SLURM_TASKS_PER_NODE` in the manual of `srun`.
     """

@@ -1,4 +1,4 @@
-"""Pods that Kubernetes has started, found by their labels."""
+"""Pods that Kubernetes runs, found by their labels."""
 
 import enum
 import re
@@ -25,10 +25,10 @@ _Pod = Any
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, which decides how it finds the API server.
+    """The place where the program runs, which decides how it reaches the API server.
 
-    * `WITHIN_CLUSTER`: in a pod; with the service account of the pod.
-    * `OFF_CLUSTER`: elsewhere; with `~/.kube/config`.
+    * `WITHIN_CLUSTER`: in a pod, with the pod's service account.
+    * `OFF_CLUSTER`: elsewhere, with `~/.kube/config`.
 
     Source: `tf.distribute.cluster_resolver.KubernetesExecutableLocation`.
     """
@@ -39,30 +39,30 @@ class KubernetesExecutableLocation(enum.Enum):
 
 @final
 class KubernetesClusterResolver(TaskClusterResolver):
-    """The running pods that match label selectors, each with the same port.
+    """The running pods that match label selectors, all with the same port.
 
-    Tasks are the pods in the order of their names, where `worker-2` comes before `worker-10`. Which
-    of them this process is must be set: `resolver.task_type = "worker"`, `resolver.task_id = 0`, in
-    an indexed Job from the environment variable `JOB_COMPLETION_INDEX`. The service account needs
-    the right to list pods.
+    Tasks are sorted by the names of their pods, with `worker-2` before `worker-10`. You must set
+    which of them this process is: `resolver.task_type = "worker"`, `resolver.task_id = 0`. In an
+    indexed Job, take the number from the environment variable `JOB_COMPLETION_INDEX`. The service
+    account needs permission to list pods.
 
     Args:
-        job_to_label_mapping: Label selectors by type of task; the pods of several selectors follow
-            one another. None for `{"worker": ["job-name=tensorflow"]}`.
-        tf_server_port: The port on which the tasks listen.
-        rpc_layer: Protocol in front of addresses.
-        override_client: An object like `kubernetes.client.CoreV1Api()`, with credentials; None to
-            make one, for which the package kubernetes must be installed.
+        job_to_label_mapping: Label selectors by type of task. If a type has several, the pods of
+            the first selector come first. None means `{"worker": ["job-name=tensorflow"]}`.
+        tf_server_port: Port on which the tasks listen.
+        rpc_layer: Protocol to put in front of addresses.
+        override_client: An object like `kubernetes.client.CoreV1Api()`, with credentials. None
+            makes one, which needs the package kubernetes.
         executable_location: Where this program runs.
-        namespace: The namespace of the pods; None for all, which takes a cluster role.
+        namespace: Namespace of the pods. None searches all namespaces, which needs a cluster role.
 
     Raises:
-        MissingPackageError: if there is no `override_client` and kubernetes is not installed.
-        ClusterError: if its configuration cannot be loaded.
+        MissingPackageError: if you pass no `override_client` and kubernetes is not installed.
+        ClusterError: if the configuration of kubernetes cannot be loaded.
         InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
 
     Source: `tf.distribute.cluster_resolver.KubernetesClusterResolver`. That one takes the addresses
-    of the nodes, which reach a pod only if it uses the network of its node.
+    of the nodes, at which you reach a pod only if it uses the network of its node.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class KubernetesClusterResolver(TaskClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The pods as they are now.
+        """Returns the pods as they are now.
 
         Raises:
-            ClusterError: if the API server gives no answer, no pod matches a selector, or a pod is
+            ClusterError: if the API server does not answer, no pod matches a selector, or a pod is
                 not running or has no address yet.
         """
         return ClusterSpec(
@@ -113,7 +113,7 @@ class KubernetesClusterResolver(TaskClusterResolver):
                 answer = self._client.list_pod_for_all_namespaces(label_selector=selector)
             else:
                 answer = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-        except Exception as error:  # the classes of kubernetes are not known here
+        except Exception as error:  # its classes are unknown: kubernetes is optional
             raise ClusterError(
                 f"{_WHO}: listing the pods with the label {selector!r} in {where} failed with"
                 f" {type(error).__name__}: {error}. The service account of this pod must be allowed"
@@ -188,5 +188,5 @@ def _make_client(location: KubernetesExecutableLocation) -> _Client:
 
 
 def _in_numeric_order(name: str) -> list[tuple[str, int]]:
-    """Sorts `worker-2` before `worker-10`."""
+    """Returns a sort key with which `worker-2` comes before `worker-10`."""
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name)]

@@ -1,4 +1,4 @@
-"""What the metadata server of Google Cloud says about the TPU that this host belongs to."""
+"""Asks Google Cloud's metadata server about the TPU that this host belongs to."""
 
 import os
 import time
@@ -15,10 +15,11 @@ _RETRIED = (429, 500, 502, 503, 504)
 
 @final
 class MetadataServer:
-    """Attributes of this virtual machine.
+    """The attributes of this virtual machine.
 
     Args:
-        address: `"host"`, `"host:port"` or a URL; None for that of the environment or of Google.
+        address: `"host"`, `"host:port"` or a URL. None takes the address in the environment, or
+            Google's.
 
     Source: https://cloud.google.com/compute/docs/metadata/querying-metadata. The attributes are
     those that `jax.distributed.initialize` reads.
@@ -28,10 +29,10 @@ class MetadataServer:
         self._address = address
 
     def hosts(self) -> list[str]:
-        """The hosts of the TPU slice, by number.
+        """Returns the hosts of the TPU slice, in the order of their numbers.
 
         Raises:
-            ClusterError: if the server cannot be reached, or says something else.
+            ClusterError: if the server cannot be reached, or its answer is not a list of hosts.
         """
         key = "worker-network-endpoints"
         text = self._attribute(key)
@@ -48,10 +49,10 @@ class MetadataServer:
         return hosts
 
     def worker_number(self) -> int:
-        """The number of this host in the TPU slice.
+        """Returns the number of this host in the TPU slice.
 
         Raises:
-            ClusterError: if the server cannot be reached, or says something else.
+            ClusterError: if the server cannot be reached, or its answer is not a number.
         """
         key = "agent-worker-number"
         text = self._attribute(key).strip()
@@ -71,13 +72,13 @@ class MetadataServer:
         return f"{base}/computeMetadata/v1/instance/attributes/{key}"
 
     def _attribute(self, key: str) -> str:
-        # Imported here because few programs run on TPUs.
+        # Imported here, because few programs run on TPUs.
         import urllib.error
         import urllib.request
 
         url = self._url(key)
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-        # No proxy: the server is part of the machine.
+        # Without a proxy, because the server is part of the machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         for pause in (*_RETRY_SECONDS, None):
             try:

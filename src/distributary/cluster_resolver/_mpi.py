@@ -1,4 +1,4 @@
-"""Jobs that `mpirun` starts. MPI itself is not used."""
+"""Finds the processes of jobs that `mpirun` starts. MPI itself is not used."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # Hydra: MPICH and Intel MPI
+    # MPICH and Intel MPI, whose process manager is Hydra.
     _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -48,21 +48,24 @@ _LAUNCHERS = (
 class OpenMPIClusterResolver(TaskClusterResolver):
     """The processes that `mpirun` of Open MPI, MPICH or Intel MPI has started.
 
-    Reads `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK` and `_LOCAL_SIZE`, or `PMI_RANK`,
-    `PMI_SIZE`, `MPI_LOCALRANKID` and `MPI_LOCALNRANKS`, when it is created. `mpirun` does not tell
-    its processes the names of the hosts: pass them as to `mpirun`, unless there is one host only.
+    The variables are read when you create the resolver: `OMPI_COMM_WORLD_RANK`, `_SIZE`,
+    `_LOCAL_RANK` and `_LOCAL_SIZE`, or `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` and
+    `MPI_LOCALNRANKS`. `mpirun` does not tell its processes the names of the hosts. If there are
+    several hosts, pass the ones that you gave to `mpirun`.
 
     Args:
-        hosts: The hosts, in the order given to `mpirun`, each as `"host"` or `"host:slots"`, or a
-            dict from hosts to slots. Without slots all hosts have the same number.
-        hostfile: A file with a host per line, with `slots=4` behind it or not, or several times for
-            as many slots: the file given to `mpirun --hostfile`, or `os.environ["PBS_NODEFILE"]`.
-        port_base: The port of the first process of each host; the others count up.
-        jobs: How many tasks of each type there are; the types take the ranks in the order of their
-            names. None for workers only.
-        map_by: How `mpirun` spreads ranks: `"slot"`, which fills one host after the other, or
-            `"node"`, a rank for each host in turn.
-        rpc_layer: Protocol in front of addresses.
+        hosts: Hosts in the order in which you gave them to `mpirun`, each as `"host"` or
+            `"host:slots"`, or a dict from hosts to slots. Without slots, all hosts have the same
+            number.
+        hostfile: The file that you gave to `mpirun --hostfile`, or `os.environ["PBS_NODEFILE"]`. It
+            has one host per line, optionally followed by `slots=4`. A host on several lines has one
+            slot for each of them.
+        port_base: Port of the first process on each host; the others count up from it.
+        jobs: Number of tasks of each type. Types take the ranks in alphabetical order. None means
+            workers only.
+        map_by: How `mpirun` assigns ranks: `"slot"` fills one host after the other, `"node"` gives
+            each host one rank in turn.
+        rpc_layer: Protocol to put in front of addresses.
 
     Raises:
         ClusterError: if a variable is missing, wrong or contradicts the hosts.
@@ -100,7 +103,7 @@ class OpenMPIClusterResolver(TaskClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The processes that `mpirun` has started."""
+        """Returns the processes that `mpirun` has started."""
         return ClusterSpec(jobs_of(self._addresses, self._jobs))
 
     def _found_task_type(self) -> str:
@@ -121,7 +124,7 @@ def _variables() -> _Variables:
     )
 
 
-# Slots are None where they are not said.
+# The number of slots is None where the user has not given it.
 def _from_argument(hosts: Sequence[str] | Mapping[str, int] | None) -> dict[str, int | None]:
     field = f"{_WHO}: hosts"
     if hosts is None:
@@ -152,7 +155,7 @@ def _from_argument(hosts: Sequence[str] | Mapping[str, int] | None) -> dict[str,
 
 
 def _host_and_slots(entry: str, field: str) -> tuple[str, int | None]:
-    """`"node1:4"`; brackets are around an IPv6 address."""
+    """Splits `"node1:4"` into host and slots; an IPv6 address must be in brackets."""
     end_of_address = entry.rfind("]") + 1
     host, colon, slots = entry[end_of_address:].partition(":")
     host = entry[:end_of_address] + host
@@ -192,7 +195,7 @@ def _from_file(hostfile: str | os.PathLike[str]) -> dict[str, int | None]:
 
 
 def _add(slots_of: dict[str, int | None], host: str, slots: int | None, field: str) -> None:
-    """As mpirun does: a host that comes again has more slots, one for each time."""
+    """Adds a host as mpirun does: a host that comes again gets one more slot each time."""
     if host not in slots_of:
         slots_of[host] = slots
     else:
@@ -206,7 +209,7 @@ def _processes(
     map_by: str,
     names: _Variables,
 ) -> dict[str, int]:
-    """How many processes each host runs."""
+    """Returns how many processes each host runs."""
     if not slots_of:
         if local_size == size:
             return {"localhost": size}
@@ -234,7 +237,7 @@ def _chunk(map_by: str) -> int | None:
 def _check_place(
     rank: int, placements: Sequence[Placement], local_size: int, names: _Variables
 ) -> None:
-    """The launcher knows the number of processes here; if it differs, addresses are wrong."""
+    """Raises if the launcher counts other processes on this host: addresses would be wrong."""
     here = placements[rank]
     num_here = sum(placement.host == here.host for placement in placements)
     local_rank = int_variable(names.local_rank, cure=_CURE)

@@ -1,4 +1,4 @@
-"""What a strategy for several workers asks a cluster."""
+"""The place of a task in a cluster, as strategies for several workers need it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from distributary.errors import InvalidValueError
 
 __all__ = ["TOKEN_VARIABLE", "MultiWorker", "Peer", "multi_worker"]
 
-TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # the secret of a job
+TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
 
 _HOW_TO_NAME_THE_TASK = (
     'Say which task this process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or'
@@ -33,7 +33,7 @@ class Peer:
 
     Args:
         task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
-        task_id: Its number among those of its type.
+        task_id: Number of the task among those of its type.
         address: `"host:port"`, as in the cluster spec.
     """
 
@@ -43,17 +43,17 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """For messages: `"chief"`, `"worker 1"`."""
+        """Name for messages: `"chief"`, `"worker 1"`."""
         return _name(self.task_type, self.task_id)
 
     @property
     def host(self) -> str:
-        """The host of `address`; an IPv6 address without brackets, as sockets take it."""
+        """Host of `address`. An IPv6 address has no brackets, as sockets expect it."""
         return parse_address(self.address, self.name).host
 
     @property
     def port(self) -> int:
-        """The port of `address`."""
+        """Port of `address`."""
         return parse_address(self.address, self.name).port
 
     def __str__(self) -> str:
@@ -68,9 +68,10 @@ class MultiWorker:
     Args:
         cluster_spec: The cluster.
         task_type: The type of this task.
-        task_id: Its number.
-        workers: The tasks that compute together, the collective group: the chief, if the cluster
-            has one, then the workers by number. The position of a task is its process index.
+        task_id: Number of this task.
+        workers: The collective group, that is, the tasks that compute together: the chief, if the
+            cluster has one, then the workers by number. The position of a task is its process
+            index.
         peers: All tasks of the cluster: `workers`, then parameter servers, then the evaluator.
     """
 
@@ -82,12 +83,12 @@ class MultiWorker:
 
     @property
     def name(self) -> str:
-        """This task for messages: `"chief"`, `"worker 1"`."""
+        """Name of this task for messages: `"chief"`, `"worker 1"`."""
         return _name(self.task_type, self.task_id)
 
     @property
     def address(self) -> str | None:
-        """The address of this task; None for an evaluator that the cluster does not list."""
+        """Address of this task; None for an evaluator that the cluster does not list."""
         for peer in self.peers:
             if (peer.task_type, peer.task_id) == (self.task_type, self.task_id):
                 return peer.address
@@ -95,17 +96,17 @@ class MultiWorker:
 
     @property
     def num_workers(self) -> int:
-        """How many tasks compute together: the chief and the workers."""
+        """Number of tasks that compute together: the chief and the workers."""
         return len(self.workers)
 
     @property
     def in_collective_group(self) -> bool:
-        """Whether this task is one of `workers`; false for parameter servers and the evaluator."""
+        """True if this task is one of `workers`; False for parameter servers and the evaluator."""
         return self.worker_number is not None
 
     @property
     def worker_number(self) -> int | None:
-        """The position of this task in `workers`; None if it is not one of them."""
+        """Position of this task in `workers`; None if it is not one of them."""
         for number, peer in enumerate(self.workers):
             if (peer.task_type, peer.task_id) == (self.task_type, self.task_id):
                 return number
@@ -113,20 +114,20 @@ class MultiWorker:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this task does what is done once: the chief, else worker 0; the evaluator too.
+        """True for the task that does what is done once: the chief, or worker 0 if there is none.
 
-        The evaluator is a job of its own and the chief of it, as in tf.distribute.
+        Also True for the evaluator, which is the chief of a job of its own, as in tf.distribute.
         """
         return self.worker_number == 0 or self.task_type == "evaluator"
 
     @property
     def coordinator(self) -> Peer | None:
-        """The first of `workers`, which the others connect to; None if there are no workers."""
+        """The first of `workers`, to which the others connect; None if there are no workers."""
         return self.workers[0] if self.workers else None
 
     @property
     def other_workers(self) -> tuple[Peer, ...]:
-        """`workers` without this task."""
+        """All of `workers` except this task."""
         return tuple(
             peer
             for peer in self.workers
@@ -139,18 +140,18 @@ def multi_worker(
     task_type: str | None,
     task_id: int | None,
 ) -> MultiWorker:
-    """The place of a task in a cluster, once both are checked.
+    """Returns the place of a task in a cluster, after checking both.
 
     Args:
-        cluster_spec: The cluster, not empty; `resolver.cluster_spec()`.
-        task_type: The type of the task, `resolver.task_type`.
-        task_id: Its number, `resolver.task_id`.
+        cluster_spec: The cluster, which must not be empty; `resolver.cluster_spec()`.
+        task_type: Type of the task; `resolver.task_type`.
+        task_id: Number of the task; `resolver.task_id`.
 
     Raises:
         InvalidTypeError: if an argument has the wrong type.
-        InvalidValueError: if the cluster is empty or has an unknown type of task, two chiefs or two
-            evaluators, if the number of a chief or worker is left out, if the task is not said, or
-            is none of the cluster's.
+        InvalidValueError: if the cluster is empty, has an unknown type of task, or has two chiefs
+            or two evaluators; if the number of a chief or worker is missing; if the task is not
+            given, or is not in the cluster.
 
     Source: `tensorflow/python/distribute/multi_worker_util.py`.
     """
@@ -205,12 +206,12 @@ def _check_no_worker_is_missing(spec: ClusterSpec) -> None:
 
 
 def _name(task_type: str, task_id: int) -> str:
-    # A job has one chief and one evaluator at most.
+    # A job has at most one chief and one evaluator.
     return f"{task_type} {task_id}" if task_type in ("worker", "ps") else task_type
 
 
 def _summary(spec: ClusterSpec) -> str:
-    """`"1 chief, 2 worker, 1 ps"`."""
+    """Returns the number of tasks of each type: `"1 chief, 2 worker, 1 ps"`."""
     return ", ".join(
         f"{spec.num_tasks(task_type)} {task_type}"
         for task_type in TASK_TYPES

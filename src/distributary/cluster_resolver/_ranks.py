@@ -1,4 +1,4 @@
-"""Processes that a launcher has numbered over hosts, as tasks with addresses."""
+"""Turns the ranks that a launcher gives to processes on hosts into tasks with addresses."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where the process with a certain rank runs.
+    """The place where the process with a certain rank runs.
 
     Args:
         host: Name of the host.
-        host_number: Position of the host.
-        local_rank: Position of the process among those of the host.
+        host_number: Position of the host among the hosts.
+        local_rank: Position of the process on its host.
     """
 
     host: str
@@ -37,12 +37,12 @@ class Placement:
 
 
 def place(processes_of: Mapping[str, int], chunk: int | None) -> tuple[Placement, ...]:
-    """The placement of each rank.
+    """Returns the placement of each rank.
 
     Args:
-        processes_of: How many processes each host runs.
-        chunk: How many consecutive ranks a host receives before it is the turn of the next one, in
-            rounds until all processes are placed; None fills one host after the other.
+        processes_of: Number of processes on each host.
+        chunk: Number of consecutive ranks that a host gets before it is the next host's turn, in
+            rounds until all processes are placed. None fills one host after the other.
     """
     placements: list[Placement] = []
     placed = dict.fromkeys(processes_of, 0)
@@ -55,15 +55,15 @@ def place(processes_of: Mapping[str, int], chunk: int | None) -> tuple[Placement
 
 
 def addresses(placements: Sequence[Placement], port_base: int, field: str) -> list[str]:
-    """The address of each rank: its host, and a port that counts up from `port_base` on each.
+    """Returns the address of each rank; on each host, ports count up from `port_base`.
 
     Args:
-        placements: By rank.
-        port_base: The port of the first process of each host.
-        field: What to call `port_base` in messages.
+        placements: Placement of each rank.
+        port_base: Port of the first process on each host.
+        field: Name of `port_base` in messages.
 
     Raises:
-        InvalidTypeError: if `port_base` is no int.
+        InvalidTypeError: if `port_base` is not an int.
         InvalidValueError: if a port is out of range.
     """
     checked_port(port_base, field)
@@ -79,15 +79,15 @@ def addresses(placements: Sequence[Placement], port_base: int, field: str) -> li
 def checked_jobs_of_ranks(
     jobs: Mapping[str, int] | None, num_processes: int, who: str
 ) -> dict[str, int]:
-    """How many processes each type of task has, in the order in which they take ranks: by name.
+    """Returns the number of processes of each type, sorted by name, the order of the ranks.
 
     Args:
-        jobs: What the user gave; None for workers only.
-        num_processes: How many processes there are.
+        jobs: The dict that the user passed; None for workers only.
+        num_processes: Number of processes.
         who: Name of the resolver, for messages.
 
     Raises:
-        InvalidTypeError: if `jobs` is no dict from strings to ints.
+        InvalidTypeError: if `jobs` is not a dict from strings to ints.
         InvalidValueError: if a number is not positive.
         ClusterError: if the numbers do not add up to `num_processes`.
     """
@@ -114,7 +114,7 @@ def checked_jobs_of_ranks(
 
 
 def jobs_of(all_addresses: Sequence[str], jobs: Mapping[str, int]) -> dict[str, list[str]]:
-    """The addresses of each type of task; the types take the ranks one after the other."""
+    """Returns the addresses of each type of task; types take the ranks one after the other."""
     result, start = {}, 0
     for job, count in jobs.items():
         result[job] = list(all_addresses[start : start + count])
@@ -123,7 +123,7 @@ def jobs_of(all_addresses: Sequence[str], jobs: Mapping[str, int]) -> dict[str, 
 
 
 def task_of(rank: int, jobs: Mapping[str, int]) -> tuple[str, int]:
-    """Type and number of the task with a rank; the rank must be one of the jobs'."""
+    """Returns the type and number of the task with a rank, which must be within the jobs."""
     start = 0
     for job, count in jobs.items():
         if rank < start + count:
@@ -133,15 +133,15 @@ def task_of(rank: int, jobs: Mapping[str, int]) -> tuple[str, int]:
 
 
 def int_variable(name: str, *, cure: str, maximum: int | None = None) -> int:
-    """The number >= 0 that an environment variable holds.
+    """Returns the number in an environment variable, 0 or more.
 
     Args:
-        name: Its name.
-        cure: What to do if it is not set, for messages.
-        maximum: The largest value it can have.
+        name: Name of the variable.
+        cure: Advice for when it is not set, for messages.
+        maximum: Largest value that is allowed.
 
     Raises:
-        ClusterError: if it is not set or has another value.
+        ClusterError: if the variable is not set or has another value.
     """
     text = os.environ.get(name)
     if text is None:
@@ -156,10 +156,10 @@ def int_variable(name: str, *, cure: str, maximum: int | None = None) -> int:
 
 
 def checked_count(count: object, field: str, *, minimum: int) -> int:
-    """A number of things.
+    """Returns a count, after checking it.
 
     Raises:
-        InvalidTypeError: if it is no int.
+        InvalidTypeError: if it is not an int.
         InvalidValueError: if it is less than `minimum`.
     """
     if isinstance(count, bool) or not isinstance(count, int):

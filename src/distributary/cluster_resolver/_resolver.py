@@ -11,22 +11,22 @@ __all__ = ["ClusterResolver", "TaskClusterResolver", "master_url"]
 
 
 class ClusterResolver(abc.ABC):
-    """Says where a job runs: the addresses of its tasks, and which of them this process is.
+    """A description of where a job runs: the addresses of its tasks, and which one this process is.
 
-    A class of your own defines `cluster_spec` and `master`. It sets `task_type`, `task_id` and
-    `rpc_layer` where they apply, or overrides these properties. Multi-worker strategies need
+    In a subclass of your own, define `cluster_spec` and `master`. Set `task_type`, `task_id` and
+    `rpc_layer` where they apply, or override these properties. Multi-worker strategies need
     `task_type` and `task_id`.
 
     Source: `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
-    _task_type: str | None = None  # set by the user: wins over what is found
+    _task_type: str | None = None  # set by the user; takes precedence over what is found
     _task_id: int | None = None
     _rpc_layer: str | None = None
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the job as they are now; empty if the job is this process alone."""
+        """Returns the tasks of the job as they are now; empty if it is this process alone."""
 
     @abc.abstractmethod
     def master(
@@ -35,12 +35,15 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task with the protocol in front; nothing in distributary uses it.
+        """Returns the address of a task, with the protocol in front.
+
+        Nothing in distributary uses it.
 
         Args:
-            task_type: Type of the task, with `task_id`; None for the resolver's own.
+            task_type: Type of the task; give it together with `task_id`. None means the resolver's
+                own.
             task_id: Number of the task.
-            rpc_layer: Protocol; None for that of the resolver.
+            rpc_layer: Protocol; None means the resolver's.
         """
 
     def num_accelerators(
@@ -49,16 +52,16 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """How many GPUs or TPU cores a worker has, by kind: `{"GPU": 8}`; empty if none.
+        """Returns the number of GPUs or TPU cores of a worker by kind: `{"GPU": 8}`; empty if none.
 
-        Unless a resolver knows the numbers, they are those of this process, which holds for every
-        worker, as all must have the same number of devices. Finding out starts JAX, which must not
-        happen before a multi-worker strategy is created.
+        Unless a resolver knows the numbers, they are those of this process. They hold for every
+        worker, because all workers must have the same number of devices. The call starts JAX, which
+        must not happen before you create a multi-worker strategy.
 
         Args:
-            task_type: Type of the task that is asked about.
-            task_id: Its number.
-            config_proto: Has no meaning here; accepted for compatibility.
+            task_type: Type of the task that you ask about.
+            task_id: Number of the task that you ask about.
+            config_proto: Ignored; accepted for compatibility.
         """
         del task_type, task_id, config_proto
         counts = {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
@@ -66,12 +69,12 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str:
-        """A name for the surroundings of the job; `""` unless one was given."""
+        """Name of the environment in which the job runs; `""` unless you gave one."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The type of this task, such as `"worker"`; None if not known. Can be set."""
+        """Type of this task, such as `"worker"`; None if unknown. You can set it."""
         return self._found_task_type() if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -85,7 +88,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The number of this task among those of its type; None if not known. Can be set."""
+        """Number of this task among those of its type; None if unknown. You can set it."""
         return self._found_task_id() if self._task_id is None else self._task_id
 
     @task_id.setter
@@ -96,7 +99,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol in front of addresses, such as `"grpc"`; None for none. Can be set."""
+        """Protocol in front of addresses, such as `"grpc"`; None for none. You can set it."""
         return self._found_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -108,7 +111,7 @@ class ClusterResolver(abc.ABC):
             )
         self._rpc_layer = rpc_layer
 
-    # What a property is while nobody has set it.
+    # Values of the properties as long as nobody has set them.
 
     def _found_task_type(self) -> str | None:
         return None
@@ -121,12 +124,12 @@ class ClusterResolver(abc.ABC):
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
-    """`"grpc://host:port"`; without a protocol the address as it is."""
+    """Returns `"grpc://host:port"`, or the address as it is if there is no protocol."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 class TaskClusterResolver(ClusterResolver):
-    """Base of resolvers whose `master` is a task, this one unless another is meant."""
+    """Base class of resolvers whose `master` is a task: by default, this one."""
 
     def master(
         self,
@@ -134,9 +137,9 @@ class TaskClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task, by default of this one, with the protocol in front.
+        """Returns the address of a task, by default of this one, with the protocol in front.
 
-        Without a task it is `""`.
+        Without a task, returns `""`.
 
         Raises:
             InvalidValueError: if there is no such task.

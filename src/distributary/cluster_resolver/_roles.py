@@ -1,4 +1,4 @@
-"""Which types of tasks a training job has, and whether a task is one of a cluster's."""
+"""The types of tasks in a training job, and checks that a task belongs to a cluster."""
 
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.errors import InvalidTypeError, InvalidValueError
@@ -22,14 +22,14 @@ _HINTS = {
 
 
 def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
-    """Checks that a cluster has only known types of tasks, and one chief and evaluator at most.
+    """Checks that a cluster has only known types of tasks, and at most one chief and evaluator.
 
     Args:
         cluster_spec: The cluster.
-        field: Where it was written, for messages: `'TF_CONFIG["cluster"]'`.
+        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]'`.
 
     Raises:
-        InvalidValueError: if not.
+        InvalidValueError: if it does not.
     """
     for job in cluster_spec.jobs:
         if job not in TASK_TYPES:
@@ -54,18 +54,18 @@ def check_task(
     type_field: str,
     id_field: str,
 ) -> None:
-    """Checks that a task is one of a cluster's; an evaluator need not be.
+    """Checks that a task belongs to a cluster; an evaluator need not be listed there.
 
     Args:
-        cluster_spec: The cluster, not empty.
+        cluster_spec: The cluster, which must not be empty.
         task_type: One of `TASK_TYPES`.
-        task_id: Its number.
-        cluster_field: Where the cluster was written, for messages.
-        type_field: Where the type was written.
-        id_field: Where the number was written.
+        task_id: Number of the task.
+        cluster_field: Where the user wrote the cluster, for messages.
+        type_field: Where the user wrote the type.
+        id_field: Where the user wrote the number.
 
     Raises:
-        InvalidValueError: if not.
+        InvalidValueError: if it does not belong to the cluster.
     """
     if task_type not in cluster_spec.jobs:
         if task_type == "evaluator":
@@ -88,10 +88,10 @@ def check_task(
 
 
 def checked_task_type(task_type: object, field: str) -> str:
-    """The type of a task, if it is one.
+    """Returns the type of a task, after checking it.
 
     Raises:
-        InvalidTypeError: if it is no string.
+        InvalidTypeError: if it is not a string.
         InvalidValueError: if it is not one of `TASK_TYPES`.
     """
     if not isinstance(task_type, str):
@@ -108,7 +108,7 @@ def checked_task_type(task_type: object, field: str) -> str:
 
 
 def checked_task_id(task_id: object, field: str) -> int:
-    """The number of a task, given as an int or, as TensorFlow allows, as a string of digits.
+    """Returns the number of a task from an int, or from a string of digits as in TensorFlow.
 
     Raises:
         InvalidTypeError: if it is neither.
@@ -129,7 +129,7 @@ def checked_task_id(task_id: object, field: str) -> int:
 
 
 def numbered_tasks(cluster_spec: ClusterSpec, task_type: str) -> str:
-    """For messages: `"2 tasks, with the numbers 0 and 1"`."""
+    """Returns text for messages: `"2 tasks, with the numbers 0 and 1"`."""
     numbers = [str(number) for number in cluster_spec.task_indices(task_type)]
     if len(numbers) == 1:
         return f"1 task, with the number {numbers[0]}"

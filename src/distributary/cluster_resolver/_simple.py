@@ -1,4 +1,4 @@
-"""A cluster written down in the program, and the union of several clusters."""
+"""A cluster that you write in your program, and the union of several clusters."""
 
 from collections.abc import Mapping
 from typing import final
@@ -12,16 +12,16 @@ __all__ = ["SimpleClusterResolver", "UnionResolver"]
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program itself describes.
+    """A cluster that you describe in your program.
 
     Args:
-        cluster_spec: The tasks of the job.
-        master: What `master()` returns when it is asked for no task.
-        task_type: The type of this task.
-        task_id: Its number.
-        environment: A name for the surroundings of the job.
+        cluster_spec: Tasks of the job.
+        master: Value that `master()` returns when you do not name a task.
+        task_type: Type of this task.
+        task_id: Number of this task.
+        environment: Name of the environment in which the job runs.
         num_accelerators: Accelerators per worker, such as `{"GPU": 8}`; None for none.
-        rpc_layer: Protocol in front of addresses.
+        rpc_layer: Protocol to put in front of addresses.
 
     Raises:
         InvalidTypeError: if an argument has the wrong type.
@@ -61,7 +61,7 @@ class SimpleClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster spec that was given."""
+        """Returns the cluster spec that you passed."""
         return self._cluster_spec
 
     def master(
@@ -70,7 +70,7 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of the task that is asked for, else the `master` that was given.
+        """Returns the address of the task that you name, or else the `master` that you passed.
 
         Raises:
             InvalidValueError: if there is no such task.
@@ -87,33 +87,34 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """The numbers that were given, for every task."""
+        """Returns the numbers that you passed, for every task."""
         del task_type, task_id, config_proto
         return dict(self._num_accelerators)
 
     @property
     def environment(self) -> str:
-        """The name that was given."""
+        """Name of the environment that you passed."""
         return self._environment
 
 
 @final
 class UnionResolver(ClusterResolver):
-    """Several resolvers as one: the tasks of all, everything else from the first.
+    """Several resolvers as one: the tasks of all of them, and everything else from the first.
 
-    Tasks of one type are numbered one resolver after the other. If a resolver gives some tasks of a
-    type by number, with gaps, all keep their numbers. A type that several resolvers describe in the
-    same way is taken once, so that the first resolver can override properties of the second.
+    Tasks of one type are numbered resolver by resolver. If a resolver gives the tasks of a type by
+    number, with gaps, all tasks of that type keep their numbers. If several resolvers describe a
+    type in the same way, its tasks are taken once. So the first resolver can override properties of
+    the second.
 
     Args:
-        *resolvers: At least one.
-        rpc_layer: Protocol; None for that of the first resolver.
-        task_type: Type of this task; None for that of the first resolver.
-        task_id: Its number; None for that of the first resolver.
+        *resolvers: At least one resolver.
+        rpc_layer: Protocol; None means that of the first resolver.
+        task_type: Type of this task; None means that of the first resolver.
+        task_id: Number of this task; None means that of the first resolver.
 
     Raises:
-        InvalidTypeError: if an argument is no resolver.
-        InvalidValueError: if there is no resolver.
+        InvalidTypeError: if an argument is not a resolver.
+        InvalidValueError: if you pass no resolver.
 
     Source: `tf.distribute.cluster_resolver.UnionResolver`, which repeats the tasks that several
     resolvers give, and ignores `task_id=0`.
@@ -140,11 +141,11 @@ class UnionResolver(ClusterResolver):
         self.task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of all resolvers.
+        """Returns the tasks of all resolvers.
 
         Raises:
-            InvalidValueError: if two resolvers have different tasks with the same number, or the
-                same address for different tasks.
+            InvalidValueError: if two resolvers give different tasks the same number, or the same
+                address to different tasks.
         """
         specs_by_job: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -160,7 +161,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of the task that is asked for, else the master of the first resolver.
+        """Returns the address of the task that you name, or else the first resolver's master.
 
         Raises:
             InvalidValueError: if there is no such task.
@@ -176,12 +177,12 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """The numbers of the first resolver."""
+        """Returns the numbers of the first resolver."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str:
-        """That of the first resolver."""
+        """Environment of the first resolver."""
         return self._resolvers[0].environment
 
     def _found_task_type(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Jobs that Slurm starts with `srun`."""
+"""Finds the processes of jobs that Slurm starts with `srun`."""
 
 import logging
 import os
@@ -35,33 +35,34 @@ _CURE = (
 
 @final
 class SlurmClusterResolver(TaskClusterResolver):
-    """The processes of a job step of Slurm, with a port of its own for each process of a node.
+    """The processes of a Slurm job step, each with its own port on its node.
 
-    Reads `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`
-    and, if set, `SLURM_DISTRIBUTION`, `SLURM_NODEID` and `SLURM_LOCALID`, all when it is created.
+    The variables are read when you create the resolver: `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`,
+    `SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE` and, if set, `SLURM_DISTRIBUTION`,
+    `SLURM_NODEID` and `SLURM_LOCALID`.
 
     Args:
-        jobs: How many tasks of each type there are; the types take the ranks in the order of their
-            names. None for workers only.
-        port_base: The port of the first task of each node; the others count up.
-        gpus_per_node: GPUs of each node. None for those in `CUDA_VISIBLE_DEVICES`, else
-            `SLURM_GPUS_ON_NODE`, else those that `nvidia-smi` lists; 0 if there is no nvidia-smi.
-        gpus_per_task: GPUs of each task; None to share those of the node evenly.
-        tasks_per_node: Tasks of each node, or a dict from the nodes to their numbers of tasks; None
-            to ask Slurm.
-        auto_set_gpu: Whether `cluster_spec()` shows this process only its own GPUs, by setting
-            `CUDA_VISIBLE_DEVICES` (which the log says). It must then be called before JAX starts.
-            It is not set where there are too few GPUs to share, or Slurm has bound GPUs to tasks
-            already.
-        rpc_layer: Protocol in front of addresses.
+        jobs: Number of tasks of each type. Types take the ranks in alphabetical order. None means
+            workers only.
+        port_base: Port of the first task on each node; the others count up from it.
+        gpus_per_node: GPUs of each node. None takes those in `CUDA_VISIBLE_DEVICES`, or else
+            `SLURM_GPUS_ON_NODE`, or else those that `nvidia-smi` lists; 0 without nvidia-smi.
+        gpus_per_task: GPUs of each task; None shares those of the node evenly.
+        tasks_per_node: Tasks of each node, or a dict from nodes to their numbers of tasks. None
+            asks Slurm.
+        auto_set_gpu: Whether `cluster_spec()` sets `CUDA_VISIBLE_DEVICES`, so that this process
+            sees only its own GPUs. You must then call it before JAX starts. The log says when the
+            variable is set. It is left alone if there are too few GPUs to share, or if Slurm has
+            bound GPUs to tasks already.
+        rpc_layer: Protocol to put in front of addresses.
 
     Raises:
         ClusterError: if a variable is missing, wrong or contradicts another one, if the numbers of
-            tasks differ, or the tasks need more GPUs than a node has.
+            tasks differ, or if the tasks need more GPUs than a node has.
         InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
 
     Source: `tf.distribute.cluster_resolver.SlurmClusterResolver`. That one sorts nodes by name,
-    also where Slurm numbers processes in another order, and knows its task only after
+    even where Slurm numbers processes in another order, and knows its task only after
     `cluster_spec()`.
     """
 
@@ -92,13 +93,13 @@ class SlurmClusterResolver(TaskClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the job step; sets `CUDA_VISIBLE_DEVICES` if `auto_set_gpu` says so."""
+        """Returns the tasks of the job step; with `auto_set_gpu`, sets `CUDA_VISIBLE_DEVICES`."""
         if self._gpus.to_show is not None:
             _show_only(self._gpus)
         return ClusterSpec(jobs_of(self._addresses, self._jobs))
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Type and number of this task."""
+        """Returns the type and number of this task."""
         return self.task_type, self.task_id
 
     def num_accelerators(
@@ -107,7 +108,7 @@ class SlurmClusterResolver(TaskClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """`{"GPU": gpus_per_task}`, for every task."""
+        """Returns `{"GPU": gpus_per_task}`, for every task."""
         del task_type, task_id, config_proto
         return {"GPU": self._gpus.per_task}
 
@@ -151,7 +152,7 @@ def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str,
 
 
 def _in_order_of_slurm(tasks_per_node: Mapping[str, int]) -> dict[str, int]:
-    """By name, unless Slurm lists all of the nodes."""
+    """Sorts nodes in Slurm's order if it lists all of them, and by name otherwise."""
     text = os.environ.get("SLURM_STEP_NODELIST")
     hosts = sorted(tasks_per_node) if text is None else _hosts()
     if set(tasks_per_node) - set(hosts):
@@ -181,7 +182,7 @@ def _variable(name: str) -> str:
 
 
 def _chunk() -> int | None:
-    """How many consecutive ranks Slurm gives a node at a time; None for all."""
+    """Returns how many consecutive ranks Slurm gives a node at a time; None for all of them."""
     over_nodes = os.environ.get("SLURM_DISTRIBUTION", "block").lower().split(",")[0].split(":")[0]
     if over_nodes == "cyclic":
         return 1
@@ -198,7 +199,7 @@ def _chunk() -> int | None:
 
 
 def _check_place(rank: int, placement: Placement) -> None:
-    """Slurm says on which node a process is; if that is another one, addresses would be wrong."""
+    """Raises if Slurm puts the process on another node or position: addresses would be wrong."""
     for name, found in (
         ("SLURM_NODEID", placement.host_number),
         ("SLURM_LOCALID", placement.local_rank),

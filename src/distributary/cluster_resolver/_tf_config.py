@@ -1,4 +1,4 @@
-"""The environment variable TF_CONFIG, as TensorFlow reads it."""
+"""Reads the environment variable TF_CONFIG, as TensorFlow does."""
 
 import json
 import os
@@ -31,19 +31,20 @@ _Json = dict[str, Any]
 class TFConfigClusterResolver(ClusterResolver):
     """The cluster and the task that the environment variable `TF_CONFIG` describes.
 
-    The variable is JSON with the same `"cluster"` in every process and a `"task"` of its own in
-    each: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index":
-    0}}`. Types are `"chief"`, `"worker"`, `"ps"` and `"evaluator"`; other keys are ignored. It is
-    read each time something is asked. If it is not set, the cluster is empty and the task None.
+    The variable is JSON. Its `"cluster"` is the same in every process, and each process has its own
+    `"task"`: `{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker",
+    "index": 0}}`. Types are `"chief"`, `"worker"`, `"ps"` and `"evaluator"`; other keys are
+    ignored. The variable is read again each time you ask for something. If it is not set, the
+    cluster is empty and the task is None.
 
     All methods and properties that read it raise `InvalidValueError` or `InvalidTypeError` if it is
     wrong; the message names the field.
 
     Args:
-        task_type: Type of this task; None for that of `TF_CONFIG`.
-        task_id: Its number; None for that of `TF_CONFIG`.
-        rpc_layer: Protocol; None for that of `TF_CONFIG`.
-        environment: A name for the surroundings of the job.
+        task_type: Type of this task; None means that of `TF_CONFIG`.
+        task_id: Number of this task; None means that of `TF_CONFIG`.
+        rpc_layer: Protocol; None means that of `TF_CONFIG`.
+        environment: Name of the environment in which the job runs.
 
     Source: `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
     """
@@ -61,7 +62,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the job; empty if `TF_CONFIG` is not set or has no `"cluster"`."""
+        """Returns the tasks of the job; empty if `TF_CONFIG` is not set or has no `"cluster"`."""
         return _cluster_spec(_load())
 
     def master(
@@ -70,7 +71,9 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """`TF_CONFIG["session_master"]`, else `""` for one task at most, else a task's address.
+        """Returns `TF_CONFIG["session_master"]` if it is set, or else the address of a task.
+
+        Without `"session_master"`, returns `""` if the cluster has at most one task.
 
         Raises:
             InvalidValueError: if there is no such task.
@@ -93,12 +96,12 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """The name that was given."""
+        """Name of the environment that you passed."""
         return self._environment
 
     @property
     def task_type(self) -> str | None:
-        """The type that was given or set, else `TF_CONFIG["task"]["type"]`; None without a task.
+        """Type that you passed or set, else `TF_CONFIG["task"]["type"]`; None without a task.
 
         Raises:
             InvalidValueError: if the cluster has no such tasks.
@@ -113,7 +116,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The number that was given or set, else `TF_CONFIG["task"]["index"]`; None without a task.
+        """Number that you passed or set, else `TF_CONFIG["task"]["index"]`; None without a task.
 
         Raises:
             InvalidValueError: if the cluster has no such task.
@@ -131,7 +134,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return _string(config, "rpc_layer") if "rpc_layer" in config else None
 
     def _task(self) -> tuple[str | None, int | None]:
-        """Type and number, checked against the cluster as soon as both are known."""
+        """Returns type and number, checked against the cluster as soon as both are known."""
         config = _load()
         task_type, task_id = self._task_type, self._task_id
         type_field, id_field = f"{_name(self)}: task_type", f"{_name(self)}: task_id"
@@ -198,7 +201,7 @@ def _excerpt(text: str, position: int) -> str:
 
 def _cluster_spec(config: _Json) -> ClusterSpec:
     cluster = config.get("cluster", {})
-    checked_jobs(cluster, _CLUSTER)  # for errors that name the field
+    checked_jobs(cluster, _CLUSTER)  # first, because its errors name the field
     spec = ClusterSpec(cluster)
     check_roles(spec, _CLUSTER)
     return spec

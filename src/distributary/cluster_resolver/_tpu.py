@@ -28,36 +28,37 @@ _ID_VARIABLES = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 
 @final
 class TPUClusterResolver(ClusterResolver):
-    """The hosts of a TPU slice; every host runs the program and computes on its own TPU chips.
+    """The hosts of a TPU slice. Every host runs the program and computes on its own TPU chips.
 
-    This differs from TensorFlow, where one program outside of the TPU controls all hosts: the task
-    is the number of this host, and addresses are those of the workers' programs. On Google
-    Kubernetes Engine the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
-    `TPU_PROCESS_ADDRESSES`) say what the hosts are, on a Cloud TPU VM the metadata server.
-    Everything is looked up when it is asked for, and needs no TPU.
+    This differs from TensorFlow, where one program outside of the TPU controls all hosts. Here, the
+    task is the number of this host, and the addresses are those of the workers' programs. The hosts
+    come from the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
+    `TPU_PROCESS_ADDRESSES`) on Google Kubernetes Engine, and from the metadata server on a Cloud
+    TPU VM. Everything is looked up when you ask for it, and needs no TPU.
 
     Args:
         tpu: None or `""` to ask the environment, then the metadata server; `"local"` for the TPU of
             this host alone, which is an empty cluster; or the addresses of all hosts, as a list or
             separated by commas.
-        zone: Accepted for compatibility; the name of a TPU cannot be looked up.
-        project: As `zone`.
-        job_name: The type of the tasks.
-        coordinator_name: Type of a further task, the coordinator; with `coordinator_address`.
-        coordinator_address: Its address.
-        credentials: As `zone`.
-        service: As `zone`.
-        discovery_url: As `zone`.
-        port: The port of each host, where only its name is known. If a host is listed several
-            times, because several processes share it, their ports count up.
-        metadata_server: Address of the metadata server; None for the environment variable
-            `GCE_METADATA_HOST` or `GCE_METADATA_IP`, else `metadata.google.internal`.
+        zone: Ignored, because the name of a TPU cannot be looked up; accepted for compatibility.
+        project: Like `zone`.
+        job_name: Type of the tasks.
+        coordinator_name: Type of one more task, the coordinator; give it together with
+            `coordinator_address`.
+        coordinator_address: Address of the coordinator.
+        credentials: Like `zone`.
+        service: Like `zone`.
+        discovery_url: Like `zone`.
+        port: Port of each host of which only the name is known. If a host is listed several times,
+            because several processes share it, their ports count up.
+        metadata_server: Address of the metadata server. None takes the environment variable
+            `GCE_METADATA_HOST` or `GCE_METADATA_IP`, or else `metadata.google.internal`.
 
     Raises:
         UnsupportedError: if `tpu` is the name of a TPU.
         InvalidTypeError, InvalidValueError: if an argument has the wrong type or value.
 
-    Source: `tf.distribute.cluster_resolver.TPUClusterResolver`; where hosts are found as in
+    Source: `tf.distribute.cluster_resolver.TPUClusterResolver`; hosts are found as in
     `jax.distributed.initialize`.
     """
 
@@ -73,7 +74,7 @@ class TPUClusterResolver(ClusterResolver):
         service: object = None,
         discovery_url: str | None = None,
         *,
-        port: int = 8482,  # that of jax.distributed on TPUs; 8470 to 8479 belong to libtpu
+        port: int = 8482,  # jax.distributed uses it on TPUs; 8470 to 8479 belong to libtpu
         metadata_server: str | None = None,
     ) -> None:
         del zone, project, credentials, service, discovery_url
@@ -97,7 +98,7 @@ class TPUClusterResolver(ClusterResolver):
         self._metadata = MetadataServer(metadata_server)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The hosts of the slice; empty for `tpu="local"`.
+        """Returns the hosts of the slice; empty for `tpu="local"`.
 
         Raises:
             ClusterError: if neither the environment nor the metadata server names the hosts.
@@ -118,7 +119,7 @@ class TPUClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task, by default of host 0, as `"grpc://host:port"`; `""` if local.
+        """Returns the address of a task, by default of host 0: `"grpc://host:port"`; `""` if local.
 
         Raises:
             InvalidValueError: if there is no such task.
@@ -131,11 +132,11 @@ class TPUClusterResolver(ClusterResolver):
         return master_url(address, rpc_layer or self.rpc_layer)
 
     def get_master(self) -> str:
-        """`master()`."""
+        """Returns `master()`."""
         return self.master()
 
     def get_job_name(self) -> str | None:
-        """`task_type`."""
+        """Returns `task_type`."""
         return self.task_type
 
     def num_accelerators(
@@ -144,12 +145,12 @@ class TPUClusterResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """`{"TPU": n}` for the TPU cores of this host; starts JAX."""
+        """Returns `{"TPU": n}` with the number of TPU cores of this host; starts JAX."""
         del task_type, task_id, config_proto
         return {"TPU": len(local_devices_of("TPU"))}
 
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
-        """Number and places of the TPU cores of the job; 0 without a TPU. Starts JAX."""
+        """Returns the number and places of the job's TPU cores; 0 without a TPU. Starts JAX."""
         devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
         topology = Topology.of_devices(devices) if devices else None
         return TPUSystemMetadata(
@@ -235,7 +236,7 @@ def _hosts_of_environment() -> list[str]:
 
 
 def _without_port(entry: str) -> str:
-    """The ports in `TPU_PROCESS_ADDRESSES` are those of libtpu, not of the program."""
+    """Removes the port; those in `TPU_PROCESS_ADDRESSES` belong to libtpu, not to the program."""
     if entry.startswith("["):
         return entry[1:].partition("]")[0]
     return entry.partition(":")[0] if entry.count(":") == 1 else entry

@@ -1,4 +1,4 @@
-"""Training steps compiled for machines that are not here, and reports about them."""
+"""Compiles training steps for machines that are not here, and reports on them."""
 
 from distributary.compilation._collectives import collective_bytes, collectives_of
 from distributary.compilation._programs import ScriptEnded

@@ -1,4 +1,4 @@
-"""Collectives in the text of a compiled program (HLO)."""
+"""Finds collectives in the text of a compiled program (HLO)."""
 
 import itertools
 import json
@@ -16,19 +16,19 @@ __all__ = ["Collective", "collective_bytes", "collectives_of", "num_aliased_outp
 @final
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program, as the compiler left it.
+    """One collective of a compiled program.
 
     Args:
         kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, ...
-        num_operands: Number of arrays it combines.
-        num_bytes: Size of the whole arrays: of what goes into an all-reduce or reduce-scatter, of
-            what comes out of an all-gather.
-        groups: The devices, by their position in the mesh, that take part together; numbers of
-            slices where these do, pairs of source and target of a permutation.
+        num_operands: Number of arrays that it combines.
+        num_bytes: Size of the whole arrays: the inputs of an all-reduce or reduce-scatter, the
+            outputs of an all-gather.
+        groups: Groups of devices that take part together, by their positions in the mesh. Between
+            slices, the numbers of slices; for a permutation, pairs of source and target.
         network: `"slice"` within one TPU slice or between GPUs, `"slices"` between slices.
-        algorithm: What the compiler says about how it is carried out, None if nothing.
-        num_calls: How often a program runs it; None in a loop of which the compiler does not say
-            how often it runs.
+        algorithm: The compiler's description of how it is carried out; None if there is none.
+        num_calls: Number of times that a run of the program executes it. None in a loop if the
+            compiler does not say how often the loop runs.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Collective:
     num_calls: int | None
 
 
-# `%name = shape kind(operands), attributes`; asynchronous ones consist of a start and a done.
+# `%name = shape kind(operands), attributes`. Asynchronous operations consist of a start and a done.
 _OPERATION = re.compile(
     r"\s*(?:ROOT )?%(?P<name>[\w.-]+) = (?P<shape>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather"
     r"|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast|send)"
@@ -51,10 +51,10 @@ _CALL = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(%[\w
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<dims>[\d,]*)\]")
 _BITS = re.compile(r"\d+")
-# Numbers 0 to n, shaped and transposed: `[2,4]T(1,0)`.
+# The numbers from 0 on, reshaped and transposed: `[2,4]T(1,0)`.
 _IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
-# The axes of a mesh along which devices take part together; JAX 0.12 writes most groups so. An axis
-# may be cut: of `'a':(2)4` the part of size 4 takes part, with 2 parts before it.
+# The axes of a mesh along which devices take part together. JAX 0.12 writes most groups like this.
+# An axis may be cut: of `'a':(2)4` the part of size 4 takes part, with 2 parts before it.
 _MESH_AXES = re.compile(
     rf"replica_groups=mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>{_IOTA}|[\d,]+)\))?"
     r" \{(?P<axes>[^}]*)\}"
@@ -62,7 +62,7 @@ _MESH_AXES = re.compile(
 
 
 def collectives_of(hlo: str) -> list[Collective]:
-    """The collectives of a compiled program, in the order of its text."""
+    """Returns the collectives of a compiled program, in the order of its text."""
     computations = _computations(hlo)
     callers = {
         name.strip(" %"): (owner, line)
@@ -83,15 +83,15 @@ def collectives_of(hlo: str) -> list[Collective]:
 
 
 def collective_bytes(hlo: str) -> int:
-    """Size of the arrays that a program sends through collectives.
+    """Returns the size of the arrays that a program sends through collectives.
 
-    A loop of which the compiler does not say how often it runs counts once.
+    A loop counts once if the compiler does not say how often it runs.
     """
     return sum(c.num_bytes * (c.num_calls or 1) for c in collectives_of(hlo))
 
 
 def num_aliased_outputs(hlo: str) -> int:
-    """How many outputs of a program take the place of an argument."""
+    """Returns how many outputs of a program take the place of an argument."""
     header = hlo[: hlo.index("\n")]
     match = re.search(r"input_output_alias=\{(.*?\)) ?\}", header)
     return 0 if match is None else match[1].count("-alias)")
@@ -131,34 +131,34 @@ def _collective(
     kind, shape, attributes = match["kind"], match["shape"], match["attributes"]
     arrays = [_num_bytes(array) for array in _ARRAY.finditer(shape)]
     if kind == "send":
-        # Between slices: the first element of what a send gives is what it sends.
+        # Between slices. The first element of the result of a send is the array that it sends.
         target = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes)
         slices = () if target is None else tuple(int(i) - 1 for i in target[1].split(","))
         return Collective("all-reduce", 1, arrays[0], (slices,), "slices", None, num_calls)
     num_operands = len(match["operands"].split(", "))
-    if len(arrays) == 2 * num_operands:  # a start gives its operands and its results
+    if len(arrays) == 2 * num_operands:  # the start returns its operands and its results
         arrays = arrays[num_operands:]
     algorithm = _algorithm(line)
     if algorithm is None and owner in callers:
         algorithm = _algorithm(callers[owner][1])
     groups = _groups(attributes)
     num_bytes = sum(arrays)
-    if kind == "reduce-scatter" and groups:  # its result is the part of one device
+    if kind == "reduce-scatter" and groups:  # the result is the part of one device
         num_bytes *= len(groups[0])
     if owner.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # a fusion of an all-reduce with the part each device keeps
+        kind = "reduce-scatter"  # an all-reduce fused with picking each device's part
     return Collective(kind, num_operands, num_bytes, groups, "slice", algorithm, num_calls)
 
 
 def _num_bytes(array: re.Match[str]) -> int:
     bits = _BITS.search(array["dtype"])
-    width = 8 if bits is None else int(bits[0])  # pred has none
+    width = 8 if bits is None else int(bits[0])  # the name of pred has no number
     size = math.prod(int(dim) for dim in array["dims"].split(",") if dim)
     return -(-size * width // 8)
 
 
 def _algorithm(line: str) -> str | None:
-    """`strategy (emitter)` of a TPU, None where the compiler leaves the choice to the runtime."""
+    """Returns `strategy (emitter)` of a TPU; None if the compiler lets the runtime choose."""
     found = re.search(r"backend_config=(\{.*\})", line)
     if found is None:
         return None
@@ -222,7 +222,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def short_groups(groups: tuple[tuple[int, ...], ...]) -> str:
-    """For people: `"groups 0-3 | 4-7"`, or the number of groups where there are many."""
+    """Returns text for people: `"groups 0-3 | 4-7"`, or the number of groups if there are many."""
     if not groups:
         return "all devices"
     if len(groups) > 4:

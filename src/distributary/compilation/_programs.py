@@ -1,4 +1,4 @@
-"""What takes the place of the programs of a script that is compiled for a target."""
+"""Stand-ins for the programs of a script that is compiled for a target."""
 
 import re
 import time
@@ -21,16 +21,16 @@ __all__ = ["CompiledStep", "Programs", "ScriptEnded"]
 @final
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step that was compiled.
+    """A compiled step.
 
     Args:
         name: Name of the function that the user wrote, or of the Keras method.
         num_replicas: Number of replicas.
         num_devices: Number of devices that run it.
-        executable: What the compiler made.
+        executable: The result of the compiler.
         state_bytes: Size on one device of each array that the step updates.
-        lower_seconds: How long JAX took to write the traced step down.
-        compile_seconds: How long the compiler took.
+        lower_seconds: Seconds that JAX took to lower the traced step.
+        compile_seconds: Seconds that the compiler took.
     """
 
     name: str
@@ -44,9 +44,9 @@ class CompiledStep:
 
 @final
 class ScriptEnded(BaseException):
-    """Ends a script at its step, which cannot run.
+    """Ends a script at its step, which cannot run here.
 
-    It is no `Exception`, so that what a script does about those does not keep it running.
+    It is not an `Exception`, so that a script that catches those ends as well.
     """
 
 
@@ -55,13 +55,13 @@ class Programs:
     """The programs of one script.
 
     Args:
-        topology: What they are compiled for.
+        topology: The devices to compile for.
         step_name: Name of the function that is the step; None for the first program that updates a
             trainable variable.
 
     Attributes:
-        step: The compiled step, or why it cannot be compiled; None before there was one.
-        others: Names of the programs that ran here, and how often each did.
+        step: The compiled step, or the error if it cannot be compiled; None before the step.
+        others: Names of the programs that ran here, and how often each of them ran.
     """
 
     def __init__(self, topology: Topology, step_name: str | None = None) -> None:
@@ -71,7 +71,7 @@ class Programs:
         self.others: dict[str, int] = {}
 
     def wrap(self, call: Any, mesh: Mesh, kind: ProgramKind) -> Any:
-        """What is called in the place of a jitted function for `mesh`."""
+        """Returns the function to call in place of a jitted function for `mesh`."""
         if kind.trains if self._step_name is None else kind.name == self._step_name:
             return _Program(call, mesh, lambda *args: self._end_with(kind.name, call, mesh, args))
         here = OneDeviceProgram(call, mesh_of_values(mesh))
@@ -120,12 +120,12 @@ class Programs:
 
 @final
 class _Program:
-    """What stands for a jitted function on `mesh` where that cannot run.
+    """A stand-in for a jitted function on a `mesh` that it cannot run on here.
 
     Args:
         call: The jitted function.
         mesh: The mesh.
-        run: What a call does.
+        run: Function to call instead.
     """
 
     def __init__(self, call: Any, mesh: Mesh, run: Callable[..., Any]) -> None:
@@ -134,7 +134,7 @@ class _Program:
         self._run = run
 
     def lower(self, *args: Any) -> Any:
-        """The function lowered for the devices of the mesh."""
+        """Returns the function lowered for the devices of the mesh."""
         return self._call.lower(*_avals(args, self._mesh))
 
     def __call__(self, *args: Any) -> Any:
@@ -142,7 +142,7 @@ class _Program:
 
 
 def _avals(args: Any, mesh: Mesh) -> Any:
-    """The arguments of a program as they would lie on the devices of `mesh`."""
+    """Returns the arguments of a program with the placement they would have on `mesh`."""
     none_placed = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args))
 
     def aval(leaf: Any) -> Any:
@@ -152,7 +152,7 @@ def _avals(args: Any, mesh: Mesh) -> Any:
         if isinstance(leaf, jax.Array):
             here = leaf.sharding
             sharding = NamedSharding(mesh, here.spec if isinstance(here, NamedSharding) else P())
-        elif none_placed:  # something must say which devices are meant
+        elif none_placed:  # at least one argument must name the devices
             sharding = NamedSharding(mesh, P())
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         weak = getattr(leaf, "weak_type", False)
@@ -172,7 +172,7 @@ def _bytes_on_a_device(aval: Any) -> int:
 def _explained(
     error: Exception, name: str, num_used: int, topology: Topology
 ) -> CompileError | None:
-    """What a compiler's refusal means; None if it is none."""
+    """Returns an error that explains a compiler's refusal; None if `error` is not a refusal."""
     text = str(error)
     missing = re.search(r"rule for primitive '(\w+)' not found for platform", text)
     if missing is not None:

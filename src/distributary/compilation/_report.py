@@ -1,4 +1,4 @@
-"""What is reported about a compiled step."""
+"""Reports on compiled steps."""
 
 import importlib.metadata
 import json
@@ -25,15 +25,15 @@ _COMPILERS = {"TPU": "libtpu", "GPU": "jax-cuda13-pjrt"}
 @final
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while the step runs; TPUs pad arrays.
+    """Memory of one device while the step runs, in bytes. TPUs pad arrays.
 
     Args:
         arguments: State and batch.
         outputs: New state and results.
-        donated: Of the outputs, what takes the place of arguments.
-        temporaries: What the step needs besides.
+        donated: Part of the outputs that takes the place of arguments.
+        temporaries: Additional memory that the step needs.
         code: The program itself.
-        available: What a program can use on such a device.
+        available: Memory that a program can use on such a device.
     """
 
     arguments: int
@@ -45,37 +45,37 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the step needs altogether."""
+        """All memory that the step needs."""
         return self.arguments + self.outputs - self.donated + self.temporaries + self.code
 
 
 @final
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of a step; all sizes in bytes, on one device.
+    """The compiler's result for a step. All sizes are in bytes, on one device.
 
     Args:
-        topology: As the user wrote it.
-        device_kind: The devices' name.
-        num_devices: Number of devices of the topology.
-        num_devices_used: How many of them run the step.
-        num_hosts: Number of hosts they are in.
+        topology: Name of the topology, as the user wrote it.
+        device_kind: Name of the devices.
+        num_devices: Number of devices in the topology.
+        num_devices_used: Number of devices that run the step.
+        num_hosts: Number of hosts that contain the devices.
         num_slices: Number of TPU slices.
         num_replicas: Number of replicas.
         step: Name of the step.
-        collectives: Its collectives.
-        all_reduced_bytes: Size of the arrays that one step all-reduces between GPUs or within a
-            TPU slice, also where the compiler makes a reduce-scatter and an all-gather of it. What
-            is in a loop counts once if the compiler does not say how often that runs.
-        cross_slice_bytes: What every device reduces with its counterparts in the other slices.
-        memory: Memory per device.
-        flops: Floating point operations of one device; None where the compiler does not say.
+        collectives: Collectives of the step.
+        all_reduced_bytes: Size of the arrays that one step all-reduces between GPUs or within a TPU
+            slice, even if the compiler turns it into a reduce-scatter and an all-gather. Arrays in
+            a loop count once if the compiler does not say how often the loop runs.
+        cross_slice_bytes: Size of what every device reduces with its counterparts in other slices.
+        memory: Memory of one device.
+        flops: Floating point operations of one device; None if the compiler does not say.
         num_state_arrays: Number of arrays that the step updates.
-        num_donated_arrays: How many of these are updated in place.
-        state_bytes: Their size without padding.
-        lower_seconds: How long JAX took to write the step down, after tracing it.
-        compile_seconds: How long the compiler took.
-        versions: Of jax and of the compiler.
+        num_donated_arrays: Number of these arrays that are updated in place.
+        state_bytes: Size of these arrays without padding.
+        lower_seconds: Seconds that JAX took to lower the step, after tracing it.
+        compile_seconds: Seconds that the compiler took.
+        versions: Versions of jax and of the compiler.
     """
 
     topology: str
@@ -99,13 +99,13 @@ class Report:
     versions: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as numbers, strings, lists and dicts, by the names of its fields."""
+        """Returns the report as numbers, strings, lists and dicts, by the names of its fields."""
         content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         content["memory"]["total"] = self.memory.total
         return content
 
     def to_text(self) -> str:
-        """The report for people."""
+        """Returns the report as text for people."""
         memory = self.memory
         rows = [
             ("step", f"{self.step}, {_count(self.num_replicas, 'replica')}{self._unused()}"),
@@ -164,7 +164,7 @@ class Report:
 
 
 def report_of(step: CompiledStep, topology: Topology) -> Report:
-    """Reads off a compiled step what is reported about it."""
+    """Returns the report on a compiled step."""
     hlo = step.executable.as_text() or ""
     collectives = tuple(collectives_of(hlo))
     analysis: Any = step.executable.memory_analysis()

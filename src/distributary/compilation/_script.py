@@ -1,4 +1,4 @@
-"""Runs a script up to its training step and compiles that for another machine."""
+"""Runs a script up to its training step, and compiles the step for another machine."""
 
 import contextlib
 import runpy
@@ -27,20 +27,20 @@ def compile_script(
 
     Args:
         script: Path of the script, or name of the module.
-        arguments: Its arguments.
-        topology: What it is compiled for.
+        arguments: Arguments of the script.
+        topology: The devices to compile for.
         is_module: Whether `script` names a module.
         step_name: Name of the function that is the step; None for the first program that updates a
             trainable variable.
 
     Returns:
-        What the compiler made of the step.
+        A report on the compiled step.
 
     Raises:
         InvalidValueError: if there is no such script.
-        CompileError: if the compiler refuses the step, it needs more memory than a device has, or
-            the script ends without one.
-        Exception: what the script raises.
+        CompileError: if the compiler refuses the step, the step needs more memory than a device
+            has, or the script ends without a step.
+        Exception: any exception of the script.
     """
     programs = Programs(topology, step_name)
     aim_at(Target(topology.name, topology.kind, topology.hosts, programs.wrap))
@@ -68,11 +68,11 @@ def compile_script(
 
 
 def run_script(script: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    """Runs a script as Python would, until it ends or `ScriptEnded` ends it.
+    """Runs a script as Python would, until it ends or raises `ScriptEnded`.
 
     Raises:
         InvalidValueError: if there is no such script.
-        SystemExit, Exception: what the script raises.
+        SystemExit, Exception: any exception of the script.
     """
     if not is_module and not Path(script).is_file():
         raise InvalidValueError(f"There is no script {script!r}.")
@@ -96,7 +96,7 @@ def _without_a_step(script: str, programs: Programs, step_name: str | None) -> s
 
 @contextlib.contextmanager
 def _as_main(script: str, arguments: Sequence[str], is_module: bool) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as the script would find them."""
+    """Runs the block with the `sys.argv` and `sys.path` of the script."""
     argv, path = sys.argv, sys.path
     folder = Path.cwd() if is_module else Path(script).resolve().parent
     sys.argv, sys.path = [script, *arguments], [str(folder), *path]

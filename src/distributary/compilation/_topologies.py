@@ -1,4 +1,4 @@
-"""Devices of machines that are not here, from the compilers' own descriptions of them."""
+"""Devices of machines that are not here, as the compilers describe them."""
 
 import importlib.util
 import os
@@ -22,10 +22,10 @@ class Topology:
     """Accelerators of one or several hosts, for which programs can be compiled.
 
     Args:
-        name: As the user wrote it, such as `"v5e:2x4"`.
+        name: Name as the user wrote it, such as `"v5e:2x4"`.
         kind: `"TPU"` or `"GPU"`.
         hosts: The devices, host by host.
-        num_slices: Number of TPU slices, which a slower network connects; 1 for GPUs.
+        num_slices: Number of TPU slices, which are connected by a slower network; 1 for GPUs.
         memory_bytes: Memory of one device that a program can use.
     """
 
@@ -42,11 +42,12 @@ class _Tpu:
     """A generation of TPUs.
 
     Args:
-        num_dims: Of the grid of chips.
-        memory_gib: What a program can use on a device, as libtpu 0.0.42.1 says when a program
-            needs more. A device is a chip, but one of its two cores on v2, v3, v4 and tpu7x.
-        largest_host: Largest grid of chips in one host, and `smaller_hosts`, into which grids are
-            divided that do not fit there.
+        num_dims: Number of dims of the grid of chips.
+        memory_gib: Memory of a device that a program can use, as libtpu 0.0.42.1 reports it when a
+            program needs more. A device is a chip, except on v2, v3, v4 and tpu7x, where it is one
+            of the two cores of a chip.
+        largest_host: Largest grid of chips in one host.
+        smaller_hosts: Grid of chips in each host if a grid does not fit into `largest_host`.
     """
 
     num_dims: int
@@ -66,8 +67,8 @@ _TPUS = {
     "tpu7x": _Tpu(3, 94.75, (2, 2, 1), (2, 2, 1)),
 }
 
-# GpuTargetConfigProto of XLA. The numbers of an H100 SXM are those NVIDIA's driver reports, from
-# https://github.com/jax-ml/jax/issues/28376.
+# GpuTargetConfigProto of XLA. The numbers of an H100 SXM are those that NVIDIA's driver reports,
+# from https://github.com/jax-ml/jax/issues/28376.
 _H100 = """\
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -87,7 +88,7 @@ _NAME = re.compile(r"(?:(?P<slices>\d+) ?x ?)?(?P<chip>[a-z]\w*):(?P<shape>\d+(?
 
 
 def known_topologies() -> str:
-    """For messages: which names there are."""
+    """Returns the names of the known topologies, for messages."""
     return (
         f"TPUs {', '.join(_TPUS)} with the grid of their chips (v5e:2x4, v4:2x2x1, and 2xv5e:2x4"
         " for two slices), and GPUs h100 with their number, also per host (h100:8, h100:2x8 for two"
@@ -96,18 +97,18 @@ def known_topologies() -> str:
 
 
 def prepare_compilers() -> None:
-    """Tells JAX that there is nothing but a CPU to run on; call it before JAX starts."""
+    """Makes JAX see nothing but a CPU to run on; call it before JAX starts."""
     jax.config.update("jax_platforms", "cpu")
-    # libtpu would ask the cloud for the machine it is on, and warn that there is none.
+    # Otherwise libtpu asks the cloud which machine it is on, and warns that there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # It lets one process of a machine in, for the sake of chips that are not used here.
+    # libtpu admits one process per machine, because of its chips, which are not used here.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def parse_topology(name: str) -> Topology:
-    """The devices behind a name; loads the compiler, and the JAX backends with it.
+    """Returns the devices with a name; loads the compiler, which starts the JAX backends.
 
     Raises:
         InvalidValueError: for names that do not exist.
@@ -149,7 +150,7 @@ def _gpus(name: str, *shape: int) -> Topology:
 def _require(module: str, what: str, extra: str) -> None:
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent
+    except ModuleNotFoundError:  # because its parent does not exist
         found = False
     if not found:
         raise MissingPackageError(

@@ -1,4 +1,4 @@
-"""Sources of data and what is done to them; the public names are in `distributary.data`."""
+"""Sources of data and operations on them; the public names are in `distributary.data`."""
 
 from distributary.datasets._dataset import SHARD_HINT, Dataset
 from distributary.datasets._elements import Prefetch

@@ -1,4 +1,4 @@
-"""`Dataset`: tf.data's method names on NumPy arrays."""
+"""`Dataset`: the method names of tf.data on NumPy arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -32,27 +32,28 @@ from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import iterator_of
 
-# What `prefetch(AUTOTUNE)` keeps ready: one element in use, one made, one on its way.
+# For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
 _AUTOTUNED_DEPTH = 2
 _DEFAULT_CYCLE_LENGTH = 8
-#: In `shard(SHARD_HINT, SHARD_HINT)`, with `AutoShardPolicy.HINT`: the worker's own shard.
+#: The worker's own shard, in `shard(SHARD_HINT, SHARD_HINT)` with `AutoShardPolicy.HINT`.
 SHARD_HINT: Final = -1
 
 
 class Dataset:
-    """Elements, in an order that a seed determines, that can be iterated over again and again.
+    """A sequence of elements that you can iterate over again and again, in a reproducible order.
 
     An element is a nest (tuple, dict, namedtuple, registered dataclass) of NumPy arrays, numbers
-    and strings; a list is an array. Made by the class methods below and by
-    `distributary.data.TextLineDataset` and its like; methods give new datasets.
+    and strings; a list is an array. Make a dataset with one of the class methods below, or with
+    `distributary.data.TextLineDataset` and the like. Every method returns a new dataset.
 
-    While a dataset only reorders the rows of arrays or files, it works on row numbers, and the
-    rows are gathered a batch at a time. `map` after `batch` therefore costs one call per batch,
-    before it one per example.
+    While a dataset only reorders the rows of arrays or files, it works on row numbers, and gathers
+    the rows one batch at a time. So `map` after `batch` costs one call per batch, and `map` before
+    `batch` one call per example.
 
-    Every `iter()` is a new pass: `shuffle` gives another order unless
-    `reshuffle_each_iteration=False`. The orders follow from the seed and the number of the pass;
-    those without a seed from NumPy's global generator, so `keras.utils.set_random_seed` fixes them.
+    Every `iter()` starts a new pass, and `shuffle` gives each pass another order unless you set
+    `reshuffle_each_iteration=False`. The orders depend on the seed and the number of the pass.
+    Without a seed, one is drawn from NumPy's global generator, so `keras.utils.set_random_seed`
+    makes them reproducible.
 
     Source: `tf.data.Dataset`.
     """
@@ -68,19 +69,19 @@ class Dataset:
 
     @property
     def node(self) -> Node:
-        """The last operation, for `distributary.inputs`."""
+        """Last operation of the dataset, for `distributary.inputs`."""
         return self._node
 
     # Sources
 
     @staticmethod
     def from_tensor_slices(tensors: Any, name: str | None = None) -> "Dataset":
-        """The rows of arrays.
+        """Makes a dataset of the rows of arrays.
 
         Args:
-            tensors: Nest of arrays `[row, ...]` with the same number of rows. Taken as they are,
-                not copied; what is written to them later is seen by later batches.
-            name: Without effect.
+            tensors: Nest of arrays `[row, ...]` with the same number of rows. They are not copied:
+                if you write to them later, later batches see it.
+            name: No effect.
 
         Raises:
             InvalidValueError: if the numbers of rows differ, or for scalars.
@@ -89,7 +90,7 @@ class Dataset:
 
     @staticmethod
     def from_tensors(tensors: Any, name: str | None = None) -> "Dataset":
-        """One element."""
+        """Makes a dataset with one element."""
         return Dataset(Single(map_arrays(lambda array: array, tensors)))
 
     @staticmethod
@@ -101,16 +102,17 @@ class Dataset:
         output_signature: Any = None,
         name: str | None = None,
     ) -> "Dataset":
-        """What a function returns when it is iterated over; called for every pass.
+        """Makes a dataset of the elements that a function yields; it is called for every pass.
 
         Args:
             generator: Function that returns an iterable of elements.
-            output_types: Nest of dtypes; `output_signature` is better.
+            output_types: Nest of dtypes. `output_signature` is better.
             output_shapes: Nest of shapes, with `output_types`; None for any.
             args: Arguments of `generator`.
-            output_signature: Nest of `TensorSpec`; elements are converted to its dtypes if their
-                values fit, and an error if their shapes differ. None takes elements as they come.
-            name: Without effect.
+            output_signature: Nest of `TensorSpec`. Elements are converted to its dtypes if their
+                values fit, and it is an error if their shapes differ. None takes elements as they
+                come.
+            name: No effect.
         """
         if not callable(generator):
             raise InvalidTypeError(
@@ -123,12 +125,12 @@ class Dataset:
 
     @staticmethod
     def from_source(source: Any) -> "Dataset":
-        """The elements of another library's dataset, or of any Python iterable.
+        """Makes a dataset from another library's dataset, or from any Python iterable.
 
         Args:
             source: A `tf.data.Dataset`, a `grain` dataset or loader, a torch `Dataset` or
-                `DataLoader`, a Hugging Face dataset, a `keras.utils.PyDataset`, or an iterable. Of
-                those with `__len__` and `__getitem__` rows are read as they are needed, so that
+                `DataLoader`, a Hugging Face dataset, a `keras.utils.PyDataset`, or an iterable. If
+                it has `__len__` and `__getitem__`, rows are read as they are needed, so that
                 shuffling costs nothing.
         """
         return (
@@ -137,14 +139,14 @@ class Dataset:
 
     @staticmethod
     def from_npy(filenames: Any) -> "Dataset":
-        """The rows of `.npy` files, or of the arrays in `.npz` files as dicts.
+        """Makes a dataset of the rows of `.npy` files, or of the arrays in `.npz` files as dicts.
 
         Args:
-            filenames: Names of files with arrays `[row, ...]`. Only the rows that are needed are
-                read, of `.npz` files everything.
+            filenames: Names of files with arrays `[row, ...]`. Of `.npy` files, only the rows that
+                are needed are read; `.npz` files are read whole.
 
         Raises:
-            InvalidValueError: for files that are damaged, hold Python objects, or do not agree.
+            InvalidValueError: for files that are damaged, contain Python objects, or do not match.
         """
         node = NumpyFiles(file_names(filenames, "from_npy"))
         node.check()
@@ -152,7 +154,7 @@ class Dataset:
 
     @staticmethod
     def range(*args: int, output_type: Any = np.int64, name: str | None = None) -> "Dataset":
-        """The numbers of Python's `range(*args)`, as scalars of dtype `output_type`."""
+        """Makes a dataset of Python's `range(*args)`, as scalars of dtype `output_type`."""
         numbers = range(*args)
         return Dataset(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
 
@@ -160,12 +162,12 @@ class Dataset:
     def list_files(
         file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
     ) -> "Dataset":
-        """The names of files that match a glob pattern.
+        """Makes a dataset of the names of files that match a glob pattern.
 
         Args:
             file_pattern: Pattern, or a list of patterns.
-            shuffle: Whether their order is random, anew in every pass; None means True. Else they
-                are sorted.
+            shuffle: Whether to shuffle the names, anew in every pass; None means True. If False,
+                they are sorted.
             seed: Seed of the order.
 
         Raises:
@@ -176,12 +178,12 @@ class Dataset:
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> "Dataset":
-        """Elements of several datasets side by side; ends with the shortest.
+        """Makes a dataset of the elements of several datasets side by side; ends with the shortest.
 
         Args:
-            *args: Datasets, which give tuples; or one nest of datasets.
-            datasets: The nest, by name.
-            name: Without effect.
+            *args: Datasets, whose elements become tuples, or one nest of datasets.
+            datasets: The nest, as a keyword.
+            name: No effect.
         """
         nest = datasets if datasets is not None else args[0] if len(args) == 1 else args
         leaves, tree = jax.tree.flatten(nest, is_leaf=lambda x: isinstance(x, Dataset))
@@ -193,16 +195,16 @@ class Dataset:
     # Order
 
     def take(self, count: int, name: str | None = None) -> "Dataset":
-        """The first `count` elements; all if it is -1."""
+        """Keeps the first `count` elements; all of them if it is -1."""
         count = _int("take", "count", count, minimum=-1)
         return self if count < 0 else Dataset(Take(self._node, count))
 
     def skip(self, count: int, name: str | None = None) -> "Dataset":
-        """All but the first `count` elements; none if it is -1."""
+        """Drops the first `count` elements; all of them if it is -1."""
         return Dataset(Skip(self._node, _int("skip", "count", count, minimum=-1)))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> "Dataset":
-        """Every `num_shards`-th element, beginning with number `index`.
+        """Keeps every `num_shards`-th element, starting with element `index`.
 
         Raises:
             InvalidValueError: if `index` is not in 0 to `num_shards - 1`.
@@ -224,15 +226,16 @@ class Dataset:
         reshuffle_each_iteration: bool | None = None,
         name: str | None = None,
     ) -> "Dataset":
-        """Elements in random order.
+        """Puts elements in random order.
 
         Args:
-            buffer_size: From how many elements the next one is drawn. The number of elements or
-                more gives a uniform permutation. Of arrays and files only row numbers are kept.
+            buffer_size: Number of elements from which the next one is drawn. If it is the number of
+                elements or more, all orders are equally likely. For arrays and files, the buffer
+                holds only row numbers.
             seed: Seed; None draws one from NumPy's global generator.
-            reshuffle_each_iteration: Whether every pass, also of `repeat`, has an order of its own;
-                None means True.
-            name: Without effect.
+            reshuffle_each_iteration: Whether every pass gets its own order, including the passes of
+                `repeat`; None means True.
+            name: No effect.
         """
         buffer_size = _int("shuffle", "buffer_size", buffer_size, minimum=1)
         if seed is not None:
@@ -241,13 +244,13 @@ class Dataset:
         return Dataset(Shuffle(self._node, buffer_size, seed, reshuffle, _draw()))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> "Dataset":
-        """The elements `count` times over; without end if it is None or -1."""
+        """Repeats the elements `count` times; forever if it is None or -1."""
         if count is not None:
             count = _int("repeat", "count", count, minimum=-1)
         return Dataset(Repeat(self._node, -1 if count is None else count))
 
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
-        """The elements of this dataset, then those of another."""
+        """Appends the elements of another dataset."""
         if not isinstance(dataset, Dataset):
             raise InvalidTypeError(f"concatenate: got {dataset!r}, expected a Dataset.")
         return Dataset(Concatenate((self._node, dataset._node)))
@@ -261,15 +264,16 @@ class Dataset:
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> "Dataset":
-        """The elements of the datasets that `map_func` makes of every element, in turns.
+        """Makes a dataset of every element, and takes elements from these datasets in turns.
 
         Args:
-            map_func: From an element to a dataset.
-            cycle_length: How many datasets take turns; None means 8.
-            block_length: How many elements a dataset gives per turn; None means 1.
-            num_parallel_calls: Anything but None reads every dataset ahead in a thread of its own.
-            deterministic: Without effect: the order is always the same.
-            name: Without effect.
+            map_func: Function from an element to a dataset.
+            cycle_length: Number of datasets that take turns; None means 8.
+            block_length: Number of elements that a dataset gives per turn; None means 1.
+            num_parallel_calls: None reads in the calling thread. Anything else reads each dataset
+                ahead in a thread of its own.
+            deterministic: No effect: the order is always the same.
+            name: No effect.
         """
 
         def make(element: Any) -> Node:
@@ -287,7 +291,7 @@ class Dataset:
         return Dataset(Interleave(self._node, make, cycle, block, threads, _draw()))
 
     def flat_map(self, map_func: Callable[..., "Dataset"], name: str | None = None) -> "Dataset":
-        """The elements of the datasets that `map_func` makes, one dataset after the other."""
+        """Makes a dataset of every element, and gives the elements of one after the other."""
         return self.interleave(map_func, cycle_length=1)
 
     # Elements
@@ -299,26 +303,26 @@ class Dataset:
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> "Dataset":
-        """The results of a function of every element.
+        """Applies a function to every element.
 
         Args:
-            map_func: A Python function on NumPy arrays; the items of a tuple are its arguments.
-                After `batch` it is called with whole batches.
-            num_parallel_calls: Number of threads; AUTOTUNE for one per core, None for none. Good
-                for functions that wait or release the GIL.
-            deterministic: Without effect: the order is always that of the elements.
-            name: Without effect.
+            map_func: A Python function on NumPy arrays. If an element is a tuple, its items become
+                the arguments. After `batch`, the function gets whole batches.
+            num_parallel_calls: Number of threads; AUTOTUNE means one per core, None means none.
+                Threads help if the function waits or releases the GIL.
+            deterministic: No effect: results always come in the order of the elements.
+            name: No effect.
         """
         _callable("map", "map_func", map_func)
         return Dataset(Map(self._node, map_func, _threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
-        """The elements of which `predicate` says True."""
+        """Keeps the elements for which `predicate` returns True."""
         _callable("filter", "predicate", predicate)
         return Dataset(Filter(self._node, predicate))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> "Dataset":
-        """Pairs of a number, counted from `start`, and an element."""
+        """Pairs every element with its number, counted from `start`."""
         size = self._node.cardinality()
         stop = start + size if size >= 0 else None
         return Dataset.zip(Dataset(Range(start, stop, 1, np.dtype(np.int64))), self)
@@ -331,14 +335,14 @@ class Dataset:
         deterministic: bool | None = None,
         name: str | None = None,
     ) -> "Dataset":
-        """Elements stacked along a new dim 0, `batch_size` at a time.
+        """Stacks elements along a new dim 0, `batch_size` at a time.
 
         Args:
-            batch_size: Number of elements; for strategies, of all replicas together.
-            drop_remainder: Whether a last batch of fewer elements is left out.
-            num_parallel_calls: Without effect.
-            deterministic: Without effect.
-            name: Without effect.
+            batch_size: Number of elements in a batch. Under a strategy, this is the global batch.
+            drop_remainder: Whether to drop a last batch that has fewer elements.
+            num_parallel_calls: No effect.
+            deterministic: No effect.
+            name: No effect.
         """
         size = _int("batch", "batch_size", batch_size, minimum=1)
         return Dataset(Batch(self._node, size, bool(drop_remainder)))
@@ -351,34 +355,34 @@ class Dataset:
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> "Dataset":
-        """Batches of arrays of different sizes, filled up at the end of every dim.
+        """Batches arrays of different sizes, padded at the end of every dim.
 
         Args:
-            batch_size: Number of elements.
-            padded_shapes: Nest of shapes, with None for the largest size of the batch; None for
-                that everywhere.
-            padding_values: Nest of what is filled in, or one for all; None for 0 and "".
-            drop_remainder: Whether a last batch of fewer elements is left out.
-            name: Without effect.
+            batch_size: Number of elements in a batch.
+            padded_shapes: Nest of shapes. A dim that is None gets the largest size in the batch.
+                None in place of the nest does this for all dims.
+            padding_values: Nest of padding values, or one value for all; None means 0 and "".
+            drop_remainder: Whether to drop a last batch that has fewer elements.
+            name: No effect.
         """
         size = _int("padded_batch", "batch_size", batch_size, minimum=1)
         padding = (padded_shapes, padding_values)
         return Dataset(Batch(self._node, size, bool(drop_remainder), padding))
 
     def unbatch(self, name: str | None = None) -> "Dataset":
-        """The rows of batches."""
+        """Splits batches into their rows."""
         return Dataset(Unbatch(self._node))
 
     def rebatch(
         self, batch_size: int, drop_remainder: bool = False, name: str | None = None
     ) -> "Dataset":
-        """Batches of another size."""
+        """Changes the size of batches."""
         return self.unbatch().batch(batch_size, drop_remainder)
 
     # Rest
 
     def cache(self, filename: str = "", name: str | None = None) -> "Dataset":
-        """Keeps elements in memory, so that what comes before is computed once.
+        """Keeps elements in memory, so that everything before this is computed only once.
 
         Raises:
             InvalidValueError: for a file name; save arrays and use `from_npy` instead.
@@ -391,16 +395,16 @@ class Dataset:
         return Dataset(Cache(self._node, {}))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> "Dataset":
-        """Makes elements ahead in a thread, at most `buffer_size` of them; 2 for AUTOTUNE.
+        """Makes up to `buffer_size` elements ahead of time, in a thread; AUTOTUNE means 2.
 
-        Distributed datasets read ahead by themselves, see `InputOptions`.
+        Distributed datasets do this by themselves, see `InputOptions`.
         """
         depth = _int("prefetch", "buffer_size", buffer_size, minimum=-1)
         depth = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
         return Dataset(Prefetch(self._node, depth)) if depth else self
 
     def with_options(self, options: Options, name: str | None = None) -> "Dataset":
-        """The same dataset with options; those set later win."""
+        """Sets options; if an option is set several times, the last one wins."""
         if not isinstance(options, Options):
             raise InvalidTypeError(
                 f"with_options: got {options!r}, expected distributary.data.Options."
@@ -408,51 +412,51 @@ class Dataset:
         return Dataset(WithOptions(self._node, Options().merge(options)))
 
     def options(self) -> Options:
-        """The options of this dataset."""
+        """Returns the options of this dataset."""
         return options_of(self._node)
 
     def apply(self, transformation_func: Callable[["Dataset"], Any]) -> Any:
-        """`transformation_func(self)`."""
+        """Returns `transformation_func(self)`."""
         return transformation_func(self)
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """The state after `state = reduce_func(state, element)` for every element."""
+        """Returns the state after `state = reduce_func(state, element)` for every element."""
         state = initial_state
         for element in self:
             state = reduce_func(state, element)
         return state
 
     def cardinality(self) -> int:
-        """Number of elements, or INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
         return self._node.cardinality()
 
     @property
     def element_spec(self) -> Any:
-        """Nest of `TensorSpec` like the elements.
+        """Nest of `TensorSpec` that describes an element.
 
-        Of `map` and generators without `output_signature` it is that of the first element, which is
-        computed for it.
+        After `map`, or for a generator without `output_signature`, the first element is computed to
+        find out.
         """
         return self._node.spec()
 
     def as_numpy_iterator(self) -> "DatasetIterator":
-        """The same as `iter`: elements are NumPy arrays."""
+        """Returns an iterator like `iter`: elements are NumPy arrays."""
         return iterator_of(self, is_plain=True)
 
     def __iter__(self) -> "DatasetIterator":
         return iterator_of(self, is_plain=False)
 
     def begin_pass(self, is_plain: bool) -> "DatasetIterator":
-        """A new iterator, also for functions that are traced."""
+        """Starts a new pass and returns its iterator, also in a function that is traced."""
         self._num_passes += 1
         return DatasetIterator(self, self._node, self._num_passes - 1, is_plain)
 
     def take_back_pass(self) -> None:
-        """The pass that began last has not begun."""
+        """Undoes the start of the last pass."""
         self._num_passes -= 1
 
     def restore(self, node: Node, num_passes: int) -> None:
-        """From now on the dataset is `node`, and so many passes over it have begun."""
+        """Makes the dataset one of `node`, over which `num_passes` passes have begun."""
         self._node = node
         self._num_passes = num_passes
 

@@ -1,4 +1,4 @@
-"""Operations that make new elements, or keep and read ahead those there are."""
+"""Operations that make new elements, keep them, or read them ahead."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class _MappedRows(OneByOne):
 
 
 def num_threads(num_parallel_calls: int | None) -> int | None:
-    """The number meant by an argument `num_parallel_calls`; None for no threads."""
+    """Returns the number of threads that `num_parallel_calls` means; None for no threads."""
     if num_parallel_calls == AUTOTUNE:
         return os.cpu_count() or 1
     return num_parallel_calls
@@ -87,7 +87,7 @@ def _name(fn: Any) -> str:
 @final
 @dataclass(frozen=True, eq=False)
 class Filter(Node):
-    """The elements of which a function says True."""
+    """The elements for which a function returns True."""
 
     input: Node
     predicate: Callable[..., Any]
@@ -109,7 +109,7 @@ class Filter(Node):
 @final
 @dataclass(frozen=True, eq=False)
 class Batch(Node):
-    """Elements stacked, `size` at a time; filled up to one shape if `padding` is given."""
+    """Elements stacked, `size` at a time; padded to one shape if `padding` is given."""
 
     input: Node
     size: int
@@ -193,7 +193,7 @@ class _CachedRows(OneByOne):
             return element
 
 
-# Where a cache has the elements of a complete pass; else it has rows by number.
+# The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
 _ALL = "all"
 
 
@@ -217,7 +217,7 @@ class _CachingStream(Stream):
 @final
 @dataclass(frozen=True, eq=False)
 class Cache(Node):
-    """Elements kept in memory: row by row, or from the first complete pass on."""
+    """Elements kept in memory, either row by row or once a first pass is complete."""
 
     input: Node
     cache: dict[Any, Any]
@@ -238,7 +238,7 @@ class Cache(Node):
     def elements(self, path: Path) -> Stream:
         if _ALL in self.cache:
             return from_list(self.cache[_ALL]).stream(path)
-        # What is kept must not depend on which pass came first.
+        # Pass 0, because what is kept must not depend on which pass came first.
         return _CachingStream(self.input.stream((0,)), self.cache)
 
     def spec(self) -> Any:
@@ -250,7 +250,7 @@ class Cache(Node):
 
 @final
 class PrefetchedStream(Stream):
-    """Elements that a thread makes ahead."""
+    """Elements that a thread makes ahead of time."""
 
     def __init__(self, upstream: Stream, depth: int) -> None:
         self._upstream = upstream
@@ -263,14 +263,14 @@ class PrefetchedStream(Stream):
         return next(self._prefetched)
 
     def advance(self, count: int) -> int:
-        # Before the thread has started, the elements need not be made.
+        # Until the thread has started, skipped elements need not be made.
         return self._upstream.advance(count) if self._prefetched is None else super().advance(count)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Prefetch(Node):
-    """Elements that a thread makes ahead."""
+    """Elements that a thread makes ahead of time."""
 
     input: Node
     depth: int

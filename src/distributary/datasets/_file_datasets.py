@@ -1,4 +1,4 @@
-"""Datasets of files, as classes like those of tf.data."""
+"""Datasets of files, as classes like those in tf.data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from distributary.errors import InvalidTypeError
 
 
 class TextLineDataset(Dataset):
-    """The lines of text files, as bytes without their ends.
+    """The lines of text files, as bytes without line ends.
 
     Args:
-        filenames: Name of a file, or several.
-        compression_type: "GZIP", "ZLIB", "BZIP2", "XZ"; None or "" for none.
+        filenames: Name of a file, or a list of names.
+        compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
 
     Source: `tf.data.TextLineDataset`.
     """
@@ -30,11 +30,11 @@ class TextLineDataset(Dataset):
 class TFRecordDataset(Dataset):
     """The records of TFRecord files, as bytes.
 
-    Lengths and contents are checked against their checksums.
+    The lengths and contents of all records are compared with their checksums.
 
     Args:
-        filenames: Name of a file, or several.
-        compression_type: "GZIP", "ZLIB", "BZIP2", "XZ"; None or "" for none.
+        filenames: Name of a file, or a list of names.
+        compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
 
     Source: `tf.data.TFRecordDataset`.
     """
@@ -48,17 +48,18 @@ class TFRecordDataset(Dataset):
 
 
 class ParquetDataset(Dataset):
-    """The rows of Parquet or Arrow IPC files, as dicts from the name of a column to its value.
+    """The rows of Parquet or Arrow IPC files, as dicts from column names to values.
 
     Needs pyarrow.
 
     Args:
-        filenames: Name of a file, or several; `.arrow`, `.feather` and `.ipc` are Arrow files.
-        columns: Names of the columns that are read; None for all.
+        filenames: Name of a file, or a list of names. Files that end in `.arrow`, `.feather` and
+            `.ipc` are Arrow files.
+        columns: Names of the columns to read; None for all.
 
     Raises:
-        MissingPackageError: without pyarrow.
-        InvalidValueError: when reading, for missing values and lists of different length.
+        MissingPackageError: if pyarrow is not installed.
+        InvalidValueError: while reading, for missing values and lists of different lengths.
     """
 
     def __init__(self, filenames: Any, columns: Sequence[str] | None = None) -> None:

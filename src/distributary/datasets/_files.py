@@ -33,10 +33,10 @@ from distributary.errors import InvalidTypeError, InvalidValueError, MissingPack
 
 
 def file_names(given: Any, what: str) -> tuple[str, ...]:
-    """One or several names of files as a tuple.
+    """Returns one or several names of files as a tuple.
 
     Raises:
-        InvalidTypeError: if they are no names.
+        InvalidTypeError: if they are not names.
         InvalidValueError: if there are none, or one does not exist.
     """
     if isinstance(given, (str, os.PathLike)):
@@ -61,7 +61,7 @@ def file_names(given: Any, what: str) -> tuple[str, ...]:
 
 
 def matching_files(patterns: Any) -> tuple[str, ...]:
-    """The files that match a glob pattern, or one of several, sorted by name.
+    """Returns the files that match a glob pattern, or one of several, sorted by name.
 
     Raises:
         InvalidValueError: if there are none.
@@ -112,7 +112,7 @@ class FileNames(RowsNode):
 
 @final
 class _NpyArray:
-    """The array of a `.npy` file, of which rows are read as they are needed."""
+    """The array of a `.npy` file, whose rows are read as they are needed."""
 
     def __init__(self, name: str, memory: "_Memory") -> None:
         self.name = name
@@ -127,7 +127,7 @@ class _NpyArray:
                 self.shape, fortran_order, self.dtype = read(file)
             except OSError:
                 raise
-            except Exception as error:  # NumPy lets through what its parser of headers raises
+            except Exception as error:  # NumPy passes on whatever its header parser raises
                 raise InvalidValueError(
                     f"from_npy: {name!r} is not a .npy file that NumPy can map: {error!r}."
                 ) from error
@@ -148,7 +148,7 @@ class _NpyArray:
                 f" {self.shape} of {self.dtype}. The file is"
                 f" {'cut off' if size < expected else 'damaged, or holds more than one array'}."
             )
-        # Rows in Fortran order lie apart, and empty ones nowhere.
+        # Rows in Fortran order are not contiguous, and empty rows have no place in the file.
         self._is_readable = not fortran_order and self._row_bytes > 0
         self._map: Any = None
         self._descriptor: int | None = None
@@ -163,19 +163,19 @@ class _NpyArray:
             os.close(descriptor)
 
     def spec(self) -> TensorSpec:
-        """Of a row."""
+        """Returns the spec of a row."""
         return TensorSpec(self.shape[1:], self.dtype)
 
     def row(self, number: int) -> Any:
-        """One row, in memory of its own."""
+        """Returns one row, in memory of its own."""
         return self.part(number, 1)[0]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """Rows by number, in memory of their own."""
+        """Returns rows by number, in memory of their own."""
         return self._mapped().take(numbers, axis=0)
 
     def part(self, start: int, count: int) -> np.ndarray:
-        """Consecutive rows, in memory of their own."""
+        """Returns consecutive rows, in memory of their own."""
         if self._is_readable:
             return self._read(start, count)
         return self._mapped()[start : start + count].copy()
@@ -187,7 +187,7 @@ class _NpyArray:
         return mapped
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        # Reading is faster than copying out of a mapping, which faults in every page.
+        # Faster than copying from a memory map, which causes a page fault for every page.
         if self._descriptor is None:
             with self._lock:
                 if self._descriptor is None:
@@ -205,9 +205,9 @@ class _NpyArray:
 
 @final
 class _Memory:
-    """Memory of batches that nobody refers to any more, for those that come.
+    """The memory of batches that nobody refers to any more, kept for later batches.
 
-    The system fills new memory with zeros first, which takes as long as reading a file that is in
+    The system fills new memory with zeros first. That takes as long as reading a file that is in
     the page cache.
     """
 
@@ -216,9 +216,9 @@ class _Memory:
         self._lock = threading.Lock()
 
     def get(self, num_bytes: int) -> np.ndarray:
-        """An array uint8 `[num_bytes]` that only the caller refers to."""
+        """Returns an array uint8 `[num_bytes]` that only the caller refers to."""
         with self._lock:
-            # Arrays that share a block's memory refer to it.
+            # An array that shares a block's memory holds a reference to the block.
             counts = _num_references(self._blocks)
             for block, count in zip(self._blocks, counts, strict=True):
                 if block.nbytes == num_bytes and count == _UNUSED:
@@ -233,17 +233,17 @@ def _num_references(blocks: list[np.ndarray]) -> list[int]:
     return [sys.getrefcount(block) for block in blocks]
 
 
-# Of a block that only a list refers to. Versions of Python differ in what counts besides.
+# References of a block that only a list refers to. It depends on the version of Python.
 _UNUSED = _num_references([np.empty(1, np.uint8)])[0]
 
-# Less than this comes from memory that the process has already.
+# Smaller blocks come from memory that the process has already.
 _MIN_KEPT_BYTES = 1 << 18
-# One batch in use, one ahead, one in the making, one whose step has not ended yet.
+# One batch is in use, one is ready, one is being made, and one belongs to a step that still runs.
 _MAX_KEPT = 4
 
 
 def _open_numpy(name: str, memory: _Memory) -> Any:
-    """The rows of a `.npy` file, or of the arrays in a `.npz` file as dicts."""
+    """Returns the rows of a `.npy` file, or of the arrays in a `.npz` file as dicts."""
     if not name.endswith(".npz"):
         return _NpyArray(name, memory)
     arrays = _arrays_of_archive(name)
@@ -261,7 +261,8 @@ def _arrays_of_archive(name: str) -> dict[str, np.ndarray]:
     arrays = {}
     try:
         with zipfile.ZipFile(name) as archive:
-            # A damaged size of the directory hides members; NumPy writes no comment after this.
+            # A damaged directory size hides members. NumPy writes no comment, so this record is
+            # last.
             with open(name, "rb") as file:
                 file.seek(-22, os.SEEK_END)
                 tail = file.read()
@@ -271,10 +272,10 @@ def _arrays_of_archive(name: str) -> dict[str, np.ndarray]:
             for member in archive.infolist():
                 with archive.open(member) as content:
                     arrays[member.filename.removesuffix(".npy")] = np.lib.format.read_array(content)
-                    if content.read():  # to the end, where the checksum is compared
+                    if content.read():  # the checksum is compared at the end
                         raise ValueError(f"{member.filename} is longer than its header says")
-    # Damaged archives and headers make many kinds of trouble, such as arrays without end and
-    # positions before the beginning.
+    # Damaged archives and headers raise many kinds of errors, for example because of endless arrays
+    # or positions before the beginning.
     except Exception as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
@@ -291,7 +292,7 @@ class NumpyFiles(RowsNode):
     """The rows of `.npy` files, or of the arrays in `.npz` files."""
 
     files: tuple[str, ...]
-    # By name the file, by a tuple of names the rows of its files together.
+    # A file by its name, and the rows of several files together by the tuple of their names.
     _opened: dict[Any, Any] = field(default_factory=dict)
     _memory: _Memory = field(default_factory=_Memory)
 
@@ -310,10 +311,10 @@ class NumpyFiles(RowsNode):
         return len(self.source())
 
     def check(self) -> None:
-        """Reads the headers.
+        """Reads the headers of all files, and checks that their arrays match.
 
         Raises:
-            InvalidValueError: if files cannot be used or hold different arrays.
+            InvalidValueError: if files cannot be used or contain different arrays.
         """
         first = self.spec()
         for name in self.files:
@@ -342,10 +343,10 @@ class RecordFiles(Node):
     """The records of files, one file after the other.
 
     Attributes:
-        files: Names.
-        read: From a name to the records.
-        name: For labels.
-        element: Spec of a record; None to look at one.
+        files: Names of the files.
+        read: Returns the records of a file by its name.
+        name: Name for labels.
+        element: Spec of a record; None to find out from one.
     """
 
     files: tuple[str, ...]
@@ -378,7 +379,7 @@ def _open_zlib(name: str) -> Any:
     return io.BytesIO(zlib.decompress(pathlib.Path(name).read_bytes()))
 
 
-# All open for reading bytes by default, but `open` itself.
+# All but `open` itself read bytes by default.
 _OPENERS: dict[str, Callable[[str], Any]] = {
     "": functools.partial(open, mode="rb"),
     "GZIP": gzip.open,
@@ -389,7 +390,7 @@ _OPENERS: dict[str, Callable[[str], Any]] = {
 
 
 def opener(compression_type: str | None, what: str) -> Callable[[str], Any]:
-    """How files of a compression are opened."""
+    """Returns the function that opens files with a compression."""
     try:
         return _OPENERS[compression_type or ""]
     except KeyError:
@@ -400,11 +401,11 @@ def opener(compression_type: str | None, what: str) -> Callable[[str], Any]:
 
 @contextmanager
 def _decompressed(what: str, name: str, compression_type: str | None) -> Iterator[None]:
-    """Says of which file it is if compressed data turns out to be damaged inside."""
+    """Runs the block, and names the file if its compressed data turns out to be damaged."""
     try:
         yield
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system
+        if isinstance(error, OSError) and error.errno is not None:  # from the system
             raise
         raise InvalidValueError(
             f"{what}: {name!r} cannot be decompressed, it is damaged, cut off, or not compressed"
@@ -413,7 +414,7 @@ def _decompressed(what: str, name: str, compression_type: str | None) -> Iterato
 
 
 def text_lines(files: tuple[str, ...], compression_type: str | None) -> Node:
-    """The lines of text files, as bytes without their ends."""
+    """Returns the lines of text files, as bytes without line ends."""
     open_file = opener(compression_type, "TextLineDataset")
 
     def read(name: str) -> Iterator[bytes]:
@@ -425,7 +426,7 @@ def text_lines(files: tuple[str, ...], compression_type: str | None) -> Node:
 
 
 def tf_records(files: tuple[str, ...], compression_type: str | None) -> Node:
-    """The records of TFRecord files, as bytes."""
+    """Returns the records of TFRecord files, as bytes."""
     open_file = opener(compression_type, "TFRecordDataset")
 
     def read(name: str) -> Iterator[bytes]:
@@ -439,7 +440,7 @@ def tf_records(files: tuple[str, ...], compression_type: str | None) -> Node:
 
 
 def parquet_rows(files: tuple[str, ...], columns: Sequence[str] | None) -> Node:
-    """The rows of Parquet or Arrow files, as dicts of column name to value."""
+    """Returns the rows of Parquet or Arrow files, as dicts from column names to values."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -13,11 +13,11 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 
 
 def foreign(source: Any, what: str) -> Node:
-    """A dataset of another library, or a Python iterable, as a source of elements.
+    """Returns a source of the elements of another library's dataset, or of a Python iterable.
 
     Args:
-        source: tf.data, grain, torch, Hugging Face or Keras dataset, or any iterable.
-        what: Beginning of errors about it: the function and where it comes from.
+        source: A tf.data, grain, torch, Hugging Face or Keras dataset, or any iterable.
+        what: Start of error messages about it: the function and the origin of `source`.
 
     Raises:
         InvalidTypeError: if it cannot be iterated over.
@@ -53,7 +53,7 @@ def _numbered(item: Any, number: int) -> Any:
 
 
 def is_class_of(value: Any, package: str, *names: str) -> bool:
-    """Whether one of a value's classes comes from a package and has one of these names."""
+    """Returns whether one of a value's classes is from a package and has one of these names."""
     return any(
         cls.__name__ in names and cls.__module__.split(".")[0] == package
         for cls in type(value).__mro__
@@ -108,7 +108,7 @@ def _from_torch_dataset(source: Any) -> Node:
 
 
 def from_torch(value: Any) -> Any:
-    """A nest of torch tensors as a nest of NumPy arrays; lists, which collate makes, as tuples."""
+    """Converts torch tensors of a nest to NumPy arrays, and its lists, from collate, to tuples."""
     if isinstance(value, dict):
         return {key: from_torch(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -152,7 +152,7 @@ def _from_grain_iterable(source: Any) -> Node:
 
 
 def is_hugging_face(source: Any) -> bool:
-    """Whether a value is a dataset of the library `datasets`."""
+    """Returns whether a value is a dataset of the library `datasets`."""
     return is_class_of(source, "datasets", "Dataset", "IterableDataset")
 
 

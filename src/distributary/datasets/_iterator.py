@@ -1,4 +1,4 @@
-"""Iterators over datasets, and where they are."""
+"""Iterators over datasets, with a state that you can save and restore."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
@@ -14,13 +14,13 @@ _show: Callable[[Any], Any] | None = None
 
 
 def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
-    """From now on loops over datasets get `show(array)` in the place of every array, or that."""
+    """Makes loops over datasets get `show(array)` for every array; None gives the arrays again."""
     global _show
     _show = show
 
 
 class _Restorable(Protocol):
-    """A dataset whose passes go on from a saved position."""
+    """A dataset whose passes can continue from a saved position."""
 
     def restore(self, node: Node, num_passes: int) -> None: ...
 
@@ -50,7 +50,7 @@ class DatasetIterator:
         return next_of(self) if inside_jax_trace() else self.pull()
 
     def pull(self) -> Any:
-        """The next element, also for functions that are traced."""
+        """Returns the next element, also in a function that is traced."""
         if self._returned:
             element = self._returned.pop()
         else:
@@ -63,12 +63,12 @@ class DatasetIterator:
         return element
 
     def put_back(self, element: Any) -> None:
-        """The next element is this one, the last that was taken and not put back."""
+        """Puts back the element that was taken last, so that it comes next again."""
         self._returned.append(element)
         self._position -= 1
 
     def get_next(self) -> Any:
-        """The next element.
+        """Returns the next element.
 
         Raises:
             OutOfRangeError: at the end.
@@ -76,19 +76,19 @@ class DatasetIterator:
         return next_or_out_of_range(self)
 
     def get_next_as_optional(self) -> "Optional":
-        """The next element, or an `Optional` without a value at the end."""
+        """Returns the next element as an `Optional`, which has no value at the end."""
         return next_as_optional(self)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator is: a small dict of numbers and strings; see `set_state`."""
+        """Returns the position for `set_state`, as a small dict of numbers and strings."""
         return state_of(self._node, self._number, self._position)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where the iterator of the same dataset was, also in another process.
+        """Goes to the position of an iterator over the same dataset, also from another process.
 
-        The passes over the dataset that begin after it are those that would have come next there.
-        Elements of arrays and files are skipped without reading them; generators, `filter` and
-        datasets of other libraries are iterated up to the place.
+        The passes that you begin afterwards are those that would have come next there. Elements of
+        arrays and files are skipped without reading them. Generators, `filter` and datasets of
+        other libraries are iterated up to the position.
 
         Raises:
             InvalidValueError: if the state belongs to another dataset.
@@ -102,7 +102,7 @@ class DatasetIterator:
 
 @final
 class Optional:
-    """A value or none.
+    """A value, or no value.
 
     Source: `tf.experimental.Optional`.
     """
@@ -111,11 +111,11 @@ class Optional:
         self._value = value
 
     def has_value(self) -> bool:
-        """Whether there is a value."""
+        """Returns whether there is a value."""
         return bool(self._value)
 
     def get_value(self) -> Any:
-        """The value.
+        """Returns the value.
 
         Raises:
             InvalidValueError: if there is none.
@@ -126,7 +126,7 @@ class Optional:
 
 
 def next_or_out_of_range(iterator: Iterator[Any]) -> Any:
-    """The next element; OutOfRangeError at the end."""
+    """Returns the next element; raises OutOfRangeError at the end."""
     try:
         return next(iterator)
     except OutOfRangeError:
@@ -136,7 +136,7 @@ def next_or_out_of_range(iterator: Iterator[Any]) -> Any:
 
 
 def next_as_optional(iterator: Iterator[Any]) -> Optional:
-    """The next element as an `Optional`."""
+    """Returns the next element as an `Optional`."""
     try:
         return Optional(next(iterator))
     except StopIteration:
@@ -144,7 +144,7 @@ def next_as_optional(iterator: Iterator[Any]) -> Optional:
 
 
 def state_of(node: Node, number: int, position: int) -> dict[str, Any]:
-    """The state of an iterator."""
+    """Returns the state of an iterator."""
     return {
         "dataset": describe(node),
         "iteration": number,
@@ -154,10 +154,10 @@ def state_of(node: Node, number: int, position: int) -> dict[str, Any]:
 
 
 def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
-    """Dataset, number of the pass and position of a state.
+    """Returns the dataset, the number of the pass and the position that a state describes.
 
     Raises:
-        InvalidValueError: if it is no state, or one of another dataset.
+        InvalidValueError: if it is not a state, or belongs to another dataset.
     """
     if not isinstance(state, dict) or set(state) != {"dataset", "iteration", "position", "seeds"}:
         raise InvalidValueError(
@@ -173,7 +173,7 @@ def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
 
 
 def go_to(position: int, advance: Callable[[int], int]) -> None:
-    """Skips the elements before a position, by `advance`, which says how many there were.
+    """Skips the elements before a position with `advance`, which returns how many there were.
 
     Raises:
         InvalidValueError: if there are fewer.

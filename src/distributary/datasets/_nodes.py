@@ -1,4 +1,4 @@
-"""The operations a dataset is made of: a tree, from the sources to the last operation.
+"""The operations that a dataset consists of: a tree, from the sources to the last operation.
 
 Nodes hold no state; `stream` starts a pass.
 """
@@ -14,46 +14,46 @@ from distributary.datasets._streams import Path, Picked, Rows, Stream
 from distributary.datasets._structure import spec_of
 from distributary.errors import InvalidValueError
 
-# Numbers drawn for a shuffle without a seed.
+# Upper bound of the numbers drawn for shuffles without a seed.
 MAX_SEED = 2**63
 
 
 class Node(abc.ABC):
-    """An operation and, in its fields, the nodes it reads from."""
+    """An operation; its fields hold the nodes that it reads from."""
 
     @abc.abstractmethod
     def cardinality(self) -> int:
-        """Number of elements, or INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
 
     @abc.abstractmethod
     def label(self) -> str:
-        """The operation and its arguments, to recognize a pipeline by."""
+        """Returns the operation and its arguments, by which a pipeline is recognized."""
 
     def source(self) -> Rows | None:
-        """The rows this node only puts in an order, None if it makes elements."""
+        """Returns the rows that this node only reorders; None if it makes new elements."""
         return None
 
     def order(self, path: Path) -> Stream:
-        """The numbers of the rows of `source`, in order."""
+        """Returns the numbers of the rows of `source`, in order."""
         raise NotImplementedError
 
     def elements(self, path: Path) -> Stream:
-        """A pass over the elements, for nodes without a `source`."""
+        """Starts a pass over the elements, for nodes without a `source`."""
         raise NotImplementedError
 
     def stream(self, path: Path) -> Stream:
-        """A pass over the elements."""
+        """Starts a pass over the elements."""
         source = self.source()
         if source is not None:
             return Picked(source, self.order(path))
         return self.elements(path)
 
     def is_identity(self) -> bool:
-        """Whether `order` is 0, 1, 2, ... in every pass."""
+        """Returns whether `order` is 0, 1, 2, ... in every pass."""
         return False
 
     def spec(self) -> Any:
-        """Nest of `TensorSpec` like the elements; looks at the first element if need be."""
+        """Returns a nest of `TensorSpec` like the elements; may have to read the first element."""
         for element in self.stream((0,)):
             return spec_of(element)
         raise InvalidValueError(
@@ -62,21 +62,21 @@ class Node(abc.ABC):
         )
 
     def fixed_spec(self) -> Any | None:
-        """Nest of `TensorSpec` that every element has; None if elements may differ."""
+        """Returns the nest of `TensorSpec` that all elements have; None if elements may differ."""
         return None
 
     def is_batched(self) -> bool | None:
-        """Whether dim 0 of the arrays counts examples; None if only the user knows."""
+        """Returns whether dim 0 of the arrays counts examples; None if only the user knows."""
         inputs = self.inputs()
         return inputs[0].is_batched() if inputs else None
 
     def makes_arrays(self) -> bool:
-        """Whether every element consists of arrays made for it, which nobody writes to."""
+        """Returns whether every element has arrays of its own, to which nobody writes."""
         inputs = self.inputs()
         return bool(inputs) and all(node.makes_arrays() for node in inputs)
 
     def inputs(self) -> tuple["Node", ...]:
-        """The nodes it reads from."""
+        """Returns the nodes that it reads from."""
         found: list[Node] = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -88,7 +88,7 @@ class Node(abc.ABC):
 
 
 def rewrite(node: Node, change: Callable[[Node], Node]) -> Node:
-    """The tree with `change` applied to every node, inputs first."""
+    """Returns the tree with `change` applied to every node, inputs first."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(node):  # type: ignore[arg-type]
         value = getattr(node, field.name)
@@ -104,14 +104,14 @@ def rewrite(node: Node, change: Callable[[Node], Node]) -> Node:
 
 
 def all_nodes(node: Node) -> Iterator[Node]:
-    """The nodes of a tree, inputs first."""
+    """Yields the nodes of a tree, inputs first."""
     for upstream in node.inputs():
         yield from all_nodes(upstream)
     yield node
 
 
 def describe(node: Node) -> str:
-    """The operations of a tree, in the order in which data goes through them."""
+    """Returns the operations of a tree, in the order in which data goes through them."""
     inputs = node.inputs()
     if not inputs:
         return node.label()
@@ -122,23 +122,23 @@ def describe(node: Node) -> str:
 
 
 class Random(Node):
-    """Base of nodes with an order of their own; without a `seed` it follows from `drawn`."""
+    """Base class of nodes with an order of their own, from `seed` or, without one, from `drawn`."""
 
     seed: int | None
     drawn: int
 
     def seed_of(self, path: Path) -> list[int]:
-        """What determines the order of a pass."""
+        """Returns the numbers that determine the order of a pass."""
         return [self.drawn if self.seed is None else self.seed, *path]
 
 
 def drawn_seeds(node: Node) -> list[int]:
-    """What the orders follow from that have no seed, inputs first."""
+    """Returns the numbers that determine the orders without a seed, inputs first."""
     return [n.drawn for n in all_nodes(node) if isinstance(n, Random) and n.seed is None]
 
 
 def with_drawn_seeds(node: Node, seeds: Sequence[int]) -> Node:
-    """The same dataset with other numbers in the place of `drawn_seeds`."""
+    """Returns the same dataset with other numbers in place of `drawn_seeds`."""
     left = iter(seeds)
 
     def change(own: Node) -> Node:
@@ -150,7 +150,7 @@ def with_drawn_seeds(node: Node, seeds: Sequence[int]) -> Node:
 
 
 def with_drawn(node: Node, seed: Sequence[int], number: int) -> Node:
-    """The same dataset, its orders without a seed following from `seed` and a number."""
+    """Returns the same dataset, with orders without a seed derived from `seed` and a number."""
     count = len(drawn_seeds(node))
     if not count:
         return node

@@ -1,20 +1,20 @@
-"""How a dataset is spread over workers."""
+"""Options for how a dataset is divided among workers."""
 
 import enum
 from typing import Any, ClassVar, Final, final
 
 from distributary.errors import InvalidTypeError
 
-#: For `num_parallel_calls` and `prefetch`: a number that suits the machine.
+#: For `num_parallel_calls` and `prefetch`: chooses a number that suits the machine.
 AUTOTUNE: Final = -1
-#: What `Dataset.cardinality` says of a dataset without end.
+#: Result of `Dataset.cardinality` for a dataset without end.
 INFINITE_CARDINALITY: Final = -1
-#: What `Dataset.cardinality` says where only reading the data would tell.
+#: Result of `Dataset.cardinality` if only reading the data would tell.
 UNKNOWN_CARDINALITY: Final = -2
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """What of a dataset a worker reads.
+    """The part of a dataset that each worker reads.
 
     * `AUTO`: FILE if the dataset reads files and there is one for every worker, else DATA.
     * `FILE`: worker `w` of `n` reads the files `w`, `w + n`, ...
@@ -33,7 +33,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class _Checked:
-    """Attributes that are named in `_known`, with their defaults and types."""
+    """A class whose attributes are listed in `_known`, with their defaults and types."""
 
     _known: ClassVar[dict[str, tuple[Any, Any]]] = {}
 
@@ -70,7 +70,7 @@ class DistributeOptions(_Checked):
     """Options of a dataset that is distributed over workers.
 
     Attributes:
-        auto_shard_policy: An `AutoShardPolicy`; None is AUTO.
+        auto_shard_policy: An `AutoShardPolicy`; None means AUTO.
 
     Source: `tf.data.experimental.DistributeOptions`.
     """
@@ -85,7 +85,7 @@ class Options(_Checked):
 
     Attributes:
         experimental_distribute: `DistributeOptions`.
-        deterministic: Without effect: the order of elements is always the same.
+        deterministic: No effect: the order of elements is always the same.
 
     Source: `tf.data.Options`.
     """
@@ -102,7 +102,7 @@ class Options(_Checked):
         self.experimental_distribute = DistributeOptions()
 
     def merge(self, other: "Options") -> "Options":
-        """These options, overridden by what is set in `other`."""
+        """Returns these options, overridden by everything that is set in `other`."""
         merged = Options()
         for options in (self, other):
             if options.deterministic is not None:

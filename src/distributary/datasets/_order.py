@@ -1,4 +1,4 @@
-"""Operations that put elements in another order or choose among them."""
+"""Operations that reorder elements or choose among them."""
 
 import abc
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from distributary.datasets._streams import Path, Rows, Stream
 
 
 class _Reordering(Node):
-    """Base of operations that work the same on elements and on row numbers."""
+    """Base class of operations that work the same on elements and on row numbers."""
 
     input: Node
 
@@ -27,7 +27,7 @@ class _Reordering(Node):
 
     @abc.abstractmethod
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
-        """The operation on the streams `make` gives; `numbers` if those are row numbers."""
+        """Applies the operation to the streams of `make`, which give row numbers if `numbers`."""
 
     def spec(self) -> Any:
         return self.input.spec()
@@ -83,7 +83,7 @@ class Skip(_Reordering):
 @final
 @dataclass(frozen=True, eq=False)
 class Shard(_Reordering):
-    """Every `num_shards`-th element; all while `num_shards` is a hint."""
+    """Every `num_shards`-th element; all elements while `num_shards` is a hint."""
 
     input: Node
     num_shards: int
@@ -91,7 +91,7 @@ class Shard(_Reordering):
 
     @property
     def is_hint(self) -> bool:
-        """Whether the worker's shard takes its place."""
+        """True if a worker's shard will replace it."""
         return self.num_shards < 0
 
     def cardinality(self) -> int:
@@ -135,7 +135,7 @@ class Shuffle(_Reordering, Random):
 @final
 @dataclass(frozen=True, eq=False)
 class Repeat(_Reordering):
-    """The elements `count` times; without end if it is -1."""
+    """The elements `count` times; forever if it is -1."""
 
     input: Node
     count: int
@@ -162,7 +162,7 @@ class Repeat(_Reordering):
 @final
 @dataclass(frozen=True, eq=False)
 class WithOptions(_Reordering):
-    """Options for what comes before and after."""
+    """Options for the operations before and after."""
 
     input: Node
     options: Options
@@ -181,7 +181,7 @@ class WithOptions(_Reordering):
 
 
 def options_of(node: Node) -> Options:
-    """The options of a whole tree; later ones win."""
+    """Returns the options of a whole tree; later ones win."""
     merged = Options()
     for own in all_nodes(node):
         if isinstance(own, WithOptions):

@@ -1,4 +1,4 @@
-"""Streams in another order; what they hold may be elements or row numbers that stand for them."""
+"""Streams in another order, of elements or of row numbers that stand for them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -10,10 +10,10 @@ from distributary.datasets._structure import Block, join, num_rows
 
 
 class Reordered(Stream):
-    """Base of reordering streams, which may hold row numbers or elements.
+    """Base class of reordering streams, which hold row numbers or elements.
 
     Args:
-        numbers: Whether they are row numbers.
+        numbers: Whether they hold row numbers.
     """
 
     def __init__(self, numbers: bool) -> None:
@@ -89,7 +89,7 @@ class Skipped(Reordered):
 
 @final
 class Sharded(Reordered):
-    """Every `num_shards`-th element, from number `index` on."""
+    """Every `num_shards`-th element, starting with element `index`."""
 
     def __init__(self, upstream: Stream, num_shards: int, index: int, numbers: bool) -> None:
         super().__init__(numbers)
@@ -121,9 +121,9 @@ class Chained(Reordered):
     """Streams one after the other.
 
     Args:
-        make: From the number of a stream to the stream; None after the last.
+        make: Returns the stream with a number; None after the last.
         numbers: Whether they hold row numbers.
-        length: Number of elements of every stream if they all have as many, else None.
+        length: Number of elements of every stream if it is the same for all, else None.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Chained(Reordered):
         self._ended = False
 
     def _next_stream(self) -> bool:
-        """Goes on to the next stream; False after the last."""
+        """Moves on to the next stream; returns False after the last."""
         if self._current is not None:
             self._number += 1
         current = self._make(self._number)
@@ -149,8 +149,8 @@ class Chained(Reordered):
         return True
 
     def _over(self) -> bool:
-        """Whether there is nothing more to come, seen at the end of a stream."""
-        # A stream without elements that repeats for ever would never end.
+        """Returns whether nothing more will come; to be called at the end of a stream."""
+        # Repeating an empty stream forever would never end.
         empty = self._current is not None and not self._from_current and self._length is not None
         self._ended = self._ended or empty or not self._next_stream()
         return self._ended
@@ -199,7 +199,7 @@ class Chained(Reordered):
         return skipped
 
 
-# Random numbers are drawn this many at a time, and row numbers read so many.
+# Random numbers are drawn, and row numbers read, this many at a time.
 _CHUNK = 1024
 
 
@@ -209,10 +209,11 @@ class Shuffled(Reordered):
 
     Args:
         upstream: The elements.
-        buffer_size: How many wait to be drawn from; a buffer for all gives a uniform permutation.
+        buffer_size: Number of elements that wait to be drawn. If all of them fit, all orders are
+            equally likely.
         seed: Numbers that determine the order.
         numbers: Whether they are row numbers.
-        length: Number of elements if it is known.
+        length: Number of elements, if known.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class Shuffled(Reordered):
         self._random: Any = None
         self._picks: Iterator[int] = iter(())
         self._ended = False
-        # Drawn and not yet handed out.
+        # Drawn, but not handed out yet.
         self._ready: Any = ()
         self._at = 0
 
@@ -243,16 +244,16 @@ class Shuffled(Reordered):
         return self._upstream.several(count)
 
     def _draw(self) -> bool:
-        """Makes more elements ready; False at the end."""
+        """Makes more elements ready; returns False at the end."""
         if self._ended:
             return False
         if self._random is None:
-            # The order that RandomState gives never changes between versions of NumPy.
+            # RandomState, because its order never changes between versions of NumPy.
             bits = np.random.MT19937(np.random.SeedSequence(self._seed))
             self._random = np.random.RandomState(bits)
             self._buffer = self._read(self._size)
         self._at = 0
-        # Of elements one at a time, which keeps the buffer at its size.
+        # Elements are read one at a time, so that the buffer keeps its size.
         incoming = self._read(_CHUNK if self._numbers else 1)
         if not len(incoming):
             self._ended = True

@@ -1,4 +1,4 @@
-"""A thread that makes elements ahead of those who take them."""
+"""A thread that makes elements ahead of time."""
 
 import contextvars
 import queue
@@ -13,7 +13,7 @@ from distributary.topology import start_thread
 
 _END: Any = object()
 _NOTHING_YET: Any = object()
-# How often somebody who waits for an element looks whether there is still a reason to wait.
+# Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002
 
 
@@ -24,7 +24,7 @@ class _Failure:
 
 
 class _Shared:
-    """What the thread and the consumer both hold; the thread must not hold the consumer."""
+    """The state of thread and consumer, so that the thread need not refer to the consumer."""
 
     def __init__(self, source: Iterator[Any], depth: int) -> None:
         self.source = source
@@ -37,7 +37,7 @@ class _Shared:
         self.free.release()
 
     def make(self) -> None:
-        """Body of the thread."""
+        """Makes elements until it is stopped; runs in the thread."""
         source = self.source
         while True:
             self.free.acquire()
@@ -57,14 +57,14 @@ class _Shared:
 
 @final
 class Prefetched:
-    """Iterates in a thread of its own, at most `depth` elements ahead.
+    """An iterator that runs in a thread of its own, at most `depth` elements ahead.
 
     The thread starts with the first `next`. It ends with the source, after an exception, and when
-    this object is closed or collected.
+    this object is closed or garbage collected.
 
     Args:
-        source: What is iterated over; belongs to the thread from then on.
-        depth: Number of elements that are made, or being made, and not taken; >= 1.
+        source: The iterator to read ahead; it belongs to the thread from then on.
+        depth: Number of elements, 1 or more, that are made or being made and not taken yet.
     """
 
     def __init__(self, source: Iterator[Any], depth: int) -> None:
@@ -81,15 +81,15 @@ class Prefetched:
         return self.next_or_wait(None)
 
     def next_or_wait(self, waiting: Callable[[float], None] | None) -> Any:
-        """The next element.
+        """Returns the next element.
 
         Args:
-            waiting: Called while the element is waited for, every few milliseconds and once at the
+            waiting: Called every few milliseconds while waiting for the element, and once at the
                 end, with the seconds since the last call.
 
         Raises:
             StopIteration: at the end, and after `close`.
-            BaseException: what the source raised, with its traceback.
+            BaseException: the exception of the source, with its traceback.
         """
         if self._failure is not None:
             raise self._failure
@@ -132,7 +132,7 @@ class Prefetched:
         )
 
     def close(self) -> None:
-        """Ends the thread, after the element it is making."""
+        """Ends the thread once it has made the current element."""
         self._over = True
         if self._thread is not None and self._close is not None:
             self._close()

@@ -1,4 +1,4 @@
-"""Rows that several sources have together, or that are made one by one."""
+"""Rows of several sources, one after the other, and rows that are made one by one."""
 
 import abc
 import bisect
@@ -15,14 +15,14 @@ from distributary.errors import InvalidValueError
 
 
 class OneByOne(abc.ABC):
-    """Base of rows of which several are had one after the other."""
+    """Base class of rows that are made one at a time."""
 
     @abc.abstractmethod
     def row(self, number: int) -> Any:
-        """One element."""
+        """Returns one element."""
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Several elements, stacked."""
+        """Returns several elements, stacked."""
         return stack([self.row(number) for number in numbers.tolist()])
 
 
@@ -38,17 +38,17 @@ class ChainedRows:
         return self._ends[-1]
 
     def row(self, number: int) -> Any:
-        """One element."""
+        """Returns one element."""
         which, start = self._find(number)
         return self._sources[which].row(number - start)
 
     def _find(self, number: int) -> tuple[int, int]:
-        """The number of the source that has a row, and that of its first row."""
+        """Returns the number of the source that has a row, and the number of its first row."""
         which = bisect.bisect_right(self._ends, number)
         return which, self._ends[which - 1] if which else 0
 
     def part(self, start: int, count: int) -> Block:
-        """Consecutive rows."""
+        """Returns consecutive rows."""
         which, first = self._find(start)
         part = getattr(self._sources[which], "part", None)
         if part is None or start + count > self._ends[which]:
@@ -56,7 +56,7 @@ class ChainedRows:
         return part(start - first, count)
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Several elements, stacked."""
+        """Returns several elements, stacked."""
         of = np.searchsorted(self._ends, numbers, side="right")
         pieces = []
         for which in np.unique(of):

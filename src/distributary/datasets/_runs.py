@@ -1,4 +1,4 @@
-"""What can be said of the shapes of a dataset's elements without reading any."""
+"""The shapes of a dataset's elements, as far as they are known without reading any."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINA
 from distributary.datasets._order import WithOptions
 from distributary.datasets._structure import TensorSpec, map_specs
 
-# So many elements, None for no end, with this nest of `TensorSpec`.
+# A number of elements, None for no end, and the nest of `TensorSpec` that describes them.
 Run = tuple[int | None, Any]
 
 
 def runs_of(node: Node) -> list[Run] | None:
-    """The elements of every pass, consecutive ones with the same shapes together.
+    """Returns the elements of every pass, with consecutive ones of the same shapes together.
 
-    None if only reading would tell.
+    None if only reading the elements would tell.
     """
     while isinstance(node, (Prefetch, WithOptions)):
         node = node.input

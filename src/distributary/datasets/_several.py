@@ -19,7 +19,7 @@ from distributary.errors import InvalidValueError
 
 
 class _OfParts(Node):
-    """Base of operations on datasets whose rows can be numbered together."""
+    """Base class of operations on datasets whose rows can be numbered together."""
 
     parts: tuple[Node, ...]
 
@@ -30,7 +30,7 @@ class _OfParts(Node):
 
     @abc.abstractmethod
     def together(self, sources: Sequence[Rows]) -> Rows:
-        """The rows of all parts, by one number."""
+        """Returns the rows of all parts under common numbers."""
 
     def order(self, path: Path) -> Stream:
         return Numbers(self.cardinality())
@@ -46,7 +46,7 @@ class _OfParts(Node):
 @final
 @dataclass(frozen=True, eq=False)
 class Concatenate(_OfParts):
-    """The elements of one dataset after those of another."""
+    """The elements of one dataset after the elements of another."""
 
     parts: tuple[Node, ...]
 
@@ -139,7 +139,7 @@ class Zip(_OfParts):
 @final
 @dataclass(frozen=True, eq=False)
 class Interleave(Random):
-    """Elements of the datasets a function makes, in turns."""
+    """Elements of the datasets that a function makes, in turns."""
 
     input: Node
     make: Callable[..., Node]
@@ -163,7 +163,7 @@ class Interleave(Random):
             yield stream if self.threads is None else PrefetchedStream(stream, depth)
 
     def first(self) -> Node | None:
-        """The dataset of the first element."""
+        """Returns the dataset of the first element."""
         for element in itertools.islice(self.input.stream((0,)), 1):
             return self.make(element)
         return None

@@ -1,4 +1,4 @@
-"""Which part of a dataset of global batches a worker reads, and which rows its replicas get."""
+"""The part of a dataset that a worker reads, and the rows of it that each replica gets."""
 
 import dataclasses
 import functools
@@ -30,18 +30,18 @@ class FileSource(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the files."""
 
 
 @final
 @dataclass(frozen=True)
 class WorkerShare:
-    """One of the workers that read a dataset together.
+    """The place of one worker among those that read a dataset together.
 
     Args:
-        num_workers: How many there are.
-        worker: Number of this one.
-        replicas_per_worker: How many replicas each of them feeds.
+        num_workers: Number of workers.
+        worker: Number of this worker.
+        replicas_per_worker: Number of replicas that each worker feeds.
     """
 
     num_workers: int = 1
@@ -50,14 +50,14 @@ class WorkerShare:
 
     @property
     def num_replicas(self) -> int:
-        """Of all workers."""
+        """Number of replicas of all workers."""
         return self.num_workers * self.replicas_per_worker
 
     def ends(self, num_rows: int) -> list[int]:
-        """Where in a global batch the rows of this worker's replicas end, and the first begin.
+        """Returns where this worker's rows begin in a global batch, then where each replica's end.
 
-        Parts are consecutive rows in replica order, of sizes that differ by at most one, larger
-        parts first.
+        Each replica gets consecutive rows, in replica order. Their numbers differ by at most one,
+        and the larger parts come first.
         """
         small, larger = divmod(num_rows, self.num_replicas)
         first = self.worker * self.replicas_per_worker
@@ -65,7 +65,7 @@ class WorkerShare:
         return [replica * small + min(replica, larger) for replica in replicas]
 
     def rows(self, num_rows: int) -> slice:
-        """The rows of a global batch that belong to this worker."""
+        """Returns the rows of a global batch that belong to this worker."""
         ends = self.ends(num_rows)
         return slice(ends[0], ends[-1])
 
@@ -77,15 +77,15 @@ class WorkerBatch:
 
     Attributes:
         rows: Nest of arrays `[row, ...]`.
-        sizes: How many of them each of its replicas gets, in order.
+        sizes: Number of rows that each of its replicas gets, in order.
     """
 
     rows: Any
     sizes: tuple[int, ...]
 
 
-# From a batch, its number and whether its source may use its arrays again, to a nest of arrays and
-# their number of rows.
+# A function of a batch, its number, and whether its source may use its arrays again. It returns a
+# nest of arrays and their number of rows.
 Check = Callable[[Any, int, bool], tuple[Any, int]]
 
 
@@ -95,12 +95,12 @@ class WorkerBatches:
 
     Args:
         node: Dataset of global batches.
-        share: Which worker.
+        share: The worker.
 
     Attributes:
-        policy: The policy that is followed: never AUTO; DATA on one worker, which all workers see
-            the same batches with, and only with which they do.
-        node: The dataset this worker reads.
+        policy: The policy in effect, never AUTO; DATA if there is only one worker. With DATA, and
+            with no other policy, all workers see the same batches.
+        node: The dataset that this worker reads.
 
     Raises:
         InvalidValueError: if the policy of the dataset cannot be followed.
@@ -118,10 +118,10 @@ class WorkerBatches:
         self.node = node
 
     def runs(self) -> list[tuple[int | None, Any]] | None:
-        """Numbers of consecutive batches whose parts on this worker have the same shapes.
+        """Returns how many consecutive batches have parts of the same shapes on this worker.
 
-        Per run a number, None for no end, and what every replica gets, a nest of `TensorSpec`. None
-        if only reading would tell. Not for DATA.
+        Each run is a number of batches, None for no end, and for every replica a nest of
+        `TensorSpec`. Returns None if only reading would tell. Not for DATA.
         """
         runs = runs_of(self.node)
         alone = WorkerShare(replicas_per_worker=self._share.replicas_per_worker)
@@ -136,10 +136,10 @@ class WorkerBatches:
         return None if runs is None else [(count, parts(spec)) for count, spec in runs]
 
     def stream(self, path: Path, check: Check, whole_if_uneven: bool = False) -> "WorkerStream":
-        """A pass over the batches, each of which goes through `check`.
+        """Starts a pass over the batches, each of which goes through `check`.
 
-        With `whole_if_uneven` a worker gets all rows of a batch, and the sizes of the parts of all
-        replicas, if the parts are not equal.
+        With `whole_if_uneven`, if the parts of a batch are not equal, the worker gets all of its
+        rows and the sizes of the parts of all replicas.
         """
         node, share = self.node, self._share
         reused = not node.makes_arrays()
@@ -150,7 +150,7 @@ class WorkerBatches:
             while isinstance(inner, (Prefetch, WithOptions)):
                 inner = inner.input
             if isinstance(inner, Batch):
-                # Then the rows of other workers are never fetched.
+                # The rows of other workers are then never fetched.
                 return WorkerStream(
                     inner.elements(path), share, "part", check, reused, whole_if_uneven
                 )
@@ -159,14 +159,14 @@ class WorkerBatches:
 
 @final
 class WorkerStream:
-    """One pass over a worker's batches: yields `WorkerBatch`.
+    """One pass over a worker's batches; yields `WorkerBatch`.
 
     Args:
         stream: The batches.
-        share: Which worker.
-        how: "split" takes the worker's rows of global batches, "part" fetches no others, "cut"
-            takes all rows.
-        check: Makes arrays of a batch.
+        share: The worker.
+        how: "split" takes the worker's rows of global batches. "part" does the same and never
+            fetches the other rows. "cut" takes all rows.
+        check: Turns a batch into arrays.
         reused: Whether the source of the batches may write to their arrays again.
     """
 
@@ -218,7 +218,7 @@ class WorkerStream:
         return WorkerBatch(rows, _sizes(share, size))
 
     def advance(self, count: int) -> int:
-        """Skips batches."""
+        """Skips batches, and returns how many."""
         skipped = self._stream.advance(count)
         self._number += skipped
         return skipped
@@ -241,7 +241,7 @@ def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
 
 
 def _num_files(node: Node) -> int:
-    """Of the file source with the fewest; 0 if there is none."""
+    """Returns the number of files of the source with the fewest; 0 if there is none."""
     counts = [len(source.files) for source in _file_sources(node)]
     return min(counts, default=0)
 
@@ -268,7 +268,7 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
             return dataclasses.replace(own, files=files)  # type: ignore[type-var]
 
         return rewrite(node, change)
-    # Names of files from elsewhere, whose contents are interleaved.
+    # The names of files come from elsewhere, and the contents of the files are interleaved.
     for own in all_nodes(node):
         first = own.first() if isinstance(own, Interleave) else None
         if first is not None and _file_sources(first):
@@ -295,7 +295,7 @@ def _with_hint(node: Node, share: WorkerShare) -> Node:
 
 
 def _with_batches_of_worker(node: Node, share: WorkerShare) -> Node:
-    """The dataset with every global batch size replaced by this worker's share of it."""
+    """Returns the dataset with every global batch size replaced by this worker's share of it."""
     if isinstance(node, (Prefetch, WithOptions)):
         return dataclasses.replace(node, input=_with_batches_of_worker(node.input, share))
     if isinstance(node, Batch):
@@ -333,7 +333,7 @@ class _CutStream(Stream):
 @final
 @dataclass(frozen=True, eq=False)
 class _Cut(Node):
-    """Batches of one worker's size, from global batches that other operations have made."""
+    """Batches of one worker's size, cut from global batches that other operations make."""
 
     input: Node
     share: WorkerShare
@@ -350,6 +350,6 @@ class _Cut(Node):
 
 
 def split_rows(rows: Any, sizes: Sequence[int]) -> list[Any]:
-    """The parts of a worker's rows, one per replica."""
+    """Splits a worker's rows into the parts of its replicas."""
     ends = [0, *np.cumsum(sizes).tolist()]
     return [some_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]

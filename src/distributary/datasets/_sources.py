@@ -1,4 +1,4 @@
-"""Where elements come from: arrays, numbers, Python iterables."""
+"""Sources of elements: arrays, numbers, Python iterables."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 
 
 class RowsNode(Node):
-    """Base of nodes whose elements have numbers."""
+    """Base class of nodes whose elements have numbers."""
 
     def __len__(self) -> int:
         return self.cardinality()
@@ -71,9 +71,9 @@ class Slices(RowsNode):
         return unflatten(self.tree, [leaf.take(numbers, axis=0) for leaf in self.leaves])
 
     def part(self, start: int, count: int) -> Block:
-        """Consecutive rows."""
+        """Returns consecutive rows."""
         rows = slice(start, start + count)
-        # Copied: a batch may still be on its way when the user writes to the array.
+        # A copy, because a batch may still be on its way when the user writes to the array.
         return unflatten(self.tree, [leaf[rows].copy() for leaf in self.leaves])
 
     def spec(self) -> Any:
@@ -88,7 +88,7 @@ class Slices(RowsNode):
 
 
 def slices(tensors: Any) -> Node:
-    """The node of `from_tensor_slices`."""
+    """Returns the node of `from_tensor_slices`."""
     leaves, tree = flatten(tensors)
     arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
     if not arrays:
@@ -110,7 +110,7 @@ def slices(tensors: Any) -> Node:
 @final
 @dataclass(frozen=True, eq=False)
 class Range(RowsNode):
-    """Numbers at equal distances; without end if `stop` is None."""
+    """Numbers at equal distances; endless if `stop` is None."""
 
     start: int
     stop: int | None
@@ -168,9 +168,9 @@ class RandomAccess(OneByOne, RowsNode):
 
     Attributes:
         items: The object.
-        convert: From an item to an element.
+        convert: Turns an item into an element.
         batched: Whether the items are batches.
-        getitems: From row numbers to a block, if the object has a quick way.
+        getitems: Returns a block for row numbers, if the object has a quick way.
     """
 
     items: Any
@@ -180,7 +180,7 @@ class RandomAccess(OneByOne, RowsNode):
 
     def cardinality(self) -> int:
         size = len(self.items)
-        # grain's repeat without an end.
+        # A `repeat` of grain without an end has this length.
         return INFINITE_CARDINALITY if size == sys.maxsize else size
 
     def row(self, number: int) -> Any:
@@ -200,7 +200,7 @@ class RandomAccess(OneByOne, RowsNode):
 
 
 def from_list(elements: Sequence[Any], batched: bool | None = None) -> Node:
-    """A dataset whose elements are those of a list."""
+    """Returns a dataset whose elements are the items of a list."""
     return RandomAccess(elements, lambda element: element, batched)
 
 
@@ -220,13 +220,13 @@ class IteratedStream(Stream):
 @final
 @dataclass(frozen=True, eq=False)
 class Iterated(Node):
-    """What a Python iterable gives, from the start in every pass.
+    """The items of a Python iterable, from the start in every pass.
 
     Attributes:
         start: Starts over.
-        convert: From an item and its number to an element.
+        convert: Turns an item and its number into an element.
         count: Cardinality.
-        name: For labels.
+        name: Name for labels.
         signature: Nest of `TensorSpec`, or None.
         batched: Whether the items are batches; None if only the user knows.
     """
@@ -255,7 +255,7 @@ class Iterated(Node):
 
 
 def generated(generator: Callable[..., Any], signature: Any, args: Sequence[Any]) -> Node:
-    """The node of `from_generator`."""
+    """Returns the node of `from_generator`."""
 
     def start() -> Iterator[Any]:
         items = generator(*args)
@@ -270,13 +270,13 @@ def generated(generator: Callable[..., Any], signature: Any, args: Sequence[Any]
 
     name = getattr(generator, "__qualname__", type(generator).__name__)
     specs = jax.tree.leaves(signature, is_leaf=lambda x: isinstance(x, TensorSpec))
-    # Where not even the number of dims is known, an element is looked at.
+    # If not even the number of dims is known, only an element can tell.
     known = None if any(spec.shape is None for spec in specs) else signature
     return Iterated(start, convert, UNKNOWN_CARDINALITY, f"generator({name})", known)
 
 
 def signature_of(types: Any, shapes: Any) -> Any:
-    """`output_signature` from the older `output_types` and `output_shapes`."""
+    """Returns an `output_signature` for the older `output_types` and `output_shapes`."""
     if shapes is None:
         return jax.tree.map(lambda dtype: TensorSpec(None, dtype), types)
     try:
@@ -289,7 +289,7 @@ def signature_of(types: Any, shapes: Any) -> Any:
 
 
 class OneShot:
-    """An iterator that can be given elements back, so that those that were read ahead are not lost.
+    """An iterator to which you can give back elements that were read ahead, so that none is lost.
 
     Attributes:
         started: Whether a pass has begun.
@@ -312,13 +312,13 @@ class OneShot:
             return next(self._ahead or self.iterator)
 
     def read_ahead(self, depth: int) -> None:
-        """From now on a thread reads at most `depth` elements ahead."""
+        """Starts a thread that reads at most `depth` elements ahead."""
         with self._lock:
             if self._ahead is None:
                 self._ahead = Prefetched(self.iterator, depth)
 
     def give_back(self, elements: Sequence[Any]) -> None:
-        """The next elements are these, in this order."""
+        """Gives back elements, which come next, in this order."""
         with self._lock:
             self._returned.extendleft(reversed(elements))
 
@@ -326,7 +326,7 @@ class OneShot:
 @final
 @dataclass(frozen=True, eq=False)
 class Once(Node):
-    """What is left of an iterator; another pass goes on where the last one stopped."""
+    """The rest of an iterator; each pass continues where the last one stopped."""
 
     items: OneShot
 

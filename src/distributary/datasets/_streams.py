@@ -1,8 +1,8 @@
 """One pass over a dataset: streams of elements, and of row numbers that stand for them.
 
 Reordering operations (take, skip, shard, shuffle, repeat) work the same on both. As long as a
-dataset only reorders the rows of a source, they work on row numbers, and the rows themselves are
-gathered where a batch of them is needed.
+dataset only reorders the rows of a source, they work on row numbers. The rows themselves are
+gathered only when a batch of them is needed.
 """
 
 import abc
@@ -23,25 +23,25 @@ from distributary.datasets._structure import (
     unflatten,
 )
 
-# Which of the repetitions of its dataset a stream belongs to: the number of the pass, then that of
-# every `repeat` on the way. Shuffles derive their order from it.
+# Says which repetition of its dataset a stream belongs to: the number of the pass, then the number
+# in every `repeat` on the way. Shuffles derive their order from it.
 Path = tuple[int, ...]
 
 
 class Rows(Protocol):
-    """Elements with numbers that can be had in any order."""
+    """Numbered elements that can be read in any order."""
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """One element."""
+        """Returns one element."""
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Several elements, stacked; int64 numbers `[k]`, k > 0."""
+        """Returns several elements, stacked; int64 numbers `[k]`, k > 0."""
 
 
 class Stream(abc.ABC):
-    """Iterator over elements that can hand out several at once and skip some."""
+    """An iterator over elements that can hand out several at once, and skip some."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -50,29 +50,29 @@ class Stream(abc.ABC):
     def __next__(self) -> Any: ...
 
     def block(self, count: int) -> Block | None:
-        """The next `count` elements, stacked; fewer only at the end, None if there are none."""
+        """Returns the next `count` elements, stacked; fewer at the end, None if none are left."""
         elements = self.several(count)
         return stack(elements) if elements else None
 
     def several(self, count: int) -> Sequence[Any]:
-        """The next `count` elements; fewer only at the end."""
+        """Returns the next `count` elements; fewer only at the end."""
         return list(itertools.islice(self, count))
 
     def span(self, count: int) -> tuple[int, int] | None:
-        """The next row numbers as first and count, if they are consecutive by construction.
+        """Returns the next row numbers as first and count, if they are known to be consecutive.
 
-        Otherwise None, and nothing is taken.
+        Otherwise returns None and takes nothing.
         """
         return None
 
     def advance(self, count: int) -> int:
-        """Skips `count` elements, fewer only at the end; returns how many."""
+        """Skips `count` elements, fewer only at the end; returns how many it skipped."""
         return sum(1 for _ in itertools.islice(self, count))
 
 
 @final
 class Numbers(Stream):
-    """The row numbers 0 to `count - 1`; without end if `count` is None."""
+    """The row numbers 0 to `count - 1`; endless if `count` is None."""
 
     def __init__(self, count: int | None) -> None:
         self._count = count
@@ -114,7 +114,7 @@ class Picked(Stream):
     def __init__(self, source: Rows, order: Stream) -> None:
         self._source = source
         self._order = order
-        # From the first number and a count to consecutive rows, where that is quicker.
+        # Returns consecutive rows for their first number and a count, where this is quicker.
         self._part: Callable[[int, int], Block] | None = getattr(source, "part", None)
 
     def __next__(self) -> Any:
@@ -129,11 +129,11 @@ class Picked(Stream):
         return None if numbers is None else self._source.rows(numbers)
 
     def numbers(self, count: int) -> np.ndarray | None:
-        """The next row numbers, whose rows are not fetched."""
+        """Returns the next row numbers without fetching their rows."""
         return self._order.block(count)
 
     def rows(self, numbers: np.ndarray) -> Block:
-        """Rows of the source."""
+        """Returns rows of the source."""
         return self._source.rows(numbers)
 
     def advance(self, count: int) -> int:
@@ -141,7 +141,7 @@ class Picked(Stream):
 
 
 def call(fn: Callable[..., Any], element: Any) -> Any:
-    """Applies a user's function; the items of a tuple are its arguments, as in tf.data."""
+    """Calls a user's function; the items of a tuple become its arguments, as in tf.data."""
     if type(element) is tuple:
         return fn(*element)
     return fn(element)
@@ -164,7 +164,7 @@ class Mapped(Stream):
 
 @final
 class MappedInThreads(Stream):
-    """The results of a function that runs in `num_threads` threads, in the order of elements."""
+    """The results of a function that runs in `num_threads` threads, in order."""
 
     def __init__(self, upstream: Stream, fn: Callable[..., Any], num_threads: int) -> None:
         self._upstream = upstream
@@ -175,7 +175,7 @@ class MappedInThreads(Stream):
 
     def __next__(self) -> Any:
         if self._executor is None:
-            # Its threads end when it is collected, which is when this stream is.
+            # Its threads end when it is garbage collected, together with this stream.
             self._executor = ThreadPoolExecutor(self._num_threads, "distributary-map")
         while len(self._running) <= self._num_threads:
             try:
@@ -196,7 +196,7 @@ class MappedInThreads(Stream):
 
 @final
 class Filtered(Stream):
-    """The elements of which a function says True."""
+    """The elements for which a function returns True."""
 
     def __init__(self, upstream: Stream, predicate: Callable[..., Any]) -> None:
         self._upstream = upstream
@@ -215,9 +215,9 @@ class Batched(Stream):
 
     Args:
         upstream: The elements.
-        size: How many.
-        drop_remainder: Whether a last batch of fewer is left out.
-        stack: Makes a batch of a list of elements; None for stacking those of equal shape.
+        size: Number of elements in a batch.
+        drop_remainder: Whether to drop a last batch that has fewer elements.
+        stack: Makes a batch from a list of elements; None stacks elements of equal shape.
     """
 
     def __init__(
@@ -243,11 +243,11 @@ class Batched(Stream):
         return batch
 
     def part(self, bounds: Callable[[int], slice]) -> tuple[Block, int]:
-        """Some rows of the next batch, and how many the whole batch has.
+        """Returns some rows of the next batch, and the number of rows in the whole batch.
 
         Args:
-            bounds: From the size of the batch to the rows that are wanted, one at least. The other
-                rows are not fetched where the source allows that.
+            bounds: Returns the wanted rows, at least one, for the size of the batch. The other rows
+                are not fetched, where the source allows that.
         """
         upstream = self._upstream
         if isinstance(upstream, Picked) and self._stack is None:
@@ -286,7 +286,7 @@ class Unbatched(Stream):
         self._left = 0
 
     def _more(self) -> bool:
-        """Whether there is a row; fetches the next batch if need be."""
+        """Returns whether there is a row; fetches the next batch if necessary."""
         while not self._left:
             try:
                 batch = next(self._upstream)
@@ -353,8 +353,8 @@ class Interleaved(Stream):
 
     Args:
         make: The streams.
-        cycle_length: How many take turns.
-        block_length: How many elements one gives before it is the next one's turn.
+        cycle_length: Number of streams that take turns.
+        block_length: Number of elements that a stream gives before it is the next one's turn.
     """
 
     def __init__(self, make: Iterator[Stream], cycle_length: int, block_length: int) -> None:

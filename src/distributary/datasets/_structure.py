@@ -1,4 +1,4 @@
-"""Elements: nests of arrays, how they are stacked, and what is said about them."""
+"""Elements: nests of arrays, how to stack them, and their specs."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from numpy.exceptions import ComplexWarning
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-# The first axis of a stack of elements counts them.
+# A stack of elements. Dim 0 of its arrays counts them.
 Block = Any
 
 
@@ -22,9 +22,9 @@ class TensorSpec:
     """Shape and dtype of an array.
 
     Args:
-        shape: Sizes of the dims; None where it is not known. None for an unknown number of dims.
+        shape: Sizes of the dims, None for an unknown size; or None for an unknown number of dims.
         dtype: NumPy dtype; object for strings and bytes.
-        name: Of no effect.
+        name: No effect.
 
     Source: `tf.TensorSpec`.
     """
@@ -39,7 +39,7 @@ class TensorSpec:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def accepts(self, array: Any) -> bool:
-        """Whether an array has this shape."""
+        """Returns whether an array has this shape."""
         return self.shape is None or (
             len(array.shape) == len(self.shape)
             and all(
@@ -50,17 +50,17 @@ class TensorSpec:
 
 
 def flatten(element: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of an element; lists are arrays, as in tf.data."""
+    """Returns the leaves and the structure of an element; lists are arrays, as in tf.data."""
     return jax.tree.flatten(element, is_leaf=_is_list)
 
 
 def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
-    """The element of this structure."""
+    """Returns the element with this structure and these leaves."""
     return jax.tree.unflatten(tree, leaves)
 
 
 def map_arrays(fn: Any, element: Any) -> Any:
-    """Applies `fn` to every leaf of an element, as an array."""
+    """Converts every leaf of an element to an array and applies `fn` to it."""
     leaves, tree = flatten(element)
     return unflatten(tree, [fn(as_array(leaf)) for leaf in leaves])
 
@@ -70,15 +70,15 @@ def _is_list(value: Any) -> bool:
 
 
 def as_array(leaf: Any) -> Any:
-    """A leaf of an element as a NumPy array; arrays of JAX stay where they are.
+    """Returns a leaf of an element as a NumPy array; arrays of JAX stay where they are.
 
     Raises:
         InvalidTypeError: for leaves that are not data.
-        InvalidValueError: for lists of lists of different length.
+        InvalidValueError: for lists of lists of different lengths.
     """
     if isinstance(leaf, (np.ndarray, jax.Array)):
         return leaf
-    if isinstance(leaf, bytes):  # dtype S drops zeros at the end
+    if isinstance(leaf, bytes):  # dtype S would drop zero bytes at the end
         return np.array(leaf, dtype=object)
     if isinstance(leaf, list) and leaf and all(isinstance(item, bytes) for item in leaf):
         return np.array(leaf, dtype=object)
@@ -100,10 +100,11 @@ def as_array(leaf: Any) -> Any:
 
 
 def check_dense(leaf: Any) -> None:
-    """Refuses sparse matrices.
+    """Checks that a leaf is not a sparse matrix.
 
     Raises:
-        InvalidTypeError: for those of SciPy and others that NumPy takes for one object.
+        InvalidTypeError: for a sparse matrix, of SciPy for example, that NumPy takes for one
+            object.
     """
     if hasattr(leaf, "toarray") and not hasattr(leaf, "__array__"):
         raise InvalidTypeError(
@@ -114,7 +115,7 @@ def check_dense(leaf: Any) -> None:
 
 
 def stack(elements: Sequence[Any]) -> Block:
-    """Elements of equal structure, shapes and dtypes as one nest `[element, ...]`.
+    """Stacks elements of equal structure, shapes and dtypes into one nest `[element, ...]`.
 
     Raises:
         InvalidValueError: if structures or shapes differ.
@@ -125,7 +126,7 @@ def stack(elements: Sequence[Any]) -> Block:
 
 
 def columns_of(elements: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Per leaf its values in all elements, and the structure they share."""
+    """Returns for every leaf its values in all elements, and the structure that they share."""
     rows = []
     tree = None
     for number, element in enumerate(elements):
@@ -165,12 +166,12 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
 
 
 def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
-    """Stacks arrays of different sizes, filled up at the end of every dim.
+    """Stacks arrays of different sizes, padded at the end of every dim.
 
     Args:
         elements: Elements of equal structure, with arrays of equal `ndim`.
-        shapes: Per leaf the sizes to fill up to, None for the largest of the batch; or None.
-        values: Per leaf what is filled in; or one number for all; None for 0 and "".
+        shapes: For every leaf the sizes to pad to, None for the largest in the batch; or None.
+        values: For every leaf the padding value, or one value for all; None for 0 and "".
     """
     columns, tree = columns_of(elements)
     per_leaf_shapes = _per_leaf(shapes, tree, "padded_shapes", (tuple, list))
@@ -209,7 +210,7 @@ def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
 
 
 def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) -> list[Any]:
-    """`given`, which may be None, one leaf for all or a nest like the elements, per leaf."""
+    """Returns `given` for every leaf: it may be None, one value for all, or a nest."""
     if given is None:
         return [None] * tree.num_leaves
 
@@ -231,22 +232,22 @@ def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) ->
 
 
 def join(blocks: Sequence[Block]) -> Block:
-    """Consecutive blocks as one."""
+    """Joins consecutive blocks into one."""
     if len(blocks) == 1:
         return blocks[0]
     return jax.tree.map(lambda *parts: np.concatenate(parts), *blocks)
 
 
 def some_rows(block: Block, part: slice) -> Block:
-    """Consecutive rows of a block."""
+    """Returns consecutive rows of a block."""
     return jax.tree.map(lambda array: array[part], block)
 
 
 def num_rows(block: Block) -> int:
-    """Number of elements of a block; all its arrays have as many.
+    """Returns the number of elements of a block, which is the same in all of its arrays.
 
     Raises:
-        InvalidValueError: if its arrays have different numbers of rows, or none.
+        InvalidValueError: if its arrays have different numbers of rows, or no rows.
     """
     leaves = jax.tree.leaves(block)
     sizes = {np.shape(leaf)[:1] for leaf in leaves}
@@ -261,7 +262,7 @@ def num_rows(block: Block) -> int:
 
 
 def spec_of(element: Any) -> Any:
-    """The specs of an element's arrays."""
+    """Returns the specs of an element's arrays."""
     return map_arrays(lambda array: TensorSpec(array.shape, array.dtype), element)
 
 
@@ -271,14 +272,14 @@ def map_specs(fn: Any, spec: Any) -> Any:
 
 
 def conform(element: Any, signature: Any, number: int) -> Any:
-    """An element with the dtypes of a signature.
+    """Converts an element to the dtypes of a signature.
 
-    Floats become shorter and whole numbers floats, as in NumPy; other dtypes are converted if all
-    values stay what they are.
+    Floats may lose digits and whole numbers may become floats, as in NumPy. Any other conversion
+    must leave all values unchanged.
 
     Raises:
-        InvalidTypeError: if its structure is another one, or a value does not fit the dtype.
-        InvalidValueError: if a shape is another one.
+        InvalidTypeError: if its structure differs, or a value does not fit the dtype.
+        InvalidValueError: if a shape differs.
 
     Source: `tf.data.Dataset.from_generator`, which also cuts off what does not fit.
     """
@@ -308,7 +309,7 @@ def conform(element: Any, signature: Any, number: int) -> Any:
 
 
 def _converted(array: Any, dtype: Any) -> Any:
-    """The array with a dtype; None if its values do not fit."""
+    """Returns the array with a dtype; None if its values do not fit."""
     is_text = array.dtype == object or array.dtype.kind in "US"
     if dtype.kind in "OUS":
         return array if is_text else None
@@ -319,7 +320,7 @@ def _converted(array: Any, dtype: Any) -> Any:
     with np.errstate(invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ComplexWarning)
         converted = array.astype(dtype)
-    # Rounding to fewer digits is what was asked for.
+    # Rounding to fewer digits is allowed: the signature asks for it.
     may_round = jnp.issubdtype(dtype, np.inexact) and (
         jnp.issubdtype(dtype, np.complexfloating) or array.dtype.kind != "c"
     )

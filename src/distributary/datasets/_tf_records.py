@@ -8,21 +8,21 @@ from distributary.errors import InvalidValueError
 
 _HEADER = struct.Struct("<QI")  # size of the data, checksum of these eight bytes
 _FOOTER = struct.Struct("<I")  # checksum of the data
-# More than this is read in pieces, so that a wrong size ends at the end of the file.
+# Longer data is read in pieces, so that a wrong size ends at the end of the file.
 _MAX_READ_BYTES = 1 << 24
 
 
 def records_of(file: Any, name: str, compression_type: str | None) -> Iterator[bytes]:
-    """The records of a file, with both checksums of each verified.
+    """Yields the records of a file, after verifying both checksums of each.
 
     Args:
         file: The file, decompressed.
-        name: Its name, for errors.
-        compression_type: How it is compressed, for errors.
+        name: Name of the file, for errors.
+        compression_type: Compression of the file, for errors.
 
     Raises:
         InvalidValueError: if a record is damaged or cut off. A file that is cut off between two
-            records cannot be told from a shorter one.
+            records looks like a shorter file, so this is not noticed.
 
     Source: `tensorflow/core/lib/io/record_reader.cc`.
     """
@@ -60,7 +60,7 @@ def _masked(crc: int) -> int:
 
 
 def _read(file: Any, size: int) -> bytes:
-    """Up to `size` bytes; memory is taken for what the file holds only."""
+    """Reads up to `size` bytes, and takes no more memory than the file needs."""
     if size <= _MAX_READ_BYTES:
         data: bytes = file.read(size)
         return data

@@ -1,6 +1,7 @@
-"""Checks of a machine and of the links between the tasks of a cluster.
+"""Checks of a machine, and of the links between the tasks of a cluster.
 
-What `distributary doctor` is made of. `import distributary` does not import this package.
+The command `distributary doctor` is built on it. `import distributary` does not import this
+package.
 """
 
 from distributary.diagnosis._all_reduce import all_reduce_seconds, format_bytes

@@ -1,4 +1,4 @@
-"""How long all-reduces take, and how long they have to."""
+"""Measures how long all-reduces take, and compares with the speed of the hardware."""
 
 import statistics
 import time
@@ -16,14 +16,14 @@ __all__ = ["all_reduce", "all_reduce_seconds", "copy_bytes_per_second", "format_
 
 _SIZES: Final = (4, 1 << 16, 1 << 20, 1 << 24)
 _REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}
-# Half of what is possible is usual, a twentieth is a wrong network or a machine that does not
+# Half of what is possible is normal. A twentieth means a wrong network, or a machine that cannot
 # keep up.
 _LOW_SHARE = 0.05
 
 _COPY_BYTES = 1 << 26
 _COPY_REPEATS = 5
 
-# Bytes per second that one GPU of these models sends over NVLink.
+# Bytes per second that one GPU of each model sends over NVLink.
 _NVLINK: Final = {
     "NVIDIA A100-SXM4-40GB": 300e9,
     "NVIDIA A100-SXM4-80GB": 300e9,
@@ -35,11 +35,11 @@ _NVLINK: Final = {
 def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
     """All-reduces arrays of several sizes over all replicas, and compares with the hardware.
 
-    All processes of the mesh call it.
+    All processes of the mesh must call it.
 
     Args:
         mesh: The replicas.
-        network_bytes_per_second: What the slowest link between processes carries; None if there is
+        network_bytes_per_second: Rate of the slowest link between processes; None if there is only
             one process.
     """
     if mesh.size == 1:
@@ -70,18 +70,18 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
 
 
 def all_reduce_seconds(mesh: Mesh, sizes: Sequence[int], repeats: int) -> float:
-    """Median seconds of all-reduces of these sizes, one after the other in one program.
+    """Returns the median seconds of all-reduces of these sizes, in sequence in one program.
 
     Args:
         mesh: The replicas.
         sizes: Bytes of each array.
-        repeats: How often they are measured.
+        repeats: Number of measurements.
     """
     return statistics.median(_timed(mesh, sizes, repeats)[0])
 
 
 def copy_bytes_per_second() -> float:
-    """How fast one thread copies memory."""
+    """Returns how fast one thread copies memory."""
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.zeros_like(source)
     seconds = []
@@ -93,7 +93,7 @@ def copy_bytes_per_second() -> float:
 
 
 def format_bytes(size: float) -> str:
-    """For people: `"64 KiB"`."""
+    """Returns a size as text for people: `"64 KiB"`."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"
@@ -101,7 +101,7 @@ def format_bytes(size: float) -> str:
 
 
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
-    """Seconds of every repetition, and whether the sums are right."""
+    """Returns the seconds of every repetition, and whether the sums are right."""
     replicas = NamedSharding(mesh, P(REPLICA_AXIS))
     first = _first_local_replica(mesh)
     num_own = num_local_replicas(replicas)
@@ -128,7 +128,7 @@ def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float],
         for total in sums
         for shard in total.addressable_shards
     )
-    return seconds[1:], right  # the first one compiles
+    return seconds[1:], right  # without the first run, which compiles
 
 
 def _first_local_replica(mesh: Mesh) -> int:
@@ -137,7 +137,7 @@ def _first_local_replica(mesh: Mesh) -> int:
 
 
 def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | None, str]:
-    """Seconds per byte that the hardware needs at least, and what that is based on."""
+    """Returns the fewest seconds per byte that the hardware needs, and the reason."""
     device = mesh.devices.flat[0]
     if network_bytes_per_second is not None:
         num_processes = len({d.process_index for d in mesh.devices.flat})

@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""The results of the doctor's checks."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
@@ -15,11 +15,11 @@ class Check:
     """The result of one check.
 
     Args:
-        name: What was checked, `"all-reduce"` for example.
+        name: Name of the check, `"all-reduce"` for example.
         status: `"problem"` if training would fail, `"warning"` if it would be slow or surprising.
-        detail: What was found.
-        fix: How to get rid of a warning or problem.
-        numbers: What was measured.
+        detail: The finding.
+        fix: A way to get rid of the warning or problem.
+        numbers: The measurements.
     """
 
     name: str

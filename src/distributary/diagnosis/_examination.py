@@ -1,4 +1,4 @@
-"""All checks, in the order in which they make sense."""
+"""All checks, in a useful order."""
 
 import contextlib
 import os
@@ -26,17 +26,17 @@ from distributary.topology import (
 __all__ = ["PARTS", "Report", "examine"]
 
 PARTS: Final = ("machine", "links", "all-reduce", "training")
-"""What can be asked for alone."""
+"""Parts that can be run alone."""
 
 
 @final
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """The findings.
 
     Args:
         checks: The results of each task that took part, by its name.
-        tasks: Names of the tasks; links are between their positions. One without a cluster.
+        tasks: Names of the tasks; links refer to their positions. A single one without a cluster.
         links: The links between tasks.
     """
 
@@ -46,11 +46,11 @@ class Report:
 
     @property
     def has_problem(self) -> bool:
-        """Whether there is something with which training would fail."""
+        """True if there is a problem with which training would fail."""
         return any(c.status == "problem" for checks in self.checks.values() for c in checks)
 
     def to_json(self) -> Json:
-        """The report as dicts, lists, numbers and strings."""
+        """Returns the report as dicts, lists, numbers and strings."""
         return {
             "problem": self.has_problem,
             "tasks": list(self.tasks),
@@ -62,13 +62,14 @@ class Report:
 def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], None]) -> Report:
     """Examines this machine and, if TF_CONFIG names a cluster, its tasks and their links.
 
-    All tasks of the cluster call it.
+    All tasks of the cluster must call it.
 
     Args:
-        parts: Which of `PARTS`.
-        wait_seconds: How long tasks wait for each other.
-        use: Called with the report: at the first task with that of all, elsewhere only if the
-            first one cannot be reached. The others do not end before it returns there.
+        parts: Some of `PARTS`.
+        wait_seconds: Seconds for which tasks wait for each other.
+        use: Called with the report. The first task gets the report of all tasks; another task gets
+            its own, and only if it cannot reach the first one. The other tasks stay until `use`
+            has returned at the first one.
 
     Returns:
         The report of this task.
@@ -97,7 +98,7 @@ def _place() -> MultiWorker | None:
 
 
 def _members(place: MultiWorker) -> tuple[Peer, ...]:
-    """The tasks that meet; an evaluator is a job of its own."""
+    """Returns the tasks that meet. An evaluator is a job of its own, so it is not one of them."""
     return tuple(peer for peer in place.peers if peer.task_type != "evaluator")
 
 
@@ -131,7 +132,7 @@ def _together(
         use(report)
         return report
 
-    reduces = peers == place.workers  # with parameter servers, workers do not
+    reduces = peers == place.workers  # with parameter servers, workers do not reduce
     try:
         meeting = Meeting(peers, number, wait_seconds, any_port=reduces)
     except ClusterError as error:
@@ -162,7 +163,7 @@ def _together(
 def _after_links(
     parts: Sequence[str], links: Sequence[Link], found: Sequence[Check], reduces: bool
 ) -> Iterator[Check]:
-    """What a task of a cluster does with JAX."""
+    """Runs the checks of a cluster's task that need JAX."""
     num_devices = requested_cpu_devices()
     if reduces and all(check.status != "problem" for check in found):
         slowest = min(x.bytes_per_second for x in links if x.source != x.target)

@@ -1,4 +1,4 @@
-"""What the links between tasks mean."""
+"""Checks of the links between tasks, from the measurements."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,12 +12,12 @@ __all__ = ["link_checks"]
 def link_checks(
     links: Sequence[Link], peers: Sequence[Peer], wait_seconds: float
 ) -> Iterator[Check]:
-    """What is wrong with the links between tasks, or one check that says that all work.
+    """Yields what is wrong with the links between tasks, or one check that says that all work.
 
     Args:
-        links: What was measured, of all tasks that came.
+        links: The measurements of all tasks that came.
         peers: The tasks.
-        wait_seconds: How long the first one waited for the others.
+        wait_seconds: Seconds for which the first task waited for the others.
     """
     sources = {link.source for link in links}
     for number, peer in enumerate(peers):

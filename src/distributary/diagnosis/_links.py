@@ -1,8 +1,8 @@
 """Round-trip time and bandwidth between all tasks of a cluster, over plain TCP, before JAX starts.
 
-Every task listens at its address of the cluster. The first one hears from the others, and tells one
-task after the other whom to connect to. Measurements whose tasks share a host are not made at the
-same time.
+Every task listens at its address in the cluster. The other tasks connect to the first one, which
+tells them one after the other to which tasks to connect. Measurements whose tasks share a host
+never run at the same time.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ __all__ = ["Link", "Meeting", "loopback", "slow_links"]
 
 _CONNECT_SECONDS = 3.0
 _TRANSFER_SECONDS = 20.0  # for one message and its answer
-_REPORT_SECONDS = 60.0  # for what another task measures when it is told to
+_REPORT_SECONDS = 60.0  # for a measurement of another task
 _END_SECONDS = 600.0  # for the rest of the checks of the first task
 _RETRY_SECONDS = 0.1
 _POLL_SECONDS = 0.1
-_MAX_STRANGERS = 32  # that a task answers at once
+_MAX_STRANGERS = 32  # connections from elsewhere that a task answers at the same time
 
 _PING_SECONDS = 0.1
 _MIN_PINGS, _MAX_PINGS = 5, 500
@@ -39,7 +39,7 @@ _FIRST_STREAM_BYTES, _MAX_STREAM_BYTES = 1 << 16, 1 << 28
 _BLOCK = bytes(1 << 20)
 _SIZE = struct.Struct("<Q")
 
-# Loopback on a busy machine differs by less; a link that does not work as it should by more.
+# Loopback on a busy machine varies by less than this, and a link with a fault by more.
 _SLOW_FACTOR = 5.0
 _SLOW_SECONDS = 1e-3
 
@@ -47,14 +47,14 @@ _SLOW_SECONDS = 1e-3
 @final
 @dataclass(frozen=True)
 class Link:
-    """What one task measured when it connected to another, or to itself.
+    """A measurement of one task that connected to another, or to itself.
 
     Args:
         source: Number of the task that connects.
         target: Number of the task at the other end.
         round_trip_seconds: Median time of an empty message and its answer; 0 without a connection.
-        bytes_per_second: How fast the source sends; 0 as well.
-        error: Why there is no connection.
+        bytes_per_second: Rate at which the source sends; 0 without a connection.
+        error: The reason why there is no connection.
     """
 
     source: int
@@ -65,9 +65,9 @@ class Link:
 
 
 def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link, Link]]:
-    """Links that are far slower than the best other link of their kind, and that link.
+    """Returns links that are far slower than another link of their kind, each with the best one.
 
-    Links within a host are one kind, those between hosts another.
+    Links within a host are one kind, links between hosts another.
     """
 
     def within_host(link: Link) -> bool:
@@ -90,14 +90,14 @@ def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link,
 
 @final
 class Meeting:
-    """All tasks of a cluster while they are examined.
+    """The meeting of all tasks of a cluster, during which they are examined.
 
     Args:
         peers: The tasks; the first one leads.
-        number: Which of them this process is.
-        wait_seconds: How long to wait for the others.
-        any_port: Whether the tasks must reach each other at every port, and not only at the one of
-            the cluster.
+        number: Number of this process's task.
+        wait_seconds: Seconds for which to wait for the others.
+        any_port: Whether the tasks must reach each other at every port, and not only at their ports
+            in the cluster.
 
     Raises:
         ClusterError: if the port of this task is taken.
@@ -110,31 +110,31 @@ class Meeting:
         self._number = number
         self._wait_seconds = wait_seconds
         self._any_port = any_port
-        self._members: dict[int, Channel] = {}  # of the first task: the ways to the others
-        self._leader: Channel | None = None  # of the others: the way to the first task
+        self._members: dict[int, Channel] = {}  # of the first task: connections to the others
+        self._leader: Channel | None = None  # of the others: the connection to the first task
         self._listener = _Listener(peers[number], len(peers))
 
     def measure(self) -> list[Link]:
-        """The links between all tasks, by source and target; every task is told.
+        """Returns the links between all tasks, by source and target, at every task.
 
-        A task that did not come has no links of its own, but those to it were tried.
+        A task that did not come has no links of its own, but the others tried to connect to it.
 
         Raises:
             ClusterError: if the first task cannot be reached, or ends.
         """
         links = self._lead() if self._number == 0 else self._follow()
-        self._listener.close()  # JAX is about to listen there
+        self._listener.close()  # because JAX is about to listen there
         return links
 
     def stay(self) -> None:
-        """After `measure` has failed: lets the others find out whether they reach this task."""
+        """Waits after `measure` has failed, so that others learn whether they reach this task."""
         time.sleep(self._wait_seconds)
 
     def reports(self, own: Json) -> list[Json] | None:
-        """At the first task what every task passes, None for those that are gone; elsewhere None.
+        """Returns at the first task what every task passes, None for tasks that are gone.
 
-        The other tasks stay until the first one leaves, so that its report is complete before a
-        launcher hears of their end.
+        Returns None at the other tasks. They stay until the first one leaves, so that its report is
+        complete before a launcher notices their end.
         """
         if self._leader is not None:
             with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ class Meeting:
         return reports
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._listener.close()
         for channel in [*self._members.values(), *([self._leader] if self._leader else [])]:
             channel.close()
@@ -164,7 +164,7 @@ class Meeting:
         for again in self._measured(doubtful):
             links[again.source, again.target] = _better(links[again.source, again.target], again)
         found = [links[pair] for pair in sorted(links)]
-        self._listener.close()  # before the others connect to JAX there
+        self._listener.close()  # before the others connect to JAX at this port
         for member in self._members.values():
             with contextlib.suppress(OSError):
                 member.send("links", [asdict(link) for link in found])
@@ -176,7 +176,7 @@ class Meeting:
                 if source:
                     with contextlib.suppress(OSError):
                         self._members[source].send("measure", target)
-            for source, target in sorted(together):  # the own one first: the others are at work
+            for source, target in sorted(together):  # this task first: the others are busy
                 if source == 0:
                     yield self._link_to(target)
                     continue
@@ -224,7 +224,7 @@ class Meeting:
 
 
 def loopback() -> Link:
-    """The link of this machine to itself."""
+    """Returns the link of this machine to itself."""
     own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
     meeting = Meeting([own], 0, 0.0, any_port=False)
     try:
@@ -235,7 +235,7 @@ def loopback() -> Link:
 
 @final
 class _Listener:
-    """Answers the tasks that connect to this one."""
+    """A thread that answers the tasks that connect to this one."""
 
     def __init__(self, peer: Peer, num_peers: int) -> None:
         self._server = _server(peer)
@@ -247,14 +247,15 @@ class _Listener:
         self._thread.start()
 
     def wait_for_members(self, count: int, seconds: float) -> dict[int, Channel]:
-        """Returns the ways to the tasks that have come, by their numbers from 1 to `count`."""
+        """Returns connections to the tasks that have come, by their numbers from 1 to `count`."""
         members: dict[int, Channel] = {}
         deadline = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while len(members) < count:
                 left = max(0.001, deadline - time.monotonic())
                 number, channel = self._arrivals.get(timeout=left)
-                # Else it is of another cluster, or no task: the first one to come is the task.
+                # Anything else is from another cluster, or not a task. The first one to come is the
+                # task.
                 if 0 < number <= count and number not in members:
                     members[number] = channel
                 else:
@@ -262,7 +263,7 @@ class _Listener:
         return members
 
     def close(self) -> None:
-        """Frees the port."""
+        """Stops listening, which frees the port."""
         self._ended.set()
         self._thread.join()
         self._server.close()
@@ -288,7 +289,7 @@ class _Listener:
             if kind == "measure":
                 _echo(connection)
             channel.close()
-        except OSError:  # somebody else's program
+        except OSError:  # a program that is not a task
             channel.close()
         finally:
             self._room.release()
@@ -301,7 +302,7 @@ def _server(peer: Peer) -> socket.socket:
         )[0]
     except OSError:
         family, address = socket.AF_INET, ("", peer.port)
-    # The others may know this machine by an address that it does not have itself.
+    # Others may know this machine by an address that it does not have itself.
     everywhere = ("::" if family == socket.AF_INET6 else "", peer.port)
     for where in (address, everywhere):
         try:
@@ -312,7 +313,7 @@ def _server(peer: Peer) -> socket.socket:
 
 
 def _echo(connection: socket.socket) -> None:
-    """Answers every message, of any size, with a byte, until there are no more."""
+    """Answers every message, of any size, with one byte, until no more come."""
     connection.settimeout(_TRANSFER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     own = connection.getsockname()[0]
@@ -331,7 +332,7 @@ def _echo(connection: socket.socket) -> None:
 
 
 def _measured(connection: socket.socket, peer: Peer, any_port: bool) -> tuple[float, float]:
-    """Median round trip in seconds, and bytes per second."""
+    """Returns the median round trip in seconds, and bytes per second."""
     connection.settimeout(_TRANSFER_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     Channel(connection, peer.name).send("measure")
@@ -360,7 +361,7 @@ def _measured(connection: socket.socket, peer: Peer, any_port: bool) -> tuple[fl
 
 
 def _send(connection: socket.socket, num_bytes: int) -> float:
-    """Seconds until a message is answered."""
+    """Returns the seconds until a message is answered."""
     start = time.perf_counter()
     connection.sendall(_SIZE.pack(num_bytes))
     for sent in range(0, num_bytes, len(_BLOCK)):
@@ -379,7 +380,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 def _apart(
     pairs: Iterable[tuple[int, int]], peers: Sequence[Peer]
 ) -> Iterator[list[tuple[int, int]]]:
-    """The pairs in groups in which no host comes twice."""
+    """Yields the pairs in groups in which no host appears twice."""
     left = list(pairs)
     while left:
         busy: set[str] = set()

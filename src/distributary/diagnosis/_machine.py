@@ -41,11 +41,11 @@ _PACKAGES = ("distributary", "jax", "jaxlib", "numpy", "keras")
 _GIB = 2**30
 # A process with JAX takes about 0.4 GiB before it has any data.
 _LITTLE_MEMORY: Final = 2**30
-_NUM_PORTS = 16  # what a job on one machine takes rarely more of
+_NUM_PORTS = 16  # a job on one machine rarely needs more
 
 
 def versions() -> Check:
-    """The versions of what takes part in training."""
+    """Reports the versions of Python and of the packages that take part in training."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -63,7 +63,7 @@ def versions() -> Check:
 
 
 def keras(environ: Mapping[str, str]) -> Check:
-    """Whether Keras, if it is installed, would run on JAX."""
+    """Checks that Keras, if it is installed, would run on JAX."""
     if importlib.util.find_spec("keras") is None:
         return Check("keras", "ok", "not installed; only models of Keras need it")
     home = Path(environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json"
@@ -84,7 +84,7 @@ def keras(environ: Mapping[str, str]) -> Check:
 
 
 def cluster(place: MultiWorker | None) -> Check:
-    """What TF_CONFIG says."""
+    """Reports the cluster in TF_CONFIG."""
     if place is None:
         return Check("cluster", "ok", "no TF_CONFIG: this process trains alone")
     tasks = ", ".join(map(str, place.peers))
@@ -92,7 +92,7 @@ def cluster(place: MultiWorker | None) -> Check:
 
 
 def ports(place: MultiWorker | None) -> Check:
-    """Whether this machine has free ports for the tasks of a job."""
+    """Checks that this machine has free ports for the tasks of a job."""
     try:
         free = free_addresses("127.0.0.1", _NUM_PORTS)
     except ClusterError as error:
@@ -107,9 +107,10 @@ def ports(place: MultiWorker | None) -> Check:
 
 
 def host_name(place: MultiWorker | None) -> Check:
-    """Whether other hosts could reach this one by the address of its own name.
+    """Checks that other hosts could reach this one at the address of its own name.
 
-    gloo, with which CPUs of several processes reduce, listens there whatever the cluster says.
+    gloo, which all-reduces between CPUs of several processes, listens there, regardless of the
+    cluster.
     """
     name = socket.gethostname()
     try:
@@ -148,7 +149,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def memory() -> Check:
-    """The memory that this process can still take."""
+    """Checks the memory that is left for this process."""
     total, available = _memory()
     if total is None or available is None:
         return Check("memory", "skipped", "this system does not say how much is free")
@@ -167,7 +168,7 @@ def memory() -> Check:
 
 
 def _memory() -> tuple[int | None, int | None]:
-    """Total and free bytes, of the machine or of the container if that has less."""
+    """Returns total and free bytes of the machine, or of the container if that has less."""
     total = available = None
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -184,7 +185,7 @@ def _memory() -> tuple[int | None, int | None]:
 
 
 def allocator(environ: Mapping[str, str]) -> Check:
-    """Whether glibc keeps the memory that XLA's CPU programs free after every step."""
+    """Checks that glibc keeps the memory that XLA's CPU programs free after every step."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return Check("allocator", "skipped", "only glibc has the settings that matter")
     if local_devices_of("GPU") or local_devices_of("TPU"):
@@ -203,10 +204,10 @@ def allocator(environ: Mapping[str, str]) -> Check:
 
 
 def devices(num_wanted: int) -> Check:
-    """The devices that JAX has.
+    """Reports the devices of JAX.
 
     Args:
-        num_wanted: How many CPU devices this process has without those made for the checks.
+        num_wanted: Number of CPU devices that this process has without those made for the checks.
     """
     found = [device for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)]
     numbers = [
@@ -241,7 +242,7 @@ def devices(num_wanted: int) -> Check:
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
-    """What is there and JAX does not use, and why."""
+    """Returns an accelerator that JAX does not use, and the fix; None if there is none."""
     if Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*")):
         what, extra = "an NVIDIA GPU is here", "cuda"
     elif any(Path("/dev").glob("accel[0-9]*")):
@@ -258,7 +259,7 @@ def _unused_accelerator() -> tuple[str, str] | None:
 
 
 def thread_pool() -> Check:
-    """Whether XLA's CPU devices cannot wait for each other for ever."""
+    """Checks that XLA's CPU devices cannot wait for each other forever."""
     num_devices, size = len(local_devices_of("CPU")), cpu_thread_pool_size()
     detail = f"XLA has {size} threads on {num_cores()} cores for {num_devices} CPU devices"
     if cpu_threads_suffice(num_devices):

@@ -1,4 +1,4 @@
-"""A short training: does it learn, do the replicas agree, and is the result that of one device?"""
+"""A short training: it must learn, replicas must agree, and one device must get the same."""
 
 import math
 from typing import Any
@@ -17,14 +17,14 @@ from distributary.variables import Variable
 __all__ = ["training"]
 
 _NUM_STEPS = 60
-_GLOBAL_BATCH_SIZE = 64  # at least; replicas get equally many examples
+_GLOBAL_BATCH_SIZE = 64  # at least; all replicas get the same number of examples
 _HIDDEN = 32
 _LEARNING_RATE = 0.5
-_MAX_DIFFERENCE = 1e-3  # float32, sums in another order
+_MAX_DIFFERENCE = 1e-3  # for float32, because sums are computed in another order
 
 
 def training(strategy: Strategy) -> Check:
-    """Trains a small network on handwritten digits; all processes of the strategy call it."""
+    """Trains a small network on handwritten digits; all processes of the strategy must call it."""
     images, labels, source = _digits()
     num_replicas = strategy.num_replicas_in_sync
     batch_size = num_replicas * math.ceil(_GLOBAL_BATCH_SIZE / num_replicas)
@@ -62,7 +62,7 @@ def training(strategy: Strategy) -> Check:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray, str]:
-    """Images `[n, 64]`, labels `[n]`, and where they come from."""
+    """Returns images `[n, 64]`, labels `[n]`, and the name of their source."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -77,7 +77,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray, str]:
 def _trained(
     strategy: Strategy, images: np.ndarray, labels: np.ndarray, batch_size: int
 ) -> tuple[list[float], list[np.ndarray], bool]:
-    """The loss of every step, the weights, and whether all replicas have the same."""
+    """Returns the loss of every step, the weights, and whether they are equal on all replicas."""
     rng = np.random.default_rng(1)
     sizes = ((images.shape[1], _HIDDEN), (_HIDDEN, 10))
     with strategy.scope():

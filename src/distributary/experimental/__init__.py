@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-# With them come modules that take a while to read.
+# Imported on first use, because their modules take a while to import.
 __getattr__ = late_names(
     __name__,
     {

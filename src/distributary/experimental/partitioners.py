@@ -1,4 +1,4 @@
-"""Into how many shards `ParameterServerStrategy` divides variables."""
+"""Rules for how many shards `ParameterServerStrategy` divides a variable into."""
 
 from distributary.coordinator._partitioners import (
     FixedShardsPartitioner,

@@ -1,4 +1,4 @@
-"""A dataset per worker, a batch per replica."""
+"""Distributed datasets: one dataset per worker, one part of each batch per replica."""
 
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ __all__ = [
     "spec_of",
 ]
 
-# Many programs never distribute a dataset, and reading these modules takes a while.
+# Imported on first use: many programs never distribute a dataset, and importing takes a while.
 __getattr__ = late_names(
     __name__,
     {

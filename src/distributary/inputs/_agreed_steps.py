@@ -1,4 +1,4 @@
-"""Steps of workers that read different data, one of which may have less of it."""
+"""Steps of workers that read different data, where some workers may have less of it."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,21 +10,21 @@ import jax
 from distributary.errors import InvalidValueError, ReplicaMismatchError
 from distributary.inputs._coworkers import Coworkers, Leaves, parts_of
 
-# Number of consecutive steps, None for no end, with this signature.
+# A number of consecutive steps, None for no end, and their signature.
 SignedRun = tuple[int | None, str]
 
 
 @final
 @dataclass(frozen=True)
 class Ready:
-    """What a worker has for a step.
+    """The data that a worker has for a step.
 
     Attributes:
-        signature: Of the parts.
+        signature: Signature of the parts.
         tree: Structure of a part.
-        parts: Makes nests of arrays, one per replica of this worker.
-        values: What the step gets if all replicas of all workers get parts of the same shapes; None
-            if not even those of this worker do.
+        parts: Returns nests of arrays, one per replica of this worker.
+        values: The values of the step if the parts of all replicas of all workers have the same
+            shapes; None if not even the parts of this worker do.
     """
 
     signature: str
@@ -35,19 +35,19 @@ class Ready:
 
 @final
 class AgreedSteps:
-    """The steps of one pass: as many as the worker with most data has.
+    """The steps of one pass: as many as the worker with the most data has.
 
-    Before a step, in the thread that takes it, every worker hears the shapes of all parts; unless
-    they follow from what the workers know of their datasets, for which they meet once. Workers
-    that have no data left get parts without rows.
+    Before each step, in the thread that takes it, every worker learns the shapes of all parts. If
+    the workers know the shapes of their datasets in advance, they meet only once. Workers that have
+    no data left get parts without rows.
 
     Args:
-        coworkers: All that take the steps.
+        coworkers: All workers that take the steps.
         place: Name of the pass.
-        number: Of the first step.
-        runs: The signatures of all steps of this worker, None if only reading would tell.
-        spec: The spec of a part; called if this worker has none.
-        finish: From the parts of all replicas, on every worker, to what a step gets.
+        number: Number of the first step.
+        runs: The signatures of all steps of this worker; None if only reading would tell.
+        spec: Returns the spec of a part; called if this worker has no part.
+        finish: Turns the parts of all replicas, on every worker, into the values of a step.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class AgreedSteps:
         self._over = False
 
     def next(self, take: Callable[[], Ready]) -> Any:
-        """The values of the next step; `take` gives what this worker has for it.
+        """Returns the values of the next step; `take` returns this worker's data for it.
 
         Raises:
-            StopIteration: when no worker has anything left.
+            StopIteration: when no worker has data left.
             ClusterError: if another worker failed, or takes other steps.
             ReplicaMismatchError: if the parts do not fit together.
         """
@@ -123,7 +123,7 @@ class AgreedSteps:
 
     def _uneven(self, told: list[str], ready: Ready | None) -> Any:
         if self._number == self._first + 1 and "" in told:
-            # Workers without any data must know what a part would look like.
+            # Workers that never had data must learn the structure of a part.
             self._job.agree(f"the structure of {self._place}", self._find_tree)
         signatures = [parts_of(text) for text in told if text]
         tree, parts = signatures[0]
@@ -168,7 +168,7 @@ class AgreedSteps:
 
 
 def _signatures(runs: Sequence[SignedRun], skipped: int) -> Iterator[str]:
-    """The signatures of steps, from number `skipped` on."""
+    """Yields the signatures of steps, starting at number `skipped`."""
     for count, text in runs:
         if count is None:
             yield from itertools.repeat(text)

@@ -1,4 +1,4 @@
-"""What input functions are told about the replicas they feed."""
+"""Arguments that tell input functions about the replicas that they feed."""
 
 from typing import final
 
@@ -8,7 +8,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError
 
 
 class DistributedInput:
-    """Base of distributed datasets and their iterators."""
+    """Base class of distributed datasets and their iterators."""
 
 
 @final
@@ -16,7 +16,7 @@ class ValueContext:
     """Argument of the `value_fn` of `experimental_distribute_values_from_function`.
 
     Args:
-        replica_id_in_sync_group: Number of the replica the value is for.
+        replica_id_in_sync_group: Number of the replica that the value is for.
         num_replicas_in_sync: Number of replicas.
 
     Source: `tf.distribute.experimental.ValueContext`.
@@ -33,7 +33,7 @@ class ValueContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas, of all processes."""
+        """Number of replicas in all processes."""
         return self._num_replicas
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class InputContext:
         return self._num_replicas
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The batch size of one replica.
+        """Returns the batch size of one replica.
 
         Raises:
             InvalidTypeError: if `global_batch_size` is not an int.

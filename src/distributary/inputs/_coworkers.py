@@ -1,4 +1,4 @@
-"""What workers tell each other when they read different data."""
+"""Exchange between workers that read different data."""
 
 import functools
 import json
@@ -24,9 +24,9 @@ class Coworkers:
     """All workers that read data for the same steps.
 
     Args:
-        job: What lets them agree.
+        job: Lets the workers agree.
         num_parts: Number of replicas of each worker.
-        place_rows: Puts stacked values where the replicas are.
+        place_rows: Puts stacked values on the devices of the replicas.
     """
 
     job: Consensus
@@ -34,21 +34,21 @@ class Coworkers:
     place_rows: Callable[[PerReplica], PerReplica]
 
     def new_name(self) -> str:
-        """Returns the name of another dataset, the same on every worker."""
+        """Returns the name of one more dataset, the same on every worker."""
         return f"distributed dataset {self.job.count('distributed dataset') + 1}"
 
     def gather(
         self, what: str, specs: Sequence[tuple[str, "Shape"]], own: Sequence[Any]
     ) -> list[jax.Array]:
-        """Returns arrays of all replicas, on every worker, which all call it together.
+        """Returns arrays of all replicas, on every worker; all workers call it together.
 
         Args:
-            what: What they are, for people.
+            what: Name of the arrays, for error messages.
             specs: Dtype and shape of the array of every replica.
-            own: The arrays of this worker's replicas, in their order; none if they have no rows.
+            own: The arrays of this worker's replicas, in order; empty if they have no rows.
 
         Raises:
-            ReplicaMismatchError: if they differ in dtype or in the number of dims.
+            ReplicaMismatchError: if the arrays differ in dtype or in the number of dims.
         """
         dtypes, shapes = {dtype for dtype, _ in specs}, tuple(shape for _, shape in specs)
         if len(dtypes) > 1 or len({len(shape) for shape in shapes}) > 1:
@@ -79,41 +79,41 @@ def _cut(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
 
 
 Shape = tuple[int, ...]
-# Per leaf dtype and shape.
+# Dtype and shape of every leaf.
 Leaves = tuple[tuple[str, Shape], ...]
 
 
 @functools.lru_cache(maxsize=1024)
 def signature(tree: Any, parts: tuple[tuple[tuple[Any, Shape], ...], ...]) -> str:
-    """The shapes of a worker's part of a step, as text.
+    """Returns the shapes of a worker's part of a step, as text.
 
     Args:
-        tree: Structure of what each replica gets.
-        parts: Per replica and leaf dtype and shape.
+        tree: Structure of the part of each replica.
+        parts: For every replica, dtype and shape of every leaf.
     """
     named = [[[_dtype_name(dtype), shape] for dtype, shape in leaves] for leaves in parts]
     return json.dumps([str(tree), named])
 
 
 def spec_of(value: Any) -> tuple[str, Shape]:
-    """Returns dtype and shape of an array or number, as it is on the devices."""
+    """Returns the dtype and shape of an array or number, as it is on the devices."""
     return _dtype_name(jnp.result_type(value)), np.shape(value)
 
 
 def _dtype_name(dtype: Any) -> str:
-    # As it is on the devices.
+    # Devices may hold a shorter dtype.
     return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(text: str) -> tuple[str, tuple[Leaves, ...]]:
-    """Structure, and per replica and leaf dtype and shape, of a signature."""
+    """Returns the structure in a signature, and every replica's dtypes and shapes."""
     tree, parts = json.loads(text)
     return tree, tuple(tuple((dtype, tuple(shape)) for dtype, shape in leaves) for leaves in parts)
 
 
 def signature_of_specs(parts: Sequence[Any]) -> str:
-    """The signature of what replicas get, nests of `TensorSpec`."""
+    """Returns the signature of the replicas' parts, given as nests of `TensorSpec`."""
     flat = [jax.tree.flatten(part) for part in parts]
     return signature(
         flat[0][1],

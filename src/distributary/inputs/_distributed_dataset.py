@@ -1,4 +1,4 @@
-"""Global batches in, one part per replica out."""
+"""Distributed datasets: they take global batches and give each replica its part."""
 
 import functools
 import time
@@ -36,7 +36,7 @@ from distributary.values import PerReplica, same_structure, stack_components
 
 
 class Placer(Protocol):
-    """Puts the parts of a batch where the replicas are."""
+    """An object that puts the parts of a batch on the devices of the replicas."""
 
     def place_rows(self, value: PerReplica) -> PerReplica: ...
 
@@ -60,19 +60,19 @@ class PerReplicaSpec:
 class DistributedDataset(DistributedInput):
     """Batches for the replicas of a strategy; made by `experimental_distribute_dataset`.
 
-    Iterating gives, per step, a nest like the batch with a `PerReplica` in the place of every
-    array; with one replica the arrays themselves. Each `iter()` starts over if the source can.
+    Each step gives you a nest like the batch, with a `PerReplica` in place of every array. With one
+    replica, you get the arrays themselves. Each `iter()` starts over if the source can.
 
-    A thread makes the batches and puts them on the devices ahead of the step that needs them:
+    A thread makes the batches and puts them on the devices ahead of the step that needs them.
     `InputOptions.experimental_per_replica_buffer_size` of them wait while the next one is made.
 
     Args:
         source: The batches, or the elements of the replicas.
         placer: Puts them on devices; None leaves them on the host.
         share: Number of replicas here and elsewhere.
-        depth: How many batches wait ahead of the step while the next one is made; 0 to make each
-            when it is asked for.
-        counts: Where its steps count.
+        depth: Number of batches that wait ahead of the step while the next one is made. With 0,
+            each batch is made when you ask for it.
+        counts: Counts the steps.
 
     Source: `tf.distribute.DistributedDataset`.
     """
@@ -95,19 +95,19 @@ class DistributedDataset(DistributedInput):
 
     @property
     def cardinality(self) -> int:
-        """Number of steps, or INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
+        """Number of steps, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
         return self._source.cardinality()
 
     @property
     def element_spec(self) -> Any:
-        """Nest of `PerReplicaSpec`; of `TensorSpec` with one replica.
+        """Nest of `PerReplicaSpec`, or of `TensorSpec` with one replica.
 
-        Parts of a batch can have fewer rows than others, so dim 0 is None unless every batch has
-        the same number, which divides by the number of replicas, and no worker can run out of them
-        before others do.
+        Dim 0 is None if some parts of a batch may have fewer rows than others. It is known only if
+        every batch has the same number of rows, divisible by the number of replicas, and no worker
+        can run out of batches before the others.
         """
         share = self.share
-        # A worker that has no data left gets parts without rows.
+        # A worker that runs out of data gets parts without rows.
         may_end = self._source.coworkers is not None and self.cardinality != INFINITE_CARDINALITY
 
         def distributed(spec: TensorSpec) -> Any:
@@ -125,7 +125,7 @@ class DistributedDataset(DistributedInput):
         return jax.tree.map(distributed, spec, is_leaf=lambda x: isinstance(x, TensorSpec))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """The state after `state = reduce_func(state, element)` for the values of every step."""
+        """Returns the state after `state = reduce_func(state, element)` for every step's values."""
         state = initial_state
         for element in self:
             state = reduce_func(state, element)
@@ -146,14 +146,15 @@ class DistributedDataset(DistributedInput):
         return DistributedIterator(self, self._num_passes - 1, self._distribute, _per_replica)
 
     def skip_passes(self, count: int) -> None:
-        """Goes on as if so many passes had been made."""
+        """Continues as if `count` passes had been made."""
         self._num_passes += count
 
     def global_batches(self, skip: int = 0) -> "DistributedIterator":
-        """A pass that yields global batches as nests of arrays; several workers' `WorkerBatch`.
+        """Returns an iterator over global batches, which are nests of arrays.
 
-        That has the parts of this worker's replicas if all parts are equal, else those of all. The
-        pass begins after `skip` batches.
+        With several workers, it yields a `WorkerBatch` with the parts of this worker's replicas if
+        all parts are equal, and with the parts of all replicas otherwise. The pass starts after
+        `skip` batches.
         """
         self._num_passes += 1
         place = _undivided if self.share.num_workers == 1 else _worker_batch
@@ -162,10 +163,10 @@ class DistributedDataset(DistributedInput):
             batches.set_state({**batches.get_state(), "position": skip})
         return batches
 
-    # What the iterator needs
+    # For the iterator
 
     def num_examples(self, values: Any) -> int:
-        """How many rows the replicas of this process have in the values of a step."""
+        """Returns the number of rows that the replicas of this process have in a step's values."""
         leaf = _first_leaf(values)
         if not isinstance(leaf, PerReplica):
             return int(np.shape(leaf)[0]) if np.ndim(leaf) else 1
@@ -175,7 +176,7 @@ class DistributedDataset(DistributedInput):
         return self.share.replicas_per_worker * (rows[1] if len(rows) > 1 else 1)
 
     def _distribute(self, given: Any) -> Any:
-        """The values of a step: `given` is a worker's batch, or a list of elements."""
+        """Returns the values of a step from a worker's batch, or from a list of elements."""
         num_replicas = self.share.replicas_per_worker
         if isinstance(given, WorkerBatch):
             if self.share.num_replicas == 1:
@@ -220,14 +221,14 @@ def _check_not_traced() -> None:
 
 
 def _first_leaf(nest: Any) -> Any:
-    # Called for every step; jax.tree.leaves takes several times as long.
+    # Called in every step; jax.tree.leaves takes several times as long.
     while isinstance(nest, (tuple, list, dict)):
         nest = next(iter(nest.values())) if isinstance(nest, dict) else nest[0]
     return nest
 
 
 def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
-    """The leaves of the replicas' parts, and their structure."""
+    """Returns the leaves of the replicas' parts, and their common structure."""
     flat = [jax.tree.flatten(part) for part in parts]
     tree = flat[0][1]
     for i, (_, other) in enumerate(flat):
@@ -240,7 +241,7 @@ def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
 
 
 def _ready(place: Callable[[Any], Any], given: Any) -> Ready:
-    """What this worker has for a step, placed as if all workers had the same."""
+    """Returns this worker's data for a step, placed as if all workers had the same shapes."""
     if isinstance(given, WorkerBatch):
         leaves, tree = jax.tree.flatten(given.rows)
         shapes = [
@@ -256,19 +257,19 @@ def _ready(place: Callable[[Any], Any], given: Any) -> Ready:
 
 
 def _per_replica(parts: list[Any]) -> Any:
-    """The values of an uneven step, from the parts of all replicas."""
+    """Returns the values of an uneven step, from the parts of all replicas."""
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
 
 
 def _undivided(given: Any) -> Any:
-    """The rows of all replicas of a step: `given` is a worker's batch, or a list of elements."""
+    """Returns all replicas' rows of a step from a worker's batch, or from a list of elements."""
     if isinstance(given, WorkerBatch):
         return given.rows
     return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
 
 
 def _worker_batch(given: Any) -> WorkerBatch:
-    """The same, with the sizes of the parts."""
+    """Returns the rows like `_undivided`, together with the sizes of the parts."""
     if isinstance(given, WorkerBatch):
         return given
     return WorkerBatch(_undivided(given), tuple(len(jax.tree.leaves(part)[0]) for part in given))
@@ -279,7 +280,7 @@ _NEXT = JobEvent("the next step of a distributed dataset")
 
 @final
 class DistributedIterator(DistributedInput):
-    """Iterator over a `DistributedDataset`.
+    """An iterator over a `DistributedDataset`.
 
     Source: `tf.distribute.DistributedIterator`.
     """
@@ -313,7 +314,7 @@ class DistributedIterator(DistributedInput):
         values = self._take() if self._agreed is None else self._agreed.next(self._take)
         self._position += 1
         self._loop.batch_is_there()
-        if self._join is _per_replica:  # of `fit`, it counts the programs
+        if self._join is _per_replica:  # otherwise it is `fit` that iterates, and counts itself
             num_examples = self._dataset.num_examples(values)
             self._dataset.counts.num_examples += num_examples
             if progress.is_watched:
@@ -321,7 +322,7 @@ class DistributedIterator(DistributedInput):
         return values
 
     def _take(self) -> Any:
-        """What this worker has for the next step."""
+        """Returns this worker's data for the next step."""
         if self._prefetched is not None:
             return self._prefetched.next_or_wait(self._loop.waiting)
         begin = time.perf_counter()
@@ -343,11 +344,12 @@ class DistributedIterator(DistributedInput):
             )
             place = functools.partial(_ready, place)
         self._steps = map(place, stream)
-        # One more is in the making.
+        # One more batch is being made.
         depth = self._dataset._depth and self._dataset._depth + 1
         once = self._dataset._source.once
         if once is not None:
-            # What its thread has read and nobody has taken is there for the next iterator.
+            # Batches that its thread has read, and nobody has taken, are left for the next
+            # iterator.
             if depth:
                 once.read_ahead(depth)
         elif depth:
@@ -357,38 +359,38 @@ class DistributedIterator(DistributedInput):
         return f"pass {self._number + 1} of {self._dataset._source.place}"
 
     def next(self) -> Any:
-        """The same as `next(iterator)`."""
+        """Returns `next(iterator)`."""
         return next(self)
 
     def get_next(self) -> Any:
-        """The next step's values.
+        """Returns the values of the next step.
 
         Raises:
-            OutOfRangeError: at the end; it is a `StopIteration`.
+            OutOfRangeError: at the end; it is also a `StopIteration`.
         """
         return next_or_out_of_range(self)
 
     def get_next_as_optional(self) -> Optional:
-        """The next step's values, or an `Optional` without a value at the end."""
+        """Returns the values of the next step as an `Optional`, without a value at the end."""
         return next_as_optional(self)
 
     @property
     def element_spec(self) -> Any:
-        """See `DistributedDataset.element_spec`."""
+        """Specs of the values, see `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator is: a small dict of numbers and strings; see `set_state`.
+        """Returns the position for `set_state`, as a small dict of numbers and strings.
 
-        It counts the batches that were handed out, not those made ahead.
+        It counts the batches that you were given, not those that were made ahead of time.
         """
         return state_of(self._dataset._source.node, self._number, self._position)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where the iterator of the same dataset was, also in another process.
+        """Goes to the position of an iterator over the same dataset, also from another process.
 
-        It then yields the same remaining batches, also with another prefetch depth. The passes
-        over the dataset that begin after it are those that would have come next there.
+        You then get the same remaining batches, even with another prefetch depth. The passes that
+        you begin afterwards are those that would have come next there.
 
         Raises:
             InvalidValueError: if the state belongs to another dataset.
@@ -409,7 +411,7 @@ class DistributedIterator(DistributedInput):
         self._start(stream)
 
     def close(self) -> None:
-        """Ends the thread that reads ahead; the iterator is then at its end."""
+        """Ends the thread that reads ahead, and puts the iterator at its end."""
         self._steps = iter(())
         self._agreed = None
         if self._prefetched is not None:

@@ -1,4 +1,4 @@
-"""What may be distributed, as global batches or as elements of the replicas."""
+"""Sources that can be distributed: global batches, or elements for single replicas."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -41,17 +41,17 @@ class Batches:
         dataset: A `Dataset` of batches, a dataset of another library, an iterable of batches, or
             arrays whose dim 0 counts the batches.
         share: Number of replicas here and elsewhere.
-        what: Beginning of errors about it: the function and where the dataset comes from.
+        what: Start of error messages about it: the function and the origin of the dataset.
         coworkers: All workers, if there are several.
 
     Attributes:
-        coworkers: The same if workers see different batches, else None.
-        prefetch_depth: How many batches the dataset wants to have ready.
+        coworkers: All workers if they see different batches, else None.
+        prefetch_depth: Number of batches that the dataset wants to have ready.
 
     Raises:
         InvalidTypeError: if the dataset cannot be iterated over.
         InvalidValueError: if it is not batched, or its policy cannot be followed.
-        ClusterError: if that is so on another worker, or the workers' datasets do not fit together.
+        ClusterError: if another worker has such an error, or the workers' datasets do not match.
     """
 
     is_global = True
@@ -69,7 +69,7 @@ class Batches:
         def prepare() -> Any:
             self.node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
             own = self._of_worker
-            # What a worker reads may be known there by other names, unless all read the same.
+            # Workers may read their data under different names, unless all read the same data.
             name = f" {describe(self.node)}" if own.policy is AutoShardPolicy.DATA else ""
             return own.policy.name + name, own.node.cardinality(), drawn_seeds(self.node)
 
@@ -89,7 +89,7 @@ class Batches:
                 " auto_shard_policy."
             )
         self._longest = _longest(cardinalities)
-        # Shuffles without a seed must have the same order on every worker.
+        # Every worker needs the same order of shuffles without a seed.
         self.node = with_drawn_seeds(self.node, seeds[0])
         if self._of_worker.policy is not AutoShardPolicy.DATA:
             self.coworkers = coworkers
@@ -106,34 +106,34 @@ class Batches:
 
     @property
     def once(self) -> OneShot | None:
-        """The iterator, if the source is one that cannot start over."""
+        """The iterator of a source that cannot start over, or else None."""
         return self.node.items if isinstance(self.node, Once) else None
 
     def cardinality(self) -> int:
-        """Number of steps: the batches of the worker that has most."""
+        """Returns the number of steps, which is that of the worker with the most batches."""
         return self._of_worker.node.cardinality() if self.coworkers is None else self._longest
 
     def spec(self) -> Any:
-        """Nest of `TensorSpec` of the batches."""
+        """Returns a nest of `TensorSpec` that describes a batch."""
         return self.node.spec()
 
     def stream(self, path: tuple[int, ...]) -> Any:
-        """A pass over this worker's part of the batches."""
-        # Workers compute an uneven batch together, for which each needs all of it.
+        """Starts a pass over this worker's part of the batches."""
+        # Workers compute an uneven batch together, so each needs all of it.
         return self._of_worker.stream(path, checked, whole_if_uneven=True)
 
     def runs(self) -> list[tuple[int | None, Any]] | None:
-        """See `WorkerBatches.runs`."""
+        """Returns the shapes of the batches, see `WorkerBatches.runs`."""
         return self._of_worker.runs()
 
 
 @final
 class Elements:
-    """Elements that belong to one replica each.
+    """Elements that each belong to one replica.
 
     Args:
-        make: Returns one dataset of which each step takes as many consecutive elements as there are
-            replicas, or one per replica.
+        make: Returns a list with one dataset per replica, or with a single dataset, of which each
+            step takes consecutive elements, one per replica.
         num_replicas: Number of replicas of this worker.
         coworkers: All workers, if there are several.
 
@@ -165,7 +165,7 @@ class Elements:
 
     @property
     def once(self) -> OneShot | None:
-        """The iterator, if the source is one that cannot start over."""
+        """The iterator of a source that cannot start over, or else None."""
         first = self._nodes[0]
         return first.items if len(self._nodes) == 1 and isinstance(first, Once) else None
 
@@ -184,7 +184,7 @@ class Elements:
         self._nodes = [node]
 
     def cardinality(self) -> int:
-        """Number of steps: those of the worker that has most."""
+        """Returns the number of steps, which is that of the worker with the most."""
         return self._own_cardinality() if self.coworkers is None else self._longest
 
     def _own_cardinality(self) -> int:
@@ -193,12 +193,12 @@ class Elements:
         return size if len(sizes) > 1 or size < 0 else -(-size // self._num_replicas)
 
     def runs(self) -> list[tuple[int | None, Any]] | None:
-        """See `WorkerBatches.runs`."""
+        """Returns the shapes of the steps, see `WorkerBatches.runs`."""
         runs, num = runs_of(self._nodes[0]), self._num_replicas
         if runs is None:
             return None
         grouped: list[tuple[int | None, Any]] = []
-        step: list[Any] = []  # the replicas' parts so far
+        step: list[Any] = []  # parts of the replicas so far
         for count, spec in runs:
             if count is None:
                 return [(None, [spec] * num)]
@@ -213,23 +213,23 @@ class Elements:
             step += [spec] * rest
         if step:
             if any(not leaf.shape for leaf in jax.tree.leaves(step[0])):
-                return None  # and the step fails
+                return None  # because the step will fail
             empty = jax.tree.map(lambda leaf: TensorSpec((0, *leaf.shape[1:]), leaf.dtype), step[0])
             grouped.append((1, step + [empty] * (num - len(step))))
         return grouped
 
     def spec(self) -> Any:
-        """Nest of `TensorSpec` of the elements."""
+        """Returns a nest of `TensorSpec` that describes an element."""
         return self._nodes[0].spec()
 
     def stream(self, path: tuple[int, ...]) -> Any:
-        """A pass over the steps: lists with an element per replica."""
+        """Starts a pass over the steps, which are lists with one element per replica."""
         streams = [node.stream(path) for node in self._nodes]
         return _ElementSteps(streams, self._num_replicas)
 
 
 def _longest(cardinalities: Sequence[int]) -> int:
-    """The cardinality of steps that go on until the last of several datasets ends."""
+    """Returns the number of steps until the last of several datasets ends."""
     for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
         if unusual in cardinalities:
             return unusual
@@ -258,7 +258,7 @@ class _ElementSteps:
         return [_without_rows(first) if part is _END else part for part in arrays]
 
     def advance(self, count: int) -> int:
-        """Skips steps."""
+        """Skips steps, and returns how many."""
         if not self._shared:
             return max(stream.advance(count) for stream in self._streams)
         num_replicas = len(self._streams)
@@ -266,7 +266,7 @@ class _ElementSteps:
 
 
 def _on_host(leaf: Any) -> Any:
-    # Copied: the source may use the array again.
+    # A copy, because the source may use the array again.
     return np.array(leaf)
 
 
@@ -284,12 +284,15 @@ def _without_rows(element: Any) -> Any:
 
 
 def as_node(dataset: Any, what: str) -> Node:
-    """A dataset of this or another library, or any iterable."""
+    """Returns the node of a dataset of this or another library, or of any iterable."""
     return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
 
 
 def _without_prefetch(node: Node) -> tuple[Node, int]:
-    """The dataset without `prefetch` at its end, which the distributed dataset does itself."""
+    """Returns a dataset without `prefetch` at its end, and the depth of that `prefetch`.
+
+    The distributed dataset prefetches by itself.
+    """
     depth = 0
     while isinstance(node, Prefetch) or (
         isinstance(node, WithOptions) and isinstance(node.input, Prefetch)
@@ -346,16 +349,16 @@ def _rows_of(dataset: Any, what: str) -> list[Any]:
 
 
 def checked(batch: Any, number: int, may_be_reused: bool) -> tuple[Any, int]:
-    """A batch as a nest of arrays that can be split and go to devices, and its number of rows.
+    """Returns a batch as a nest of arrays that can be split and placed, and its number of rows.
 
     Args:
         batch: Nest of arrays.
-        number: Of the batch, for errors.
-        may_be_reused: Whether its source may write to the arrays again; they are copied then.
+        number: Number of the batch, for errors.
+        may_be_reused: Whether its source may write to the arrays again. They are then copied.
 
     Raises:
-        InvalidValueError: if the arrays have no rows to split or disagree in their number.
-        InvalidTypeError: if the batch holds no arrays.
+        InvalidValueError: if the arrays have no rows to split, or different numbers of rows.
+        InvalidTypeError: if the batch contains no arrays.
     """
     leaves, tree = jax.tree.flatten(batch)
     if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""What the steps of a strategy take, and wait for."""
+"""Statistics on how long the steps of a strategy take, and how long they wait for data."""
 
 import time
 import warnings
@@ -10,11 +10,11 @@ from distributary.errors import DistributaryWarning
 from distributary.topology import ProgramTimer, latest_program, profiled_steps
 from distributary.tracing import user_stacklevel
 
-# A warning needs this many steps and seconds, so that a slow start is not held against the data.
+# A warning needs this many steps and seconds, so that a slow start does not cause one.
 _MIN_STEPS = 10
 _MIN_SECONDS = 0.5
-# A step in which the devices are timed waits for them, so they wait for the host's part of a step
-# once: at most 1 % of the time.
+# A timed step waits for its results, and the devices then wait for the host's part of the next one.
+# This may take at most 1 % of the time.
 _SAMPLE_SHARE = 0.01
 _SECONDS_BETWEEN_SAMPLES = (1.0, 30.0)  # at least, at most
 
@@ -22,32 +22,33 @@ _SECONDS_BETWEEN_SAMPLES = (1.0, 30.0)  # at least, at most
 @final
 @dataclass(frozen=True)
 class StepStatistics:
-    """What the steps of a strategy took: of `fit`, and of loops over distributed datasets.
+    """Statistics of the steps of a strategy: of `fit`, and of loops over distributed datasets.
 
-    A step is what a program does between one batch and the next one, if it runs anything on the
-    devices in between. The first step of every loop, in which the program is compiled, is not
-    counted.
+    A step lasts from one batch to the next, if a program runs on the devices in between. The first
+    step of every loop, which compiles the program, is not counted, and neither is the last one,
+    after which no batch comes.
 
     Args:
         num_steps: Number of steps.
-        num_examples: Examples of this process in them, 0 where nobody knows.
-        seconds: How long they took together.
+        num_examples: Number of examples that this process was given, including those of first and
+            last steps; 0 if unknown.
+        seconds: Time that the steps took together.
         host_seconds: Time from when a batch was there until the last program that works on it was
-            on its way to the devices: Python and dispatch. Without the time in which a dispatch
-            waits because too many programs are on their way. Goes on while the devices work, but a
-            CPU may do small programs within it.
-        input_wait_seconds: For how much of `seconds` the devices had nothing to do because the next
-            batch was not there.
-        compute_seconds: For how much of `seconds` the devices were at work, collectives included.
-            An estimate: at most once a second a step waits for its results, and the steps until
-            the next such one count as if they took as long.
-        collective_bytes: Size of the arrays that went through collectives of compiled steps, on
-            each device, so far, as the compiler left them: of what goes into an all-reduce, of what
-            comes out of an all-gather. Counts every run of a program, those of first steps, too,
-            but not what `reduce` does outside of a `dist.function`, and no copies between memories.
-        num_retraces: How often a function was traced and compiled again, for other arguments.
-        num_runs: How often a compiled program was run: by `run`, `dist.function` or `fit`. All that
-            is known of a loop over batches of one's own.
+            on its way to the devices: Python and dispatch. Waiting in a dispatch because too many
+            programs are on their way is not included. The devices work meanwhile, but a CPU may run
+            small programs within this time.
+        input_wait_seconds: Part of `seconds` in which the devices were idle because the next batch
+            was not there.
+        compute_seconds: Part of `seconds` in which the devices worked, collectives included. An
+            estimate: at most once a second, a step waits for its results. The steps until the next
+            such one count as if they took as long.
+        collective_bytes: Size of the arrays that went through collectives of compiled steps so far,
+            on each device, after the compiler's optimizations: the inputs of all-reduces, and the
+            outputs of all-gathers. Every run of a program counts, including first steps. A `reduce`
+            outside of a `dist.function` does not count, nor do copies between memories.
+        num_retraces: Number of times a function was traced and compiled again for other arguments.
+        num_runs: Number of runs of compiled programs, by `run`, `dist.function` or `fit`. In a loop
+            over batches of your own, nothing else is known.
     """
 
     num_steps: int = 0
@@ -62,7 +63,7 @@ class StepStatistics:
 
     @property
     def input_wait_share(self) -> float:
-        """Share of the time spent waiting for data, 0 to 1."""
+        """Share of the time spent waiting for data, from 0 to 1."""
         return self.input_wait_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -70,13 +71,13 @@ class Program(Protocol):
     """A compiled program."""
 
     def collective_bytes(self) -> int:
-        """Size of the arrays that one run sends through collectives; for any thread."""
+        """Returns the size of the arrays that one run sends through collectives. For any thread."""
         ...
 
 
 @final
 class ProgramRuns:
-    """How often a program was run, which it does not keep alive."""
+    """A count of the runs of a program, which does not keep the program alive."""
 
     __slots__ = ("_num_bytes", "num_runs", "program")
 
@@ -87,7 +88,7 @@ class ProgramRuns:
 
     @property
     def collective_bytes(self) -> int:
-        """Of all runs; 0 if the program has gone before anybody asked."""
+        """Bytes of all runs together; 0 if the program was gone before anybody asked."""
         if not self.num_runs:
             return 0
         if self._num_bytes is None:
@@ -98,12 +99,12 @@ class ProgramRuns:
 
 @final
 class StepCounts:
-    """Counts of one strategy.
+    """The counts of one strategy.
 
     Attributes:
-        num_examples: Examples in the steps so far, of this process.
-        num_retraces: Traces of functions after their first ones.
-        sample_at: When the next sample is due, by `time.perf_counter`.
+        num_examples: Number of examples that this process was given so far.
+        num_retraces: Number of traces of functions after their first ones.
+        sample_at: Time by `time.perf_counter` at which the next sample is due.
     """
 
     def __init__(self) -> None:
@@ -118,11 +119,11 @@ class StepCounts:
         self.num_examples = 0
         self.num_retraces = 0
         self._programs: list[ProgramRuns] = []
-        self._num_alive = 0  # of the programs, when those that have gone were last removed
-        self._gone_bytes = self._gone_runs = 0  # of those
+        self._num_alive = 0  # number of programs when those that have gone were last removed
+        self._gone_bytes = self._gone_runs = 0  # of the removed programs
 
     def snapshot(self) -> StepStatistics:
-        """What has been counted so far. For any thread."""
+        """Returns the statistics so far. For any thread."""
         return StepStatistics(
             self._num_steps,
             self.num_examples,
@@ -136,7 +137,7 @@ class StepCounts:
         )
 
     def runs_of(self, program: Program) -> ProgramRuns:
-        """What counts the runs of a new program."""
+        """Returns the counter of the runs of a new program."""
         if len(self._programs) > 2 * self._num_alive + 8:
             gone = [runs for runs in self._programs if runs.program() is None]
             self._gone_bytes += sum(runs.collective_bytes for runs in gone)
@@ -148,7 +149,7 @@ class StepCounts:
         return runs
 
     def add(self, num_steps: int, seconds: float, host: float, wait: float) -> None:
-        """Counts steps: all of their time, that of the host, and that of waiting for data."""
+        """Counts steps, their total time, the host's time, and the time spent waiting for data."""
         self._num_steps += num_steps
         self._seconds += seconds
         self._host_seconds += host
@@ -157,13 +158,13 @@ class StepCounts:
         self._compute_seconds += compute if compute < at_most else at_most
 
     def add_sample(self, num_steps: int, compute: float, host: float) -> None:
-        """Some steps end now, in which devices and host were busy for so many seconds."""
+        """Adds a sample: steps that end now, with the seconds that devices and host were busy."""
         self._compute_per_step = compute / num_steps
         at_least, at_most = _SECONDS_BETWEEN_SAMPLES
         self.sample_at = time.perf_counter() + min(max(at_least, host / _SAMPLE_SHARE), at_most)
 
     def warn_if_starved(self, loop: "Loop") -> None:
-        """Warns once, when a loop has spent more than half of its time waiting for data."""
+        """Warns once if a loop has spent more than half of its time waiting for data."""
         if self._warned or 2 * loop.wait_seconds <= loop.seconds:
             return
         if loop.num_steps < _MIN_STEPS or loop.seconds < _MIN_SECONDS:
@@ -182,10 +183,10 @@ class StepCounts:
 
 @final
 class Loop:
-    """One iteration over data: times what lies between its batches.
+    """One iteration over data; times the steps between its batches.
 
     Args:
-        counts: What it counts for.
+        counts: The counts of its strategy.
     """
 
     def __init__(self, counts: StepCounts) -> None:
@@ -195,8 +196,8 @@ class Loop:
         self.wait_seconds = 0.0
         self._is_first = True
         self._idle = 0.0
-        # Of the step that is under way: when it began, with how many batches, programs and seconds
-        # of waiting dispatches before it, and what times its programs.
+        # The step that is under way: when it began; how many batches it has; how many programs and
+        # seconds of waiting dispatches came before it; and the timer of its programs.
         self._begin: float | None = None
         self._num_batches = 0
         self._num_programs = 0
@@ -204,18 +205,18 @@ class Loop:
         self._timer: ProgramTimer | None = None
 
     def waiting(self, seconds: float) -> None:
-        """Called during and after a wait for the next batch, with the seconds since the last call.
+        """Counts time spent waiting for the next batch; called during the wait and at its end.
 
-        They count if the devices are not at work on the latest step at their end.
+        The seconds since the last call count if the devices are idle when they end.
         """
         if not latest_program.is_running():
             self._idle += seconds
 
     def batch_is_there(self) -> None:
-        """Called when the next batch is handed out."""
+        """Ends the step under way, because the next batch is handed out."""
         now = time.perf_counter()
         if self._begin is not None and latest_program.count == self._num_programs:
-            self._num_batches += 1  # several batches for one program, or nobody trains on them
+            self._num_batches += 1  # several batches for one program, or no training at all
             return
         if self._begin is not None:
             self._end_step(now, self._begin)

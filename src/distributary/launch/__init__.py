@@ -1,6 +1,7 @@
-"""Starts, watches and stops the processes of a job: a supervisor, no scheduler.
+"""Starts, watches and stops the processes of a job: a supervisor, not a scheduler.
 
-What `distributary launch` is made of. `import distributary` does not import this package.
+The command `distributary launch` is built on it. `import distributary` does not import this
+package.
 """
 
 from distributary.launch._environment import ALLOCATOR_SETTINGS, TOKEN_VARIABLE, free_addresses

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment."""
+"""The environment variables of a worker."""
 
 import contextlib
 import itertools
@@ -29,8 +29,9 @@ __all__ = [
 RESTART_VARIABLE: Final = "DISTRIBUTARY_RESTART"
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
 
-# glibc gives large freed blocks back to the system, and XLA's temporary buffers are faulted in
-# again at every step: transformer step 0.76x, 40 MB all-reduce over gloo 0.54x the time with these.
+# glibc gives large freed blocks back to the system, so XLA's temporary buffers cause page faults
+# again in every step. With these settings, a transformer step takes 0.76x and a 40 MB all-reduce
+# over gloo 0.54x the time.
 ALLOCATOR_SETTINGS: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "2147483647",
@@ -42,7 +43,7 @@ _THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
 @final
 @dataclass(frozen=True)
 class Task:
-    """A task of the job: its role and its number among those of the role."""
+    """A task of the job: its type, and its number among the tasks of that type."""
 
     task_type: str
     task_id: int
@@ -52,22 +53,22 @@ class Task:
 
     @property
     def file_stem(self) -> str:
-        """The task in the name of a file."""
+        """Name of the task in file names."""
         return f"{self.task_type}-{self.task_id}"
 
 
-# Below the ports that systems give to whoever asks for any, so that nobody gets one meanwhile.
+# Below the ports that systems give out on request, so that no other program gets one meanwhile.
 _PORTS = range(10_000, 32_000)
-# Other processes that do the same begin elsewhere. Not one after the other: metrics are served at
-# the ports after a given one.
+# Other processes that run this start elsewhere. Candidates do not follow one another, because
+# metrics are served at the ports after a given one.
 _candidates = itertools.count(os.getpid() * 1009, 61)
 
 
 def free_addresses(host: str, count: int) -> list[str]:
-    """`HOST:PORT` of ports that are free on an address of this machine, all different.
+    """Returns `HOST:PORT` of different ports that are free on an address of this machine.
 
-    Nothing reserves them: another process that asks for the same port before the workers bind
-    theirs can get it. The worker then fails, and a restart takes other ports.
+    The ports are not reserved: until the workers bind them, another process can take one. The
+    worker then fails, and a restart takes other ports.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports: list[int] = []
@@ -95,27 +96,28 @@ def worker_environ(
     status_fd: int,
     token: str | None = None,
 ) -> dict[str, str]:
-    """The environment of one worker.
+    """Returns the environment of one worker.
 
-    `TF_CONFIG`, `DISTRIBUTARY_RESTART`, `DISTRIBUTARY_STATUS_FD` and, with `devices_per_worker`,
-    `JAX_NUM_CPU_DEVICES` are set. Variables that the user has not set are added:
-    `PYTHONUNBUFFERED=1`, so that output appears when it is written, `GRPC_VERBOSITY=ERROR` in jobs
-    with servers, and with `tune` the allocator settings of glibc and, as the size of XLA's thread
-    pool, the worker's share of the cores, or more if its devices need more. The token of the hosts
-    is removed; chief, workers and servers of a job with servers get another one.
+    Sets `TF_CONFIG`, `DISTRIBUTARY_RESTART`, `DISTRIBUTARY_STATUS_FD` and, with
+    `devices_per_worker`, `JAX_NUM_CPU_DEVICES`. Variables that the user has not set are added:
+    `PYTHONUNBUFFERED=1`, so that output appears as soon as it is written, and
+    `GRPC_VERBOSITY=ERROR` in jobs with servers. With `tune`, also the allocator settings of glibc,
+    and the size of XLA's thread pool: the worker's share of the cores, or more if its devices need
+    more. Removes the token of the hosts; in a job with servers, chief, workers and servers get
+    another one.
 
     Args:
         environ: Environment of the launcher.
         options: The job.
-        task: Which task the worker is.
-        cluster: Addresses of the tasks of the job by type, in the order of their numbers.
-        num_restarts: How often the job, or a task of it, was started again.
+        task: The task that the worker is.
+        cluster: Addresses of the job's tasks by type, in the order of their numbers.
+        num_restarts: Number of times that the job, or one of its tasks, was started again.
         status_fd: Descriptor for `report`.
-        token: The secret that the tasks of a job with servers share.
+        token: Secret that the tasks of a job with servers share.
     """
     result = dict(environ)
     result.pop(TOKEN_VARIABLE, None)
-    if token is not None and task.task_type in cluster:  # not for an evaluator
+    if token is not None and task.task_type in cluster:  # an evaluator gets none
         result[TOKEN_VARIABLE] = token
     result["TF_CONFIG"] = json.dumps(
         {
@@ -127,7 +129,7 @@ def worker_environ(
     result[STATUS_VARIABLE] = str(status_fd)
     result.setdefault("PYTHONUNBUFFERED", "1")
     if options.num_servers:
-        # Otherwise it logs that the servers have ended, when the job does.
+        # Otherwise gRPC logs that the servers have ended when the job ends.
         result.setdefault("GRPC_VERBOSITY", "ERROR")
     if options.devices_per_worker is not None:
         result["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_worker)
@@ -135,7 +137,7 @@ def worker_environ(
         if sys.platform == "linux":
             for name, value in ALLOCATOR_SETTINGS.items():
                 result.setdefault(name, value)
-        # Threads of more than its share would only take the cores from other workers.
+        # More threads than its share would only take cores from other workers.
         share = num_cores() // options.num_workers
         num_threads = max(1, share, threads_needed(options.devices_per_worker or 1))
         if num_threads != num_cores() and not any(v in environ for v in _THREAD_VARIABLES):
@@ -144,7 +146,7 @@ def worker_environ(
 
 
 def replaced_settings(environ: Mapping[str, str], options: LaunchOptions) -> list[str]:
-    """One sentence for each setting of the user that workers do not get as it is."""
+    """Returns one sentence for each setting of the user that workers get differently."""
     sentences = []
     if "TF_CONFIG" in environ:
         sentences.append("TF_CONFIG is set here; workers get one of their own instead.")

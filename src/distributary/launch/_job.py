@@ -1,9 +1,9 @@
-"""The course of a job: what the hosts report, and what they are told to do.
+"""The course of a job: the reports of the hosts, and the commands that they get.
 
-One `Job` decides for all hosts; it knows no sockets, no processes and no clock:
+One `Job` decides for all hosts. It knows nothing of sockets, processes and clocks:
 
     gathering --all ready--> running --all finished--> over
-        ^                       |  (a task that others can do without fails: it starts again)
+        ^                       |  (a task that the others can do without fails: it starts again)
         |                       v a worker fails, a host is lost
         +----all stopped--- stopping        (without restarts left: over)
 """
@@ -40,7 +40,7 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class Prepare:
-    """Command: choose addresses for the workers of this host, and say `Ready`."""
+    """Command: choose addresses for the workers of this host, and report `Ready`."""
 
     generation: int
 
@@ -51,9 +51,9 @@ class Start:
     """Command: start the workers of this host.
 
     Args:
-        generation: The attempt: how often something was started again before.
+        generation: Number of the attempt, which is the number of restarts before it.
         workers: Address of every worker of the job, or of every task if there are servers.
-        first: Number of this host's first address.
+        first: Position of this host's first address.
     """
 
     generation: int
@@ -64,11 +64,11 @@ class Start:
 @final
 @dataclass(frozen=True)
 class Stop:
-    """Command: end the workers of this host, and say `Stopped`; a restart follows.
+    """Command: end the workers of this host, and report `Stopped`; a restart follows.
 
     Args:
-        generation: The attempt that comes next.
-        text: Why, for the user.
+        generation: Number of the next attempt.
+        text: The reason, for the user.
         origin: Rank of the host that caused it.
     """
 
@@ -80,12 +80,12 @@ class Stop:
 @final
 @dataclass(frozen=True)
 class Restart:
-    """Command: start a task of this host again, with the addresses that the job has.
+    """Command: start a task of this host again, at the addresses that the job already has.
 
     Args:
-        num_restarts: How often the job, or a task of it, was started again.
-        task: Its name.
-        text: Why, for the user.
+        num_restarts: Number of times that the job, or one of its tasks, was started again.
+        task: Name of the task.
+        text: The reason, for the user.
     """
 
     num_restarts: int
@@ -96,13 +96,13 @@ class Restart:
 @final
 @dataclass(frozen=True)
 class Exit:
-    """Command: end the workers of this host, and the launcher with a code.
+    """Command: end the workers of this host, then the launcher with an exit code.
 
     Args:
         code: Exit code.
-        text: Why, for the user; `""` after success.
+        text: The reason, for the user; `""` after success.
         origin: Rank of the host that caused it.
-        last_lines: What the worker that failed has written last.
+        last_lines: The last lines that the failed worker wrote.
     """
 
     code: int
@@ -114,7 +114,7 @@ class Exit:
 @final
 @dataclass(frozen=True)
 class Ready:
-    """Report: the workers of this host would get these addresses."""
+    """Report: addresses that the workers of this host can have."""
 
     generation: int
     addresses: Sequence[str]
@@ -126,11 +126,11 @@ class Failed:
     """Report: a worker of this host has failed.
 
     Args:
-        generation: The attempt in which it did.
-        code: Its exit code.
-        text: Which worker ended how.
-        last_lines: What it has written last.
-        task: Its name, if the others can go on and it may be started again alone.
+        generation: Number of the attempt in which it failed.
+        code: Exit code of the worker.
+        text: Which worker ended, and how.
+        last_lines: The last lines that it wrote.
+        task: Name of the task, if the others can continue and it may be started again alone.
     """
 
     generation: int
@@ -151,7 +151,7 @@ class Finished:
 @final
 @dataclass(frozen=True)
 class Stopped:
-    """Report: after `Stop`, no process of this host's workers is left."""
+    """Report: after `Stop`, none of this host's worker processes is left."""
 
     generation: int
 
@@ -159,7 +159,7 @@ class Stopped:
 @final
 @dataclass(frozen=True)
 class Interrupted:
-    """Report: the launcher of this host was asked to end."""
+    """Report: the launcher of this host was told to end."""
 
     code: int
     text: str
@@ -167,10 +167,10 @@ class Interrupted:
 
 @final
 class TaskState(TypedDict):
-    """What a page says about a task."""
+    """The state of a task, for a page."""
 
     name: str
-    state: str  # "running", or how it has ended
+    state: str  # "running", or how the task has ended
     has_failed: bool
     num_restarts: int
 
@@ -178,11 +178,11 @@ class TaskState(TypedDict):
 @final
 @dataclass(frozen=True)
 class Tasks:
-    """Report: the tasks of this host, for the page of host 0. It decides nothing.
+    """Report: the tasks of this host, for the page of host 0. It does not affect the job.
 
     Args:
-        states: How they are.
-        numbers: What they have said, by their names.
+        states: States of the tasks.
+        numbers: Numbers that the tasks have reported, by the names of the tasks.
     """
 
     states: Sequence[TaskState]
@@ -203,10 +203,10 @@ def encode(message: Command | Report) -> tuple[str, dict[str, Any]]:
 
 
 def decode(message: Message) -> Any:
-    """Returns the command or report of a message of `encode`.
+    """Returns the command or report of a message made by `encode`.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not such a message.
     """
     try:
         return _TYPES[message.kind](**message.content)
@@ -223,14 +223,14 @@ class _State(enum.Enum):
 
 @final
 class Job:
-    """Decides when the hosts start, stop, restart and end.
+    """A job, which decides when its hosts start, stop, restart and end.
 
-    Every method returns what is to be sent to which host.
+    Every method returns the commands to send, each with the host that gets it.
 
     Args:
         num_hosts: Number of hosts.
-        max_restarts: How often all workers, or one that others can do without, may be started
-            again.
+        max_restarts: Number of restarts that are allowed, of all workers or of one that the others
+            can do without.
     """
 
     def __init__(self, num_hosts: int, max_restarts: int) -> None:
@@ -238,7 +238,7 @@ class Job:
         self._max_restarts = max_restarts
         self._generation = 0
         self._num_restarts = 0
-        self._state = _State.STOPPING  # nothing runs, and nobody has joined
+        self._state = _State.STOPPING  # nothing is running, and nobody has joined
         self._joined: set[int] = set()
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
@@ -246,34 +246,34 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether all hosts were told to end."""
+        """True once all hosts were told to end."""
         return self._state is _State.OVER
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of the hosts that the job waits for."""
+        """Ranks of the hosts that have not joined."""
         return sorted(set(range(self._num_hosts)) - self._joined)
 
     def join(self, host: int) -> list[tuple[int, Command]]:
-        """A host has come, or has come back."""
+        """Takes note that a host has come, or has come back."""
         self._joined.add(host)
         self._stopped.add(host)
         return self._gather_if_possible()
 
     def lose(self, host: int, text: str) -> list[tuple[int, Command]]:
-        """A host has gone without a word."""
+        """Takes note that a host has disappeared without notice."""
         self._joined.discard(host)
-        if self._state is _State.STOPPING:  # still before the restart
+        if self._state is _State.STOPPING:  # the restart can wait for it to come back
             self._stopped.discard(host)
             return []
         return self._fail(1, text, host, ())
 
     def fail(self, text: str) -> list[tuple[int, Command]]:
-        """The job cannot go on for a reason that lies with no worker."""
+        """Ends the job for a reason that has nothing to do with a worker."""
         return self._exit(Exit(1, text))
 
     def report(self, host: int, report: Report) -> list[tuple[int, Command]]:
-        """A host has said something."""
+        """Takes note of what a host reports."""
         match report:
             case Interrupted(code, text):
                 return self._exit(Exit(code, text, host))
@@ -309,7 +309,7 @@ class Job:
             return []
         hosts = range(self._num_hosts)
         workers = [address for host in hosts for address in self._addresses[host]]
-        if len(set(workers)) < len(workers):  # two hosts on one machine took the same port
+        if len(set(workers)) < len(workers):  # two hosts on the same machine chose the same port
             return self._gather()
         self._state = _State.RUNNING
         first = [sum(len(self._addresses[h]) for h in range(host)) for host in hosts]
@@ -319,7 +319,7 @@ class Job:
         self, code: int, text: str, host: int, lines: Sequence[str], task: str = ""
     ) -> list[tuple[int, Command]]:
         if self._state not in (_State.GATHERING, _State.RUNNING):
-            return []  # others that fail because of the first
+            return []  # others fail because of the first
         if self._num_restarts == self._max_restarts:
             return self._exit(Exit(code, text, host, lines))
         self._num_restarts += 1

@@ -1,19 +1,19 @@
-"""The parent process of one worker: nothing that the worker has started outlives it.
+"""The parent process of one worker: nothing that the worker starts outlives it.
 
-The launcher runs this file, with the standard library alone and without importing distributary:
+The launcher runs this file with the standard library alone, without importing distributary:
 
     python -I -S _keeper.py CONTROL_FD GRACE_SECONDS COMMAND [ARGUMENT ...]
 
 `CONTROL_FD` is a stream socket. The launcher writes `T` (send TERM, and KILL after the grace
-period) or `K` (send KILL). When the launcher ends, however it ends, the socket is closed, which
-means the same as `T`: so the workers of a launcher that was killed get their grace period too. The
+period) or `K` (send KILL). When the launcher ends, in whatever way, the socket is closed. That
+means the same as `T`, so the workers get their grace period even if the launcher was killed. The
 keeper writes the lines `started PID` and `exit CODE` or `signal NUMBER`, and closes the socket when
 no process is left.
 
 On Linux the keeper is the subreaper of its descendants: those that lose their parent become its
-children, so it finds them even in sessions of their own, and "no child left" means that all are
-gone. The worker gets KILL if the keeper itself is killed. Elsewhere only the worker's process group
-is known.
+children. So it finds them even in sessions of their own, and "no child left" means that all are
+gone. If the keeper itself is killed, the worker gets KILL. On other systems, only the worker's
+process group is known.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _NOT_STARTED = 127  # exit code of shells for a command that does not exist
 
 
 class _Keeper:
-    """Starts the worker, waits, and ends it with all its descendants.
+    """A parent process that starts the worker, waits, and ends it with all its descendants.
 
     Args:
         control_fd: Stream socket to the launcher.
@@ -48,11 +48,11 @@ class _Keeper:
         self._command = command
         self._has_launcher = True
         self._worker_is_alive = True
-        self._kill_at: float | None = None  # set when the processes are to end
-        self._signalled: set[int] = set()  # process groups that got TERM
+        self._kill_at: float | None = None  # set once the processes should end
+        self._signalled: set[int] = set()  # process groups that have received TERM
 
     def run(self) -> None:
-        """Returns when the worker and all that it has started have ended."""
+        """Runs until the worker and everything that it has started have ended."""
         os.set_inheritable(self._control_fd, False)
         wake_fd = self._install_handlers()
         prctl = _prctl()
@@ -74,7 +74,7 @@ class _Keeper:
         """Returns a descriptor on which the numbers of received signals can be read."""
 
         def ignore(number: int, frame: FrameType | None) -> None:
-            """The number is written to the wake-up descriptor; nothing else is to be done."""
+            """Does nothing: the number is written to the wake-up descriptor."""
 
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
@@ -86,16 +86,16 @@ class _Keeper:
 
     def _start_worker(self, prctl: Callable[[int, int], None]) -> int:
         keeper_pid = os.getpid()
-        # A signal between fork and exec would reach a handler that does nothing.
+        # Without this, a signal between fork and exec would reach a handler that does nothing.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         pid = os.fork()
         if pid == 0:
             try:
                 os.setpgid(0, 0)
                 prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != keeper_pid:  # ended before prctl
+                if os.getppid() != keeper_pid:  # the keeper ended before prctl
                     os._exit(_NOT_STARTED)
-                # Python ignores SIGPIPE; programs expect to start without that.
+                # Python ignores SIGPIPE; programs expect the default at their start.
                 for number in (*_STOP_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ):
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -105,7 +105,7 @@ class _Keeper:
                 os.write(2, message.encode())
             finally:
                 os._exit(_NOT_STARTED)
-        with contextlib.suppress(OSError):  # the worker was faster, or has already ended
+        with contextlib.suppress(OSError):  # the worker did it first, or has already ended
             os.setpgid(pid, pid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
@@ -132,13 +132,13 @@ class _Keeper:
             elif group not in self._signalled:
                 self._signalled.add(group)
                 _signal_group(group, signal.SIGTERM)
-                _signal_group(group, signal.SIGCONT)  # a stopped process would never see TERM
+                _signal_group(group, signal.SIGCONT)  # a stopped process would not receive TERM
 
     def _groups(self) -> set[int]:
-        """Process groups with a child of the keeper in them.
+        """Returns the process groups that contain a child of the keeper.
 
-        A process that was not waited for keeps its number, and so does its group: none of these
-        numbers can belong to a stranger.
+        A process that was not waited for keeps its number, and so does its group. So none of these
+        numbers can belong to an unrelated process.
         """
         groups = {self._pid} if self._worker_is_alive or not _IS_LINUX else set()
         with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class _Keeper:
         return groups - {os.getpgrp()}
 
     def _reap(self) -> bool:
-        """Waits for ended children without blocking; false when no process is left."""
+        """Waits for ended children without blocking; returns False when no process is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -162,7 +162,7 @@ class _Keeper:
                 self._worker_is_alive = False
                 code = os.waitstatus_to_exitcode(status)
                 self._tell(f"exit {code}" if code >= 0 else f"signal {-code}")
-                self._begin_to_end(self._grace_seconds)  # what it has left behind
+                self._begin_to_end(self._grace_seconds)  # the processes that it has left behind
 
     def _tell(self, line: str) -> None:
         with contextlib.suppress(OSError):  # the launcher has ended
@@ -170,7 +170,7 @@ class _Keeper:
 
 
 def _prctl() -> Callable[[int, int], None]:
-    """The system call of that name; a function without effect elsewhere than on Linux."""
+    """Returns the system call of that name; on other systems than Linux, it does nothing."""
     if not _IS_LINUX:
         return lambda option, argument: None
     import ctypes

@@ -1,4 +1,4 @@
-"""Between the launcher of a host and the `Job` that decides for all hosts."""
+"""The connection between the launcher of a host and the `Job` that decides for all hosts."""
 
 import collections
 from typing import Protocol, final
@@ -9,43 +9,43 @@ __all__ = ["Link", "LocalLink"]
 
 
 class Link(Protocol):
-    """The way to the job's `Job`."""
+    """A connection to the `Job` of the job."""
 
     address: str
     """Address of this host for the workers of other hosts."""
 
     wants_tasks: bool
-    """Whether `Tasks` are to be sent now and then."""
+    """True if `Tasks` should be sent from time to time."""
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when something comes; -1 for none.
+        """Returns the descriptor that becomes readable when something arrives; -1 for none.
 
-        `receive` may have something before: call it before waiting.
+        `receive` may have something even before that: call it before you wait.
         """
 
     def send(self, report: Report) -> None:
-        """Says something; it is lost if the other end has gone, which `receive` will tell."""
+        """Sends a report; it is lost if the other end has gone, in which case `receive` raises."""
 
     def receive(self) -> list[Command]:
-        """The commands that have come.
+        """Returns the commands that have arrived.
 
         Raises:
             LaunchError: if the other end has gone.
         """
 
     def end(self) -> None:
-        """Says that nothing more will be said."""
+        """Tells the other end that no more reports follow."""
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes the connection."""
 
 
 @final
 class LocalLink:
-    """The link of a job on one host, which decides for itself.
+    """The link of a job on a single host, which decides for itself.
 
     Args:
-        max_restarts: How often the job is started again.
+        max_restarts: Number of times that the job is started again.
     """
 
     address = "127.0.0.1"
@@ -56,15 +56,15 @@ class LocalLink:
         self._commands = collections.deque(command for _, command in self._job.join(0))
 
     def fileno(self) -> int:
-        """There is nothing to wait for: `receive` has at once what `send` has caused."""
+        """Returns -1: no need to wait, because `receive` has the results of `send` at once."""
         return -1
 
     def send(self, report: Report) -> None:
-        """Decides."""
+        """Passes a report to the job, which decides."""
         self._commands.extend(command for _, command in self._job.report(0, report))
 
     def receive(self) -> list[Command]:
-        """The decisions since the last call."""
+        """Returns the decisions since the last call."""
         commands = list(self._commands)
         self._commands.clear()
         return commands

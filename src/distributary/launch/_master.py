@@ -1,4 +1,4 @@
-"""Where the launchers of several hosts meet: a server on host 0, with the `Job` of all hosts."""
+"""The server on host 0 at which the launchers of all hosts meet; it runs their `Job`."""
 
 import contextlib
 import errno
@@ -25,14 +25,14 @@ from distributary.launch._remote_link import PROTOCOL, SILENT_SECONDS
 
 __all__ = ["Master"]
 
-_WAITING_SECONDS = 5.0  # before it says for whom it waits
+_WAITING_SECONDS = 5.0  # before it says which hosts it waits for
 _POLL_SECONDS = 0.1
-_CLOSE_SECONDS = 5.0  # for hosts to take note of the end
+_CLOSE_SECONDS = 5.0  # for hosts to notice the end
 
 
 @final
 class _RefusedError(Exception):
-    """A connection that does not belong to the job; its text goes to the other side."""
+    """A connection that does not belong to the job; the text is sent to the other side."""
 
 
 @final
@@ -41,10 +41,10 @@ class Master:
 
     Args:
         options: The job, with the hosts.
-        say: Shows a line to the user; for any thread.
+        say: Shows a line to the user; called from any thread.
 
     Raises:
-        LaunchError: if the address cannot be listened on.
+        LaunchError: if it cannot listen on the address.
     """
 
     def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
@@ -53,25 +53,25 @@ class Master:
         self._devices_per_worker = options.devices_per_worker
         self._say = say
         self._job = Job(self._hosts.num_hosts, options.max_restarts)
-        # Touched by the thread only, like the job.
+        # Used by the thread only, like the job.
         self._challenges = weakref.WeakKeyDictionary[Channel, str]()
         self._channels: dict[int, Channel] = {}
         self._complete_at = time.monotonic()
         self._has_said_who_is_missing = False
-        self._tasks: dict[int, Tasks] = {}  # of the other hosts; read by any thread
+        self._tasks: dict[int, Tasks] = {}  # of the other hosts; any thread may read it
         self._wants_tasks = options.dashboard_port is not None
         self._server = _listen(self._hosts)
         self._thread = threading.Thread(target=self._serve, name="launch-master", daemon=True)
         self._thread.start()
 
     def tasks(self) -> dict[int, Tasks]:
-        """The tasks of the other hosts, as they were a second ago, if there is a dashboard."""
+        """Returns the tasks of the other hosts, at most a second old, if there is a dashboard."""
         return dict(self._tasks)
 
     def close(self) -> None:
-        """Waits until all hosts have taken note of the end of the job, for a few seconds.
+        """Waits a few seconds until all hosts have noticed the end of the job.
 
-        Without such an end they take note of it when this process has ended.
+        If the job is not over, they notice when this process ends.
         """
         if self._job.is_over:
             self._thread.join(_CLOSE_SECONDS)
@@ -96,11 +96,11 @@ class Master:
                     self._watch()
 
     def _is_done(self) -> bool:
-        """Returns whether the job is over, and the hosts have taken note of it."""
+        """Returns whether the job is over and all hosts have noticed it."""
         return self._job.is_over and not self._channels
 
     def _watch(self) -> None:
-        """Ends the job if hosts are missing for too long."""
+        """Ends the job if hosts have been missing for too long."""
         if not self._job.missing:
             self._complete_at = time.monotonic()
             self._has_said_who_is_missing = False
@@ -122,7 +122,7 @@ class Master:
 
     def _greet(self, channel: Channel) -> None:
         self._challenges[channel] = new_challenge()
-        with contextlib.suppress(OSError):  # `Reception` notices that it has gone
+        with contextlib.suppress(OSError):  # `Reception` will notice that it has gone
             channel.keep_alive(SILENT_SECONDS)
             channel.send("challenge", self._challenges[channel])
 
@@ -130,7 +130,7 @@ class Master:
         return next((host for host, c in self._channels.items() if c is channel), None)
 
     def _lets_in(self, channel: Channel, message: Message) -> bool:
-        """Returns whether the other end is a host of this job, which the job now has."""
+        """Returns whether the other end is a host of this job; if so, it has joined."""
         try:
             host, answer = self._checked(message, self._challenges[channel])
             channel.send("welcome", answer)
@@ -146,7 +146,7 @@ class Master:
         return True
 
     def _checked(self, message: Message, challenge: str) -> tuple[int, list[Any]]:
-        """Returns the rank of a host that may join, and what it is told."""
+        """Returns the rank of a host that may join, and the answer that it gets."""
         try:
             hello, own_challenge, shown = message.content
         except (TypeError, ValueError):
@@ -174,12 +174,12 @@ class Master:
         return host, [welcome, proof(token, "master", own_challenge, challenge, welcome)]
 
     def _hear(self, host: int, message: Message | None) -> None:
-        """Hears a host; None tells that it has gone."""
+        """Handles a message of a host; None means that the host has gone."""
         try:
             report = None if message is None else decode(message)
         except ValueError as error:
             self._say(f"host {host}: {error}")
-            self._channels[host].shut()  # its end comes next
+            self._channels[host].shut()  # None comes next
             return
         if isinstance(report, Tasks):
             self._tasks[host] = report
@@ -193,12 +193,12 @@ class Master:
     def _send(self, commands: list[tuple[int, Command]]) -> None:
         for host, command in commands:
             if host in self._channels:
-                with contextlib.suppress(ChannelClosedError):  # its end comes next
+                with contextlib.suppress(ChannelClosedError):  # None comes next
                     self._channels[host].send(*encode(command))
 
 
 def _listen(hosts: HostOptions) -> socket.socket:
-    """A socket on the master's address, and on no other one."""
+    """Returns a socket that listens on the master's address, and on no other one."""
     name, port = split_address(hosts.master)
     end = time.monotonic() + hosts.join_seconds
     while True:
@@ -216,7 +216,7 @@ def _listen(hosts: HostOptions) -> socket.socket:
                 raise
             return listener
         except OSError as error:
-            # The name of a Kubernetes pod is published some time after the pod has started.
+            # The name of a Kubernetes pod is published only some time after the pod has started.
             is_early = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
             if not is_early or time.monotonic() >= end:
                 raise LaunchError(

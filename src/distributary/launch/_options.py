@@ -1,4 +1,4 @@
-"""What a job consists of, checked when it is written down."""
+"""The options of a job, which are checked when you create them."""
 
 import math
 import re
@@ -20,14 +20,14 @@ class HostOptions:
     """The place of this host in a job that runs on several hosts.
 
     Args:
-        num_hosts: Number of hosts; every one runs the launcher with the same options.
+        num_hosts: Number of hosts. Every host runs the launcher with the same options.
         host_rank: Number of this host, from 0. Worker numbers follow the order of the ranks.
         master: `"HOST:PORT"` of host 0, at which the launchers meet. Host 0 listens on this
             address only.
         token: Secret that all hosts share, 16 characters or more.
         join_seconds: Seconds within which all hosts must have joined.
-        address: Address of this host for its peers; None takes the one from which it reaches the
-            master.
+        address: Address of this host for the other hosts; None takes the one from which it reaches
+            the master.
 
     Raises:
         InvalidValueError: for an impossible value.
@@ -66,26 +66,27 @@ class HostOptions:
 @final
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job: one command, run by every worker.
+    """A job: one command that every worker runs.
 
     Args:
         command: Command line of a worker.
         num_workers: Number of workers on this host.
-        num_servers: Number of parameter servers. If there are any, there is a chief, too, with
-            whose end the job ends, and workers and servers that fail are started again alone.
-        devices_per_worker: CPU devices of each worker; None leaves that to the environment.
-        max_restarts: How often the job, or a task of it, is started again after a failure.
-        grace_seconds: Seconds between TERM and KILL for processes that are to end.
+        num_servers: Number of parameter servers. If there are any, there is also a chief. The job
+            ends with the chief, and workers and servers that fail are started again alone.
+        devices_per_worker: CPU devices of each worker; None leaves this to the environment.
+        max_restarts: Number of times that the job, or one of its tasks, is started again after a
+            failure.
+        grace_seconds: Seconds between TERM and KILL when processes should end.
         log_dir: Folder for one file per worker and attempt; None writes none.
         evaluator: Whether host 0 also runs the task `"evaluator"`.
         tune: Whether workers get the allocator and thread settings of `worker_environ`.
-        dashboard_port: Where a page shows the workers of this host, on host 0 those of all hosts; 0
-            for a free port, None for no page.
-        dashboard_address: On which address of this machine.
+        dashboard_port: Port of a page that shows the workers of this host, or, on host 0, the
+            workers of all hosts. 0 takes a free port, None serves no page.
+        dashboard_address: Address of this machine on which the page is served.
         hosts: The place of this host among several; None for a job on this machine alone.
 
     Raises:
-        InvalidTypeError: for a number that is none.
+        InvalidTypeError: for a number that is not one.
         InvalidValueError: for an impossible value.
     """
 
@@ -120,15 +121,15 @@ class LaunchOptions:
 
     @property
     def is_first_host(self) -> bool:
-        """Whether this host has worker 0."""
+        """True if this host has worker 0."""
         return self.hosts is None or self.hosts.host_rank == 0
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `"HOST:PORT"`; the host of an IPv6 address stands in brackets there.
+    """Returns host and port of `"HOST:PORT"`, where an IPv6 address must be in brackets.
 
     Raises:
-        InvalidValueError: if it is not of this form.
+        InvalidValueError: if it does not have this form.
     """
     match = re.fullmatch(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", address)
     if match is None or not 0 < int(match["port"]) < 65536:

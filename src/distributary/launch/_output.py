@@ -1,4 +1,4 @@
-"""What workers write, line by line, and the status line below it."""
+"""Copies the output of workers, line by line, and shows the status line below it."""
 
 import collections
 import contextlib
@@ -15,8 +15,8 @@ from distributary.errors import WorkerLostError
 
 __all__ = ["Output", "TaskOutput"]
 
-# A carriage return ends a line as well: progress bars write one line for hours. The one at the very
-# end of what was read so far may be the first half of "\r\n".
+# A carriage return ends a line as well, because progress bars write a single line for hours. One
+# at the very end of what was read so far may be the first half of "\r\n".
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 _MAX_LINE_BYTES: Final = 16 * 2**20  # longer ones are printed in pieces
 _READ_BYTES = 2**16
@@ -35,8 +35,8 @@ class TaskOutput:
     """The output of one task in one attempt.
 
     Args:
-        name: What stands in the prefix of its lines.
-        number: Decides the colour.
+        name: Name in the prefix of its lines.
+        number: Number that determines the color.
         log: File that gets everything, or None.
     """
 
@@ -45,36 +45,36 @@ class TaskOutput:
         self.number = number
         self.log = log
         self.num_open = 2
-        self.ended = threading.Event()  # set when both streams are closed by all their writers
+        self.ended = threading.Event()  # set once all writers have closed both streams
         self.reason = ""  # which other worker was lost
         self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
 
     def remember(self, lines: Iterable[bytes]) -> None:
-        """Keeps the last of some lines of stderr, and which worker was lost, if one says so."""
+        """Keeps the last of some stderr lines, and the lost worker if a line names one."""
         for line in lines:
             kept = line[:_MAX_LAST_LINE_BYTES]
             self._last_lines.append(kept)
-            # A traceback may have begun the line.
+            # The line may begin with part of a traceback.
             _, prefix, reason = kept.partition(WorkerLostError.line_prefix.encode())
             if prefix:
                 self.reason = reason.decode("utf-8", "replace")
 
     def last_lines(self) -> list[str]:
-        """The last lines that it has written to stderr."""
+        """Returns the last lines that the task wrote to stderr."""
         return [line.decode("utf-8", "replace") for line in self._last_lines]
 
 
 @final
 class Output:
-    """A thread that copies the output of all workers, the only one that writes to the terminal.
+    """A thread that copies the output of all workers, and the only one to write to the terminal.
 
-    A reader of the launcher's output that stops reading thereby stops the workers, when their pipes
-    are full, but not the launcher, which must see that a worker ends and that a signal comes.
+    If whoever reads the launcher's output stops reading, the workers stop once their pipes are
+    full. The launcher goes on, because it must notice ended workers and signals.
 
     Args:
-        stdout_fd: Where the lines of the workers' stdout go.
-        stderr_fd: Where those of their stderr, the messages of the launcher and, if it is a
-            terminal, the status line go.
+        stdout_fd: Descriptor for the lines of the workers' stdout.
+        stderr_fd: Descriptor for the lines of their stderr, the messages of the launcher and, if it
+            is a terminal, the status line.
         environ: Environment with `NO_COLOR` and `TERM`.
         status: Returns the text of the status line, `""` for none. Called in the thread.
     """
@@ -97,7 +97,8 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        # Appended to by any thread, emptied by ours: (task and its descriptors) or a message.
+        # Any thread appends, ours removes: a task with its descriptors, a message, or None for the
+        # end.
         self._requests: collections.deque[tuple[TaskOutput, int, int] | str | None] = (
             collections.deque()
         )
@@ -109,14 +110,14 @@ class Output:
     def attach(
         self, name: str, number: int, stdout_fd: int, stderr_fd: int, log_path: Path | None
     ) -> TaskOutput:
-        """Copies two streams from now on until they end; closes their descriptors then.
+        """Starts to copy two streams, until they end; then closes their descriptors.
 
         Args:
-            name: What stands in the prefix of the lines.
-            number: Decides the colour.
-            stdout_fd: What the worker writes to stdout is read here.
-            stderr_fd: What it writes to stderr is read here.
-            log_path: File that gets both as they are, or None.
+            name: Name in the prefix of the lines.
+            number: Number that determines the color.
+            stdout_fd: Descriptor from which to read the worker's stdout.
+            stderr_fd: Descriptor from which to read its stderr.
+            log_path: File that gets an exact copy of both, or None.
         """
         log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
         task = TaskOutput(name, number, log)
@@ -124,14 +125,14 @@ class Output:
         return task
 
     def say(self, text: str) -> None:
-        """Writes lines of the launcher itself to stderr."""
+        """Writes the launcher's own lines to stderr."""
         self._request(text)
 
     def wait(self, task: TaskOutput, should_stop: Callable[[], bool]) -> None:
-        """Waits until all that a task has written is copied.
+        """Waits until everything that a task has written is copied.
 
-        Gives up when `should_stop()` is true, and when nothing was written for a second: then a
-        process that the launcher does not know holds the other end.
+        Gives up when `should_stop()` is true, or after a second without output: then a process that
+        the launcher does not know holds the other end.
         """
         started_at = time.monotonic()
         while not task.ended.wait(0.05) and not should_stop():
@@ -140,7 +141,7 @@ class Output:
                 return
 
     def close(self, should_stop: Callable[[], bool]) -> None:
-        """Writes what is left, removes the status line and ends the thread.
+        """Writes the rest, removes the status line and ends the thread.
 
         Gives up when `should_stop()` is true; the thread then ends with the process.
         """
@@ -194,7 +195,7 @@ class Output:
         return f"[{name}] ".encode()
 
     def read(self, fd: int) -> bytes:
-        """Some bytes of a worker, none at the end."""
+        """Returns some bytes of a worker's output, none at its end."""
         self._last_read_at = time.monotonic()
         try:
             return os.read(fd, _READ_BYTES)
@@ -202,12 +203,12 @@ class Output:
             return b""
 
     def forget(self, fd: int) -> None:
-        """Reads a descriptor no more, and closes it."""
+        """Stops reading a descriptor, and closes it."""
         self._selector.unregister(fd)
         os.close(fd)
 
     def write(self, stream: int, data: bytes) -> None:
-        """Writes whole lines; drops them if nobody can read them any more."""
+        """Writes whole lines; drops them once nobody can read them."""
         if self._is_terminal[stream]:
             self._erase_status()
         self._write(stream, data)
@@ -220,7 +221,7 @@ class Output:
         while view:
             try:
                 view = view[os.write(self._fds[stream], view) :]
-            except BlockingIOError:  # somebody has made it non-blocking
+            except BlockingIOError:  # another process has made it non-blocking
                 with selectors.DefaultSelector() as selector:
                     selector.register(self._fds[stream], selectors.EVENT_WRITE)
                     selector.select()
@@ -253,7 +254,7 @@ class Output:
 
 @final
 class _Copier:
-    """Copies one stream of a worker, whole lines at a time."""
+    """A copier of one stream of a worker, whole lines at a time."""
 
     def __init__(
         self, output: Output, task: TaskOutput, stream: int, fd: int, prefix: bytes
@@ -263,11 +264,11 @@ class _Copier:
         self._stream = stream
         self._fd = fd
         self._prefix = prefix
-        self._pending = bytearray()  # the beginning of a line
-        self._num_searched = 0  # bytes of it that contain no end of a line
+        self._pending = bytearray()  # start of a line
+        self._num_searched = 0  # bytes of it in which no line ends
 
     def copy(self) -> None:
-        """Reads once, and writes the lines that are complete."""
+        """Reads once, and writes all complete lines."""
         data = self._output.read(self._fd)
         if not data:
             self.finish()
@@ -278,7 +279,7 @@ class _Copier:
         self._emit(self._complete_lines())
 
     def finish(self) -> None:
-        """Writes the last line, complete or not, and stops."""
+        """Writes the last line, even if it is incomplete, and stops."""
         self._output.forget(self._fd)
         rest = bytes(self._pending).rstrip(b"\r")
         self._emit([rest] if rest else [])
@@ -298,7 +299,7 @@ class _Copier:
         if len(self._pending) >= _MAX_LINE_BYTES:
             lines.append(bytes(self._pending))
             self._pending.clear()
-        self._num_searched = max(0, len(self._pending) - 1)  # it may end in "\r"
+        self._num_searched = max(0, len(self._pending) - 1)  # the last byte may be "\r"
         return lines
 
     def _emit(self, lines: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""What the page shows: the tasks of this host, on host 0 those of all hosts."""
+"""The content of the dashboard: the tasks of this host or, on host 0, of all hosts."""
 
 import platform
 import shlex
@@ -16,7 +16,10 @@ _NOUNS: Final = {"chief": "chiefs", "worker": "workers", "ps": "ps"}
 
 
 def count_running(states: Sequence[TaskState]) -> str:
-    """`"3 of 4 running"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps running"`; `""` of none."""
+    """Returns `"3 of 4 running"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps running"`.
+
+    Returns `""` if there are no tasks.
+    """
     is_running: dict[str, list[bool]] = {}
     for state in states:
         task_type = state["name"].partition(" ")[0]
@@ -34,12 +37,12 @@ def count_running(states: Sequence[TaskState]) -> str:
 
 @final
 class Overview:
-    """Collects the tasks of a job.
+    """A collection of the tasks of a job.
 
     Args:
         options: The job.
         own: Returns the tasks of this host.
-        others: Returns those of other hosts that are known here, by their ranks.
+        others: Returns the tasks of the other hosts, as far as known here, by rank.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Overview:
         self._others = others
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """What the tasks have said, by their names. For any thread."""
+        """Returns the numbers that tasks have reported, by the tasks' names. For any thread."""
         return {
             name: numbers
             for tasks in (self._own(), *self._others().values())
@@ -61,7 +64,7 @@ class Overview:
         }
 
     def describe(self) -> dict[str, Any]:
-        """The job and the state of its tasks. For any thread."""
+        """Returns the job and the state of its tasks. For any thread."""
         hosts = self._options.hosts
         by_host = {0 if hosts is None else hosts.host_rank: self._own(), **self._others()}
         states = [

@@ -1,4 +1,4 @@
-"""The way from the launcher of a host to host 0, which decides."""
+"""The connection from the launcher of a host to host 0, which decides."""
 
 import contextlib
 import socket
@@ -13,7 +13,7 @@ from distributary.launch._options import HostOptions, split_address
 __all__ = ["PROTOCOL", "SILENT_SECONDS", "RemoteLink"]
 
 PROTOCOL = 3
-SILENT_SECONDS = 20  # after which the other machine counts as gone
+SILENT_SECONDS = 20  # after which the other machine is taken to be gone
 _TRY_SECONDS = 2.0  # for one attempt to connect
 _ANSWER_SECONDS = 10.0
 _MAX_LINE_BYTES = 2**16
@@ -22,23 +22,23 @@ _PAUSE_SECONDS = 0.1
 
 @final
 class RemoteLink:
-    """A connection to the master, made within a deadline.
+    """A connection to the master, which must be made before a deadline.
 
-    What the launchers say first, with the proofs that they know the token of the job:
+    The launchers first prove to each other that they know the token of the job:
 
         host 0                          other host
           challenge (random) ------------->
           <------------- hello, with another challenge
           welcome, or refused ------------>
 
-    What follows is neither encrypted nor signed, as are the connections of the workers.
+    What follows is neither encrypted nor signed, like the connections of the workers.
 
     Args:
         hosts: The place of this host.
-        devices_per_worker: CPU devices of each worker, which must be the same everywhere.
+        devices_per_worker: CPU devices of each worker, which must be the same on all hosts.
 
     Raises:
-        LaunchError: if the master cannot be reached or does not take this host.
+        LaunchError: if the master cannot be reached, or refuses this host.
     """
 
     def __init__(self, hosts: HostOptions, devices_per_worker: int | None) -> None:
@@ -58,19 +58,19 @@ class RemoteLink:
             stack.pop_all()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when something comes; -1 when closed.
+        """Returns the descriptor that becomes readable when something arrives; -1 when closed.
 
-        What came with the handshake has been read from it: call `receive` before waiting.
+        Commands that arrived with the handshake are already read: call `receive` before you wait.
         """
         return self._channel.fileno()
 
     def send(self, report: Report) -> None:
-        """Says something; it is lost if the master has gone, which `receive` will tell."""
+        """Sends a report; it is lost if the master has gone, in which case `receive` raises."""
         with contextlib.suppress(ChannelClosedError):
             self._channel.send(*encode(report))
 
     def receive(self) -> list[Command]:
-        """The commands that have come.
+        """Returns the commands that have arrived.
 
         Raises:
             LaunchError: if the master has gone.
@@ -82,16 +82,16 @@ class RemoteLink:
             for message in self._channel.arrived():
                 commands.append(decode(message))
         except ChannelClosedError as error:
-            if not commands:  # the next call tells
+            if not commands:  # otherwise the next call raises
                 raise LaunchError(f"the launcher of host 0 at {self._master} has gone") from error
         return commands
 
     def end(self) -> None:
-        """Says that nothing more will be said."""
+        """Tells the master that no more reports follow."""
         self._channel.shut()
 
     def close(self) -> None:
-        """Leaves."""
+        """Closes the connection."""
         self._channel.close()
 
     def _shake_hands(self, hosts: HostOptions, devices_per_worker: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs a job from its beginning to its end."""
+"""Runs a job from beginning to end."""
 
 import os
 from collections.abc import Mapping
@@ -26,25 +26,24 @@ def run(
     stdout_fd: int = 1,
     stderr_fd: int = 2,
 ) -> int:
-    """Runs a job on this host, and returns its exit code when no process of it is left.
+    """Runs a job on this host, and returns its exit code when none of its processes is left.
 
-    To be called in the main thread, because it receives signals: SIGINT, SIGTERM and SIGHUP end
-    the job.
+    Call it in the main thread, because it handles signals: SIGINT, SIGTERM and SIGHUP end the job.
 
     Args:
         options: The job.
-        environ: Environment for the workers, `os.environ` by default.
-        stdout_fd: Descriptor for what workers write to stdout.
-        stderr_fd: Descriptor for what workers write to stderr and for messages.
+        environ: Environment of the workers; `os.environ` by default.
+        stdout_fd: Descriptor for the workers' stdout.
+        stderr_fd: Descriptor for the workers' stderr and for messages.
 
     Returns:
-        0 if all workers have ended with exit code 0, else the exit code of the worker that failed
-        first, 128 + the number for a signal to that worker or to the launcher.
+        0 if all workers have ended with exit code 0, or else the exit code of the worker that
+        failed first. If a signal ended that worker or the launcher, 128 + the signal's number.
 
     Raises:
-        LaunchError: if the hosts do not come together.
+        LaunchError: if the hosts do not find each other.
         UnsupportedError: on Windows.
-        OSError: if a worker or a log file cannot be started.
+        OSError: if a worker cannot be started, or a log file cannot be opened.
     """
     if os.name != "posix":
         raise UnsupportedError("launch: the launcher needs process groups, which Windows has not.")
@@ -65,7 +64,7 @@ def run(
     try:
         for sentence in replaced_settings(environ, options):
             output.say(sentence)
-        # Until the first worker starts, signals do what they do to any program.
+        # Until the first worker starts, signals have their usual effect.
         if options.hosts is not None and options.is_first_host:
             master = Master(options, output.say)
         link = _link(options)

@@ -1,4 +1,4 @@
-"""Signals to the launcher, as something to wait for."""
+"""The signals that the launcher gets, with a descriptor to wait for."""
 
 import contextlib
 import signal
@@ -14,9 +14,9 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @final
 class Signals:
-    """Receives SIGINT, SIGTERM and SIGHUP while it is entered; only for the main thread.
+    """A receiver of SIGINT, SIGTERM and SIGHUP inside its `with` block, in the main thread.
 
-    A signal that is ignored stays ignored: `nohup distributary launch ...` survives its terminal.
+    An ignored signal stays ignored, so `nohup distributary launch ...` survives its terminal.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class Signals:
         self._write_end.close()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when a signal has come."""
+        """Returns the descriptor that becomes readable when a signal has arrived."""
         return self._read_end.fileno()
 
     def take(self) -> list[int]:
-        """The signals that have come since the last call."""
+        """Returns the signals that have arrived since the last call."""
         with contextlib.suppress(BlockingIOError):
             self._read_end.recv(4096)
         new = self.received[self._num_taken :]
@@ -55,7 +55,7 @@ class Signals:
         return new
 
     def wants_end_now(self, grace_seconds: float) -> bool:
-        """Whether a second signal has come, or the first some seconds ago."""
+        """Returns whether there was a second signal, or the first is some seconds old."""
         if len(self.received) < 2:
             return bool(self.received) and time.monotonic() > self._first_at + grace_seconds
         return True

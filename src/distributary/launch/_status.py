@@ -1,4 +1,4 @@
-"""The channel on which a worker says how far it is."""
+"""The channel on which a worker reports its progress."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ __all__ = ["StatusReader", "report", "report_progress"]
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
 _strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each
-_MAX_MESSAGE_BYTES = 512  # POSIX's smallest PIPE_BUF: shorter writes are never torn
+_MAX_MESSAGE_BYTES = 512  # the smallest PIPE_BUF in POSIX: shorter writes are never split
 
 
 def report(
@@ -31,22 +31,23 @@ def report(
     environ: Mapping[str, str] | None = None,
     **values: float,
 ) -> None:
-    """Says how far this program is, and what it has computed lately; never waits for a launcher.
+    """Reports the progress of this program, and its latest results. Never waits for a launcher.
 
-    Shown in the launcher's status line and on dashboards, and written by `StatisticsLogger`. Steps
-    of `fit` and of loops over distributed datasets are reported without it, once a second; a
-    program that gives `step` or `examples_per_second` reports these for itself from then on.
+    The numbers appear in the launcher's status line and on dashboards, and `StatisticsLogger`
+    writes them. You need not report the steps of `fit` and of loops over distributed datasets: this
+    happens once a second. If you give `step` or `examples_per_second`, your program reports these
+    two for itself from then on.
 
-    A program that cannot call this writes a line of JSON to the file descriptor in the environment
-    variable `DISTRIBUTARY_STATUS_FD`, in one `write`:
+    A program that cannot call this function can write to the file descriptor in the environment
+    variable `DISTRIBUTARY_STATUS_FD`. Write one line of JSON in one `write`:
     `{"step": 120, "examples_per_second": 5120.5}`. The descriptor is non-blocking: a line that does
     not fit is lost.
 
     Args:
         step: Number of steps done.
-        examples_per_second: Examples that this worker has computed per second, lately.
-        environ: Environment to read, `os.environ` by default.
-        **values: Other numbers by name, `loss` for example. An array without dims is waited for.
+        examples_per_second: Examples per second that this worker has computed lately.
+        environ: Environment to read; `os.environ` by default.
+        **values: Other numbers by name, such as `loss`. An array without dims is waited for.
     """
     global _is_reported_by_program
     numbers = {name: float(value) for name, value in values.items()}
@@ -61,8 +62,8 @@ def _write(environ: Mapping[str, str], said: Mapping[str, float | None]) -> None
     text = environ.get(STATUS_VARIABLE, "")
     if not text.isdecimal():
         return
-    # A program that a worker has started sees the variable, but has not inherited the descriptor,
-    # and may have a file of its own under that number.
+    # A program that a worker has started sees the variable, but has not inherited the descriptor.
+    # It may have a file of its own under that number.
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(int(text)).st_mode):
             for line in _lines(said):
@@ -70,7 +71,7 @@ def _write(environ: Mapping[str, str], said: Mapping[str, float | None]) -> None
 
 
 def _lines(said: Mapping[str, float | None]) -> Iterator[bytes]:
-    """Lines that are written whole or not at all."""
+    """Yields lines that are written completely or not at all."""
     line = b""
     for name, value in said.items():
         if value is None or not math.isfinite(value):
@@ -85,12 +86,12 @@ def _lines(said: Mapping[str, float | None]) -> Iterator[bytes]:
 
 
 def report_progress(extended: Any) -> None:
-    """Reports the steps of `fit`, of loops over distributed datasets and of coordinators.
+    """Reports the steps of `fit`, of loops over distributed datasets, and of coordinators.
 
-    Once a second, from a thread. Does nothing without the launcher.
+    Reports once a second, from a thread. Does nothing without the launcher.
 
     Args:
-        extended: `strategy.extended`, whose numbers are reported if it has done the most steps.
+        extended: A strategy's `strategy.extended`. The strategy with the most steps is reported.
     """
     if not os.environ.get(STATUS_VARIABLE):
         return
@@ -119,7 +120,7 @@ def _report(ended: threading.Event) -> None:
 
 @final
 class StatusReader:
-    """The launcher's end of the channel of one worker."""
+    """The launcher's end of one worker's channel."""
 
     def __init__(self) -> None:
         self._read_fd, self.write_fd = os.pipe()
@@ -127,18 +128,18 @@ class StatusReader:
         os.set_blocking(self.write_fd, False)
         self._pending = b""
         self._last: dict[str, float] = {}
-        self.num_unreadable = 0  # lines that are not what `report` writes
+        self.num_unreadable = 0  # lines that `report` does not write
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when `receive` has something to do."""
+        """Returns the descriptor that becomes readable when `receive` has something to do."""
         return self._read_fd
 
     def close_write_end(self) -> None:
-        """To be called when the worker has inherited it."""
+        """Closes the worker's end here; to be called once the worker has inherited it."""
         os.close(self.write_fd)
 
     def receive(self) -> bool:
-        """Reads what has come; false at the end."""
+        """Reads what has arrived; returns False at the end."""
         try:
             data = os.read(self._read_fd, 4096)
         except BlockingIOError:
@@ -152,18 +153,18 @@ class StatusReader:
         return bool(data)
 
     def close(self) -> None:
-        """Reads no more."""
+        """Stops reading."""
         os.close(self._read_fd)
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that the worker has said, the latest by name. For any thread."""
+        """Returns all numbers that the worker has reported, the latest of each. For any thread."""
         numbers = dict(self._last)
         if "step" in numbers:
             numbers.setdefault("num_steps", numbers["step"])
         return numbers
 
     def __str__(self) -> str:
-        """What the worker has said last, `""` if nothing."""
+        """Returns the worker's latest progress, `""` if there is none."""
         parts = []
         if "step" in self._last:
             parts.append(f"step {self._last['step']:.0f}")
@@ -177,4 +178,4 @@ class StatusReader:
         except (AttributeError, TypeError, ValueError):
             self.num_unreadable += 1
         else:
-            self._last = {**self._last, **values}  # others read it
+            self._last = {**self._last, **values}  # a new dict, because other threads read it

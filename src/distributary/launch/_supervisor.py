@@ -1,4 +1,4 @@
-"""Runs the workers of one host, as the job commands."""
+"""Runs the workers of one host, following the commands of the job."""
 
 import collections
 import secrets
@@ -36,12 +36,12 @@ from distributary.launch._worker import Worker
 
 __all__ = ["Supervisor"]
 
-# For the last lines of a worker to arrive that has ended. Processes that it has left behind may
-# hold its stderr open.
+# Time for the last lines of an ended worker to arrive. Processes that it has left behind may hold
+# its stderr open.
 _LAST_LINES_SECONDS = 0.3
-# For the worker that was lost to end, after one that has ended because of it.
+# Time for a lost worker to end, after a worker that has ended because of it.
 _LOST_WORKER_SECONDS = 1.0
-# For the chief to end after a worker or server that may end because the chief is about to.
+# Time for the chief to end, after a worker or server that may end because the chief is about to.
 _CHIEF_ENDS_SECONDS = 3.0
 _SECONDS_BETWEEN_TASKS = 1.0
 
@@ -49,26 +49,26 @@ _SECONDS_BETWEEN_TASKS = 1.0
 @final
 @dataclass
 class _Running:
-    """A worker of the current attempt, with what is read from it."""
+    """A worker of the current attempt, with its output and its status."""
 
     worker: Worker
     output: TaskOutput
     status: StatusReader
-    number: int  # decides the colour
+    number: int  # determines the color
     has_reported_nonsense: bool = False
     is_to_restart: bool = False
 
 
 @final
 class Supervisor:
-    """Starts, watches and ends the workers of one host.
+    """A supervisor, which starts, watches and ends the workers of one host.
 
     Args:
         options: The job.
         environ: Environment of the launcher.
-        link: Where the commands come from.
-        output: Where the output of workers and the messages go.
-        signals: The signals to the launcher.
+        link: Source of the commands.
+        output: Shows the output of workers, and messages.
+        signals: The signals that the launcher gets.
     """
 
     def __init__(
@@ -90,22 +90,22 @@ class Supervisor:
         self._num_restarts = 0
         self._token = secrets.token_hex(32) if options.num_servers else None
         self._cluster: dict[str, Sequence[str]] = {}
-        # The job ends with the tasks of this type.
+        # The job ends when all tasks of this type have ended.
         self._main_type = "chief" if options.num_servers else "worker"
         self._stop: Stop | None = None  # set while workers end for a restart
         self._exit: Exit | None = None  # set while workers end for good
-        self._has_finished = False  # and has said so
-        # What is to be reported, and when, if no other worker turns out to have failed first.
+        self._has_finished = False  # whether the job was told that all workers have finished
+        # The report to send, and when, unless another worker turns out to have failed first.
         self._follower: tuple[float, Failed] | None = None
-        # What has ended well before the chief, and when that is to be said if the chief goes on.
+        # Tasks that ended before the chief, and when to say so if the chief is still running.
         self._ended_early: list[tuple[float, Task]] = []
         self._started_at = time.monotonic()
-        # When the state of the tasks is to be sent, if it is.
+        # When to send the state of the tasks, if anybody wants it.
         self._tasks_at = self._started_at if link.wants_tasks else None
         self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
     def run(self) -> int:
-        """Returns the exit code of the job when no process of it is left on this host."""
+        """Runs until no process of the job is left on this host; returns the job's exit code."""
         self._watch(self._signals, self._on_signal)
         if self._link.fileno() >= 0:
             self._watch(self._link, self._on_command)
@@ -129,7 +129,7 @@ class Supervisor:
             self._selector.close()
 
     def status(self) -> str:
-        """The state in one line, `""` while there is nothing to say. For any thread."""
+        """Returns the state in one line, `""` while there is nothing to say. For any thread."""
         running = self._running
         if not running:
             return ""
@@ -146,7 +146,7 @@ class Supervisor:
         return " · ".join(parts)
 
     def tasks(self) -> Tasks:
-        """The tasks of this host. For any thread."""
+        """Returns the tasks of this host. For any thread."""
         running = self._running
         numbers = {str(r.worker.task): r.status.numbers() for r in running}
         return Tasks(self._states(running), numbers)
@@ -190,7 +190,7 @@ class Supervisor:
 
     def _on_command(self) -> None:
         try:
-            while commands := self._link.receive():  # obeying may cause further ones
+            while commands := self._link.receive():  # following them may cause more
                 for command in commands:
                     self._obey(command)
         except LaunchError as error:
@@ -279,7 +279,7 @@ class Supervisor:
         return running
 
     def _restart_if_gone(self, running: _Running) -> None:
-        """Starts a task again when all processes of the one before have ended."""
+        """Starts a task again once all processes of its previous run have ended."""
         is_ending = self._exit is not None or self._stop is not None
         if running.is_to_restart and running.worker.is_gone and not is_ending:
             new = self._start_task(running.worker.task, running.number)
@@ -374,7 +374,7 @@ class Supervisor:
                 running.status.close()
 
     def should_not_wait(self) -> bool:
-        """Whether the user wants the launcher to end although output is left to be written."""
+        """Returns whether the user wants the launcher to end even with output left to write."""
         return self._signals.wants_end_now(self._options.grace_seconds + 1)
 
     def _finish(self, command: Exit) -> int:

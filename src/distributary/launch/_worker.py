@@ -1,4 +1,4 @@
-"""One worker of the job, as the launcher sees it."""
+"""One worker of the job, as seen by the launcher."""
 
 import contextlib
 import os
@@ -22,17 +22,17 @@ _KEEPER = Path(__file__).with_name("_keeper.py")
 @final
 @dataclass(frozen=True)
 class Ending:
-    """How a process has ended.
+    """The way in which a process has ended.
 
     Args:
-        returncode: Its exit code, or the negative number of the signal that ended it.
+        returncode: Exit code of the process, or minus the number of the signal that ended it.
     """
 
     returncode: int
 
     @property
     def exit_code(self) -> int:
-        """The code that a shell reports: 128 + the number for a signal."""
+        """Exit code as a shell reports it: 128 + the number for a signal."""
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ class Ending:
 
 @final
 class Worker:
-    """A running worker with the keeper that is its parent.
+    """A running worker, together with the keeper process that is its parent.
 
     Args:
-        task: Which task it is.
-        command: Its command line.
-        environ: Its environment.
+        task: Task that the worker is.
+        command: Command line of the worker.
+        environ: Environment of the worker.
         grace_seconds: Seconds between TERM and KILL.
-        inherited_fd: A descriptor that it gets besides stdin, stdout and stderr.
+        inherited_fd: Descriptor that it gets in addition to stdin, stdout and stderr.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Worker:
         inherited_fd: int,
     ) -> None:
         self.task = task
-        self.ending: Ending | None = None  # None while it runs
-        self.is_gone = False  # whether its descendants have ended, too
+        self.ending: Ending | None = None  # None while it is running
+        self.is_gone = False  # true once its descendants have ended, too
         self.started_at = time.monotonic()
         self._pid: int | None = None
         self._received = b""
@@ -82,17 +82,17 @@ class Worker:
                 bufsize=0,
                 env=dict(environ),
                 pass_fds=(keeper_end.fileno(), inherited_fd),
-                # Ctrl-C goes to the launcher alone, and the launcher's group is not ours.
+                # Ctrl-C goes to the launcher alone, and the worker is not in the launcher's group.
                 start_new_session=True,
             )
         self._control.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when `receive` has something to do."""
+        """Returns the descriptor that becomes readable when `receive` has something to do."""
         return self._control.fileno()
 
     def take_output(self) -> tuple[int, int]:
-        """Descriptors of stdout and stderr, which belong to the caller from now on."""
+        """Returns the descriptors of stdout and stderr, which then belong to the caller."""
         descriptors = []
         for stream in (self._keeper.stdout, self._keeper.stderr):
             assert stream is not None
@@ -101,7 +101,7 @@ class Worker:
         return descriptors[0], descriptors[1]
 
     def receive(self) -> None:
-        """Takes note of what the keeper has said."""
+        """Reads and notes the messages of the keeper."""
         try:
             data = self._control.recv(4096)
         except BlockingIOError:
@@ -120,15 +120,15 @@ class Worker:
             self._finish()
 
     def terminate(self) -> None:
-        """Asks for the end: TERM now, KILL after the grace period."""
+        """Ends the worker: TERM now, KILL after the grace period."""
         self._send(b"T")
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends the worker at once."""
         self._send(b"K")
 
     def close(self) -> None:
-        """Ends it at once if it still runs, and waits for its end."""
+        """Ends the worker at once if it is still running, and waits for its end."""
         self.kill()
         self._control.close()
         self._keeper.wait()
@@ -137,7 +137,7 @@ class Worker:
         returncode = self._keeper.wait()
         self.is_gone = True
         self._control.close()
-        if self.ending is None:  # somebody has killed the keeper, and Linux thereby the worker
+        if self.ending is None:  # the keeper was killed and, on Linux, the worker with it
             self.ending = Ending(returncode or 1)
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""See a run: a page, files of its numbers, and profiles of some steps."""
+"""Shows a run: on a page, as numbers in files, and in profiles of some steps."""
 
 from distributary.monitoring._dashboard import Dashboard, StatisticsLogger, dashboard, serve
 from distributary.monitoring._numbers import numbers_of

@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with` block."""
+"""A base class for objects that are closed at the end of a `with` block."""
 
 from typing import Self
 
@@ -6,10 +6,10 @@ __all__ = ["Closing"]
 
 
 class Closing:
-    """A context manager that calls `close()`."""
+    """A context manager that calls `close()` at the end of its block."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes it."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a program starts to have its run seen."""
+"""The dashboard and the statistics logger, which a program starts to show its run."""
 
 import os
 import platform
@@ -21,10 +21,10 @@ __all__ = ["Dashboard", "StatisticsLogger", "dashboard", "serve"]
 
 @final
 class Dashboard(Closing):
-    """A page that shows a run while it goes on; a context manager that closes it.
+    """A page that shows a run while it is going on. A context manager that closes the page.
 
     Attributes:
-        url: Where it is.
+        url: Address of the page.
     """
 
     def __init__(self, url: str, close: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class Dashboard(Closing):
         self._close = close
 
     def close(self) -> None:
-        """Serves it no more."""
+        """Stops serving the page."""
         self._close()
 
     def __repr__(self) -> str:
@@ -40,22 +40,23 @@ class Dashboard(Closing):
 
 
 def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Dashboard:
-    """Serves a page that shows the run of a strategy: speed, loss, and what steps wait for.
+    """Serves a page that shows the run of a strategy: its speed, its loss, and its waiting times.
 
-    It shows the numbers of `strategy.step_statistics`, those of a `ClusterCoordinator`, the logs of
-    `fit`, and what the program says with `distributary.launch.report`. With several workers it
-    shows those of this process; `distributary launch --dashboard` shows all workers.
+    The page shows the numbers of `strategy.step_statistics`, the numbers of a `ClusterCoordinator`,
+    the logs of `fit`, and everything that the program passes to `distributary.launch.report`. With
+    several workers it shows only this process; `distributary launch --dashboard` shows all of them.
 
     Args:
         strategy: The strategy.
-        port: Where to listen; 0 takes a free port.
-        address: On which address. Anybody who reaches it can read the page: there is no password.
+        port: Port to listen on; 0 takes a free one.
+        address: Address to listen on. There is no password: anybody who reaches the address can
+            read the page.
 
     Returns:
-        An object with the `url`, to be closed by `close()` or as a context manager.
+        An object with the `url`. Call its `close()`, or use it as a context manager.
 
     Raises:
-        InvalidTypeError: if `strategy` is no strategy.
+        InvalidTypeError: if `strategy` is not a strategy.
         InvalidValueError: for an impossible port.
         OSError: if the port is taken.
     """
@@ -82,13 +83,9 @@ def serve(
     Args:
         collect: Returns the numbers of every task by its name.
         describe: Returns title, subtitle and the state of the tasks.
-        port: Where to listen; 0 takes a free port.
-        address: On which address.
+        port: Port to listen on; 0 takes a free one.
+        address: Address to listen on.
         seconds: Seconds between samples.
-
-    Raises:
-        InvalidValueError: for an impossible port.
-        OSError: if the port is taken.
     """
     if not 0 <= port < 1 << 16:
         raise InvalidValueError(f"dashboard: port is {port}, expected 0 to 65535; 0 takes any.")
@@ -111,19 +108,20 @@ def serve(
 
 @final
 class StatisticsLogger(Closing):
-    """Writes the numbers of the run of a strategy to files until it is closed.
+    """A logger that writes the numbers of a strategy's run to files until you close it.
 
-    They are those of `dashboard`. A context manager; the last numbers are written at its end.
+    The numbers are those of `dashboard`. It is a context manager, and writes the last numbers at
+    its end.
 
     Args:
         strategy: The strategy.
-        json_lines: File that gets a line of JSON per sample; what it has is kept.
+        json_lines: File that gets one line of JSON per sample. Lines that it already has are kept.
         tensorboard: Folder for a TensorBoard event file, which needs tensorboardX.
         seconds: Seconds between samples.
 
     Raises:
-        InvalidTypeError: if `strategy` is no strategy.
-        InvalidValueError: without a file, or if `seconds` is not positive.
+        InvalidTypeError: if `strategy` is not a strategy.
+        InvalidValueError: if you give no file, or `seconds` is not positive.
         MissingPackageError: for `tensorboard` without tensorboardX.
     """
 

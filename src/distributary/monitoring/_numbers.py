@@ -1,4 +1,4 @@
-"""Numbers of a run, flat and by name: the same on the page, in files and on the way to a launcher.
+"""Numbers of a run by name: the same on the page, in files and on the way to a launcher.
 
 Names have the form of TensorBoard's tags, `"step/compute_seconds"` for example.
 """
@@ -17,7 +17,7 @@ __all__ = ["Numbers", "finite", "numbers_of", "rates"]
 
 Numbers: TypeAlias = dict[str, float]
 
-# Of a step, in the time between two samples.
+# Reported per step, for the time between two samples.
 _PER_STEP = (
     "seconds",
     "host_seconds",
@@ -28,14 +28,14 @@ _PER_STEP = (
 
 
 def numbers_of(extended: Any) -> Numbers:
-    """What is known of the run of a strategy in this process, as sums since its beginning.
+    """Returns all numbers of a strategy's run in this process, as sums since its beginning.
 
     Args:
         extended: `strategy.extended`.
 
     Returns:
-        Those of `StepStatistics`, of a `ClusterCoordinator`'s `statistics()` below
-        `"coordinator/"`, the latest logs of `fit` and what `launch.report` was given.
+        The numbers of `StepStatistics`; below `"coordinator/"`, those of a `ClusterCoordinator`'s
+        `statistics()`; the latest logs of `fit`; and the numbers passed to `launch.report`.
     """
     numbers: Numbers = {
         "num_replicas": extended.num_replicas,
@@ -43,7 +43,7 @@ def numbers_of(extended: Any) -> Numbers:
     }
     numbers |= _flat(extended.step_counts.snapshot(), "")
     for name, collect in list(extended.statistics_sources.items()):
-        with contextlib.suppress(DistributaryError):  # a server is lost
+        with contextlib.suppress(DistributaryError):  # raised if a server is lost
             numbers |= _flat(collect(), f"{name}/")
     if "coordinator/num_done" in numbers:
         numbers["num_steps"] += numbers["coordinator/num_done"]
@@ -51,7 +51,7 @@ def numbers_of(extended: Any) -> Numbers:
 
 
 def _flat(statistics: Any, prefix: str) -> Numbers:
-    """The numbers in a dataclass, and in those that it has tuples of."""
+    """Returns the numbers in a dataclass, and in dataclasses in its tuples."""
     assert is_dataclass(statistics)
     numbers: Numbers = {}
     for field in fields(statistics):
@@ -65,15 +65,15 @@ def _flat(statistics: Any, prefix: str) -> Numbers:
 
 
 def finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
-    """Numbers for JSON, with None for those that it cannot have."""
+    """Returns the numbers with None for those that JSON cannot represent."""
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def rates(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Numbers:
-    """What has changed between two samples that lie some seconds apart, per second and per step."""
+    """Returns the changes between two samples `seconds` apart, per second and per step."""
     changes = {name: after[name] - before[name] for name in after.keys() & before.keys()}
     if not seconds or any(changes.get(name, 0) < 0 for name in ("num_steps", "num_examples")):
-        return {}  # it has started again in between
+        return {}  # the process has been started again in between
     num_steps = changes.get("num_steps", 0)
     found: Numbers = {}
     for name in ("steps", "examples", "runs"):

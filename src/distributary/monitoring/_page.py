@@ -1,4 +1,4 @@
-"""The page that shows a run, and the numbers it asks for."""
+"""The page that shows a run, and the numbers that it requests."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from distributary.monitoring._server import Answer
 
 __all__ = ["Describe", "respond"]
 
-# What does not change with every sample: `title`, a line below it, and rows of `tasks`.
+# Returns what is not in the samples: `title`, a line below it, and rows of `tasks`.
 Describe: TypeAlias = Callable[[], dict[str, Any]]
 
 _POLICY = (
@@ -29,7 +29,7 @@ _HEADERS = {
 
 
 def respond(recorder: Recorder, describe: Describe, path: str) -> Answer | None:
-    """The page at `/`, and the samples from number `first` on at `/stats.json?first=0`."""
+    """Returns the page for `/`, and the samples from number 0 on for `/stats.json?first=0`."""
     url = urlsplit(path)
     if url.path == "/":
         return Answer(_page(), "text/html; charset=utf-8", headers=_HEADERS)

@@ -21,18 +21,18 @@ _STEP = "step"
 def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
     """Records what the next steps do, on the host and on the devices.
 
-    A step is what lies between two batches of `fit` or of a loop over a distributed dataset; in the
-    profile it is a slice named `step`, on the thread that calls the program. The recording begins
-    with the next batch that is not the first one of its loop, for which programs are compiled, and
-    ends `num_steps` batches later, or when the profile is closed.
+    A step lasts from one batch to the next, of `fit` or of a loop over a distributed dataset. In
+    the profile it is a slice named `step`, on the thread that calls the program. The recording
+    starts with the next batch, but never with the first batch of a loop, for which programs are
+    compiled. It ends `num_steps` batches later, or when you close the profile.
 
     Args:
-        path: The file to write, `"profile.json.gz"` for example: Chrome's trace format, compressed,
-            which https://ui.perfetto.dev opens. It is not sent anywhere.
+        path: The file to write, `"profile.json.gz"` for example. It has Chrome's trace format,
+            compressed; open it with https://ui.perfetto.dev. It is not sent anywhere.
         num_steps: Number of steps.
 
     Returns:
-        The recording, to be used as a context manager or closed with `close()`.
+        The recording. Use it as a context manager, or call its `close()`.
 
     Raises:
         ContextError: if another profile is being recorded.
@@ -50,7 +50,7 @@ class Profile(Closing):
     """A recording; made by `profile`.
 
     Attributes:
-        path: The file, which is there when the recording has ended.
+        path: Path of the file, which exists once the recording has ended.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -62,7 +62,7 @@ class Profile(Closing):
         profiled_steps.begin_step = self._begin_step
 
     def close(self) -> None:
-        """Ends the recording, unless it has ended, and writes the file if there were any steps."""
+        """Ends the recording if it has not ended, and writes the file if there were any steps."""
         if profiled_steps.begin_step != self._begin_step:
             return
         profiled_steps.begin_step = None

@@ -18,25 +18,25 @@ _NUM_KEPT: Final = 900
 
 
 class Sink(Protocol):
-    """Where samples go."""
+    """A destination of samples."""
 
     def write(self, when: float, numbers: Numbers) -> None:
-        """Takes the numbers of a process at some time, in seconds since 1970."""
+        """Writes the numbers of a process at a time, given in seconds since 1970."""
         ...
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the rest, and closes."""
         ...
 
 
 @final
 class Recorder:
-    """Samples numbers from a thread until it is closed or the program ends, and once more then.
+    """A thread that samples numbers, for the last time when it is closed or the program ends.
 
     Args:
         collect: Returns the numbers of every task by its name.
         seconds: Seconds between samples.
-        sinks: Where the numbers of the only task go.
+        sinks: Destinations for the numbers, if there is only one task.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Recorder:
         self._thread = start_thread(self._run, self._closed.set, "distributary-statistics")
 
     def samples(self, first: int = 0) -> tuple[list[Sample], int]:
-        """Those that are kept from number `first` on, and the number of the next one."""
+        """Returns the kept samples from number `first` on, and the number of the next sample."""
         with self._lock:
             num_kept = min(len(self._samples), max(0, self._num_samples - first))
             return list(self._samples)[len(self._samples) - num_kept :], self._num_samples

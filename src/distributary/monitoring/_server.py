@@ -1,4 +1,4 @@
-"""Answers HTTP requests, by default only from this machine."""
+"""A server for HTTP requests, by default only from this machine."""
 
 import contextlib
 import errno
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class Answer:
-    """What a request is answered with.
+    """An answer to a request.
 
     Args:
         content: The body.
-        content_type: Its type.
+        content_type: Media type of the body.
         status: The HTTP status.
-        headers: Further headers.
+        headers: Additional headers.
     """
 
     content: bytes
@@ -38,13 +38,13 @@ class Answer:
 
 
 _BACKLOG = 128
-_MAX_CLIENTS = 256  # more than are accepted at once, so that each is heard
+_MAX_CLIENTS = 256  # more than one accept can bring, so that each gets its turn
 _MAX_REQUEST_BYTES = 1 << 14
 _MAX_WAITING_BYTES = 1 << 26
 _SEND_BUFFER_BYTES = 1 << 17
-_PART_BYTES = 1 << 16  # of an answer, which asyncio copies
+_PART_BYTES = 1 << 16  # part of an answer that is sent at once, because asyncio copies it
 _REQUEST_SECONDS, _ANSWER_SECONDS = 10.0, 30.0
-_CLOSE_SECONDS = 5.0  # for an answer that is being made
+_CLOSE_SECONDS = 5.0  # for an answer that is still being made
 
 _NOTHING: Final = memoryview(b"")
 
@@ -56,7 +56,7 @@ _BAD_HOST = Answer(b"The header Host names another machine.\n", status=403)
 @final
 @dataclass
 class _Client:
-    """A connection, what is left to send of the answer, and how large that is as a whole."""
+    """A connection, the rest of the answer that is left to send, and the answer's whole size."""
 
     transport: "WriteTransport"
     unread: memoryview = _NOTHING
@@ -65,29 +65,30 @@ class _Client:
 
 @final
 class HttpServer:
-    """Answers GET requests from one thread, however many clients there are and however slow.
+    """A server that answers GET requests in one thread, for any number of clients, even slow ones.
 
-    A client has ten seconds for its request and half a minute to read the answer. When there are
-    too many clients, or too much is waiting to be read, the one that has been there longest is cut
-    off. So no number of idle connections keeps others out, or takes more than some megabytes.
+    A client has ten seconds for its request and half a minute to read the answer. If there are too
+    many clients, or too much is waiting to be read, the client that has been there longest is cut
+    off. So idle connections, however many, neither keep others out nor take more than some
+    megabytes.
 
-    A web page of a stranger can have a name of its own stand for this machine, and so make a
-    browser read what only this machine may (DNS rebinding). So the header Host must be an IP
-    address, `localhost`, `address` or the name of this machine.
+    A malicious web page can make its own host name point to this machine, and so have a browser
+    read what only this machine may read (DNS rebinding). So the header Host must be an IP address,
+    `localhost`, `address` or the name of this machine.
 
     Args:
-        address: Where to listen.
+        address: Address to listen on.
         port: The first port to try; 0 takes a free one.
-        respond: From the path, with its query, to the answer; None if there is no such page. One
-            call at a time.
+        respond: Returns the answer for a path with its query; None if there is no such page. Runs
+            for one request at a time.
         name: Name of the thread.
-        num_ports: How many ports from the first one on may be tried if they are taken.
+        num_ports: Number of ports, from the first one on, to try if they are taken.
 
     Attributes:
-        port: The port that was taken.
+        port: Port on which it listens.
 
     Raises:
-        OSError: if no port can be had.
+        OSError: if none of the ports is available.
     """
 
     def __init__(
@@ -99,15 +100,15 @@ class HttpServer:
         self._request_type = _request_type(respond, hosts)
         self._socket = _listen(address, range(port, port + num_ports))
         self.port: int = self._socket.getsockname()[1]
-        self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest one first
+        self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest comes first
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends its thread."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """Stops the server and ends its thread."""
+        with contextlib.suppress(RuntimeError):  # raised if the thread has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_SECONDS)
 
@@ -124,14 +125,14 @@ class HttpServer:
             self._accept, sock=self._socket, limit=_MAX_REQUEST_BYTES, backlog=_BACKLOG
         )
         await self._closing.wait()
-        # Not `close` yet: it would leave open what is being accepted.
+        # `close` comes later: here it would leave connections open that are being accepted.
         self._loop.remove_reader(self._socket.fileno())
         for client in list(self._clients):
             self._cut_off(client)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
         server.close()
-        await asyncio.sleep(0)  # what was cut off is closed
+        await asyncio.sleep(0)  # lets connections that were cut off close
 
     def _accept(self, reader: "StreamReader", writer: "StreamWriter") -> None:
         import asyncio
@@ -165,14 +166,14 @@ class HttpServer:
                     await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        except (asyncio.IncompleteReadError, OSError, TimeoutError):  # it has gone, or is too slow
+        except (asyncio.IncompleteReadError, OSError, TimeoutError):  # client gone, or too slow
             pass
         finally:
-            if client in self._clients:  # not cut off
+            if client in self._clients:  # it was not cut off
                 self._cut_off(client)
 
     def _make_room(self, newest: "Task[None]") -> None:
-        """Cuts off those that have been there longest, if there are too many."""
+        """Cuts off the oldest clients if there are too many, or too much is waiting."""
         total = sum(client.num_bytes for client in self._clients.values())
         for oldest in list(self._clients):
             if len(self._clients) <= _MAX_CLIENTS and total <= _MAX_WAITING_BYTES:
@@ -183,18 +184,18 @@ class HttpServer:
 
     def _cut_off(self, client: "Task[None]") -> None:
         place = self._clients.pop(client)
-        place.unread = _NOTHING  # the exception that ends the task keeps it for a while
-        if place.transport.get_extra_info("socket").fileno() >= 0:  # else asyncio has closed it
+        place.unread = _NOTHING  # because the exception that ends the task keeps it for a while
+        if place.transport.get_extra_info("socket").fileno() >= 0:  # not yet closed by asyncio
             place.transport.abort()
         client.cancel()
 
 
 def _request_type(respond: _Respond, hosts: set[str]) -> Any:
-    """The class of requests, from whose heads they make their answers."""
+    """Returns a class of requests that make their answers from their heads."""
     from http.server import BaseHTTPRequestHandler
 
     class Request(BaseHTTPRequestHandler):
-        def __init__(self, head: bytes | None) -> None:  # that of the base reads from a socket
+        def __init__(self, head: bytes | None) -> None:  # the base class reads from a socket
             self.rfile = io.BytesIO(head or b"")
             self.wfile = io.BytesIO()
             self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
@@ -227,7 +228,7 @@ def _request_type(respond: _Respond, hosts: set[str]) -> Any:
 
 
 def _host_of(header: str) -> str:
-    """The host in `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
+    """Returns the host in `HOST:PORT`, `HOST` or `[IPV6]:PORT`."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower()
@@ -247,7 +248,7 @@ def _listen(address: str, ports: range) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Of connections: what nobody reads takes memory of the system, too.
+            # Limits the send buffers of connections: unread answers also take memory of the system.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             listener.bind((address, port))
             listener.listen(_BACKLOG)

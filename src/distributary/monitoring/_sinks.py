@@ -1,4 +1,4 @@
-"""Files with the numbers of a run."""
+"""Writes the numbers of a run to files."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ __all__ = ["JsonLines", "TensorBoard"]
 
 @final
 class JsonLines:
-    """A line of JSON per sample: `time`, in seconds since 1970, and the numbers by name.
+    """A file with one line of JSON per sample: `time`, in seconds since 1970, and the numbers.
 
-    JSON has no infinity: such numbers, and those that are none, are null.
+    JSON has no infinity and no NaN: such numbers become null.
 
     Args:
-        path: The file; lines are added to it. Its folder is made.
+        path: The file, to which lines are added. Its folder is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,7 +25,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, when: float, numbers: Numbers) -> None:
-        """Adds a line."""
+        """Adds a line with the numbers."""
         self._file.write(json.dumps({"time": when, **finite(numbers)}) + "\n")
         self._file.flush()
 
@@ -36,7 +36,7 @@ class JsonLines:
 
 @final
 class TensorBoard:
-    """An event file with a scalar per number, over the steps.
+    """A TensorBoard event file with a scalar for every number, over the steps.
 
     Args:
         folder: TensorBoard's `--logdir`, or a folder below it.
@@ -58,5 +58,5 @@ class TensorBoard:
             self._writer.add_scalar(name, value, int(numbers["num_steps"]), when)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the rest, and closes the file."""
         self._writer.close()

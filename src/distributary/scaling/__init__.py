@@ -1,6 +1,7 @@
-"""What more replicas bring on this machine, and what more machines would.
+"""Measures what more replicas gain on this machine, and predicts what more machines would gain.
 
-What `distributary bench` is made of. `import distributary` does not import this package.
+The command `distributary bench` is built on it. `import distributary` does not import this
+package.
 """
 
 from distributary.scaling._measurement import Program, Row, default_replicas, measure

@@ -1,4 +1,4 @@
-"""Starts a script once per number of replicas, each time with as many devices."""
+"""Runs a script once for each number of replicas, with that number of devices."""
 
 import json
 import os
@@ -26,9 +26,9 @@ class Program:
     """A script that trains.
 
     Args:
-        script: Its path, or the name of a module.
-        arguments: Its arguments.
-        is_module: Whether it is a module.
+        script: Path of the script, or name of a module.
+        arguments: Arguments of the script.
+        is_module: Whether `script` names a module.
         step_name: Name of the step's function; None for the first program that updates a trainable
             variable.
     """
@@ -42,12 +42,12 @@ class Program:
 @final
 @dataclass(frozen=True)
 class Row:
-    """What was measured with one number of replicas.
+    """The measurement with one number of replicas.
 
     Args:
         timing: The measurement.
-        efficiency: Examples per second and replica, over those of the smallest number of replicas;
-            None if the size of the batch cannot be told.
+        efficiency: Examples per second and replica, divided by those with the smallest number of
+            replicas; None if the batch size is unknown.
     """
 
     timing: Timing
@@ -55,18 +55,18 @@ class Row:
 
     @property
     def examples_per_second(self) -> float | None:
-        """Of all replicas together; None if the size of the batch cannot be told."""
+        """Examples per second of all replicas together; None if the batch size is unknown."""
         examples = self.timing.examples_per_step
         return None if examples is None else examples / self.timing.seconds
 
     @property
     def communication(self) -> float:
-        """Time of the all-reduces alone over that of the whole step."""
+        """Time of the all-reduces alone, divided by the time of the whole step."""
         return self.timing.reduction_seconds / self.timing.seconds
 
 
 def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the number of GPUs, or of cores if there are none."""
+    """Returns 1, 2, 4, ... up to the number of GPUs, or of cores if there are none."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         num_gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
@@ -80,11 +80,11 @@ def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
 def measure(
     program_of: Mapping[int, Program], seconds: float, environ: Mapping[str, str]
 ) -> list[Row]:
-    """Runs a program once per number of replicas, one after the other.
+    """Measures a program with each number of replicas, one after the other.
 
     Args:
-        program_of: The program by the number of replicas.
-        seconds: How long to measure each.
+        program_of: The program for each number of replicas.
+        seconds: Seconds for which to measure each.
         environ: The environment.
 
     Raises:
@@ -135,7 +135,7 @@ def _timed(
 
 
 def _environ(num_replicas: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which as many CPU devices and GPUs are there."""
+    """Returns an environment with this number of CPU devices and GPUs."""
     result = {**ALLOCATOR_SETTINGS, **environ} if sys.platform == "linux" else dict(environ)
     gpus = environ.get("CUDA_VISIBLE_DEVICES")
     names = gpus.split(",") if gpus else [str(i) for i in range(num_replicas)]

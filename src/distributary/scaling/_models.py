@@ -1,4 +1,4 @@
-"""Models that `distributary bench` measures without a script of the user."""
+"""Models that `distributary bench` measures if you give it no script."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -69,4 +69,4 @@ MODELS: Final[Mapping[str, tuple[Callable[..., Any], ...]]] = {
     "mlp": (_mlp_sizes, _mlp, _mlp_batch),
     "transformer": (_transformer_sizes, _transformer, _transformer_batch),
 }
-"""Shapes of the weights, the scores of a batch, and a batch, by the name of the model."""
+"""Shapes of the weights, scores of a batch, and a batch, by the name of the model."""

@@ -1,4 +1,4 @@
-"""Measurements and predictions as a picture, for terminals and as PNG."""
+"""Pictures of measurements and predictions, for terminals and as PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _BAR_WIDTH = 60
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """A bar per number of replicas: the time of a step, and in it that of all-reduces alone."""
+    """Returns a bar per number of replicas: the step's time, and in it that of its all-reduces."""
     longest = max(row.timing.seconds for row in rows)
     lines = ["time of a step, █ of which ▒ is what its all-reduces take alone"]
     for row in rows:
@@ -27,10 +27,10 @@ def draw(rows: Sequence[Row]) -> str:
 def write_png(
     path: Path, title: str, rows: Sequence[Row], predictions: Sequence[Prediction]
 ) -> None:
-    """Writes the time of a step and the efficiency; what is predicted is dashed.
+    """Writes a picture of step times and efficiency, with predictions as dashed lines.
 
     Raises:
-        MissingPackageError: without matplotlib.
+        MissingPackageError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

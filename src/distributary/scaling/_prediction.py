@@ -1,4 +1,4 @@
-"""What several machines like this one would do, by a model: nothing here was measured on them."""
+"""Predicts the step time on several machines like this one. Nothing here is measured on them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ __all__ = ["Network", "Prediction", "predict"]
 @final
 @dataclass(frozen=True)
 class Network:
-    """What connects the hosts.
+    """The network between the hosts.
 
     Args:
-        latency_seconds: One way.
-        bytes_per_second: Of a host, in each direction at the same time.
+        latency_seconds: Latency in one direction.
+        bytes_per_second: Bandwidth of a host, in each direction at the same time.
         origin: Where these numbers come from.
     """
 
@@ -28,14 +28,14 @@ class Network:
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says about a number of hosts.
+    """The prediction for a number of hosts.
 
     Args:
         num_hosts: Number of hosts.
-        num_replicas: Number of replicas on all of them.
-        seconds: Per step.
-        examples_per_second: Of all replicas; None if the size of the batch cannot be told.
-        efficiency: Time of a step of one host over `seconds`.
+        num_replicas: Number of replicas on all hosts together.
+        seconds: Seconds per step.
+        examples_per_second: Examples per second of all replicas; None if the batch size is unknown.
+        efficiency: Time of a step on one host, divided by `seconds`.
     """
 
     num_hosts: int
@@ -46,14 +46,16 @@ class Prediction:
 
 
 def predict(row: Row, network: Network, hosts: Sequence[int]) -> list[Prediction]:
-    """Adds to the measured step of one host a ring all-reduce between hosts, not overlapped.
+    """Predicts steps on several hosts: the measured step, and then a ring all-reduce.
 
-    The ring takes 2 (N - 1) / N times the bytes over the bandwidth, and for each all-reduce
-    2 (N - 1) times the latency; a host keeps its batch, so the global batch grows with the hosts.
+    The ring between the hosts does not overlap with the step. It takes 2 (N - 1) / N times the
+    bytes divided by the bandwidth, and for each all-reduce 2 (N - 1) times the latency. Each host
+    keeps its batch, so the global batch grows with the number of hosts.
 
     Args:
-        row: The measurement of one host, with several replicas: one reduces nothing.
-        network: What connects the hosts.
+        row: The measurement of one host. It must have several replicas, because a single one
+            reduces nothing.
+        network: The network between the hosts.
         hosts: Numbers of hosts.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of

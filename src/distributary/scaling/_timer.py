@@ -1,4 +1,4 @@
-"""Times the training step of a script while the script runs."""
+"""Measures the training step of a script while the script runs."""
 
 import time
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from distributary.topology import REPLICA_AXIS, ProgramKind
 
 __all__ = ["StepTimer", "Timing"]
 
-_NUM_WARM_UP_STEPS = 3  # the first one compiles, the next ones may allocate
+_NUM_WARM_UP_STEPS = 3  # the first one compiles, and the next ones may allocate memory
 _NUM_BLOCKS = 5
 _NUM_REDUCTIONS = 20
 
@@ -24,17 +24,17 @@ _NUM_REDUCTIONS = 20
 @final
 @dataclass(frozen=True)
 class Timing:
-    """How long the steps of a script take on some replicas of this machine.
+    """The time that steps of a script take on some replicas of this machine.
 
     Args:
         step: Name of the step's function, or of the Keras method.
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
         num_replicas: Number of replicas.
         block_seconds: Seconds per step, input and Python included, of several runs of steps.
-        examples_per_step: Size of the global batch; None if it cannot be told.
-        num_reductions: How many all-reduces are in a step.
-        reduced_bytes: What they reduce; reduce-scatters and all-gathers count half.
-        reduction_seconds: How long all-reduces of these sizes take alone.
+        examples_per_step: Size of the global batch; None if unknown.
+        num_reductions: Number of all-reduces in a step.
+        reduced_bytes: Bytes that they reduce; reduce-scatters and all-gathers count half.
+        reduction_seconds: Seconds that all-reduces of these sizes take alone.
     """
 
     step: str
@@ -54,10 +54,10 @@ class Timing:
 
 @final
 class StepTimer:
-    """A watcher, see `watch_programs`, that ends the script when it has measured enough.
+    """A watcher of programs, see `watch_programs`, that ends the script after enough steps.
 
     Args:
-        seconds: How long to measure.
+        seconds: Seconds for which to measure.
         step_name: Name of the function that is the step; None for the first program that updates a
             trainable variable.
     """
@@ -67,18 +67,18 @@ class StepTimer:
         self._step_name = step_name
         self._step: _Step | None = None
         self._num_warm = 0
-        self._num_steps = 0  # of the block
+        self._num_steps = 0  # in the current block
         self._start = 0.0
         self._blocks: list[float] = []
 
     def wrap(self, call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
-        """What is called in the place of a program."""
+        """Returns the function to call in place of a program."""
         if not (kind.trains if self._step_name is None else kind.name == self._step_name):
             return call
         return _Step(call, mesh, kind.name, self._run)
 
     def timing(self, script: str) -> Timing:
-        """What was measured; times the all-reduces alone.
+        """Returns the measurement; measures the all-reduces alone.
 
         Raises:
             InvalidValueError: if the script has taken too few steps.
@@ -101,7 +101,7 @@ class StepTimer:
         if self._step is None:
             self._step = step
             step.remember(args)
-        if self._step is not step:  # the same function for another shape
+        if self._step is not step:  # the same function, but for another shape
             return step.call(*args)
         result = step.call(*args)
         if self._num_warm < _NUM_WARM_UP_STEPS:
@@ -118,7 +118,7 @@ class StepTimer:
         return result
 
     def _begin_after(self, result: Any) -> float:
-        """Begins a block when the devices are through; returns when that was."""
+        """Starts a block once the devices have finished; returns the time of its start."""
         jax.block_until_ready(result)
         self._num_steps = 0
         self._start = time.perf_counter()
@@ -127,7 +127,7 @@ class StepTimer:
 
 @final
 class _Step:
-    """What stands for the jitted function of a step."""
+    """A stand-in for the jitted function of a step."""
 
     def __init__(self, call: Any, mesh: jax.sharding.Mesh | None, name: str, run: Any) -> None:
         self.call = call
@@ -137,18 +137,18 @@ class _Step:
         self._specs: Any = None
 
     def lower(self, *args: Any) -> Any:
-        """The function lowered for arguments."""
+        """Returns the function lowered for arguments."""
         return self.call.lower(*args)
 
     def __call__(self, *args: Any) -> Any:
         return self._run(self, args)
 
     def remember(self, args: tuple[Any, ...]) -> None:
-        """Keeps the shapes of the arguments, which the call consumes."""
+        """Keeps the shapes of the arguments, because the call donates them."""
         self._specs = jax.tree.map(placed_struct_of, args)
 
     def timing(self, block_seconds: tuple[float, ...]) -> Timing:
-        """With what can be told of the program."""
+        """Returns the measurement, with what is known about the program."""
         mesh = self._mesh
         num_replicas = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
         sizes: list[int] = []
@@ -174,11 +174,11 @@ class _Step:
 
 
 def _num_examples(data: Any, num_replicas: int) -> int | None:
-    """Size of the global batch among the arguments of a step; None if there is none."""
+    """Returns the size of the global batch in the arguments of a step; None if there is none."""
     for leaf in jax.tree.leaves(data):
         shape = np.shape(leaf)
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None and shape:  # of Keras, from the host: the global batch
+        if sharding is None and shape:  # from Keras, on the host: the global batch
             return shape[0]
         spec = getattr(sharding, "spec", None)
         if spec == P(REPLICA_AXIS) and len(shape) > 1:

@@ -1,7 +1,7 @@
-"""The program that `distributary bench` runs where it has no script: trains one of the models.
+"""The program that `distributary bench` runs without a script: it trains one of the models.
 
-It is a program like a user's. The batch lies on the devices from the beginning, so that no input is
-measured, and the loop has no end: who measures ends it.
+It is like a user's program. The batch is on the devices from the start, so that the measurement
+includes no input. The loop is endless: whoever measures it ends it.
 """
 
 import argparse
