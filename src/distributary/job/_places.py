@@ -73,7 +73,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        # By id, because code compares by content. The code stays alive with its id.
+        # By id, because code compares by content. The entry keeps the code alive, and so its id.
         self._assigned: dict[int, tuple[CodeType, tuple[str, ...], tuple[str, ...]]] = {}
         self._waiting: dict[str, bool] = {}  # by file
         self._calls: dict[tuple[int, int], tuple[CodeType, str]] = {}

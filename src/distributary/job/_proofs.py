@@ -1,7 +1,7 @@
 """Proofs that a process knows the job's secret, without sending the secret.
 
-A proof is an HMAC over what both ends have said, which includes a challenge from each end. So a
-proof that somebody has overheard proves nothing in another conversation.
+A proof is an HMAC over what both ends have said, including a challenge from each end. So a proof
+that was overheard proves nothing in another conversation.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Finds the values of a replica program that can differ between replicas.
 
 A value varies if it depends on per-replica input, on the replica id or on something outside of the
-program, and does not pass through a collective that gives every replica the same result. With two
-replicas, of which each has its own `a`:
+program, and does not pass through a collective that gives every replica the same result. On two
+replicas that each have their own `a`:
 
     { lambda ; a:f32[2] b:f32[2]. let     a varies, b agrees
         c:f32[2] = mul a b                varies

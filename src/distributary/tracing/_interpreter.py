@@ -332,7 +332,7 @@ class _Interpreter:
         pullback = self._pullbacks.pop(tape, None)
         if pullback is None or pullback.eqn is not eqn:
             # This is not the tape's first gradient, or two tapes overlap. The recorded equations
-            # are evaluated once more; XLA merges what is computed twice.
+            # are evaluated once more; XLA merges the two computations.
             start, stop = tape_region(eqns, index)
             region = _leading_to(eqn, eqns[start:stop])
             pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])

@@ -101,7 +101,7 @@ class _Parting:
     def add(self, eqn: Equation) -> None:
         """Adds the next equation of the program."""
         eqn = eqn.replace(invars=[self.renamed(v) for v in eqn.invars])
-        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # the gradient of joining
+        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # gradient of a concatenation
             ends = np.cumsum(eqn.params["sizes"]).tolist()
             for v, start, end in zip(eqn.outvars, [0, *ends], ends, strict=False):
                 self.add(_slice(eqn.invars[0], start, end, v))

@@ -137,7 +137,7 @@ def relation_of_replica(jaxpr: Any, is_batch: Sequence[bool], num_captures: int)
     sizes = {v.aval.shape[0] for v, batch in zip(jaxpr.invars, is_batch, strict=True)
              if batch and v.aval.ndim and not _is_key(v.aval)}  # fmt: skip
     if len(sizes) != 1 or sizes == {1}:
-        return None  # not a batch and its parts
+        return None  # these are no parts of one batch, or have one row
     inputs = []
     for i, (v, batch) in enumerate(zip(jaxpr.invars, is_batch, strict=True)):
         if batch and v.aval.ndim and not _is_key(v.aval):

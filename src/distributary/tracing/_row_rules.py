@@ -62,7 +62,7 @@ class Value(NamedTuple):
     hidden: tuple[Any, ...] = ()
     # For rows: whether a sum over rows has been added to each.
     mixed: bool = False
-    # Whether it depends on what is trained, or on anything else but the batch.
+    # Whether it depends on trained values, or on anything else but the batch.
     trained: bool = False
     random: bool = False
     # Whether it has come through a transposed equation; for a related value, since the relation.

@@ -2,7 +2,7 @@
 
 A worker does not need a whole table if it only gathers rows, by numbers that do not depend on
 variables. Its gradient is then a scatter into zeros, which is zero in all other rows. Both are
-found in the jaxpr of the worker. With a table of 1000 rows, of which `ids` name 3,
+found in the jaxpr of the worker. With a table of 1000 rows, 3 of them named by `ids`,
 
     { lambda ; t:f32[1000,2] ids:i32[3,1]. let
         a:f32[3,2] = gather t ids
