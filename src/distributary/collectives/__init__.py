@@ -1,4 +1,4 @@
-"""Values in, values out: all-reduce and all-gather over the replicas."""
+"""All-reduce and all-gather over the replicas, as functions of values."""
 
 from distributary.collectives._algorithms import all_gather, all_reduce_of_vectors
 from distributary.collectives._cross_device_ops import (

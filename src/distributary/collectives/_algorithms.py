@@ -1,7 +1,7 @@
 """Ways to sum arrays over the replica axis inside a replica program.
 
-Each takes this replica's arrays and returns their sums over all replicas. They differ in the
-collectives they compile to, not in the result.
+Each takes this replica's arrays and returns their sums over all replicas. They compile to different
+collectives, with the same result.
 """
 
 import functools
@@ -19,27 +19,31 @@ from distributary.tracing import current_scope
 
 Array: TypeAlias = Any
 Sum: TypeAlias = Callable[[list[Array]], list[Array]]
-# Replica ids, every one in one group.
+# Groups of replica ids; every replica is in exactly one.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 # Elements of a float32 vector that a TPU keeps together.
 _TILE = 1024
 
 
 def all_reduce(arrays: list[Array]) -> list[Array]:
-    """One all-reduce of all arrays; XLA combines it into a single variadic collective."""
+    """Sums all arrays in one all-reduce, which XLA makes a single variadic collective."""
     return list(lax.psum(arrays, REPLICA_AXIS))
 
 
 def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
-    """One all-reduce of one vector per dtype: gloo pays for every array of a collective."""
+    """Sums arrays in one all-reduce with one vector per dtype.
+
+    gloo pays for every array of a collective.
+    """
     return _as_vectors(arrays, all_reduce)
 
 
 def _as_vectors(arrays: list[Array], sum_vectors: Sum) -> list[Array]:
-    """The sums of `arrays`, which travel as one vector per dtype."""
+    """Sums `arrays`, which travel as one vector per dtype."""
     of_dtype: dict[Any, list[int]] = {}
-    # The largest first. XLA:CPU makes a padding of it, which is fused with what makes the array: if
-    # that is a short sum, as for a bias, it is computed for every element of the vector.
+    # The largest array comes first. XLA:CPU pads the first one to the length of the vector, and
+    # fuses the padding with the computation of the array. If that is a short sum, as for a bias, it
+    # is computed for every element of the vector.
     for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].size):
         of_dtype.setdefault(arrays[i].dtype, []).append(i)
     vectors = [_as_vector([arrays[i] for i in indices]) for indices in of_dtype.values()]
@@ -56,7 +60,8 @@ def _as_vectors(arrays: list[Array], sum_vectors: Sum) -> list[Array]:
 def _as_vector(arrays: list[Array]) -> Array:
     if len(arrays) == 1:
         return arrays[0].reshape(-1)
-    # XLA:CPU fuses what makes the gradients into a concatenation, which is then 100 times slower.
+    # No concatenation: XLA:CPU fuses the computation of the gradients into it, which is then 100
+    # times slower.
     vector = jnp.zeros(sum(array.size for array in arrays), arrays[0].dtype)
     start = 0
     for array in arrays:
@@ -66,15 +71,16 @@ def _as_vector(arrays: list[Array]) -> Array:
 
 
 def two_level(groups: Groups) -> Sum:
-    """Reduce-scatter inside groups of equal size, all-reduce across them, all-gather inside.
+    """Sums by reduce-scatter inside groups, all-reduce across them, all-gather inside.
 
-    Between two groups travels as much as if each were one replica. One vector per dtype.
+    The groups have equal size. Two groups exchange as much data as if each were one replica. There
+    is one vector per dtype.
     """
     inside = [list(group) for group in groups]
     across = [list(members) for members in zip(*groups, strict=True)]
 
     def one(vector: Array) -> Array:
-        # Libtpu scatters and gathers whole tiles only, for others it all-reduces twice.
+        # Libtpu scatters and gathers only whole tiles; for other sizes it all-reduces twice.
         whole_tiles = _TILE * len(inside[0])
         multiple = whole_tiles if vector.size >= whole_tiles else len(inside[0])
         padded = jnp.pad(vector, (0, -vector.size % multiple))
@@ -87,7 +93,7 @@ def two_level(groups: Groups) -> Sum:
 
 
 def neighbours(num_replicas: int) -> Groups:
-    """As many groups of neighbours as members of each, as nearly as possible; () for a prime."""
+    """Returns about as many groups of neighbors as each has members; () for a prime number."""
     sizes = [size for size in range(2, num_replicas) if num_replicas % size == 0]
     if not sizes:
         return ()
@@ -96,7 +102,7 @@ def neighbours(num_replicas: int) -> Groups:
 
 
 def ring(num_replicas: int) -> Sum:
-    """Reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
+    """Sums by reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
 
     def run(arrays: list[Array]) -> list[Array]:
         return [one(array) for array in arrays]
@@ -114,7 +120,7 @@ def ring(num_replicas: int) -> Sum:
 
 
 def gather_and_add(accumulate: Callable[[list[Array]], Array] | None = None) -> Sum:
-    """All-gather, then every replica adds in replica order, so all get the same bits."""
+    """Sums by all-gather; every replica adds in replica order, so all get the same bits."""
 
     def run(arrays: list[Array]) -> list[Array]:
         return [one(array) for array in arrays]
@@ -126,7 +132,7 @@ def gather_and_add(accumulate: Callable[[list[Array]], Array] | None = None) -> 
 
 
 def add_rows(rows: Array, accumulate: Callable[[list[Array]], Array] | None = None) -> Array:
-    """The sum of `[replica, *shape]` over the replicas, in replica order."""
+    """Returns the sum of `[replica, *shape]` over the replicas, in replica order."""
     parts = [rows[i] for i in range(rows.shape[0])]
     return functools.reduce(operator.add, parts) if accumulate is None else accumulate(parts)
 
@@ -140,7 +146,7 @@ def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]
         for pack in packs_of(arrays):
             operands = [arrays[i] for i in pack]
             if previous and previous[0].size:
-                # XLA merges collectives that do not depend on each other.
+                # A dependency, because XLA merges collectives that do not depend on each other.
                 zero = _zero_depending_on(previous[0])
                 operands = [operand + zero.astype(operand.dtype) for operand in operands]
             previous = sum_pack(operands)
@@ -152,7 +158,7 @@ def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]
 
 
 def _zero_depending_on(array: Array) -> Array:
-    """Zero, for any bits of `array`, in a way XLA does not see through (a barrier it removes)."""
+    """Returns zero for any bits of `array`, hidden from XLA, which would remove a barrier."""
     element = lax.stop_gradient(array).reshape(-1)[0]
     if jnp.issubdtype(element.dtype, jnp.complexfloating):
         element = element.real
@@ -163,9 +169,10 @@ def _zero_depending_on(array: Array) -> Array:
 
 
 def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:
-    """`num_packs` packs with equally many arrays, the last takes the remainder; 0: one each.
+    """Divides arrays into `num_packs` equal packs, the last with the rest; 0: one pack each.
 
-    The last pack comes first: the last gradients are ready first, and packs wait for each other.
+    The last pack comes first, because the last gradients are ready first and packs wait for each
+    other.
     """
 
     def packs(arrays: Sequence[Array]) -> list[list[int]]:
@@ -178,9 +185,9 @@ def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]
 
 
 def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[Array]], list[list[int]]]:
-    """Consecutive arrays, a pack closed as soon as it holds `bytes_per_pack`.
+    """Divides arrays into packs of consecutive ones; a pack is full once it holds `bytes_per_pack`.
 
-    In reversed order, as in tf.distribute: the last gradients are ready first.
+    The order is reversed, as in tf.distribute, because the last gradients are ready first.
     """
 
     def packs(arrays: Sequence[Array]) -> list[list[int]]:
@@ -204,10 +211,11 @@ def all_gather(array: Array, axis: int, num_replicas: int) -> Array:
     scope = current_scope()
     if scope is None or scope.uneven is None:
         if array.shape[axis] == 0:
-            # Nothing to gather, and XLA refuses to.
+            # There is nothing to gather, and XLA refuses to.
             return jnp.concatenate([array] * num_replicas, axis)
         return lax.all_gather(array, REPLICA_AXIS, axis=axis, tiled=True)
-    # Replicas of an uneven batch differ in length: each places its part, and the parts are summed.
+    # The parts of an uneven batch differ in length: each replica puts its own into zeros, and these
+    # are summed.
     sizes = scope.uneven.sizes(array.shape[axis])
     starts = jnp.asarray([sum(sizes[:i]) for i in range(num_replicas)], jnp.int32)
     shape = (*array.shape[:axis], sum(sizes), *array.shape[axis + 1 :])

@@ -1,4 +1,4 @@
-"""Reduction algorithms a user can choose for a strategy."""
+"""Reduction algorithms that you can choose for a strategy."""
 
 import abc
 import copy
@@ -40,12 +40,12 @@ from distributary.values import (
 
 
 class CrossDeviceOps(abc.ABC):
-    """Base of the algorithms that combine values of the replicas.
+    """Base class of the algorithms that combine values of the replicas.
 
     Subclasses implement `reduce_implementation` and may override `batch_reduce_implementation`
-    and `broadcast_implementation`. They run inside the compiled step: `per_replica_value` then
-    stands for the value of every replica, its `values` are the components of all replicas (an
-    all-gather), and `jax.lax` collectives over the axis `"replica"` may be used on
+    and `broadcast_implementation`. These run inside the compiled step. There `per_replica_value`
+    stands for the value of every replica, and its `values` are the components of all replicas (an
+    all-gather). You may use `jax.lax` collectives over the axis `"replica"` on
     `per_replica_value.payload`, which is this replica's component.
 
     Source: `tf.distribute.CrossDeviceOps`.
@@ -64,7 +64,7 @@ class CrossDeviceOps(abc.ABC):
             reduce_op: `ReduceOp` or its name.
             per_replica_value: `PerReplica` whose components agree in shape and dtype; any other
                 value counts as the only component.
-            destinations: Where the result goes, a device, value or variable; not None.
+            destinations: Destination of the result: a device, value or variable; not None.
             options: Communication options.
 
         Returns:
@@ -82,7 +82,7 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combines several values, where possible in one collective; see `reduce`."""
+        """Combines several values, in one collective if possible; see `reduce`."""
         op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
         pairs = _check_pairs(value_destination_pairs)
         options = options or CommunicationOptions()
@@ -143,13 +143,19 @@ class CrossDeviceOps(abc.ABC):
         return Mirrored(tensor, len(getattr(destinations, "values", (None,))))
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
-        """This algorithm as the replicas on `devices` carry it out; for strategies."""
+        """Returns this algorithm for replicas on `devices`; for strategies."""
         return self
 
     def describe(
         self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
     ) -> str:
-        """One phrase for people: which collective runs on `platform`, in so many processes."""
+        """Returns a phrase that tells people which collective runs.
+
+        Args:
+            platform: Platform of the devices.
+            num_workers: Number of processes.
+            options: Communication options.
+        """
         return f"{type(self).__name__} on {platform}"
 
     def all_reduce(
@@ -195,7 +201,7 @@ class CrossDeviceOps(abc.ABC):
             stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
         mesh, _ = _mesh_of(values[0])
         devices = () if mesh is None else tuple(mesh.devices.flat)
-        # Of every replica the first, if it has several logical devices.
+        # The first device of every replica, if replicas have several logical devices.
         ops = self.for_devices(devices[:: 1 if mesh is None else num_logical_devices(mesh)])
 
         def total(rows: list[Array]) -> list[Array]:
@@ -234,7 +240,10 @@ def _components_of(value: Any) -> PerReplica:
 
 
 def _mesh_of(value: PerReplica) -> tuple[Any, int]:
-    """The mesh the components lie on, None for another place, and the number of replicas."""
+    """Returns the mesh the components lie on and the number of replicas.
+
+    The mesh is None if they lie elsewhere.
+    """
     leaves = jax.tree.leaves(value.payload) if value.form == "stacked" else []
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
     if isinstance(sharding, NamedSharding):
@@ -283,13 +292,13 @@ def _reduce_slices(op: ReduceOp, slices: IndexedSlices, num_replicas: int) -> In
 
 
 class _Summing(CrossDeviceOps):
-    """An algorithm that is a way to sum arrays over the replicas."""
+    """Base class of algorithms that sum arrays over the replicas."""
 
-    # The replicas of every host, where there are several hosts with several replicas each.
+    # The replicas of every host, if there are several hosts with several replicas each.
     _hosts: algorithms.Groups = ()
-    # Whether these are slices of TPUs.
+    # Whether these hosts are slices of TPUs.
     _are_slices = False
-    # Its collectives, for people.
+    # Name of its collectives without options, for people.
     _without_options = "XLA all-reduce"
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
@@ -303,7 +312,7 @@ class _Summing(CrossDeviceOps):
 
     @abc.abstractmethod
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        """The collective for this many replicas."""
+        """Returns the collective for this many replicas."""
 
     def reduce_implementation(
         self,
@@ -326,7 +335,7 @@ class _Summing(CrossDeviceOps):
             check_reducible(value.payload, "all_reduce") for value, _ in value_destination_pairs
         ]
         scope = current_scope()
-        # The replicas of an uneven batch are joined by hand, where the algorithm means nothing.
+        # An uneven batch joins collectives by hand, so the algorithm would change nothing.
         uneven = scope is not None and scope.uneven is not None
         add = algorithms.all_reduce if uneven else self._sum(num_replicas, options)
         return reduce_arrays(reduce_op, arrays, num_replicas, add)
@@ -353,7 +362,7 @@ class _Summing(CrossDeviceOps):
         return add
 
     def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
-        """The groups inside which arrays are reduced first, empty if all replicas are one."""
+        """Returns the groups that reduce first among themselves; () if there are none."""
         chosen = self._are_slices if options.hierarchical is None else options.hierarchical
         return self._hosts if chosen else ()
 
@@ -382,7 +391,7 @@ def _check_num_packs(name: str, num_packs: int) -> int:
 class NcclAllReduce(_Summing):
     """One XLA all-reduce of all gradients, which NCCL carries out on NVIDIA GPUs.
 
-    The default of `MirroredStrategy`. Works on every device; only the transport differs.
+    The default of `MirroredStrategy`. It works on every device; only the transport differs.
 
     Args:
         num_packs: Number of collectives the gradients are divided into; 0 gives each its own.
@@ -415,9 +424,9 @@ class NcclAllReduce(_Summing):
 class CollectiveAllReduce(_Summing):
     """One XLA all-reduce of one vector per dtype, which gloo carries out between processes.
 
-    The default of `MultiWorkerMirroredStrategy` on CPUs. Between two replicas the program exchanges
-    whole vectors instead, with more replicas those up to 512 KiB: replicas swap in pairs, each adds
-    both, and all have the same bits.
+    The default of `MultiWorkerMirroredStrategy` on CPUs. Some vectors are exchanged whole instead:
+    all of them between two replicas, and those up to 512 KiB with more. Replicas swap in pairs,
+    each adds both vectors, and all have the same bits.
 
     Source: `CollectiveAllReduce` of `tf.distribute`.
     """
@@ -437,9 +446,9 @@ class CollectiveAllReduce(_Summing):
 class HierarchicalCopyAllReduce(_Summing):
     """Reduce-scatter inside groups of replicas, all-reduce across the groups, all-gather inside.
 
-    The groups are the hosts, or the slices of TPUs, where there are several with several replicas
-    each. On one host they are neighbours: with four replicas, (0, 1) and (2, 3), and across them
-    (0, 2) and (1, 3). With a prime number of replicas there are no groups, and it is one
+    With several hosts that have several replicas each, the groups are the hosts, or the slices of
+    TPUs. On one host they are neighbors: with four replicas, (0, 1) and (2, 3), and across them
+    (0, 2) and (1, 3). With a prime number of replicas there are no groups, and the algorithm is one
     all-reduce.
 
     Args:
@@ -467,11 +476,11 @@ class HierarchicalCopyAllReduce(_Summing):
 
 @final
 class ReductionToOneDevice(_Summing):
-    """Brings all values together and adds them in replica order.
+    """A sum in replica order: every device gathers all values and adds them itself.
 
-    The program is one for all devices, so every device gathers and adds for itself: the numbers
-    are those of a reduction on one device followed by a broadcast, bit for bit the same on every
-    replica, in one collective instead of two. Needs memory for the values of all replicas.
+    All devices run one program, so there is no single reducing device. The numbers are those of a
+    reduction on one device followed by a broadcast, the same bit for bit on every replica, in one
+    collective instead of two. It needs memory for the values of all replicas.
 
     Args:
         reduce_to_device: Accepted for compatibility; there is no single reducing device.
@@ -506,7 +515,12 @@ class ReductionToOneDevice(_Summing):
 
 
 def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
-    """The algorithm of a strategy that was given none, on devices of so many processes."""
+    """Returns the algorithm of a strategy that was given none.
+
+    Args:
+        platform: Platform of the devices.
+        num_workers: Number of processes.
+    """
     over_gloo = platform == "cpu" and num_workers > 1
     return CollectiveAllReduce() if over_gloo else NcclAllReduce()
 
@@ -514,7 +528,7 @@ def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
 def reduce_nest(
     ops: CrossDeviceOps, op: ReduceOp, tree: Any, num_replicas: int, options: CommunicationOptions
 ) -> Any:
-    """Combines every array of a nest inside a compiled step, all of them together."""
+    """Combines all arrays of a nest together, inside a compiled step."""
     leaves, structure = jax.tree.flatten(
         tree, is_leaf=lambda x: x is None or isinstance(x, IndexedSlices)
     )

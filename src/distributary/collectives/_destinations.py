@@ -1,4 +1,4 @@
-"""Where the result of a reduction goes."""
+"""Destinations: the devices that the result of a reduction goes to."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from distributary.tracing import current_scope
 
 
 def check_destinations(destinations: Any) -> None:
-    """Refuses what names no device.
+    """Refuses values that name no device.
 
     Raises:
         InvalidValueError: for None, numbers, lists, tuples and an empty string.
@@ -24,7 +24,7 @@ def check_destinations(destinations: Any) -> None:
 
 
 def at_device(value: Any, device: jax.Device) -> Any:
-    """A nest of arrays on one device; of arrays with a copy there, that copy."""
+    """Moves a nest of arrays to one device; an array with a copy there becomes that copy."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer):
@@ -39,9 +39,10 @@ def at_device(value: Any, device: jax.Device) -> Any:
 
 
 def only_device(destinations: Any) -> jax.Device | None:
-    """The device that `destinations` names, or on which it lies; None if it is not one.
+    """Returns the one device that `destinations` names or lies on; None if it is not one.
 
-    None also in a step and in a `distributary.function`, which compute on their own devices.
+    Also returns None in a step and in a `distributary.function`, which compute on their own
+    devices.
 
     Raises:
         DeviceError: for a device that this process does not have.
@@ -55,5 +56,5 @@ def only_device(destinations: Any) -> jax.Device | None:
     if isinstance(destinations, jax.Array):
         devices = destinations.devices()
         return next(iter(devices)) if len(devices) == 1 else None
-    device = getattr(destinations, "device", None)  # of a copy of a variable
+    device = getattr(destinations, "device", None)  # a copy of a variable
     return device if isinstance(device, jax.Device) else None

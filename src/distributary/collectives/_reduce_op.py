@@ -1,4 +1,4 @@
-"""The operations replicas are combined with, and their arithmetic."""
+"""The operations that combine the values of replicas, and their arithmetic."""
 
 import enum
 import math
@@ -16,10 +16,10 @@ Array: TypeAlias = Any
 
 
 class ReduceOp(enum.Enum):
-    """How values of the replicas are combined.
+    """The way in which values of the replicas are combined.
 
     * `SUM`: their sum.
-    * `MEAN`: their sum divided by the number of replicas. Never overflows where the mean is
+    * `MEAN`: their sum divided by the number of replicas. It never overflows if the mean is
       finite; the mean of integers is float32.
 
     Source: `tf.distribute.ReduceOp`.
@@ -30,7 +30,7 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: Any) -> "ReduceOp":
-        """The operation of a `VariableAggregation`.
+        """Returns the operation of a `VariableAggregation`.
 
         Raises:
             InvalidValueError: for NONE and ONLY_FIRST_REPLICA, which are not reductions.
@@ -45,7 +45,7 @@ class ReduceOp(enum.Enum):
 
 
 def as_reduce_op(value: Any, what: str) -> ReduceOp:
-    """A `ReduceOp` from itself or its name in any case."""
+    """Returns a `ReduceOp`, given itself or its name in any case."""
     if isinstance(value, ReduceOp):
         return value
     if isinstance(value, str):
@@ -62,7 +62,7 @@ def as_reduce_op(value: Any, what: str) -> ReduceOp:
 
 
 def check_reducible(value: Any, what: str) -> Array:
-    """The value as an array that can be summed.
+    """Returns the value as an array that can be summed.
 
     Raises:
         InvalidTypeError: for None, strings, objects, random keys and booleans.
@@ -91,7 +91,7 @@ def reduce_arrays(
     num_replicas: int,
     add: Callable[[list[Array]], list[Array]],
 ) -> list[Array]:
-    """Sum or mean of every array over the replicas.
+    """Sums or averages every array over the replicas.
 
     Args:
         op: The operation.
@@ -100,7 +100,7 @@ def reduce_arrays(
         add: The collective: sums each array over the replicas.
 
     Returns:
-        The results; dtype as given, float32 for the mean of integers.
+        The results; their dtype is that of the arrays, or float32 for the mean of integers.
     """
     parts: list[Array] = []
     finish: list[Callable[[Sequence[Array]], Array]] = []
@@ -119,10 +119,10 @@ def _slice_from(start: int, count: int, done: Callable[..., Array]) -> Callable[
 def _prepare(
     op: ReduceOp, array: Array, num_replicas: int
 ) -> tuple[list[Array], Callable[..., Array]]:
-    """What is to be summed, and how the sums become the result."""
+    """Returns the arrays to sum, and a function from the sums to the result."""
     if jnp.iscomplexobj(array):
-        # In parts: XLA aborts on an all-reduce of complex constants (JAX 0.10.2), which gradients
-        # of complex sums are.
+        # In parts, because XLA aborts on an all-reduce of complex constants (JAX 0.10.2), and
+        # gradients of complex sums are such constants.
         real, done = _prepare(op, array.real, num_replicas)
         imag, _ = _prepare(op, array.imag, num_replicas)
         return [*real, *imag], lambda x, y: lax.complex(done(x), done(y))
@@ -134,8 +134,8 @@ def _prepare(
 def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callable[..., Array]]:
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
-        # Quotients and remainders cannot overflow and lose nothing; the sum of the remainders may
-        # be too large for 8 bits.
+        # Quotients and remainders are exact, and their sums do not overflow; int32, because the sum
+        # of the remainders may be too large for 8 bits.
         parts = [array // num_replicas, (array % num_replicas).astype(jnp.int32)]
         return (
             parts,
@@ -148,7 +148,7 @@ def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callabl
         return wide, lambda total: done(total).astype(dtype)
     if num_replicas == 1:
         return [array], lambda total: total
-    # Scaled by a power of two, which is exact, so that the sum stays below the largest value.
+    # Scaled by a power of two, which is exact, so that the sum cannot exceed the largest number.
     scale = 2.0 ** -math.ceil(math.log2(num_replicas))
     rest = num_replicas * scale
     scaled = array * jnp.asarray(scale, dtype)

@@ -1,4 +1,4 @@
-"""Who is running: the strategy scope, replica and cross-replica contexts."""
+"""The context that code runs in: the strategy scope, replica and cross-replica contexts."""
 
 from distributary.context._replica_context import ReplicaContext
 from distributary.context._stack import (

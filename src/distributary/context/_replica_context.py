@@ -10,10 +10,10 @@ from distributary.options import CommunicationOptions
 
 @final
 class ReplicaContext:
-    """What a step function knows about the replica it runs on.
+    """The replica that a step function runs on, and its collectives.
 
-    Obtained from `get_replica_context()` inside `Strategy.run`; not constructed by users. Outside
-    every scope it stands for the single replica of the default strategy.
+    Call `get_replica_context()` inside `Strategy.run` to get one; you do not construct it yourself.
+    Outside every scope it stands for the single replica of the default strategy.
 
     Source: `tf.distribute.ReplicaContext`.
     """
@@ -28,7 +28,7 @@ class ReplicaContext:
     ) -> None:
         # Whether optimizers average over the replicas, as in steps of `fit`; else they sum.
         self._averages_gradients = averages_gradients
-        # Whether what is computed is of the rows of all replicas, and so the same on each.
+        # Whether the code computes on the rows of all replicas, with the same result on each.
         self._has_whole_batch = has_whole_batch
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
@@ -40,7 +40,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are summed, of all processes."""
+        """Number of replicas in all processes, over which gradients are summed."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -48,7 +48,7 @@ class ReplicaContext:
         """Number of this replica, 0 to `num_replicas_in_sync - 1`, as an int32 scalar `[]`.
 
         The step is traced once for all replicas, so this is a traced value: branch on it with
-        `jnp.where` or `jax.lax.cond`. Outside `run` it is the Python int 0.
+        `jnp.where` or `jax.lax.cond`. Outside of `run` it is the Python int 0.
         """
         if callable(self._replica_id):
             self._check_current("replica_id_in_sync_group")
@@ -57,9 +57,10 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Canonical names of the devices on which the step runs, those of this process' replicas.
+        """Canonical names of the devices of this process' replicas, on which the step runs.
 
-        The step is traced once for all of them; `tf.distribute` gives the one of the replica.
+        The step is traced once for all of them; `tf.distribute` gives only the device of the
+        replica.
 
         Raises:
             ContextError: if this is not the current replica context.
@@ -83,8 +84,7 @@ class ReplicaContext:
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What `merge_fn` returned: of a `PerReplica` this replica's component, everything else
-            as it is.
+            The result of `merge_fn`; in place of a `PerReplica`, this replica's component.
 
         Raises:
             ContextError: if this is not the current replica context.
@@ -105,9 +105,11 @@ class ReplicaContext:
     ) -> Any:
         """Sums or averages `value` over all replicas; every replica receives the result.
 
+        You can differentiate it: the gradient of a sum is the sum of the replicas' gradients.
+
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, or its name.
-            value: Nest of arrays and `IndexedSlices`, of equal structure and shapes on all
+            value: Nest of arrays and `IndexedSlices`, with the same structure and shapes on all
                 replicas. All arrays of the nest travel in one collective.
             options: Overrides of the strategy's communication options.
 
@@ -119,8 +121,6 @@ class ReplicaContext:
             InvalidTypeError: for booleans, strings and None.
             ReplicaMismatchError: if replicas of an uneven batch pass different shapes.
 
-        Differentiable: the gradient of a sum is the sum of the replicas' gradients.
-
         Source: `tf.distribute.ReplicaContext.all_reduce`.
         """
         self._check_current("all_reduce")
@@ -129,6 +129,8 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates `value` of all replicas, in replica order, along dim `axis`.
 
+        You can differentiate it.
+
         Args:
             value: Nest of arrays with at least one dim. On an uneven batch the replicas may
                 differ in the size of dim `axis`.
@@ -136,7 +138,7 @@ class ReplicaContext:
             options: Overrides of the strategy's communication options.
 
         Returns:
-            A nest like `value`, the same on every replica. Differentiable.
+            A nest like `value`, the same on every replica.
 
         Raises:
             ContextError: if this is not the current replica context.

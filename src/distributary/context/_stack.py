@@ -1,7 +1,7 @@
-"""Which strategy is current in this thread, and in which role the code runs.
+"""The stack of contexts of each thread: the current strategy and the role the code runs in.
 
-Every thread has a stack of modes. An empty stack is the default context: the default strategy's
-replica context. `Strategy.scope()` pushes a cross-replica mode, `Strategy.run` a replica mode.
+An empty stack is the default context: the default strategy's replica context. `Strategy.scope()`
+pushes a cross-replica mode, `Strategy.run` a replica mode.
 """
 
 import threading
@@ -19,7 +19,7 @@ Role = Literal["cross", "replica", "update"]
 
 
 class StrategyLike(Protocol):
-    """What the context stack needs to know about a strategy."""
+    """The parts of a strategy that the context stack uses."""
 
     @property
     def extended(self) -> Any: ...
@@ -57,13 +57,13 @@ _threads_in_scope: dict[int, int] = {}
 
 
 def register_default_mode(factory: Callable[[], Mode]) -> None:
-    """Tells how to make the mode of an empty stack; `strategies` calls this once."""
+    """Sets the function that makes the mode of an empty stack; `strategies` calls this once."""
     global _make_default_mode
     _make_default_mode = factory
 
 
 def default_mode() -> Mode:
-    """The mode of a thread outside every scope."""
+    """Returns the mode of a thread outside every scope."""
     global _default_mode
     if _default_mode is None:
         with _default_lock:
@@ -74,13 +74,13 @@ def default_mode() -> Mode:
 
 
 def current_mode() -> Mode:
-    """The mode on top of this thread's stack, or the default one."""
+    """Returns the mode on top of this thread's stack, or the default one."""
     modes = _state.modes
     return modes[-1] if modes else default_mode()
 
 
 def in_default_context() -> bool:
-    """Whether no strategy scope, run or update is active in this thread."""
+    """Returns whether no strategy scope, run or update is active in this thread."""
     return not _state.modes
 
 
@@ -100,13 +100,13 @@ def pop(mode: Mode) -> None:
 
 
 def another_thread_in_scope() -> bool:
-    """Whether some other thread has an open strategy scope."""
+    """Returns whether another thread has an open strategy scope."""
     me = threading.get_ident()
     return any(thread != me for thread in tuple(_threads_in_scope))
 
 
 def get_strategy() -> "Strategy":
-    """The current `Strategy`, or the default strategy outside every scope.
+    """Returns the current `Strategy`, or the default strategy outside every scope.
 
     Source: `tf.distribute.get_strategy`.
     """
@@ -115,7 +115,7 @@ def get_strategy() -> "Strategy":
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is current.
+    """Returns whether a strategy other than the default one is current.
 
     Source: `tf.distribute.has_strategy`.
     """
@@ -123,7 +123,7 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> "ReplicaContext | None":
-    """The current `ReplicaContext`; None in a cross-replica context.
+    """Returns the current `ReplicaContext`; None in a cross-replica context.
 
     Outside every scope this is the replica context of the default strategy.
 
@@ -133,7 +133,7 @@ def get_replica_context() -> "ReplicaContext | None":
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code runs once for all replicas: in a scope, and not inside `Strategy.run`.
+    """Returns whether the code runs once for all replicas: in a scope, but not in `Strategy.run`.
 
     Source: `tf.distribute.in_cross_replica_context`.
     """
@@ -143,7 +143,7 @@ def in_cross_replica_context() -> bool:
 def experimental_set_strategy(strategy: StrategyLike | None) -> None:
     """Makes `strategy` current in this thread until the next call; None ends it.
 
-    For notebooks, where a `with strategy.scope()` cannot span cells.
+    For notebooks, where a `with strategy.scope()` block cannot span cells.
 
     Args:
         strategy: A `Strategy`, or None to only end the previous one.
@@ -175,13 +175,13 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
 
 
 class ScopeListener(Protocol):
-    """Hears of scopes that are entered and left."""
+    """An object that is told when scopes are entered and left."""
 
     def entered(self, strategy: Any) -> bool:
-        """Called when a scope is entered; `left` receives what it returns."""
+        """Runs when a scope is entered; `left` receives its result."""
 
     def left(self, strategy: Any, noted: bool) -> None:
-        """Called when the scope is left."""
+        """Runs when the scope is left."""
 
 
 _listeners: list[ScopeListener] = []
@@ -198,7 +198,7 @@ class _Entered(threading.local):
 
 
 class StrategyScope:
-    """Context manager behind `Strategy.scope()`; it may be entered again, also nested.
+    """The context manager behind `Strategy.scope()`; you may enter it again, also nested.
 
     `with` binds the strategy itself. Entering the default strategy's scope changes nothing.
     """
@@ -247,7 +247,7 @@ class StrategyScope:
 
 
 def check_same_strategy(strategy: StrategyLike, what: str) -> None:
-    """Raises `ContextError` if another strategy than `strategy` is current."""
+    """Raises `ContextError` if a strategy other than `strategy` is current."""
     if not _state.modes:
         return
     current = _state.modes[-1].strategy
@@ -260,7 +260,7 @@ def check_same_strategy(strategy: StrategyLike, what: str) -> None:
 
 
 def require_cross_replica(strategy: StrategyLike, what: str) -> None:
-    """Passes in the default context and in a cross-replica context of `strategy`."""
+    """Raises inside `Strategy.run`, or if a strategy other than `strategy` is current."""
     if not _state.modes:
         return
     check_same_strategy(strategy, what)

@@ -17,21 +17,22 @@ from distributary.variables import as_variable
 def value_and_grad(
     fn: Callable[..., Any], variables: Any, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """A function that gives the value of `fn` and its gradient with respect to `variables`.
+    """Returns a function that computes `fn` and its gradient with respect to `variables`.
 
-    The gradient is that of the replica; nothing is summed over replicas. Assignments `fn` makes
-    take effect. Outside of `Strategy.run` and `distributary.function` it is compiled by itself.
+    The gradient is that of the replica; nothing is summed over replicas. Assignments that `fn`
+    makes take effect. Outside of `Strategy.run` and `distributary.function` the function is
+    compiled by itself.
 
     Args:
-        fn: Gives a scalar, or with `has_aux` a pair of a scalar and a nest.
+        fn: Returns a scalar, or with `has_aux` a pair of a scalar and a nest.
         variables: Nest of variables.
         has_aux: Whether `fn` returns a pair.
 
     Returns:
         A function with the arguments of `fn` that returns `(value, gradients)`, or
         `((value, aux), gradients)`. `gradients` is a nest like `variables`: arrays, zeros where
-        `fn` does not depend on the variable, and `IndexedSlices` for variables that are read by
-        `sparse_read` only.
+        `fn` does not depend on the variable, and `IndexedSlices` for variables that are read only
+        by `sparse_read`.
 
     Raises:
         InvalidTypeError: if `variables` holds anything but variables.
@@ -60,9 +61,10 @@ def value_and_grad(
 
 
 def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that gives the gradient of `fn` with respect to `variables`.
+    """Returns a function that computes the gradient of `fn` with respect to `variables`.
 
-    Like `value_and_grad`, but returns `gradients`, or `(gradients, aux)` with `has_aux`.
+    Like `value_and_grad`, but the function returns `gradients`, or `(gradients, aux)` with
+    `has_aux`.
 
     Source: `jax.grad`.
     """

@@ -1,4 +1,4 @@
-"""Losses that need all rows of the batch, on replicas that have a part of them each."""
+"""Losses that need all rows of the batch, for replicas that each have only some of them."""
 
 import functools
 from collections.abc import Callable
@@ -14,26 +14,28 @@ from distributary.tracing import Array
 
 
 def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a loss that relates rows of the batch one of the rows of all replicas.
+    """Makes a loss that relates rows of the batch use the rows of all replicas.
 
-    A softmax over the other rows of the batch, a batch's variance or a product of two means is
-    another loss on a part of the batch. The function that is returned gathers the rows of all
-    replicas before it calls `loss`, and gives every replica its part of the result. Losses,
-    gradients and so the weights are those of one device with the whole batch, in Keras' `fit` and
-    `evaluate`, in `train_step` and in `Strategy.run`, also where the replicas have different
-    numbers of rows. Every replica computes `loss` as a whole; what comes before it stays divided.
+    Some losses are different on a part of the batch: a softmax over the other rows of the batch, a
+    batch's variance, a product of two means. The returned function gathers the rows of all replicas
+    before it calls `loss`, and gives every replica its part of the result. Losses, gradients and
+    therefore weights are those of one device with the whole batch. This holds in Keras' `fit` and
+    `evaluate`, in `train_step` and in `Strategy.run`, and also if the replicas have different
+    numbers of rows. Every replica computes the whole of `loss`; the computation before it stays
+    divided.
 
     Args:
         loss: From arrays with one row per example to a scalar, or to an array with one row per
-            example; or a loss of Keras. It may read variables. Random numbers in it have to be the
+            example; or a loss of Keras. It may read variables. Random numbers in it must be the
             same on all replicas.
 
     Returns:
         A function like `loss`. Arrays in its positional arguments, which may be nests, are gathered
-        along dim 0; scalars and keyword arguments reach `loss` as they are. Of an array it returns
-        the replica's own rows. A scalar is returned as it is in a step of Keras, whose losses are
-        averaged over the replicas, and divided by their number in `Strategy.run`, where they are
-        summed. With one replica, and outside of replicas, it is `loss`.
+        along dim 0; scalars and keyword arguments reach `loss` unchanged. If `loss` returns an
+        array, you get the replica's own rows. A scalar is returned unchanged in a step of Keras,
+        which averages losses over the replicas; in `Strategy.run`, which sums them, it is divided
+        by the number of replicas. With one replica, and outside of replicas, the function is
+        `loss`.
 
     Raises:
         InvalidTypeError: if `loss` cannot be called.
@@ -57,7 +59,7 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(own)
         places = [i for i, leaf in enumerate(leaves) if jnp.ndim(leaf)]
         number = context.replica_id_in_sync_group
-        # Tells where the rows of a replica begin, which may have fewer than others.
+        # Tells where the rows of a replica begin, as replicas may differ in their number of rows.
         owners = jnp.full((num_rows,), number, jnp.int32)
         *gathered, owners = context.all_gather([*(leaves[i] for i in places), owners], axis=0)
         for i, value in zip(places, gathered, strict=True):

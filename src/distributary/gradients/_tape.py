@@ -20,7 +20,7 @@ from distributary.variables import ForeignVariable, Variable, as_variable
 
 
 class UnconnectedGradients(enum.Enum):
-    """What `GradientTape.gradient` gives for a source the target does not depend on.
+    """The result of `GradientTape.gradient` for a source the target does not depend on.
 
     Source: `tf.UnconnectedGradients`.
     """
@@ -31,18 +31,18 @@ class UnconnectedGradients(enum.Enum):
 
 @final
 class GradientTape:
-    """Records a computation and differentiates it.
+    """A recorder of a computation that then differentiates it.
 
-    Works inside `Strategy.run` and `distributary.function`, where it costs nothing at run time:
-    the recorded part is differentiated by `jax.vjp` while the step is traced. Trainable variables
-    are watched by themselves. Gradients are those of the replica; nothing is summed over replicas.
+    Use it inside `Strategy.run` and `distributary.function`. It costs nothing at run time: the
+    recorded part is differentiated by `jax.vjp` while the step is traced. Trainable variables are
+    watched automatically. Gradients are those of the replica; nothing is summed over replicas.
 
     Args:
         persistent: Whether `gradient` may be called more than once.
-        watch_accessed_variables: Whether trainable variables are watched by themselves.
+        watch_accessed_variables: Whether trainable variables are watched automatically.
 
     Raises:
-        ContextError: on entering it outside of a traced function.
+        ContextError: if you enter it outside of a traced function.
 
     Source: `tf.GradientTape`.
     """
@@ -97,11 +97,10 @@ class GradientTape:
     def watch(self, tensor: Any) -> None:
         """Watches an array or variable, or a nest of them.
 
-        Arrays need not be watched to be differentiated with respect to; variables that are not
-        trainable do.
+        You need to watch variables that are not trainable. Arrays need not be watched.
 
         Raises:
-            InvalidTypeError: for values that are no floating point arrays or variables.
+            InvalidTypeError: for values that are not floating point arrays or variables.
         """
         for leaf in jax.tree.leaves(tensor):
             dtype = getattr(leaf, "dtype", None)
@@ -114,7 +113,7 @@ class GradientTape:
             self._watched.append(leaf if variable is None else variable)
 
     def watched_variables(self) -> tuple[Variable, ...]:
-        """The variables watched and read so far."""
+        """Returns the variables watched and read so far."""
         if self._record is None or self._scope is None:
             return ()
         self._scope.asked.append(self._record)
@@ -129,10 +128,10 @@ class GradientTape:
 
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
-        """What runs inside is not recorded; what it computes counts as constant.
+        """Runs the block without recording it; its results count as constants.
 
         Raises:
-            UnsupportedError: while it would have to be recorded by another tape.
+            UnsupportedError: while another tape would have to record the block.
         """
         if not self._recording or self._scope is None or self._record is None:
             raise ContextError("GradientTape.stop_recording: the tape is not recording.")
@@ -147,14 +146,14 @@ class GradientTape:
         try:
             yield
         finally:
-            # A gradient taken inside ended a tape that is not persistent.
+            # A gradient taken inside the block has ended a tape that is not persistent.
             if self._persistent or not self._used:
                 self._scope.recording.append(self._record)
                 self._scope.mark_tape(self._record.number, "resume")
                 self._recording = True
 
     def reset(self) -> None:
-        """Forgets what was recorded and starts anew."""
+        """Forgets everything recorded so far and starts again."""
         if self._scope is None or not self._recording:
             raise ContextError("GradientTape.reset: the tape is not recording.")
         scope = self._scope
@@ -169,21 +168,22 @@ class GradientTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = UnconnectedGradients.NONE,
     ) -> Any:
-        """Gradient of the sum of `target` with respect to `sources`.
+        """Returns the gradient of the sum of `target` with respect to `sources`.
 
         Args:
             target: Array, or nest of arrays whose sums are added up.
             sources: Nest of variables and arrays.
-            output_gradients: Nest like `target` that its elements are weighted with; None for 1.
+            output_gradients: Nest like `target` with weights for its elements; None for 1.
             unconnected_gradients: `UnconnectedGradients.NONE` or `ZERO`, or its value.
 
         Returns:
-            A nest like `sources`: arrays; `IndexedSlices` for variables read by `sparse_read` only;
-            None for sources the target does not depend on.
+            A nest like `sources`: arrays; `IndexedSlices` for variables that are read only by
+            `sparse_read`; None for sources the target does not depend on.
 
         Raises:
-            ContextError: if the tape was not used, or used already and is not persistent.
-            InvalidTypeError: if a target is not floating point, or a source no array or variable.
+            ContextError: if the tape recorded nothing, or was used before and is not persistent.
+            InvalidTypeError: if a target is not floating point, or a source is not an array or
+                variable.
 
         Source: `tf.GradientTape.gradient`.
         """

@@ -1,4 +1,4 @@
-"""What the processes of a job say to each other: the channel, the meeting, consensus, liveness.
+"""Conversations between the processes of a job: the channel, the meeting, consensus, liveness.
 
 Every conversation is a `Channel`. `connect` lets the workers meet, starts `Liveness` and then the
 `Consensus`, with which everything above this package agrees on something on the host.

@@ -1,14 +1,15 @@
-"""Tells whether the script of this process gets anywhere, or waits for what never comes.
+"""Activity: does the script of this process make progress, or wait for something that never comes?
 
-In doubt it does: whoever says "nothing moves" ends a job. A beat looks at the thread of the script,
-and, as far as they could wake it, at the other threads and at the children of the process.
+In doubt it makes progress, because the answer "nothing moves" ends a job. A beat looks at the
+thread of the script. It also looks at the other threads and at the children of the process, as far
+as they could wake that thread.
 
     it compiles, computes in a library, or has come to a place with values not seen before    moves
     it waits for what ends by itself: a time, a disk, another machine, a library's threads    moves
     it waits for a lock, a child, a signal, a terminal, or a pipe that only they write        waits
     it comes back to the same places with the same values, with or without sleep              waits
 
-Nothing moves when the thread of the script waits and everybody else does, too.
+Nothing moves when the thread of the script waits and so do all the others.
 """
 
 import linecache
@@ -45,17 +46,18 @@ __all__ = ["Activity"]
 
 _logger = logging.getLogger(__name__)
 
-# How often a beat looks, unless it sees something move before.
+# Number of looks in a beat, which ends earlier if it sees something move.
 _NUM_LOOKS = 10
 _LOOK_SECONDS = 0.002
-# Of a processor. Idle threads of gRPC and of profilers take less, a pool that computes takes more.
+# Share of a processor. Idle threads of gRPC and of profilers take less, a pool that computes takes
+# more.
 _BUSY_SHARE = 0.1
 _BUSY_BYTES = 1 << 16  # read or written by a thread in a beat
 _MAX_PLACES = 100_000
 
 _COMPILERS = re.compile(r"[/\\]jax[/\\]_src[/\\](compiler|interpreters[/\\]mlir)\.py$")
-# Where a program's data are read. What computes there may be an iterator in C, whose progress shows
-# nowhere, and files that are looked for may come from another machine.
+# Code that reads a program's data. It may compute in an iterator in C, whose progress shows
+# nowhere, and files that it looks for may come from another machine.
 _READERS = re.compile(
     r"[/\\](distributary[/\\](inputs|datasets)|keras[/\\]src[/\\]trainers[/\\]data_adapters)[/\\]"
 )
@@ -63,10 +65,10 @@ _FILE_FUNCTIONS = frozenset(
     {"exists", "getsize", "glob", "is_dir", "is_file", "isdir", "isfile", "iterdir", "listdir"}
     | {"open", "rglob", "scandir", "stat"}
 )
-# Functions in C that wait for a thread of Python: of locks, and of `SimpleQueue`.
+# C functions, of locks and of `SimpleQueue`, that wait for a thread of Python.
 _LOCKS = frozenset({"__enter__", "acquire", "get", "with"})
 _SLEEPS = frozenset({"poll", "select", "sleep"})
-_SAME_END_SECONDS = 0.005  # between ends of a wait that a signal has interrupted
+_SAME_END_SECONDS = 0.005  # between the ends of a wait that a signal has interrupted
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _LIBRARIES = tuple(
     {
@@ -83,17 +85,17 @@ _LIBRARIES = tuple(
 @final
 @dataclass
 class _Thread:
-    """What has been seen of one thread since somebody waits for this process."""
+    """Observations of one thread since others began to wait for this process."""
 
     cpu_seconds: float | None = None  # at the last beat
     share: float = 0.0  # of a processor, in the last beat
     may_compute: bool = False  # at the latest look
-    computing_at: list[int] = field(default_factory=list)  # places in this beat, where in a call
+    computing_at: list[int] = field(default_factory=list)  # places in this beat, in calls
     latest: tuple[int, Wait, float | None] = 0, Wait(Kind.NONE), None  # number, wait, time used
     num_bytes: int = 0
     seen: set[int] = field(default_factory=set)  # places
-    ends: dict[Hashable, float] = field(default_factory=dict)  # of the first wait at a place
-    repeated: set[Hashable] = field(default_factory=set)  # places where a wait has ended, in vain
+    ends: dict[Hashable, float] = field(default_factory=dict)  # end of the first wait at a place
+    repeated: set[Hashable] = field(default_factory=set)  # places where a wait ended in vain
 
     def may_be_elsewhere(self) -> bool:
         """Returns whether the thread may have run since the latest look."""
@@ -103,14 +105,14 @@ class _Thread:
 
 @final
 class Activity:
-    """Tells whether the thread that runs the script gets anywhere.
+    """A judge of whether the thread that runs the script makes progress.
+
+    One thread calls `beat`; any thread may call `where`.
 
     Args:
         thread_id: `threading.get_ident()` of the thread; the main thread if None.
         ignored: Returns ids of threads (`ident` or `native_id`) and of child processes that serve
             this library: they never wake the script.
-
-    One thread calls `beat`; any may call `where`.
     """
 
     def __init__(
@@ -125,11 +127,11 @@ class Activity:
         self._forget()
 
     def beat(self, closely: bool = True) -> int:
-        """Looks once, and returns for how many beats in a row nothing has moved.
+        """Looks once, and returns the number of beats in a row in which nothing has moved.
 
         Args:
-            closely: Whether somebody waits for this process. If not, it looks at nothing, forgets
-                what it has seen, and returns 0.
+            closely: Whether others wait for this process. If not, it looks at nothing, forgets its
+                observations, and returns 0.
         """
         if not closely:
             if self._beat_at is not None:
@@ -138,18 +140,18 @@ class Activity:
         try:
             moves = self._moves()
         except Exception as error:
-            # Threads, files and children come and go. Nobody is blamed for what cannot be seen.
+            # Threads, files and children come and go. If a look fails, the script is not blamed.
             _logger.debug("Activity: a look has failed: %r", error)
             moves = True
         self._still_beats = 0 if moves else self._still_beats + 1
         return self._still_beats
 
     def where(self, max_frames: int = 8) -> list[str]:
-        """Returns the stack of the script's thread, and where other threads of the script are.
+        """Returns the stack of the script's thread, and the places of other threads of the script.
 
-        A line per frame, the innermost last: `train.py:40 in load: batch = queue.get()`. Frames of
-        libraries are left out where there are frames of the script, except the innermost, if that
-        is not ours.
+        There is a line per frame, the innermost last: `train.py:40 in load: batch = queue.get()`.
+        If there are frames of the script, frames of libraries are left out, except the innermost
+        one if it is not ours.
         """
         frames = sys._current_frames()
         stack = list(stack_of(frames.pop(self._thread_id or 0, None)))
@@ -184,7 +186,7 @@ class Activity:
         if not self._can_look:
             return self._frames_move(ignored)
         tree = [os.getpid(), *children_of(os.getpid(), ignored)]
-        # All of them, because each remembers what it sees.
+        # Call all of them, because each remembers what it sees.
         python_moves, needs_children = self._python_moves(ignored, tree, seconds)
         natives_move = self._natives_move(ignored, seconds)
         children_move = self._children_move(tree, seconds)
@@ -195,19 +197,19 @@ class Activity:
     def _python_moves(
         self, ignored: Collection[int], tree: Collection[int], seconds: float | None
     ) -> tuple[bool, bool]:
-        """Returns whether one of them moves, and whether a child could wake one of them."""
+        """Returns whether a thread of Python moves, and whether a child could wake one."""
         idents = self._python_threads(ignored)
         if self._thread_id not in idents:  # it is at an interactive prompt, or has ended
             return True, False
         self._note_busy_threads(idents, seconds)
         moves = needs_children = False
         for number in range(_NUM_LOOKS):
-            # After a sleep the lock of Python has just been taken, and it is handed on after 5 ms
-            # at the earliest. So frames, their values and waits belong together.
+            # After a sleep this thread has just taken the lock of Python, and hands it on after
+            # 5 ms at the earliest. So the frames, values and waits that it sees belong together.
             time.sleep(_LOOK_SECONDS)
             for ident in idents:
                 thread = self._threads[ident]
-                # Who has not run since the last beat is where it was a moment ago, too.
+                # A thread that has not run since the latest look is still at the same place.
                 if number == 0 or (
                     (ident == self._thread_id or thread.may_compute) and thread.may_be_elsewhere()
                 ):
@@ -216,7 +218,7 @@ class Activity:
                     needs_children |= needs
             if moves:
                 break
-        # On a machine that is too busy, a library has computed without a chance to be seen.
+        # On a machine that is too busy, a library may have computed without being seen.
         for ident in idents:
             computing_at = self._threads[ident].computing_at
             moves |= len(computing_at) == _NUM_LOOKS and len(set(computing_at)) == 1
@@ -275,7 +277,10 @@ class Activity:
         return False, not is_private_lock
 
     def _is_wait_of_python(self, frame: FrameType, wait: Wait) -> bool:
-        """Returns whether Python itself waits. Libraries wait for threads of their own."""
+        """Returns whether Python itself waits.
+
+        Libraries wait for threads of their own.
+        """
         if wait.kind not in (Kind.LOCK, Kind.SLEEP) or self._places.is_waiting(frame):
             return True
         name = self._places.call_at(frame)
@@ -284,9 +289,9 @@ class Activity:
         return name in _LOCKS or _is_for_the_interpreter(wait)
 
     def _has_repeated(self, thread: _Thread, place: int, wait: Wait, tid: int) -> bool:
-        """Notices a wait with an end where an earlier one has ended without a change."""
+        """Returns whether a wait at this place has ended before without a change."""
         if wait.end is not None:
-            # Without a deadline: whoever has run since then has waited before.
+            # Without a deadline, a thread that has run since then must have waited before.
             end = wait.end / 1e9 or cpu_seconds_of_thread(tid) or 0.0
             tolerance = _SAME_END_SECONDS if wait.end else 0.0
             if abs(end - thread.ends.setdefault((place, bool(wait.end)), end)) > tolerance:
@@ -294,7 +299,10 @@ class Activity:
         return place in thread.repeated
 
     def _frames_move(self, ignored: Collection[int]) -> bool:
-        """Knows only frames: every call may end by itself, but endless waits of `threading`."""
+        """Returns whether a thread moves, judged by frames alone.
+
+        Every call may end by itself, except for endless waits in `threading`.
+        """
         idents = self._python_threads(ignored)
         moves = self._thread_id not in idents
         for _ in range(_NUM_LOOKS):
@@ -345,7 +353,10 @@ class Activity:
     def _thread_of_child_moves(
         self, pid: int, tid: int, cpu_seconds: float, tree: Collection[int]
     ) -> bool:
-        """Knows nothing of its frames: it may sleep as often as it wants."""
+        """Returns whether a thread of a child moves.
+
+        Its frames cannot be seen, so it may sleep as often as it wants.
+        """
         wait = wait_of(pid, tid)
         if wait.kind in (Kind.NONE, Kind.UNKNOWN, Kind.SLEEP):
             return True
@@ -359,7 +370,7 @@ class Activity:
 
 
 def _share(before: float | None, after: float | None, seconds: float | None) -> float:
-    """Returns which part of the time since the last beat has been spent on a processor."""
+    """Returns the share of the time since the last beat that was spent on a processor."""
     if before is None or after is None or not seconds:
         return 0.0
     return (after - before) / seconds
@@ -371,7 +382,7 @@ def _is_alarm_set() -> bool:
 
 
 def _is_for_the_interpreter(wait: Wait) -> bool:
-    """Returns whether a thread waits for the lock of Python, which it asks for again and again."""
+    """Returns whether a thread waits for the lock of Python, which it requests repeatedly."""
     return bool(wait.end and wait.end / 1e9 - time.monotonic() <= sys.getswitchinterval())
 
 
@@ -405,7 +416,7 @@ def _waits_without_end(frame: FrameType) -> bool:
 
 
 def _threads() -> dict[int, threading.Thread]:
-    # `threading.enumerate` waits for a lock, which the script may hold for ever.
+    # `threading.enumerate` waits for a lock, which the script may hold forever.
     return threading._active  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
-"""What two processes of a job send each other: messages of JSON, with bytes behind them.
+"""The channel between two processes of a job: messages of JSON, followed by bytes.
 
-A message is one line of JSON, `[kind, content, size]`, and `size` bytes that follow it. Every
+A message is one line of JSON, `[kind, content, size]`, and the `size` bytes that follow it. Every
 conversation of the job uses it: the launchers of several hosts, the meeting of the workers at the
 start, heartbeats, agreements.
 """
@@ -30,7 +30,7 @@ class Message(NamedTuple):
     """One message.
 
     Attributes:
-        kind: What it is.
+        kind: Kind of the message.
         content: Something JSON can hold.
         blob: Bytes that belong to it.
     """
@@ -44,16 +44,16 @@ class Message(NamedTuple):
 class Channel:
     """One end of a connection between two processes of a job.
 
-    One thread at a time may receive; sending is up to the caller to serialize, too.
+    Only one thread may receive at a time, and only one may send; the caller makes sure of it.
 
     Args:
         connection: A connected socket; the channel closes it.
-        peer: Who is at the other end, for messages to people.
+        peer: Name of the process at the other end, for messages to people.
         max_line_bytes: Size of the longest line it accepts.
 
     Attributes:
         peer: As given.
-        max_blob_bytes: How many bytes it accepts behind a line.
+        max_blob_bytes: Largest number of bytes it accepts behind a line.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Channel:
         connection.setblocking(False)
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when something comes; -1 when closed."""
+        """Returns the descriptor that becomes readable when something arrives; -1 when closed."""
         return self._socket.fileno()
 
     def send(self, kind: str, content: Any = None, blob: bytes = b"") -> None:
@@ -88,7 +88,7 @@ class Channel:
         """Waits for the next message.
 
         Args:
-            seconds: How long to wait for all of it; None for as long as it takes.
+            seconds: Time to wait for the whole message; None for as long as it takes.
 
         Raises:
             TimeoutError: if it does not come in time.
@@ -103,7 +103,7 @@ class Channel:
         return message
 
     def arrived(self) -> Iterator[Message]:
-        """Yields the messages that have come, without waiting for more.
+        """Yields the messages that have arrived, without waiting for more.
 
         Raises:
             ChannelClosedError: after the last of them, if the other process is gone.
@@ -119,9 +119,9 @@ class Channel:
             raise closed
 
     def keep_alive(self, seconds: int) -> None:
-        """Lets the connection break when the other machine has not answered for about so long.
+        """Lets the connection break if the other machine does not answer for about `seconds`.
 
-        Other systems than Linux know it by their own time.
+        Systems other than Linux use their own time.
         """
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
@@ -130,7 +130,7 @@ class Channel:
                 (socket.TCP_KEEPIDLE, interval),
                 (socket.TCP_KEEPINTVL, interval),
                 (socket.TCP_KEEPCNT, _NUM_PROBES),
-                (socket.TCP_USER_TIMEOUT, 1000 * seconds),  # for what is sent meanwhile
+                (socket.TCP_USER_TIMEOUT, 1000 * seconds),  # for data on its way
             ):
                 self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -175,7 +175,7 @@ class Channel:
         self._received += data
 
     def _next(self) -> Message | None:
-        """Takes a complete message out of what has been received, None without one."""
+        """Takes a complete message from the received bytes; None if there is none."""
         received = self._received
         end = received.find(b"\n")
         if end < 0:

@@ -19,7 +19,7 @@ from distributary.topology import backends_started, job_programs, prepare_local_
 _log = logging.getLogger(__name__)
 
 _MEET_SECONDS = 120.0
-# `Liveness` notices a lost worker and lets all workers end together, well before JAX would.
+# Well before JAX would, `Liveness` notices a lost worker and lets all workers end together.
 _LATER_THAN_LIVENESS_SECONDS = 60
 _SHUTDOWN_SECONDS = 20
 _INITIALIZATION_SECONDS = 60
@@ -31,7 +31,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
     Raises:
         ClusterError: if a worker does not come in time, its port is taken, or the workers do not
             fit together.
-        BackendStartedError: if JAX has computed something already.
+        BackendStartedError: if JAX has already computed something.
     """
     timeout_seconds = options.heartbeat_timeout_seconds
     if jax.distributed.is_initialized():
@@ -74,7 +74,7 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
 
 
 def _agree(place: MultiWorker) -> None:
-    """Lets the workers agree on what they do from now on."""
+    """Lets the workers agree from now on on the programs that they run."""
     agreement = start_consensus(place)
     sequence = EventSequence(agreement)
 

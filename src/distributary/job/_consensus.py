@@ -1,4 +1,4 @@
-"""Lets all workers of a job agree on something, on the host."""
+"""Agreements between all workers of a job, on the host."""
 
 import atexit
 import contextlib
@@ -24,25 +24,25 @@ __all__ = ["Consensus", "connected_channels", "consensus", "start_consensus"]
 
 _CONNECT_SECONDS = 60.0
 _KEY = "distributary/channels"
-_STEPS = "steps"  # the conversation of the thread that runs the script
+_STEPS = "steps"  # topic of the thread that runs the script
 
 
 @final
 class Consensus:
-    """Exchanges messages between all workers of a job.
+    """An exchange of messages between all workers of a job.
 
-    Every worker calls the same methods in the same order, with the same `place`; each call says
+    Every worker calls the same methods in the same order, with the same `place`. Each call tells
     where the worker is in its program, so workers that come to different places get an error that
-    names both. An exchange takes 0.1 to 0.2 ms, where JAX's key-value store takes about a
-    millisecond and a collective would wait for the programs before it.
+    names both. An exchange takes 0.1 to 0.2 ms. JAX's key-value store takes about a millisecond,
+    and a collective would wait for the programs before it.
 
-    Threads that agree on something beside the script, as one that writes a checkpoint does, use a
-    `topic` of their own, the same on every worker.
+    A thread that agrees on something beside the script, such as one that writes a checkpoint, uses
+    a `topic` of its own, the same on every worker.
 
     Args:
         names: Names of the workers.
         number: Number of this worker.
-        channels: From worker 0 to all others by their number, from the others to 0.
+        channels: On worker 0, a channel to each other worker, by number; on the others, one to 0.
 
     Attributes:
         names: Names of the workers.
@@ -61,7 +61,7 @@ class Consensus:
         self._mailboxes = {other: _Mailbox(channel) for other, channel in sorted(channels.items())}
         self._sending = threading.Lock()
         self._counters: dict[str, int] = defaultdict(int)
-        # Before JAX waits for the other workers at the end, who may be waiting here for this one.
+        # Runs before JAX waits for the other workers at the end, which may wait here for this one.
         atexit.register(weakref.finalize(self, _close, list(channels.values())))
 
     @property
@@ -70,7 +70,7 @@ class Consensus:
         return len(self.names)
 
     def count(self, what: str) -> int:
-        """Returns how often it was called with `what` before; the same number on every worker."""
+        """Returns the number of earlier calls with `what`; the same number on every worker."""
         number = self._counters[what]
         self._counters[what] += 1
         return number
@@ -81,27 +81,27 @@ class Consensus:
         """Returns the messages of all workers, in worker order.
 
         Args:
-            place: Where this worker is in its program.
-            message: What it says there.
+            place: Place of this worker in its program.
+            message: The message of this worker.
             topic: The conversation, if it is not that of the script.
-            seconds: How long to wait for each of the others; None for as long as they live.
+            seconds: Time to wait for each of the others; None for as long as they live.
 
         Raises:
             TimeoutError: if another worker does not come in time.
             WorkerMismatchError: on every worker, if they are at different places.
             ClusterError: if a worker is gone.
-            WorkerLostError: if that was noticed.
+            WorkerLostError: if `Liveness` has noticed that a worker is gone.
         """
         own = Message(topic, [place, script_line()], message)
         if topic == _STEPS:
             self.latest_mismatch = None
             self.waiting_at = place
-            job_programs.num_meetings += 1  # before the position, as `Liveness` expects
+            job_programs.num_meetings += 1  # before the position: `Liveness` relies on the order
             job_programs.position += 1
         try:
             said = self._collect(own, seconds) if self.number == 0 else self._ask(own, seconds)
         except ChannelClosedError as gone:
-            self.shut()  # so that the others hear of it, too
+            self.shut()  # tells the others, too
             error = ClusterError(
                 f"{gone}, and what that worker has to say at {place} was needed here. Look at its"
                 " output. If it ended without an error: all workers must take the same steps over"
@@ -122,17 +122,17 @@ class Consensus:
         topic: str = _STEPS,
         seconds: float | None = None,
     ) -> list[Any]:
-        """Returns what `say()` returns on every worker, in worker order.
+        """Returns the results of `say()` on every worker, in worker order.
 
         Args:
-            place: Where this worker is in its program.
+            place: Place of this worker in its program.
             say: Returns something JSON can hold.
             topic: The conversation, if it is not that of the script.
-            seconds: How long to wait for each of the others; None for as long as they live.
+            seconds: Time to wait for each of the others; None for as long as they live.
 
         Raises:
             TimeoutError: if another worker does not come in time.
-            Exception: what `say` raises, after the others were told.
+            Exception: if `say` raises it, after the others were told.
             ClusterError: if `say` raises on another worker.
             WorkerMismatchError: if another worker is at another place.
         """
@@ -146,7 +146,7 @@ class Consensus:
         topic: str = _STEPS,
         seconds: float | None = None,
     ) -> list[str]:
-        """Does what `agree` does, for texts."""
+        """Does the same as `agree`, for texts."""
         failure = None
         try:
             own = f"={say()}".encode()
@@ -165,7 +165,7 @@ class Consensus:
         return [text[1:] for text in texts]
 
     def broadcast(self, place: str, say: Callable[[], bytes]) -> bytes:
-        """Returns what `say()` returns on worker 0, on every worker.
+        """Returns the result of `say()` on worker 0, on every worker.
 
         Raises:
             WorkerMismatchError: if another worker is at another place.
@@ -173,14 +173,14 @@ class Consensus:
         return self.exchange(place, say() if self.number == 0 else b"")[0]
 
     def tell(self, topic: str, content: Any) -> None:
-        """Tells all other workers something, which they `hear`; for worker 0."""
+        """Sends something to all other workers, which `hear` it; for worker 0."""
         message = Message(topic, content)
         with contextlib.suppress(ChannelClosedError), self._sending:
             for mailbox in self._mailboxes.values():
                 mailbox.channel.send(*message)
 
     def hear(self, topic: str, seconds: float | None = None) -> Any:
-        """Waits for what worker 0 tells all others about a topic, and returns it.
+        """Waits for the next content that worker 0 tells all others on a topic, and returns it.
 
         Raises:
             TimeoutError: if it tells nothing in time.
@@ -205,7 +205,7 @@ class Consensus:
 
     def _collect(self, own: Message, seconds: float | None) -> list[Message]:
         said = [own, *(box.take(own.kind, seconds) for box in self._mailboxes.values())]
-        # Mostly all say the same.
+        # Usually all say the same.
         same = said.count(own) == len(said)
         with self._sending:
             for mailbox in self._mailboxes.values():
@@ -244,7 +244,10 @@ class Consensus:
 
 @final
 class _Mailbox:
-    """The messages of one channel, by topic. Of the threads that wait, one reads for all."""
+    """The messages of one channel, by topic.
+
+    Of the threads that wait for messages, one reads for all.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -298,12 +301,12 @@ _consensus: Consensus | None = None
 
 
 def consensus() -> Consensus | None:
-    """Returns the consensus of the job of this process, None for a process alone."""
+    """Returns the consensus of this process's job; None if the process is alone."""
     return _consensus
 
 
 def start_consensus(place: MultiWorker) -> Consensus:
-    """Connects the workers for their agreements, once JAX has connected them.
+    """Connects the workers for their agreements, after JAX has connected them.
 
     Raises:
         ClusterError: if the workers cannot reach each other.
@@ -316,9 +319,9 @@ def start_consensus(place: MultiWorker) -> Consensus:
 
 
 def connected_channels(place: MultiWorker, purpose: str) -> dict[int, Channel]:
-    """Returns channels from worker 0 to all others by their number, from the others to 0.
+    """Returns channels by number: from worker 0 to each other worker, from the others to worker 0.
 
-    All workers call it, once for each purpose, after JAX has connected them.
+    All workers call it once for each purpose, after JAX has connected them.
 
     Raises:
         ClusterError: if the workers cannot reach each other.
@@ -328,7 +331,7 @@ def connected_channels(place: MultiWorker, purpose: str) -> dict[int, Channel]:
 
 
 def _accepted(place: MultiWorker, key: str) -> dict[int, Channel]:
-    """Listens at a free port of worker 0, whose number JAX's service tells the others."""
+    """Listens at a free port of worker 0 and tells the others its number through JAX's service."""
     peers = tuple(map(str, place.workers))
     token = secrets.token_hex(16)
     host, _, _ = bind_address(place.workers[0]).rpartition(":")
@@ -347,7 +350,7 @@ def _accepted(place: MultiWorker, key: str) -> dict[int, Channel]:
             for channel, message in reception.arrivals(deadline):
                 number = _number_of(message, token)
                 if number is None or number in arrived or not 0 < number < len(peers):
-                    channel.close()  # somebody else's program
+                    channel.close()  # from a program outside of the job
                     continue
                 channel.peer = peers[number]
                 arrived[number] = channel
@@ -361,7 +364,7 @@ def _accepted(place: MultiWorker, key: str) -> dict[int, Channel]:
 
 
 def _number_of(message: Message, token: str) -> int | None:
-    """Returns the number of the worker that has connected, None if it is none of the job."""
+    """Returns the number of the worker that has connected; None if it is not of the job."""
     content = message.content
     if message.kind != "join" or not isinstance(content, list) or len(content) != 2:
         return None

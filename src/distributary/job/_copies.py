@@ -1,4 +1,4 @@
-"""Compares what the workers hold of values that are to be the same on all of them."""
+"""Comparisons of the copies that workers hold of values that must be the same on all of them."""
 
 import math
 import time
@@ -15,16 +15,18 @@ from distributary.topology import job_programs
 
 __all__ = ["copies"]
 
-# Share of the time of steps that comparisons may take, and bounds of how many programs lie between.
+# Share of the time of steps that comparisons may take.
 _SHARE = 0.002
+# Bounds of the number of programs between two comparisons.
 _MIN_INTERVAL, _MAX_INTERVAL = 32, 1 << 16
 
 
 @final
 class Copies:
-    """Compares copies now and then: rounding, broken hardware or a mistake can let them drift.
+    """A comparison of copies now and then, because they can drift apart.
 
-    Every worker counts the same programs, so that all compare at the same time.
+    Rounding, broken hardware or a mistake can cause that. Every worker counts the same programs, so
+    all of them compare at the same time.
 
     Attributes:
         num_left: Number of programs until the next comparison.
@@ -34,20 +36,20 @@ class Copies:
         self.restart()
 
     def restart(self) -> None:
-        """Counts anew, as all workers do after a difference between them."""
+        """Counts from the beginning, as all workers do after a difference between them."""
         self.num_left = self._interval = _MIN_INTERVAL
         self._compared_at = time.perf_counter()
 
     @property
     def is_half_due(self) -> bool:
-        """Whether half of the programs between two comparisons are over, or none was made."""
+        """True if half of the programs between two comparisons are over, or none was made yet."""
         return self.num_left <= self._interval // 2 or self._interval == _MIN_INTERVAL
 
     def compare(self, what: str, names: Sequence[str], arrays: Sequence[Any]) -> None:
         """Compares copies, on all workers together.
 
         Args:
-            what: When that is, for people.
+            what: Name of the moment, for people.
             names: Names of the values.
             arrays: The values, the same on every device of every worker.
 
@@ -59,7 +61,7 @@ class Copies:
             return
         try:
             jax.block_until_ready(arrays)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:  # of the program before
+        except (ValueError, jax.errors.JaxRuntimeError) as error:  # from the previous program
             raise job_programs.explained(error) from error
         begin = time.perf_counter()
         step_seconds = (begin - self._compared_at) / max(1, self._interval - self.num_left)
@@ -126,10 +128,10 @@ def _words(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
     if jnp.issubdtype(array.dtype, jnp.floating):
-        # Of two numbers that are none, a sum has the bits of the first.
+        # Made one NaN: the bits of a sum of two NaNs depend on their order.
         array = jnp.where(jnp.isnan(array), jnp.asarray(jnp.nan, array.dtype), array)
     bits = jax.dtypes.itemsize_bits(array.dtype)
     if bits < 8 or array.dtype == jnp.bool_:
         return array.astype(jnp.float32).astype(jnp.int32).astype(jnp.uint32)
-    unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # of 64 bits the words come in pairs
+    unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # 64-bit numbers become pairs of words
     return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)

@@ -1,16 +1,17 @@
-"""The workers of a job watch each other, and end with a sentence when they cannot go on.
+"""Liveness: the workers of a job watch each other, and end with a message when they cannot go on.
 
 Every worker keeps the connection to worker 0 on which they met. Each end says something once a
-second. A connection that closes tells at once that a process has ended. Silence tells that it is
-frozen or its machine is gone. Worker 0 tells the others. A process that an exception ends says so
-before.
+second. A connection that closes shows immediately that a process has ended. Silence shows that it
+is frozen or its machine is gone. Worker 0 tells the others. A process that ends by an exception
+says so first.
+
 Messages, as of `Channel`:
 
-    both ways   beat       how far the sender is, see `_Report`
+    both ways   beat       progress of the sender, see `_Report`
                 lost       which worker is lost, and how: the job ends
                 differ     how the workers differ: the job ends
     to first    finished   as beat; the sender waits for the others
-                place      what the sender does, as an answer
+                place      what the sender is doing, as an answer
     from first  place      asks for that
                 over       all have finished
 
@@ -43,12 +44,12 @@ from distributary.topology import job_programs
 __all__ = ["Liveness"]
 
 _BEAT_SECONDS = 1.0
-# From the news of a lost worker to the end of this process; what it can still do is to clean up.
+# From the news of a lost worker to the end of this process, which may still clean up.
 _GRACE_SECONDS = 1.0
-# From an error of a collective to the news of the lost worker that has caused it; of one that has
-# finished worker 0 hears with the next heartbeats.
+# From an error of a collective to the news of the lost worker that caused it. Worker 0 hears that a
+# worker has finished with the next heartbeats.
 _NEWS_SECONDS = 3.0
-_ANSWER_BEATS = 2  # for the others to say what they do
+_ANSWER_BEATS = 2  # time for the others to tell what they are doing
 _WRITE_SECONDS = 0.2
 _INTERRUPTED_EXIT_CODE = 130  # as shells report it
 _MAX_REASON_CHARACTERS = 500
@@ -56,14 +57,15 @@ _OF_A_COLLECTIVE = re.compile(r"gloo|nccl|collective|connection", re.IGNORECASE)
 
 
 class _Report(NamedTuple):
-    """How far a worker is.
+    """The progress of a worker.
 
     Attributes:
-        num_meetings: Number of events at which it met the others, or waits for them.
+        num_meetings: Number of events at which it has met the others, or waits for them.
         position: Number of events that it has begun.
         is_waiting: Whether it waits for the others on the host.
-        still_beats: For how many heartbeats its script has not got anywhere, while others wait.
-        is_awaited: Whether others wait for the one to whom worker 0 says it.
+        still_beats: Number of heartbeats for which its script has made no progress while others
+            wait.
+        is_awaited: Whether others wait for the worker that gets this report from worker 0.
     """
 
     num_meetings: int = 0
@@ -76,26 +78,26 @@ class _Report(NamedTuple):
 @final
 @dataclass(eq=False)
 class _Worker:
-    """What is known of a worker: of another one at the end of a channel, or of this one."""
+    """The facts about a worker: another one at the end of a channel, or this one."""
 
     name: str
     channel: Channel | None = None
     report: _Report = field(default_factory=_Report)
     silent_beats: int = 0
     has_finished: bool = False
-    place: list[str] | None = None  # where it is, once it has told
+    place: list[str] | None = None  # set once it has told what it is doing
 
 
 @final
 class Liveness:
-    """Watches the other workers of a job from a thread until all have finished.
+    """A thread that watches the other workers of a job until all have finished.
 
-    When one is lost, it writes a line to stderr and, a second later, ends this process with
+    When one is lost, it writes a line to stderr. A second later it ends this process with
     `WorkerLostError.exit_code`, unless the process has ended by itself.
 
     Args:
-        place: The cluster and which of its workers this process is.
-        channels: From worker 0 to all others by their number, from the others to 0.
+        place: The cluster, and which of its workers this process is.
+        channels: On worker 0, a channel to each other worker, by number; on the others, one to 0.
         heartbeat_timeout_seconds: Silence after which a worker counts as lost.
     """
 
@@ -113,18 +115,18 @@ class Liveness:
         self._own = self._workers[self._number]
         self._others = [self._workers[number] for number in channels]
         self._activity = Activity(ignored=relay_pids)
-        self._awaited: list[_Worker] = []  # for whom others wait; of worker 0
-        self._lock = threading.Lock()  # of sending
+        self._awaited: list[_Worker] = []  # others wait for these; only on worker 0
+        self._lock = threading.Lock()  # for sending
         self._exit_code: int | None = None  # set when the job ends early
         self._is_decided = threading.Event()  # all have finished, or one is lost
-        # For how long workers have waited for others at some position.
+        # Number of beats for which workers have waited for others, and the position.
         self._stuck_beats, self._stuck_at = 0, 0
-        self._suspicion: tuple[str, str] | None = None  # why all were asked where they are
+        self._suspicion: tuple[str, str] | None = None  # why all were asked for their place
         self._unanswered_beats = 0
         self._pid = os.getpid()
 
     def start(self) -> None:
-        """Watches from now on, and at the end of the program."""
+        """Starts to watch, now and at the end of the program."""
         # A child that outlives this process would keep the connections open.
         os.register_at_fork(after_in_child=self._close)
         job_programs.explain = self.explain
@@ -132,7 +134,7 @@ class Liveness:
         threading.Thread(target=self._run, name="distributary-liveness", daemon=True).start()
 
     def explain(self, error: Exception) -> Exception:
-        """Returns the error that names the lost worker, if one is behind another error."""
+        """Returns the error that names the lost worker, if a lost worker has caused `error`."""
         if _OF_A_COLLECTIVE.search(str(error)):
             self._is_decided.wait(_NEWS_SECONDS)
         return job_programs.error or error
@@ -153,8 +155,9 @@ class Liveness:
                     beat_at = time.monotonic() + _BEAT_SECONDS
         if self._exit_code is not None:
             time.sleep(_GRACE_SECONDS)
-            # A reader of the output that has stopped reading must not keep the process. No thread
-            # can be started when the main thread is at its end; it flushes by itself then.
+            # In a thread, because a reader of the output that has stopped reading must not keep the
+            # process alive. When the main thread is at its end, no thread can be started, but then
+            # the main thread flushes.
             with contextlib.suppress(RuntimeError):
                 flush = threading.Thread(target=_flush, daemon=True)
                 flush.start()
@@ -193,7 +196,7 @@ class Liveness:
         else:
             is_awaited = self._others[0].report.is_awaited
         self._own.report = self._own_report(self._activity.beat(is_awaited))
-        # Silence is counted in beats: while this process is frozen itself, it counts nothing.
+        # Silence is counted in beats, because a process that is frozen itself then counts nothing.
         for worker in self._others:
             report = self._own.report._replace(is_awaited=worker in self._awaited)
             self._say(worker, "beat", report)
@@ -210,7 +213,7 @@ class Liveness:
     def _own_report(self, still_beats: int = 0) -> _Report:
         agreement = consensus()
         is_waiting = agreement is not None and agreement.waiting_at is not None
-        # The position first: whoever comes to a meeting counts that before its position.
+        # Read the position first: at a meeting a worker counts the meeting before its position.
         position = job_programs.position
         return _Report(job_programs.num_meetings, position, is_waiting, still_beats)
 
@@ -225,7 +228,7 @@ class Liveness:
             doing = f"waits for all before {waiting_at}{given if waiting_at == name else ''}"
         return [doing, *self._activity.where()]
 
-    # On worker 0, which hears of all
+    # On worker 0, which hears from all
 
     def _look_for_trouble(self) -> None:
         """Notices workers that wait for each other and will not meet."""
@@ -257,10 +260,10 @@ class Liveness:
         self._stuck_at = min(positions)
         if self._stuck_beats <= self._max_silent_beats:
             return
-        # Whoever is awaited hears of it a beat or two later.
+        # An awaited worker hears that it is awaited a beat or two later.
         num_beats = max(1, self._max_silent_beats - 2)
         hanging = [worker for worker in awaited if worker.report.still_beats >= num_beats]
-        if len(hanging) == len(awaited):  # one that moves may still wake the others
+        if len(hanging) == len(awaited):  # a worker that moves may still wake the others
             names = " and ".join(worker.name for worker in hanging)
             self._ask_all(
                 "lost",
@@ -269,7 +272,7 @@ class Liveness:
             )
 
     def _passed_by(self) -> str | None:
-        """Returns how a worker goes on where another waits for all, None if no worker does."""
+        """Returns how a worker has gone on where another waits for all; None if none has."""
         for waiting in self._workers:
             report = waiting.report
             if not report.is_waiting:
@@ -285,7 +288,7 @@ class Liveness:
         return None
 
     def _ask_all(self, kind: str, reason: str) -> None:
-        """Asks all workers where they are; what they answer is told with the reason."""
+        """Asks all workers what they are doing; the answers are told with the reason."""
         self._suspicion = kind, reason
         self._unanswered_beats = 0
         for worker in self._others:
@@ -308,9 +311,9 @@ class Liveness:
         self._exit_code = WorkerLostError.exit_code
         agreement = consensus()
         if agreement is not None and agreement.latest_mismatch is not None:
-            self._is_decided.set()  # the script has been told, and it is the same everywhere
+            self._is_decided.set()  # the script has got the same error on all workers
             return
-        # Before the rest, because what follows can end the process from the main thread.
+        # First, because the following lines can make the main thread end the process.
         _say_on_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
         if kind == "differ":
             job_programs.error = WorkerMismatchError(
@@ -337,7 +340,8 @@ class Liveness:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
-        # Set when an exception ends the program; in an interactive session, when one is shown.
+        # `last_value` is set when an exception ends the program. An interactive session sets it
+        # whenever it shows an exception.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if error is not None:
             is_own = isinstance(error, WorkerMismatchError)
@@ -362,9 +366,9 @@ class Liveness:
         lines = traceback.format_exception_only(error)[-1].splitlines()
         text = lines[0][:_MAX_REASON_CHARACTERS]
         self._exit_code = _INTERRUPTED_EXIT_CODE if isinstance(error, KeyboardInterrupt) else 1
-        self._is_decided.set()  # what the others answer is no news
+        self._is_decided.set()  # the others' answers are no news
         self._say_to_all("lost", f"{self._own.name} has ended with {text}")
-        # JAX would wait for the others, and for its programs, which wait for the others, too.
+        # JAX would wait for the others, and for its programs, which also wait for the others.
         _end(self._exit_code)
 
     def _say_to_all(self, kind: str, content: Any) -> None:
@@ -373,7 +377,7 @@ class Liveness:
 
     def _say(self, worker: _Worker, kind: str, content: Any) -> None:
         assert worker.channel is not None
-        # Whoever has gone is noticed by `_hear`.
+        # `_hear` notices workers that are gone.
         with self._lock, contextlib.suppress(ChannelClosedError):
             worker.channel.send(kind, content)
 
@@ -384,7 +388,7 @@ class Liveness:
 
 
 def _told(worker: _Worker) -> str:
-    """Returns what a worker does, in its own words."""
+    """Returns what a worker is doing, in its own words."""
     if worker.has_finished:
         return f"{worker.name} has ended"
     if worker.place is None:
@@ -400,7 +404,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _say_on_stderr(text: str) -> None:
-    """Writes a line, unless whoever reads it has stopped reading."""
+    """Writes a line, unless the reader of stderr has stopped reading."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], _WRITE_SECONDS)[1]:
             os.write(2, text.encode()[: select.PIPE_BUF])

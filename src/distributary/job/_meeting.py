@@ -1,8 +1,8 @@
-"""The workers of a job find each other before JAX starts.
+"""The meeting: the workers of a job find each other before JAX starts.
 
-JAX's own start-up ends the process without a sentence when a worker is missing, a port is taken or
-the workers do not fit together. Here they meet first, over one connection each to the first worker,
-at the address that JAX's coordination service uses afterwards. `Liveness` keeps the connections.
+JAX's own startup ends the process without a message when a worker is missing, a port is taken or
+the workers do not fit together. Here they meet first, each over one connection to the first worker,
+at the address that JAX's coordination service uses afterward. `Liveness` keeps the connections.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from distributary.job._reception import Reception
 
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras")
 _RETRY_SECONDS = 0.1
-# For an answer, once the first worker has heard from everybody or given up.
+# Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
 
 
 def bind_address(peer: Peer) -> str:
-    """The numeric address of a worker on its own machine, `"127.0.0.1:2222"`.
+    """Returns the numeric address of a worker on its own machine, `"127.0.0.1:2222"`.
 
     Raises:
         ClusterError: if its host is unknown.
@@ -39,15 +39,15 @@ def bind_address(peer: Peer) -> str:
 
 
 def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
-    """Returns once all workers of a cluster have called it and fit together.
+    """Waits until all workers of a cluster have called it and fit together.
 
     Args:
-        place: The cluster and which of its workers this process is.
-        deadline_seconds: How long to wait for the others.
+        place: The cluster, and which of its workers this process is.
+        deadline_seconds: Time to wait for the others.
 
     Returns:
-        Channels by the number of the worker at the other end: of the first worker to all
-        others, of the others to the first.
+        Channels by the number of the worker at the other end: from the first worker to each other
+        one, from the others to the first.
 
     Raises:
         ClusterError: on every worker that is there, if one is missing, its port is taken, two are
@@ -84,14 +84,14 @@ def _facts(place: MultiWorker) -> dict[str, Any]:
 
 
 def _check(facts: dict[str, Any]) -> str:
-    """What shows that the other facts are those of a worker, and undamaged."""
+    """Returns a digest that shows that the other facts come from a worker, undamaged."""
     parts = json.dumps([facts[name] for name in ("worker", "workers", "versions")], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
 @final
 class _Host:
-    """The first worker, who hears all others and tells each how it ended."""
+    """The first worker, which hears from all others and tells each the result."""
 
     def __init__(
         self,
@@ -123,10 +123,10 @@ class _Host:
         return {number: channel for number, (channel, _) in self._arrived.items()}
 
     def _wait(self) -> str | None:
-        """Hears the others; returns what went wrong."""
+        """Waits for the others; returns the problem, if there is one."""
         for channel, message in self._reception.arrivals(self._deadline):
             facts = _checked(message)
-            if facts is None:  # somebody else's program
+            if facts is None:  # from a program outside of the job
                 channel.close()
                 continue
             number = facts["worker"]
@@ -156,7 +156,7 @@ class _Host:
         )
 
     def _difference(self) -> str | None:
-        """How the workers differ."""
+        """Returns how the workers differ, or None."""
         for number, (_, facts) in sorted(self._arrived.items()):
             name = self._place.workers[number].name
             if facts["workers"] != self._facts["workers"]:
@@ -185,7 +185,7 @@ class _Host:
 
 
 def _checked(message: Message) -> dict[str, Any] | None:
-    """Returns the facts of a worker; None for anything else, which everybody can send."""
+    """Returns the facts of a worker; None for anything else, which anybody can send."""
     facts = message.content
     try:
         worker, workers, versions = (facts[name] for name in ("worker", "workers", "versions"))
@@ -268,7 +268,8 @@ def _own_port(peer: Peer) -> Iterator[None]:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ClusterError(_cannot_bind(peer, error)) from error
-            # The cluster may know this machine by another address, which only the first needs.
+            # The cluster may know this machine by another address; only the first worker must have
+            # its own.
         yield
 
 

@@ -1,7 +1,8 @@
-"""Where a thread of Python is, and with which values: at equal places it turns in circles.
+"""The place of a Python thread: its positions in code, and its values.
 
-Only reads. No code of the program runs meanwhile: no property, no `__eq__`, no `__hash__`, no
-`__len__` that a program has defined.
+A thread that comes back to an equal place goes around in circles. Looking only reads. It runs no
+code of the program: no property, no `__eq__`, no `__hash__`, no `__len__` that a program has
+defined.
 """
 
 import dis
@@ -20,18 +21,18 @@ from typing import Any, final
 
 __all__ = ["Places", "stack_of"]
 
-_Value = Any  # of a variable of the program
+_Value = Any  # the value of a variable of the program
 
 _MAX_FRAMES = 200
-_MAX_VALUES = 2000  # looked at in one stack
-_MAX_ELEMENTS = 8  # looked at in a list or dict
+_MAX_VALUES = 2000  # in one stack
+_MAX_ELEMENTS = 8  # in a list or dict
 _MAX_ATTRIBUTES = 32
-_MAX_LENGTH = 64  # of a text that is looked at as a whole
-# Before and after now: loops look at a clock, and reckon until when to wait.
+_MAX_LENGTH = 64  # of a text that is compared as a whole
+# A number from this range around now counts as a time: loops look at a clock and compute deadlines.
 _PAST_SECONDS, _FUTURE_SECONDS = 60.0, 3600.0
 _MIN_NANOSECONDS, _MAX_NANOSECONDS = 10**10, 10**19  # of clocks
 
-# Variables there are deadlines and what is left until then: only the position counts.
+# Variables in these modules are deadlines and remaining times, so only the position counts.
 _LIBRARY = re.escape(os.path.dirname(threading.__file__)) + r"[/\\]"
 _WAITING = re.compile(
     _LIBRARY
@@ -39,16 +40,17 @@ _WAITING = re.compile(
 )
 _EVENT_LOOPS = re.compile(_LIBRARY + r"asyncio[/\\](base_events|runners)\.py$")
 
-_OURS = "distributary.job"  # counts beats, also when nothing moves
-_OPTIMIZED = 1  # flag of the code of functions, whose variables are not in a dict
+_OURS = "distributary.job"  # its counters change even if nothing moves
+_OPTIMIZED = 1  # flag of code of functions, whose variables are not in a dict
 _HEAP_TYPE = 1 << 9  # flag of types that a program or an extension defines
 _SIMPLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SIZED = (list, tuple, dict, set, frozenset, deque, bytearray)
 _ITERABLES: list[Any] = [[], (), range(1), range(1 << 70), {}, {}.items(), set(), "a"]
 _ITERATORS = frozenset(type(iter(value)) for value in _ITERABLES)
-# Before Python 3.13 `f_locals` fills the dict that these have handed out to the program.
+# Before Python 3.13, reading `f_locals` fills the dict that these names hand out to the program.
 _HANDING_OUT_LOCALS = frozenset({"dir", "eval", "exec", "f_locals", "locals", "vars"})
-# Those trace in Python. A tracer copies that dict back to the variables, so it has to stay full.
+# Modules that trace in Python. A tracer copies that dict back to the variables, so it must stay
+# full.
 _TRACERS = frozenset({"bdb", "coverage.pytracer", "pydevd", "pysnooper", "trace"})
 _ENTERING = frozenset({"BEFORE_WITH", "LOAD_SPECIAL"})
 _LOADING = ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
@@ -56,7 +58,7 @@ _BETWEEN_CALLS = ("JUMP_", "RESUME", "POP_JUMP_", "NOP")
 
 
 def stack_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a frame and those that have called it, at most 200."""
+    """Yields a frame and its callers, at most 200."""
     number = 0
     while frame is not None and number < _MAX_FRAMES:
         yield frame
@@ -65,16 +67,19 @@ def stack_of(frame: FrameType | None) -> Iterator[FrameType]:
 
 @final
 class Places:
-    """Compares where threads are. Keeps what it has learned of their code."""
+    """A comparison of the places of threads.
+
+    It keeps the facts it has learned about their code.
+    """
 
     def __init__(self) -> None:
-        # By id, because code compares by content. The code stays alive with its id.
+        # By id, because code compares by content. The entry keeps the code alive, and so its id.
         self._assigned: dict[int, tuple[CodeType, tuple[str, ...], tuple[str, ...]]] = {}
         self._waiting: dict[str, bool] = {}  # by file
         self._calls: dict[tuple[int, int], tuple[CodeType, str]] = {}
 
     def of(self, frame: FrameType) -> int:
-        """Returns a number for where a thread is: the positions and variables in its stack."""
+        """Returns a number for the place of a thread: the positions and variables in its stack."""
         marks: list[Hashable] = []
         for each in (*stack_of(frame), *_coroutines(frame)):
             marks.append((id(each.f_code), each.f_lasti))
@@ -83,9 +88,9 @@ class Places:
         return hash(tuple(marks))
 
     def call_at(self, frame: FrameType) -> str:
-        """Returns the name of the function in C that a frame calls, `with` for entering a context.
+        """Returns the name of the C function that a frame calls; `with` for entering a context.
 
-        Otherwise the name of the instruction.
+        Otherwise returns the name of the instruction.
         """
         code, position = frame.f_code, frame.f_lasti
         if (id(code), position) not in self._calls:
@@ -93,7 +98,7 @@ class Places:
         return self._calls[id(code), position][1]
 
     def is_between_calls(self, frame: FrameType) -> bool:
-        """Returns whether a frame executes nothing that could take long."""
+        """Returns whether the frame is at an instruction that cannot take long."""
         return self.call_at(frame).startswith(_BETWEEN_CALLS)
 
     def is_waiting(self, frame: FrameType) -> bool:
@@ -119,15 +124,16 @@ class Places:
         elif frame.f_trace is None and _HANDING_OUT_LOCALS.isdisjoint(code.co_names):
             copies = frame.f_locals
             values += copies.values()
-            # They would keep arrays alive until the function ends. Three references are this
-            # function's, the frame's and that of `getrefcount`: nobody else has the dict.
+            # The copies would keep arrays alive until the function ends. With three references,
+            # which are those of this function, the frame and `getrefcount`, nobody else has the
+            # dict.
             if sys.getrefcount(copies) == 3 and _TRACERS.isdisjoint(sys.modules):
                 copies.clear()
         return values
 
 
 def _names_assigned(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns which names of a namespace, and which globals, a piece of code sets."""
+    """Returns the names of its namespace, and the globals, that a piece of code sets."""
     found: dict[str, set[str]] = {"STORE_NAME": set(), "STORE_GLOBAL": set()}
     for instruction in dis.get_instructions(code):
         if instruction.opname in found:
@@ -142,9 +148,9 @@ def _call_at(code: CodeType, position: int) -> str:
     here = before.pop()
     if here.opname in _ENTERING:
         return "with"
-    # Python 3.11 calls functions in C in the first half, once it knows them.
+    # Python 3.11 calls known C functions in `PRECALL`, the first half of a call.
     if here.opname.startswith(("CALL", "PRECALL")):
-        # The function begins where the call begins; arguments stand behind it.
+        # The function's name begins where the call begins; the arguments come after it.
         for each in reversed(before):
             if each.opname.startswith(_LOADING) and _begin(each) == _begin(here):
                 return str(each.argval)
@@ -174,7 +180,7 @@ def _coroutines(frame: FrameType) -> Iterator[FrameType]:
 
 
 def _mark(value: _Value) -> Hashable:
-    """Returns what shows that a value has changed: itself, its size, its elements or attributes."""
+    """Returns a mark that changes with a value: itself, its size, its elements or attributes."""
     kind = type(value)
     if kind in _SIMPLE or kind in _SIZED:
         return (_outer_mark(value), *map(_outer_mark, _elements(value, kind)))
@@ -220,7 +226,8 @@ def _elements(value: _Value, kind: type) -> list[_Value]:
 
 
 def _attribute_marks(value: _Value) -> Iterator[Hashable]:
-    # Runs no code of the program, as `vars` could. Attributes are here, or in a dict that is.
+    # Unlike `vars`, this runs no code of the program. The referents are the attributes, or a
+    # dict of them.
     for attribute in gc.get_referents(value)[:_MAX_ATTRIBUTES]:
         yield _outer_mark(attribute)
         if type(attribute) is dict:

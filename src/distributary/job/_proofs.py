@@ -1,7 +1,7 @@
-"""Proves to another process of a job that this one knows the job's secret, without sending it.
+"""Proofs that a process knows the job's secret, without sending the secret.
 
-A proof is an HMAC over what both ends have said. A challenge of each end belongs to that: so what
-somebody has overheard proves nothing in another conversation.
+A proof is an HMAC over what both ends have said, including a challenge from each end. So a proof
+that was overheard proves nothing in another conversation.
 """
 
 import hashlib
@@ -14,23 +14,24 @@ __all__ = ["is_proof", "new_challenge", "proof"]
 
 
 def new_challenge() -> str:
-    """Returns a random text that no conversation has had before."""
+    """Returns a random text that no conversation has used before."""
     return secrets.token_hex(32)
 
 
 def proof(secret: str, role: str, *said: Any) -> str:
-    """Returns what only those can make who know a secret.
+    """Returns a text that only a process that knows the secret can make.
 
     Args:
         secret: The secret.
-        role: Who proves it, so that nobody can send a proof back to its maker.
-        said: What the proof is about, with the challenges of both ends: what JSON can hold.
+        role: The side that proves it, so that nobody can send a proof back to its maker.
+        said: The statements to prove, with the challenges of both ends; JSON must be able to hold
+            them.
     """
     content = json.dumps([role, *said], sort_keys=True)
     return hmac.new(secret.encode(), content.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proof(found: object, secret: str, role: str, *said: Any) -> bool:
-    """Returns whether something is the `proof` of the same arguments."""
+    """Returns whether `found` is the `proof` of the same arguments."""
     expected = proof(secret, role, *said)
     return isinstance(found, str) and hmac.compare_digest(expected.encode(), found.encode())

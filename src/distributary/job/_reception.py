@@ -1,4 +1,4 @@
-"""Hears the processes of a job where strangers can connect, too."""
+"""The reception of a job: hears its processes at a port to which strangers can connect, too."""
 
 import contextlib
 import selectors
@@ -11,21 +11,21 @@ from distributary.job._channel import MAX_BLOB_BYTES, Channel, ChannelClosedErro
 
 __all__ = ["Reception"]
 
-_MAX_SILENT = 64  # connections that have not said anything yet, if fewer processes are expected
-_MAX_LINE_BYTES = 1 << 18  # the names of thousands of workers
+_MAX_SILENT = 64  # connections that have said nothing yet; more if more processes are expected
+_MAX_LINE_BYTES = 1 << 18  # enough for the names of thousands of workers
 
 
 @final
 class Reception:
-    """Hears everybody who connects to a listening socket, for one thread.
+    """A listener for all connections to a listening socket, for use by one thread.
 
-    It hangs up on whoever speaks another language, and, while many are silent, on the one who has
-    been silent for longest.
+    It hangs up on connections that speak another language. While many are silent, it also hangs up
+    on the one that has been silent for longest.
 
     Args:
         server: A listening socket. The caller closes it.
         num_expected: Number of processes that should come.
-        greet: Is called with every new channel, before the other end has said anything.
+        greet: Called with every new channel, before the other end has said anything.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Reception:
         self._selector.close()
 
     def arrivals(self, deadline: float) -> Iterator[tuple[Channel, Message]]:
-        """Yields the first message of everybody, and its channel, until a deadline.
+        """Yields the first message of every connection, with its channel, until a deadline.
 
-        Whoever takes the channel closes it.
+        The caller takes the channel and closes it.
 
         Args:
             deadline: As of `time.monotonic`.
@@ -63,9 +63,9 @@ class Reception:
                 yield channel, message
 
     def messages(self, deadline: float) -> Iterator[tuple[Channel, Message | None]]:
-        """Yields what `arrivals` yields, and what comes from the channels that were kept.
+        """Yields the same as `arrivals`, and the messages from kept channels.
 
-        None in place of a message tells that a kept channel has come to its end.
+        None in place of a message means that a kept channel has ended.
         """
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
@@ -73,18 +73,18 @@ class Reception:
                     self._accept()
                 elif key.data in self._silent:
                     yield from self._first(key.data)
-                elif key.data.fileno() >= 0:  # nobody has closed it since
+                elif key.data.fileno() >= 0:  # not closed since
                     yield from self._later(key.data)
 
     def keep(self, channel: Channel) -> None:
-        """Hears a channel that has arrived from now on. `messages` closes it at its end."""
+        """Hears a channel that has arrived from now on. `messages` closes it when it ends."""
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has hung up
+        with contextlib.suppress(OSError):  # the other end has hung up
             connection, address = self._server.accept()
             channel = Channel(connection, str(address[0]), _MAX_LINE_BYTES)
-            channel.max_blob_bytes = 0  # nobody knows yet who it is
+            channel.max_blob_bytes = 0  # it is not known yet who it is
             self._silent[channel] = None
             self._selector.register(channel, selectors.EVENT_READ, channel)
             if self._greet is not None:
@@ -98,7 +98,7 @@ class Reception:
         except ChannelClosedError:
             self._hang_up(channel)
             return
-        if message is None:  # not all of it has come
+        if message is None:  # not complete yet
             return
         self._selector.unregister(channel)
         del self._silent[channel]

@@ -1,4 +1,4 @@
-"""A way to JAX's coordination service that does not break when the service dies."""
+"""A relay to JAX's coordination service that keeps connections open when the service dies."""
 
 import os
 import socket
@@ -14,19 +14,19 @@ _processes: list["subprocess.Popen[bytes]"] = []  # each ends when its stdin is 
 
 
 def relay_pids() -> frozenset[int]:
-    """Returns the numbers of the processes that relay."""
+    """Returns the process ids of the relays."""
     return frozenset(process.pid for process in _processes)
 
 
 def relay_to(address: tuple[str, int]) -> str:
-    """A loopback address of this machine whose connections are passed on to `address`.
+    """Starts a relay that passes connections on to `address`, and returns its loopback address.
 
-    JAX's client ends the process from C++, without a sentence, as soon as its connection to the
-    service breaks. A connection of the relay stays open then; who is lost is told by `Liveness`.
+    JAX's client ends the process from C++, without a message, as soon as its connection to the
+    service breaks. The relay keeps that connection open; `Liveness` tells which worker is lost.
 
-    The relay is a process of its own, which ends with this one: JAX asks the service for things
-    with Python's lock held, when a preempted job agrees on a step for example, so no thread of this
-    process could pass the answer on.
+    The relay is a process of its own, which ends with this one. A thread of this process could not
+    pass on an answer, because JAX holds Python's lock while it asks the service, for example when a
+    preempted job agrees on a step.
 
     Args:
         address: Host and port of the service.
@@ -42,7 +42,7 @@ def relay_to(address: tuple[str, int]) -> str:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(server.fileno(),),
-            start_new_session=True,  # signals to all processes of a job are not for it
+            start_new_session=True,  # spares it signals to all processes of a job
         )
         _processes.append(process)
         return f"127.0.0.1:{server.getsockname()[1]}"

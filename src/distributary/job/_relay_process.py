@@ -1,11 +1,11 @@
-"""Passes connections on; the program of `_relay.py`.
+"""The program of `_relay.py`, which passes connections on.
 
-It runs with the standard library alone and without importing distributary:
+It runs with only the standard library and without importing distributary:
 
     python -I -S _relay_process.py SERVER_FD PARENT_PID HOST PORT
 
-`SERVER_FD` is a listening socket. It ends when its stdin is closed, or with the parent process: a
-child that the parent has forked may keep its end of stdin open.
+`SERVER_FD` is a listening socket. The program ends when its stdin is closed or its parent process
+ends; a child that the parent has forked may keep its end of stdin open.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def _accept(server: socket.socket, address: tuple[str, int]) -> None:
         try:
             service = _connect(address)
         except OSError:
-            client.close()  # which tries again
+            client.close()  # the client tries again
             continue
         for connection in (client, service):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -39,7 +39,7 @@ def _accept(server: socket.socket, address: tuple[str, int]) -> None:
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
-    # The service is started at this moment. Left to itself, the client would pause for a second.
+    # The service is only just starting. Without retries here, the client would pause for a second.
     end = time.monotonic() + _CONNECT_SECONDS
     while True:
         try:
@@ -56,7 +56,7 @@ def _to_service(client: socket.socket, service: socket.socket) -> None:
 
 
 def _to_client(service: socket.socket, client: socket.socket) -> None:
-    _pass_on(service, client)  # and leaves the client's connection as it is
+    _pass_on(service, client)  # leaves the client's connection open
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Makes sure that all workers run the same programs in the same order, at no cost per step."""
+"""A check that all workers run the same programs in the same order, at no cost per step."""
 
 import json
 import zlib
@@ -17,24 +17,24 @@ _MAX_TEXT_CHARACTERS = 160
 
 @final
 class EventSequence:
-    """What the workers have agreed to do next.
+    """The events that the workers have agreed to run next.
 
     Two workers that run different programs at the same time would mix their numbers, or wait for
-    each other for ever. So they meet before an event, and compare it. That takes 0.1 to
-    0.2 ms, too long for every step. But a training loop repeats itself: once the workers have
-    agreed that event `d` follows `a, b, c`, they need not meet when it does so again:
+    each other forever. So they meet before an event and compare it. That takes 0.1 to 0.2 ms, too
+    long for every step. But a training loop repeats itself: once the workers have agreed that event
+    `d` follows `a, b, c`, they need not meet when it does so again:
 
         step step step step step | evaluation step step ...
-                       ^ nobody meets here: after four steps a fifth one is agreed
-                                   ^ everybody meets, as this is new after four steps
+                           ^ nobody meets here: after four steps a fifth one is agreed
+                                       ^ everybody meets, as this is new after four steps
 
-    A worker that does something else than what was agreed waits in a meeting, and the others wait
-    for it in their program: no number is handed out, and `Liveness` sees the difference.
+    A worker that does not follow the agreement waits in a meeting, and the others wait for it in
+    their program. So no number is handed out, and `Liveness` sees the difference.
 
     Invariant: workers that have done the same have agreed on the same.
 
     Args:
-        consensus: Of the workers.
+        consensus: Consensus of the workers.
     """
 
     def __init__(self, consensus: Consensus) -> None:
@@ -43,7 +43,7 @@ class EventSequence:
         self._before: tuple[int, ...] = (0, 0, 0, 0)
 
     def enter(self, event: JobEvent, values: tuple[Any, ...]) -> None:
-        """See `JobPrograms.begin`."""
+        """Meets the other workers unless they have agreed on this; see `JobPrograms.begin`."""
         before = self._before
         key = event.key
         self._before = (before[1], before[2], before[3], key)
@@ -74,7 +74,7 @@ class EventSequence:
         )
 
     def forget(self) -> None:
-        """Begins anew after a difference, so that scripts that catch the error can go on."""
+        """Starts again after a difference, so that scripts that catch the error can go on."""
         self._agreed.clear()
         self._before = (0, 0, 0, 0)
 
@@ -99,7 +99,7 @@ class EventSequence:
 def first_difference(
     one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]
 ) -> tuple[str, str] | None:
-    """Returns how two descriptions of an event differ first, None if they do not."""
+    """Returns the first difference between two descriptions of an event, or None."""
     for i in range(max(len(one), len(other))):
         pair = [lines[i] if i < len(lines) else ("nothing more", "") for lines in (one, other)]
         if pair[0][0] != pair[1][0]:
@@ -111,7 +111,7 @@ def first_difference(
 
 
 def _shown(text: str, where: str, at: int) -> str:
-    """Returns a text, of a long one what is around the place `at`."""
+    """Returns a text; if it is long, the part around position `at`."""
     if len(text) > _MAX_TEXT_CHARACTERS:
         begin = max(0, at - _MAX_TEXT_CHARACTERS // 3)
         end = begin + _MAX_TEXT_CHARACTERS

@@ -1,6 +1,6 @@
-"""Tells what the threads of this process and of its children wait for, as Linux sees it.
+"""Waits of the threads of this process and of its children, as Linux sees them.
 
-It comes from `/proc/<pid>/task/<tid>/syscall`, the system call in which a thread waits with its
+They come from `/proc/<pid>/task/<tid>/syscall`, the system call in which a thread waits with its
 arguments, and from processor times.
 
 Source: proc(5), syscall(2), and clock_getcpuclockid(3) for the clocks of threads and processes.
@@ -108,10 +108,10 @@ class Kind(Enum):
     """The kinds of a wait."""
 
     NONE = auto()  # it computes, or could
-    LOCK = auto()  # another thread has to wake it, which may be one of another process
+    LOCK = auto()  # another thread must wake it, perhaps one of another process
     SLEEP = auto()
-    FILES = auto()  # something has to be read or written
-    CHILD = auto()  # a child has to end
+    FILES = auto()  # a file must become readable or writable
+    CHILD = auto()  # a child must end
     SIGNAL = auto()
     UNKNOWN = auto()
 
@@ -119,14 +119,14 @@ class Kind(Enum):
 @final
 @dataclass(frozen=True)
 class Wait:
-    """What a thread waits for.
+    """The event that a thread waits for.
 
     Attributes:
-        kind: What has to happen.
-        end: None if the wait may last for ever, otherwise its deadline in nanoseconds of whatever
-            clock; 0 when only its duration is known.
-        files: Descriptors and whether the thread wants to write there, of `Kind.FILES`.
-        is_private: Whether only threads of the same process can wake it, of `Kind.LOCK`.
+        kind: Kind of the event.
+        end: None if the wait may last forever, otherwise its deadline in nanoseconds of any clock;
+            0 if only its duration is known.
+        files: For `Kind.FILES`, descriptors and whether the thread wants to write there.
+        is_private: For `Kind.LOCK`, whether only threads of the same process can wake it.
     """
 
     kind: Kind
@@ -145,7 +145,7 @@ def can_look() -> bool:
 
 
 def wait_of(pid: int, tid: int) -> Wait:
-    """Returns what a thread waits for now, without handing the lock of Python to another thread."""
+    """Returns the present wait of a thread, without handing on the lock of Python."""
     fields = _read_at_once(b"/proc/%d/task/%d/syscall" % (pid, tid)).split()
     if not fields:
         return _UNKNOWN
@@ -184,25 +184,25 @@ def is_from_elsewhere(wait: Wait, pid: int, tree: Collection[int], servers: bool
     """Returns whether a process outside of `tree` can end a wait for files.
 
     Args:
-        wait: What a thread of process `pid` waits for.
+        wait: The wait of a thread of process `pid`.
         pid: The process.
         tree: This process and its children.
-        servers: Whether to count the arrival of a new client.
+        servers: Whether the arrival of a new client counts.
     """
     return any(_is_file_from_elsewhere(pid, fd, writes, tree, servers) for fd, writes in wait.files)
 
 
 def tasks_of(pid: int) -> list[int]:
-    """Returns the ids of all threads of a process; nothing if it has ended."""
+    """Returns the ids of all threads of a process; an empty list if it has ended."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     return []
 
 
 def children_of(pid: int, ignored: Collection[int]) -> list[int]:
-    """Returns the processes that a process and its children have started, and that have not ended.
+    """Returns the running processes that a process and its children have started.
 
-    Leaves out the `ignored` ones and what they have started.
+    Leaves out the `ignored` ones and the processes they have started.
     """
     found = []
     for tid in tasks_of(pid):
@@ -214,7 +214,7 @@ def children_of(pid: int, ignored: Collection[int]) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process has been stopped by a signal or a debugger."""
+    """Returns whether a signal or a debugger has stopped a process."""
     return _state(pid) in ("T", "t")
 
 
@@ -231,13 +231,13 @@ def cpu_seconds_of_process(pid: int) -> float | None:
 def computes_without_python(tid: int) -> bool:
     """Returns whether a thread of this process computes while the caller has the lock of Python.
 
-    Then it does so in a library. Who executes Python waits for the lock.
+    Then it computes in a library, because a thread that executes Python waits for the lock.
     """
     if _libc is None:
         return True
     read = partial(time.clock_gettime, _clock_of_thread(tid))
-    # The thread may have this core meanwhile. One call in C from begin to end, because between
-    # two instructions of Python the lock could be handed over.
+    # A pause, in which the thread may have this core. All is one call in C, because between two
+    # instructions of Python the lock could be handed over.
     pause = partial(_libc.usleep, _PAUSE_MICROSECONDS)
     try:
         before, _, after = map(operator.call, (read, pause, read))
@@ -247,7 +247,7 @@ def computes_without_python(tid: int) -> bool:
 
 
 def num_bytes_moved(tid: int) -> int:
-    """Returns how many bytes a thread of this process has read from and written to files."""
+    """Returns the number of bytes that a thread of this process has read and written in files."""
     fields = _read_at_once(b"/proc/self/task/%d/io" % tid).split()
     return int(fields[1]) + int(fields[3]) if len(fields) > 3 else 0
 
@@ -263,7 +263,7 @@ def _cpu_seconds(clock: int) -> float | None:
 
 
 def _state(pid: int) -> str:
-    # The name before it, in parentheses, may hold anything.
+    # The name before the state, in parentheses, may hold any character.
     fields = _read_at_once(b"/proc/%d/stat" % pid).rpartition(b")")[2].split()
     return fields[0].decode() if fields else ""
 
@@ -271,7 +271,7 @@ def _state(pid: int) -> str:
 def _read_at_once(path: bytes, offset: int = 0, num_bytes: int = 4096) -> bytes:
     """Reads a small file of /proc and keeps the lock of Python, as `os.read` does not.
 
-    What it says then belongs to the frames that are looked at in the same moment.
+    So the content belongs to the frames that are looked at in the same moment.
     """
     if _libc is None:
         return b""
@@ -285,7 +285,7 @@ def _read_at_once(path: bytes, offset: int = 0, num_bytes: int = 4096) -> bytes:
 
 
 def _memory(pid: int, address: int, num_bytes: int) -> bytes:
-    # Not by a pointer: the thread may have ended meanwhile, and its memory with it.
+    # Not through a pointer: the thread may have ended meanwhile, and its memory may be gone.
     data = _read_at_once(b"/proc/%d/mem" % pid, address, num_bytes)
     return data if len(data) == num_bytes else b""
 
@@ -299,7 +299,7 @@ def _time_at(pid: int, address: int) -> int | None:
 
 
 def _is_negative(argument: int) -> bool:
-    return bool(argument & 0x80000000)  # of an int
+    return bool(argument & 0x80000000)  # sign bit of an int
 
 
 def _futex_wait(pid: int, arguments: list[int]) -> Wait:
@@ -376,12 +376,12 @@ def _is_file_from_elsewhere(
             inner = Wait(Kind.FILES, files=tuple(_watched(pid, fd)))
             return is_from_elsewhere(inner, pid, tree, servers)
         return "pidfd" not in target  # threads of libraries wake each other by an eventfd
-    # A person at a terminal is nobody to wait for; a disk ends by itself.
+    # A wait for a person at a terminal may never end; one for a disk ends by itself.
     return writes or not target.startswith(("/dev/tty", "/dev/pts/", "/dev/console"))
 
 
 def _is_pipe_held(number: int, tree: Collection[int], by_readers: bool) -> bool:
-    """Tells whether one of `tree` holds the other end of a pipe."""
+    """Returns whether a process of `tree` holds the other end of a pipe."""
     wanted = os.O_RDONLY if by_readers else os.O_WRONLY
     for pid in tree:
         with contextlib.suppress(OSError):

@@ -1,6 +1,12 @@
-"""From step functions with variables, tapes and collectives to pure programs.
+"""Compiler passes that turn steps with variables, tapes and collectives into pure programs.
 
-The order of the passes is told in `docs/design/tracing.md`.
+    @dist.function                     { lambda ; w:f32[2] x:f32[2]. let
+    def step(x):                           a:f32[2] = add w x
+        w.assign_add(x)         ->         b:f32[2] = mul a 2.0
+        return w * 2                     in (b, a) }
+
+The variable has become an input and an output. `docs/design/tracing.md` follows a step through the
+passes in order; each module opens with an example of what it does.
 """
 
 from typing import TYPE_CHECKING
@@ -139,7 +145,7 @@ __all__ = [
     "with_exchanged_sums",
 ]
 
-# What few programs need.
+# Few programs need these, so they are imported on first use.
 __getattr__ = late_names(
     __name__,
     {

@@ -1,9 +1,25 @@
-"""Which gradients of a tape exist, and in which form.
+"""The kind of every gradient that a tape returns: an array, rows of a table, or None.
 
 `GradientTape.gradient` returns None for a source the target does not depend on, an `IndexedSlices`
 for a table of which only rows were read, and an array otherwise. User code looks at that while it
-is traced, so the answer must be known before the trace ends. It is guessed at first; this module
-reads the true answer off the traced jaxpr, and the function is traced again if the guess was wrong.
+is traced, so the answer must be known before the trace ends. The trace starts from a guess. This
+module reads the true answer off the traced jaxpr, and if the guess was wrong, the function is
+traced again. In
+
+    { lambda ; x:f32[2] ids:i32[3]. let
+        gradient_tape[event=start tape=1]
+        b:f32[2] = variable_read[handle=w]
+        c:f32[3,2] = variable_sparse_read[handle=table] ids
+        d:f32[2] = mul x b
+        e:f32[] = reduce_sum d
+        f:f32[] = reduce_sum c
+        g:f32[] = add e f
+        gradient_tape[event=stop tape=1]
+        h:f32[2] i:f32[3,2] j:i32[3] = tape_gradient[handles=(w, table, bias) tape=1] g 1.0
+      in (h, i) }
+
+`gradient_kinds` gives `{(1, 0): ("dense", ("sparse", 3), None)}`: for call 0 of tape 1 an array for
+`w`, 3 rows for `table`, and nothing for `bias`, which the target does not depend on.
 """
 
 from collections.abc import Sequence
@@ -35,12 +51,12 @@ _CALLS = frozenset({"closed_call", "core_call", "checkpoint", "remat", "remat2"}
 
 
 def is_jit(eqn: Equation) -> bool:
-    """Whether `eqn` is a nested `jax.jit`, which the passes look through."""
+    """Returns whether `eqn` is a nested `jax.jit`, which the passes look through."""
     return eqn.primitive.name in _JIT
 
 
 def call_of(eqn: Equation) -> Any | None:
-    """The jaxpr of an equation that only calls it."""
+    """Returns the jaxpr of an equation that only calls it, else None."""
     if is_jit(eqn) or eqn.primitive.name in _CALLS:
         return eqn.params["jaxpr"]
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
@@ -49,7 +65,7 @@ def call_of(eqn: Equation) -> Any | None:
 
 
 def reads_of_tapes(eqns: Sequence[Equation]) -> dict[int, list[Handle]]:
-    """The variables read while each tape records, nested jits included, by the tape's number."""
+    """Returns the variables read while each tape records, by tape, nested jits included."""
     reads: dict[int, list[Handle]] = {}
     for index, eqn in enumerate(eqns):
         if eqn.primitive is tape_p and eqn.params["event"] == "start":
@@ -71,7 +87,7 @@ def _stops(eqn: Equation, tape: int) -> bool:
 
 
 def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int]:
-    """Where the recording of the tape of the gradient at `gradient_index` starts and ends.
+    """Returns where the recording of a tape starts and ends, for its gradient at `gradient_index`.
 
     Returns:
         Index of the start marker, and of the equation the recording ends before.
@@ -100,7 +116,7 @@ def tape_region(eqns: Sequence[Equation], gradient_index: int) -> tuple[int, int
 
 
 def gradient_kinds(eqns: Sequence[Equation]) -> Decisions:
-    """The kind of every gradient taken in the equations and the jaxprs nested in them."""
+    """Returns the kind of every gradient in the equations and the jaxprs nested in them."""
     decisions: Decisions = {}
     for index, eqn in enumerate(eqns):
         if eqn.primitive is grad_p:
@@ -148,18 +164,20 @@ def _handle_kind(region: Sequence[Equation], handle: Handle, tape: int) -> Kind:
 
 
 def pauses(eqn: Equation, tape: int, paused: bool) -> bool:
-    """Whether `tape` is in `stop_recording` after `eqn`, if it was `paused` before."""
+    """Returns whether `tape` is in `stop_recording` after `eqn`; before it was `paused`."""
     if eqn.primitive is tape_p and eqn.params["tape"] == tape:
         return bool(eqn.params["event"] == "pause")
     return paused
 
 
 def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> list[int] | None:
-    """Rows of every read of a table that is only read by rows, outside of control flow.
+    """Returns the number of rows of every read of a table that is only read by rows.
+
+    Reads inside control flow count as reads of the whole table.
 
     Returns:
         The number of rows of each read that `tape` records, in program order, or None if the table
-        is read otherwise.
+        is also read in another way.
     """
     sizes: list[int] = []
     paused = False
@@ -187,7 +205,7 @@ def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> li
 
 
 class _Flow:
-    """Forward reachability: which sources (bits of a mask) each value depends on."""
+    """Forward reachability: the sources, as bits of a mask, that each value depends on."""
 
     def __init__(self, bits: dict[Any, int], sources: set[Handle], tape: int) -> None:
         self._bits = bits

@@ -1,4 +1,15 @@
-"""Iterators of Python, of which a program would keep what they gave while it was traced."""
+"""Refuses Python iterators that a traced function takes elements from.
+
+    numbers = iter(range(3))
+
+    @dist.function
+    def step(x):
+        return x + next(numbers)  # every call would add 0, which the first trace took
+
+A program would keep the element that the iterator gave while it was traced. So the iterators that
+the function can reach are found before the trace, and it is an error if one of them has moved
+after it.
+"""
 
 import functools
 import inspect
@@ -17,9 +28,10 @@ from typing import Any, final
 from distributary.errors import InvalidValueError
 from distributary.tracing._feeds import current_feeding
 
-# Their functions are not looked through for iterators.
+# Functions of libraries are not searched for iterators.
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
-# Types of these say by `__reduce__` where they are, and which iterators they take from.
+# The `__reduce__` of iterators from these modules tells their position and the iterators they take
+# from.
 _BUILTIN = ("builtins", "collections", "itertools")
 _COUNTERS = ("line_num", "iterindex", "index")  # csv.reader, np.nditer, np.flatiter
 _MAX_VISITED = 2000
@@ -29,10 +41,10 @@ _MAX_VISITED = 2000
 def refused_if_consumed(
     function: Callable[..., Any], arguments: Iterable[Any], what: str
 ) -> Iterator[None]:
-    """Refuses iterators that code inside, which traces `function`, takes elements from.
+    """Runs the block, which traces `function`, and refuses iterators that it takes elements from.
 
-    Looked for among the arguments, in what the function and those it calls capture, and in the
-    attributes of these. Iterators over a `Dataset` are not meant: they are fed to programs.
+    Looks among the arguments, in the values that the function and those it calls capture, and in
+    the attributes of these. Iterators over a `Dataset` are fine: they are fed to programs.
 
     Args:
         function: The function.
@@ -40,7 +52,7 @@ def refused_if_consumed(
         what: Name of the caller in messages.
 
     Raises:
-        InvalidValueError: if there is one.
+        InvalidValueError: if the block has taken an element.
     """
     found = _Found()
     for number, leaf in enumerate(arguments):
@@ -69,15 +81,15 @@ class _Found:
     """The iterators that a function can reach.
 
     Attributes:
-        iterators: Each with what to call it in messages.
+        iterators: Each with a description for messages.
     """
 
     def __init__(self) -> None:
         self.iterators: list[tuple[Any, str]] = []
-        self._seen: dict[int, Any] = {}  # keeps them alive, so that the numbers stay theirs
+        self._seen: dict[int, Any] = {}  # keeps them alive, so that no other object gets their id
 
     def visit(self, value: Any, name: str, is_inside: bool = False) -> None:
-        """Looks at a value and what belongs to it; `is_inside` at itself only."""
+        """Looks at a value and its parts; with `is_inside`, at the value only."""
         if id(value) in self._seen or len(self._seen) >= _MAX_VISITED or value is None:
             return
         kind = type(value)
@@ -155,7 +167,7 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _reduced(iterator: Any) -> list[Any]:
-    """What an iterator of the standard library consists of: its position, other iterators."""
+    """Returns the parts of an iterator of the standard library: its position, other iterators."""
     if type(iterator).__module__ not in _BUILTIN or isinstance(iterator, types.GeneratorType):
         return []
     try:
@@ -169,17 +181,17 @@ def _reduced(iterator: Any) -> list[Any]:
 
 
 def _place_of(iterator: Any) -> Any:
-    """Where an iterator is, if it says so without being asked for an element."""
+    """Returns the position of an iterator if it tells without being asked for an element."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else frame.f_lasti
     if isinstance(iterator, io.IOBase):
         try:
             return iterator.tell()
-        except (OSError, ValueError):  # text that is being iterated over; closed
+        except (OSError, ValueError):  # a text file during iteration, or a closed file
             return None
     if _code_of_next(iterator) is not None:
-        return None  # it is watched, and could do anything if it was asked
+        return None  # it is watched; asking it could run any code
     counters = [getattr(iterator, name, None) for name in _COUNTERS]
     return (
         operator.length_hint(iterator, -1),
@@ -195,7 +207,7 @@ def _code_of_next(iterator: Any) -> types.CodeType | None:
 
 @final
 class _Watch:
-    """Notices which of several iterators, written in Python, are asked for elements.
+    """A profiler that notices which iterators written in Python are asked for elements.
 
     An element that comes from a `Dataset`'s iterator is fed to the program, and does not count.
 
@@ -203,12 +215,12 @@ class _Watch:
         iterators: The iterators.
 
     Attributes:
-        consumed: Identities of those that gave elements of their own.
+        consumed: Identities of the iterators that gave elements of their own.
     """
 
     def __init__(self, iterators: Iterable[tuple[Any, str]]) -> None:
         self.consumed: set[int] = set()
-        self._objects: dict[Any, list[Any]] = {}  # by the code that runs for an element
+        self._objects: dict[Any, list[Any]] = {}  # keys: the code that makes an element
         self._running: list[tuple[Any, int, int]] = []
         self._before: Any = None
         for iterator, _ in iterators:
@@ -220,7 +232,7 @@ class _Watch:
     def __enter__(self) -> None:
         before: Any = sys.getprofile()
         self._before = before
-        # Profilers written in C cannot be called.
+        # A profiler written in C cannot be called from here, so it is left in place.
         if self._objects and (before is None or isinstance(before, _Watch)):
             sys.setprofile(self)
 

@@ -1,6 +1,22 @@
-"""The last pass over programs for CPUs: operations that XLA:CPU is slow at, written in other ways.
+"""The last pass over programs for CPUs: rewrites operations that XLA:CPU is slow at.
 
-Results are the same but for rounding; which operations these are, `_cpu_rules` says.
+`_cpu_rules` has the operations. A rewritten one becomes the call of a function, as here the
+gradient of a kernel that was applied to sequences:
+
+    h:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
+    i:f32[5,2] = transpose[permutation=(1, 0)] h
+
+becomes
+
+    h:f32[2,5] = jit[
+      jaxpr={ lambda ; g:f32[4,3,2] a:f32[4,3,5]. let
+          b:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
+          c:f32[2,5] = optimization_barrier b
+        in (c,) }
+    ] g a
+    i:f32[5,2] = transpose[permutation=(1, 0)] h
+
+Results are the same but for rounding.
 """
 
 import functools
@@ -20,7 +36,7 @@ __all__ = ["rewritten_for_cpus", "with_cpu_rewrites"]
 
 
 def with_cpu_rewrites(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """`function` as XLA:CPU is fast at it, if it is for CPUs.
+    """Returns `function` in a form that XLA:CPU runs fast, if it is for CPUs.
 
     Args:
         function: From trees of arrays to trees of arrays; about to be compiled.
@@ -39,7 +55,7 @@ def with_cpu_rewrites(function: Callable[..., Any], mesh: Any) -> Callable[..., 
 
 
 def rewritten_for_cpus(closed: Any) -> Any:
-    """A closed jaxpr as XLA:CPU is fast at it, also the jaxprs inside of it."""
+    """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast."""
     return _rewritten(closed, {})
 
 
@@ -52,11 +68,11 @@ def _platform(mesh: Any) -> str:
 
 
 def _rewritten(jaxpr: Any, known: dict[int, Any]) -> Any:
-    """The jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
+    """Returns the jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
 
     Args:
-        jaxpr: The whole, or what an equation has as a parameter.
-        known: What was made of others, by their identity; equations share them.
+        jaxpr: The whole program, or a jaxpr in the parameters of an equation.
+        known: Results for other jaxprs, by their identity, because equations share jaxprs.
     """
     if id(jaxpr) not in known:
         inner, consts = open_jaxpr(jaxpr)

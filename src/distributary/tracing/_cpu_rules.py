@@ -1,15 +1,30 @@
-"""Operations that XLA:CPU is slow at, and how else to write them.
+"""Operations that XLA:CPU is slow at, and faster ways to write them.
 
 - The gradient of a kernel `[features, units]` that was applied to `[batch, length, features]`: a
-  product that contracts batch and length, and its result is transposed. XLA makes one product of
-  the two, of operands that are both transposed, for which XLA:CPU has no fast kernel. It has one
-  for rows times columns as they lie, and for that only one of the operands is transposed, the
-  smaller one. Barriers keep XLA from undoing it.
-- The gradient of a kernel of a convolution over at least two dimensions: a convolution whose
-  window is nearly as large as the image. Written as products of patches of some images at a time.
+  product that contracts batch and length, whose result is transposed. XLA makes one product of the
+  two, with both operands transposed, for which XLA:CPU has no fast kernel. It has one for rows
+  times columns as they lie. To use it, the rule transposes only one of the operands, the smaller
+  one. Barriers keep XLA from undoing that:
+
+      b:f32[5,2] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
+      c:f32[2,5] = transpose[permutation=(1, 0)] b
+
+  becomes, as `a` is smaller than `g`,
+
+      d:f32[2,4,3] = transpose[permutation=(2, 0, 1)] a
+      e:f32[2,4,3] = optimization_barrier d
+      f:f32[2,5] = dot_general[dimension_numbers=(([1, 2], [0, 1]), ([], []))] e g
+      b:f32[5,2] = transpose[permutation=(1, 0)] f
+      c:f32[2,5] = transpose[permutation=(1, 0)] b
+
+  and XLA removes the last two. If the first operand is the smaller one, a barrier after the product
+  is enough.
+- The gradient of a kernel of a convolution over at least two dimensions: a convolution whose window
+  is nearly as large as the image. The rule writes it as products of patches, of some images at a
+  time.
 - The gradient of max pooling: XLA finds the indices of the largest elements with arrays of indices
-  of the size of the input, one for each dimension, and adds with a scatter. Written as comparisons
-  of slices.
+  of the size of the input, one for each dimension, and adds with a scatter. The rule compares
+  slices instead.
 """
 
 import functools
@@ -29,23 +44,23 @@ __all__ = ["fast_version"]
 _Fast: TypeAlias = Callable[..., Array]
 
 _MAX_PATCHES_BYTES = 2**20
-"""Patches of a kernel's gradient that exist at a time: more do not stay in the cache of a core."""
+"""Bytes of patches for a kernel's gradient at a time: more do not stay in the cache of a core."""
 
 _MIN_FILTERS = 16
-"""With fewer, XLA's own convolution is as fast."""
+"""Number of filters; with fewer, XLA's own convolution is as fast."""
 
 _MAX_KERNEL = 49
-"""Positions of a kernel; with more XLA's own convolution is as fast."""
+"""Positions in a kernel; with more, XLA's own convolution is as fast."""
 
 _MAX_WINDOW = 32
-"""Elements of a window of max pooling; each is a slice and an addition."""
+"""Elements in a window of max pooling; each costs a slice and an addition."""
 
 _MAX_PADDED_OVERLAP = 4
-"""Windows with one element of a padded input; with more XLA's own way is faster."""
+"""Windows that share an element of a padded input; with more, XLA's own way is faster."""
 
 
 def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
-    """A function of the equation's operands that gives its result faster; None: it is fast.
+    """Returns a faster function of the equation's operands; None if the equation is fast as it is.
 
     Args:
         eqn: An equation of a program for CPUs.
@@ -62,7 +77,7 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    """Whether the user wants a result to lie somewhere."""
+    """Returns whether the user has chosen a sharding for a result."""
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
 
@@ -167,8 +182,8 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
     def gradient(y: Array, x: Array) -> Array:
         zero = np.zeros((), x.dtype)
         padded = lax.pad(x, np.array(np.nan, x.dtype), [(*p, 0) for p in padding])
-        # As XLA selects: the first one, until `select_prim` does not hold for it and a later one.
-        # It never does for padding that comes first; padding that comes later is not selected.
+        # Selects as XLA does: the first element, until `select_prim` does not hold for it and a
+        # later one. It never holds for padding that comes first, and later padding is not selected.
         best = _slice_of_windows(padded, offsets[0], y.shape, strides)
         chosen = jnp.zeros(y.shape, np.int8)
         for k, offset in enumerate(offsets[1:], 1):
@@ -198,6 +213,6 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
 def _slice_of_windows(
     x: Array, offset: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Array:
-    """The element at `offset` of each window; windows begin `strides` apart, `shape` of them."""
+    """Returns the element at `offset` of `shape` windows, which begin `strides` apart."""
     ends = [k + (n - 1) * stride + 1 for k, n, stride in zip(offset, shape, strides, strict=True)]
     return lax.slice(x, offset, ends, strides)

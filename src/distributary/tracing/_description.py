@@ -1,10 +1,14 @@
-"""What a program consists of, as texts that are the same in every process that traces it.
+"""Describes a program as lines of text that are the same in every process that traces it.
 
-    x:f32[4,3] w:f32[3,3] -> 5 lines such as
-    "v2 = dot_general v0 v1 dimension_numbers=(((1,), (0,)), ((), ())) ... : float32[4,3]"
+`x @ w` gives
 
-A text has no addresses, counters of this process or constants' places in memory; constants count by
-their bytes.
+    v0 = input float32[4,3]
+    v1 = input float32[3,3]
+    v2 = dot_general v0 v1 dimension_numbers=(((1), (0)), ((), ())) ... : float32[4,3]
+    results v2
+
+The lines have no addresses, counters of this process or places of constants in memory. Constants
+are described by their bytes.
 """
 
 import hashlib
@@ -22,9 +26,9 @@ from distributary.tracing._markers import Handle
 
 __all__ = ["describe_jaxpr", "describe_value"]
 
-# Numbers that count traces of a process, and places in its files.
+# Parameters that count the traces of a process, or are places in its files.
 _OF_THIS_PROCESS = frozenset({"call", "serial", "tape", "where"})
-# Functions that JAX keeps to derive or transform a call; the call itself is described.
+# Addresses, identities and numbers of traces, which differ between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|\btrace \d+\b")
 _INSTALLED = os.path.dirname(os.path.dirname(jax.__file__))
 _LIBRARIES = (
@@ -41,13 +45,13 @@ def describe_jaxpr(closed: Any, names: Sequence[str] = ()) -> Iterator[Line]:
 
     Args:
         closed: The jaxpr.
-        names: What its first inputs are called, for people.
+        names: Readable names of its first inputs.
     """
     return _Description().of_program(closed, names)
 
 
 def describe_value(value: Any) -> str:
-    """Returns a text for an array or number: its type and, as a digest, all of its bytes."""
+    """Returns a text for an array or number: its type, and all of its bytes as a digest."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -64,7 +68,7 @@ def describe_value(value: Any) -> str:
 
 
 class _Description:
-    """Numbers the variables of a jaxpr, and of those inside of it, as they are defined."""
+    """Numbers for the variables of a jaxpr and its inner jaxprs, in order of definition."""
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -115,14 +119,14 @@ class _Description:
         if isinstance(value, dict):
             items = (f"{key}: {self._param(value[key], inner)}" for key in value)
             return f"{{{', '.join(items)}}}"
-        if isinstance(value, (set, frozenset)):  # in another order in every process
+        if isinstance(value, (set, frozenset)):  # its order differs between processes
             return f"{{{', '.join(sorted(self._param(item, inner) for item in value))}}}"
         if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
             return f"({', '.join(self._param(item, inner) for item in value)})"
         if isinstance(value, (np.ndarray, jax.Array)):
             return describe_value(value)
         if isinstance(value, jax.sharding.Sharding):
-            # The devices of one process are others than those of the next.
+            # Its devices differ between processes.
             return f"{type(value).__name__} {getattr(value, 'spec', '')}"
         if isinstance(value, jax.sharding.Mesh):
             return f"Mesh {dict(value.shape)}"
@@ -130,7 +134,7 @@ class _Description:
             return str(value.platform)
         if isinstance(value, type):
             return value.__name__
-        if callable(value) or hasattr(value, "call_wrapped"):  # what JAX would derive it with
+        if callable(value) or hasattr(value, "call_wrapped"):  # to derive the call
             return str(getattr(value, "__qualname__", type(value).__name__))
         return str(value)
 

@@ -1,9 +1,17 @@
-"""Which values of a replica program can differ between replicas.
+"""Finds the values of a replica program that can differ between replicas.
 
-A forward analysis of the program of one replica: a value varies if it depends on per-replica
-input, on the replica id or on what is outside of the program, and does not pass through collectives
-that give every replica the same result. Where the analysis cannot know, it says that a value
-varies. Collectives that it does not know are refused before.
+A value varies if it depends on per-replica input, on the replica id or on something outside of the
+program, and does not pass through a collective that gives every replica the same result. On two
+replicas that each have their own `a`:
+
+    { lambda ; a:f32[2] b:f32[2]. let     a varies, b agrees
+        c:f32[2] = mul a b                varies
+        d:f32[2] = psum[replica] c        agrees
+        e:f32[2] = sub b d                agrees
+      in (c, e) }                         varying_outputs: [True, False]
+
+Where this forward analysis cannot know, it says that a value varies. It refuses collectives that it
+does not know.
 """
 
 import os
@@ -18,20 +26,21 @@ from distributary.topology import REPLICA_AXIS, scan_counts
 from distributary.tracing._connectivity import call_of
 from distributary.tracing._markers import Equation, open_jaxpr, sub_jaxprs, walk
 
-# Collectives whose result is the same on every replica, and the ones whose result is not.
+# Collectives whose result is the same on every replica, and those whose result is not.
 _UNIFYING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "push"})
 _SCATTERING = frozenset({"reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all"})
 _OF_DEVICES = frozenset({"axis_index", "start_of_sum"})
-# What is outside of the program can differ from device to device: the host's functions, a device's
-# memory and random numbers, kernels of others. Values go through references, and copies between
-# devices through those of a kernel, without an equation between the two.
+# Results that come from outside of the program can differ from device to device: from functions of
+# the host, a device's memory and random numbers, kernels of others. References are here because a
+# value goes through one without an equation between the two; copies between devices go through
+# those of a kernel.
 OUTSIDE = frozenset(
     {
         *("io_callback", "pure_callback", "buffer_callback", "ffi_call", "infeed", "rng_uniform"),
         *("empty", "empty_ref", "new_ref", "dma_start"),
     }
 )
-# Effects that say nothing about where the result of an equation comes from.
+# Effects that do not tell where the result of an equation comes from.
 _KNOWN_EFFECTS = frozenset(
     {
         *("NamedAxisEffect", "ReadEffect", "WriteEffect", "AccumEffect"),
@@ -43,14 +52,15 @@ _KNOWN_EFFECTS = frozenset(
 )
 _LIBRARIES = (os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__)))
 
-# Which replicas hold the same value: one number per replica, equal for replicas that agree.
+# One number per replica, equal for replicas that hold the same value: (0, 0, 1) if only the third
+# has another.
 Agreement: TypeAlias = tuple[int, ...]
 
 
 def is_collective(eqn: Equation) -> bool:
-    """Whether the replicas exchange values in an equation; not in those that it carries.
+    """Returns whether the replicas exchange values in an equation, not counting those it carries.
 
-    A reduction over an axis of `jax.vmap`, or over no axis at all, is none.
+    A reduction over an axis of `jax.vmap`, or over no axis at all, is no collective.
     """
     name = eqn.primitive.name
     return name == "push" or (
@@ -59,12 +69,12 @@ def is_collective(eqn: Equation) -> bool:
 
 
 def has_collective(eqn: Equation) -> bool:
-    """Whether the replicas exchange values in an equation or in those that it carries."""
+    """Returns whether the replicas exchange values in an equation or in those it carries."""
     return any(is_collective(inner) for inner in walk([eqn]))
 
 
 def is_of_devices(eqn: Equation) -> bool:
-    """Whether replicas meet in an equation, or are told apart by it."""
+    """Returns whether replicas meet in an equation, or are told apart by it."""
     return any(is_collective(inner) or inner.primitive.name in _OF_DEVICES for inner in walk([eqn]))
 
 
@@ -72,7 +82,7 @@ def check_collectives(jaxpr: Any) -> None:
     """Refuses collectives whose results this module does not know.
 
     Raises:
-        UnsupportedError: for an equation over the replica axis that is none of the known ones.
+        UnsupportedError: for an equation over the replica axis that is not a known collective.
     """
     for eqn in walk(jaxpr.eqns):
         name = eqn.primitive.name
@@ -96,7 +106,7 @@ def _names_replicas(params: Any) -> bool:
 
 
 def _has_effect_on_replicas(eqn: Equation) -> bool:
-    """Whether an equation by itself has the replica axis among its effects."""
+    """Returns whether an equation by itself has the replica axis among its effects."""
     named = any(getattr(effect, "name", None) == REPLICA_AXIS for effect in eqn.effects)
     return named and not any(True for _ in sub_jaxprs(eqn))
 
@@ -106,7 +116,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _location(eqn: Equation) -> str:
-    """`file:line` of the user's code that made an equation."""
+    """Returns `file:line` of the user's code that made an equation."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
@@ -115,7 +125,7 @@ def _location(eqn: Equation) -> str:
 
 
 def is_sum_of_replicas(eqn: Equation) -> bool:
-    """Whether an equation sums over all replicas."""
+    """Returns whether an equation sums over all replicas."""
     return (
         eqn.primitive.name == "psum"
         and eqn.params["axes"] == (REPLICA_AXIS,)
@@ -124,16 +134,17 @@ def is_sum_of_replicas(eqn: Equation) -> bool:
 
 
 def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:
-    """For every output of `jaxpr`, whether it can differ between replicas.
+    """Returns for every output of `jaxpr` whether it can differ between replicas.
 
     Args:
         jaxpr: Program of one replica, without markers.
-        varying_inputs: The same for every constant and then every input of the jaxpr.
+        varying_inputs: For every constant and then every input of the jaxpr, whether it can differ
+            between replicas.
         num_replicas: Number of replicas.
 
     Raises:
-        ContextError: if a collective runs in a branch or loop that not all replicas take alike;
-            such a program would wait forever.
+        ContextError: if a collective runs in a branch or loop that some replicas may take and
+            others not; such a program would wait forever.
     """
     varying = varying_variables(jaxpr, varying_inputs, num_replicas)
     return [not isinstance(v, jex_core.Literal) and v in varying for v in jaxpr.outvars]
@@ -142,7 +153,7 @@ def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: in
 def varying_variables(
     jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
 ) -> frozenset[Any]:
-    """The variables of `jaxpr`, not of nested ones, that `varying_outputs` would call varying."""
+    """Returns the varying variables of `jaxpr`, not of nested ones; see `varying_outputs`."""
     analysis = _Analysis(num_replicas)
     inputs = [analysis.distinct if varying else analysis.same for varying in varying_inputs]
     env = analysis.variables(jaxpr, inputs)
@@ -188,14 +199,14 @@ class _Analysis:
         return [self.distinct if differs else self._all(operands)] * num_outs
 
     def _all(self, values: Sequence[Agreement]) -> Agreement:
-        """Of something computed from all `values`: replicas agree that agree on each of them."""
+        """Returns the agreement on a result: replicas agree if they agree on every operand."""
         different = {value for value in values if value != self.same}
         if len(different) <= 1:
             return next(iter(different), self.same)
         return _numbered(zip(*different, strict=True))
 
     def _over_groups(self, value: Agreement, groups: Any) -> Agreement:
-        """Of a reduction or gather in each group of replicas."""
+        """Returns the agreement on a reduction or gather in each group of replicas."""
         if groups is None:
             return self.same
         combined = {i: tuple(value[j] for j in group) for group in groups for i in group}
@@ -248,13 +259,13 @@ class _Analysis:
 
 
 def _numbered(values: Iterable[Any]) -> Agreement:
-    """Equal numbers for equal values, counted in order of appearance."""
+    """Returns equal numbers for equal values, counted in order of appearance."""
     numbers: dict[Any, int] = {}
     return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
 
 def _is_source(eqn: Equation) -> bool:
-    """Whether an equation gives replicas different values, whatever it is computed from."""
+    """Returns whether an equation gives replicas different values whatever its operands."""
     name = eqn.primitive.name
     if name in _OF_DEVICES or name in OUTSIDE or (name in _SCATTERING and is_collective(eqn)):
         return True

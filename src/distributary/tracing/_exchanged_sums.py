@@ -1,11 +1,20 @@
-"""Sums over the replicas of several processes of CPUs, as exchanges between pairs of replicas.
+"""Replaces sums over replicas in several CPU processes by exchanges between pairs of replicas.
 
-gloo, which carries collectives between such processes, reduces in a ring: with two processes four
-messages, each after the one before it has been added, and the vector in pieces. Instead replica `i`
-and replica `i ^ 1` swap their whole arrays and each adds both, then `i` and `i ^ 2` do, and so on.
-Measured on loopback, 2 cores: 400 kB with 2 workers 0.6 ms instead of 1.2, 1 MB 1.0 instead of 2.9,
-40 MB 32 instead of 42; 4 kB with 4 workers 0.8 ms instead of 6.7. Both of a pair add the same two
-numbers, so all replicas have the same bits.
+With two replicas,
+
+    b:f32[3] = psum[axes=('replica',)] a
+
+becomes
+
+    b:f32[3] = ppermute[axis_name=('replica',) perm=((0, 1), (1, 0))] a
+    c:f32[3] = add a b
+
+gloo, which carries collectives between such processes, reduces in a ring: with two processes it
+sends four messages, each after the one before it has been added, and the vector in pieces. Here
+replica `i` and replica `i ^ 1` swap their whole arrays and each adds both, then `i` and `i ^ 2` do,
+and so on. Measured on loopback, 2 cores: 400 kB with 2 workers 0.6 ms instead of 1.2, 1 MB 1.0
+instead of 2.9, 40 MB 32 instead of 42; 4 kB with 4 workers 0.8 ms instead of 6.7. The two replicas
+of a pair add the same two numbers, so all replicas have the same bits.
 """
 
 from collections.abc import Callable
@@ -27,19 +36,20 @@ __all__ = ["EXCHANGED", "with_exchanged_sums"]
 EXCHANGED = "sum_by_exchanges"
 """Name of the scope in which values are summed in this way."""
 
-# With more than two replicas every one of them sends the whole array several times, where in a ring
-# it sends it less than twice. On loopback 4 MB take as long either way; networks are slower.
+# With more than two replicas each sends the whole array several times; in a ring it sends it less
+# than twice. On loopback 4 MB take as long either way; networks are slower.
 _MAX_BYTES_OF_MANY = 1 << 19
 
 
 def with_exchanged_sums(of_replica: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """`of_replica` with its sums over all replicas as exchanges, where these are faster.
+    """Returns `of_replica` with its sums over all replicas as exchanges, if these are faster.
 
-    Sums inside of control flow stay what they are.
+    Sums inside control flow do not change.
 
     Args:
         of_replica: From trees of arrays to trees of arrays, in the program of one replica, inside
-            of `jax.shard_map`. No later pass has to tell what is the same on all replicas.
+            `jax.shard_map`. No later pass may need to tell which values are the same on all
+            replicas.
         mesh: The mesh of the program.
     """
     if not _is_over_gloo(mesh):
@@ -90,11 +100,15 @@ def _is_exchanged(eqn: Equation, num_replicas: int) -> bool:
 
 
 def _exchanged_sum(own: Array, num_replicas: int) -> Array:
-    """The sum over all replicas: the largest power of two of them swap, the others join in."""
+    """Returns the sum over all replicas.
+
+    As many replicas as the largest power of two swap their values; the others send theirs to one of
+    these and receive the sum from it.
+    """
     num_swapping = 1 << (num_replicas.bit_length() - 1)
     others = [(num_swapping + i, i) for i in range(num_replicas - num_swapping)]
     total = own
-    # Who receives nothing gets zeros.
+    # A replica that receives nothing gets zeros.
     if others:
         total = total + lax.ppermute(total, REPLICA_AXIS, others)
     distance = 1

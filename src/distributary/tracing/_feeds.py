@@ -1,4 +1,18 @@
-"""What a traced function takes from iterators over datasets, in every call anew."""
+"""Data that a traced function takes from iterators over datasets, anew in every call.
+
+    batches = iter(dataset)
+
+    @dist.function
+    def step():
+        return strategy.run(train_step, args=(next(batches),))
+
+In the trace `next(batches)` gives a tracer that reads a handle. The program gets the batch as an
+input, and each call takes the next one:
+
+    { lambda ; . let
+        a:f32[8,2] = variable_read[handle=element 1 of a dataset]
+        ...
+"""
 
 import threading
 import weakref
@@ -15,10 +29,10 @@ from distributary.errors import ContextError, InvalidTypeError, InvalidValueErro
 from distributary.tracing._markers import Handle
 from distributary.tracing._scope import current_scope, is_outside_of_trace, outside_of_trace
 
-# A loop over a dataset is unrolled: more than this takes too long to compile.
+# A loop over a dataset is unrolled; with more elements it would take too long to compile.
 _MAX_TAKEN = 100
 
-#: In the place of what an iterator gives: it has ended.
+#: Stands in for an element: the iterator has ended.
 END = "end"
 
 
@@ -26,56 +40,57 @@ class Feedable(Protocol):
     """An iterator over a dataset, outside of every trace."""
 
     def pull(self) -> Any:
-        """The next element."""
+        """Returns the next element."""
 
     def put_back(self, element: Any) -> None:
-        """The next element is this one, the last that was pulled and not put back."""
+        """Gives back the last element that was pulled and not put back, to be the next again."""
 
 
 class Iterated(Protocol):
     """A dataset, outside of every trace."""
 
     def begin_pass(self, is_plain: bool) -> Any:
-        """A new iterator."""
+        """Returns a new iterator."""
 
     def take_back_pass(self) -> None:
-        """The pass that began last has not begun."""
+        """Undoes the beginning of the last pass."""
 
 
 class Feeding(Protocol):
-    """What code that is traced takes its data from.
+    """The source of data for code that is being traced.
 
     Attributes:
-        position: How much has been taken before the present place of the code. It is set back
-            when the code is traced again.
+        position: Number of elements, ends and passes taken before the present place of the code. It
+            is set back when the code is traced again.
     """
 
     position: int
 
     def give(self, iterator: Feedable) -> Any:
-        """The next element, with tracers as leaves."""
+        """Returns the next element, with tracers as leaves."""
 
     def begin(self, dataset: Iterated, is_plain: bool) -> Any:
-        """A new iterator over a dataset."""
+        """Returns a new iterator over a dataset."""
 
     def leave(self, error: Exception) -> None:
-        """Stops the trace, if the code can run on the host instead, or raises `error`."""
+        """Stops the trace if the code can run on the host instead; else raises `error`."""
 
 
 class LeaveTrace(BaseException):
-    """Stops the trace of a function that has to run on the host; never reaches the user."""
+    """A stop of the trace of a function that must run on the host; it never reaches the user."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a function gets an iterator or a dataset from.
+    """The place from which a function gets an iterator or a dataset.
 
     Attributes:
-        kind: An argument, what it captures, or a pass that it has begun itself.
-        number: Of the argument among all leaves; of the pass among all that it has taken.
+        kind: "argument", "captured", or "pass" for a pass that the function has begun itself.
+        number: Number of the argument among all leaves, or of the pass among everything taken.
         captured: Returns the object, or None if it was collected.
-        begins_pass: Whether a pass over it begins, and whether that gives plain arrays.
+        begins_pass: None if an element is taken. If a pass over a dataset begins, whether it gives
+            plain arrays.
     """
 
     kind: Literal["argument", "captured", "pass"]
@@ -89,13 +104,13 @@ class _Event:
     """An element that was taken, the end of the data, or a pass that began.
 
     Attributes:
-        origin: What it was taken from.
-        of: The same object.
-        outcome: What the course of the function can depend on.
+        origin: The place of the iterator or dataset.
+        of: The iterator or dataset.
+        outcome: The facts about the event that the course of the function can depend on.
         given: The element, or the iterator over the pass.
         values: Arrays of the element.
-        tree: Its structure.
-        handles: What stands for the arrays in the trace.
+        tree: Structure of the element.
+        handles: Handles that stand for the arrays in the trace.
     """
 
     origin: Origin
@@ -109,10 +124,10 @@ class _Event:
 
 @final
 class Feeds:
-    """What one call of a function takes.
+    """The data that one call of a function takes.
 
-    It is taken first along what earlier calls took, until it differs from all of them, and then
-    by the function, while it is traced.
+    First it takes what earlier calls took, until its course differs from all of theirs. Then the
+    function is traced, and takes data itself.
 
     Args:
         leaves: The leaves of the function's arguments.
@@ -129,10 +144,10 @@ class Feeds:
     # Without a trace
 
     def follow(self, origin: Origin) -> Any:
-        """Takes what a function took before; returns what the function did next depends on.
+        """Takes what an earlier call took; returns the outcome, on which the next step depended.
 
         Raises:
-            ReferenceError: if what it captured does not exist any more.
+            ReferenceError: if an iterator that the function captured does not exist any more.
         """
         match origin.kind:
             case "argument":
@@ -149,21 +164,21 @@ class Feeds:
 
     @property
     def values(self) -> list[Any]:
-        """The arrays of all elements."""
+        """Arrays of all elements."""
         return [value for event in self._events for value in event.values]
 
     @property
     def handles(self) -> list[Handle]:
-        """What stands for them in the trace."""
+        """Handles that stand for `values` in the trace."""
         return [handle for event in self._events for handle in event.handles]
 
     @property
     def course(self) -> list[tuple[Origin, Any]]:
-        """What was taken from where, and the outcome."""
+        """Everything that was taken: its origin and outcome."""
         return [(event.origin, event.outcome) for event in self._events]
 
     def put_back(self, position: int = 0) -> None:
-        """Gives back what was taken after `position`."""
+        """Gives back everything that was taken after `position`."""
         while len(self._events) > position:
             event = self._events.pop()
             if event.origin.begins_pass is not None:
@@ -224,7 +239,7 @@ class Feeds:
         for number, event in enumerate(self._events):
             if event.given is of:
                 return Origin("pass", number)
-        # Iterators are kept by whoever made them, datasets may be made by the function itself.
+        # The code that made an iterator keeps it. A dataset may be made by the function itself.
         captured = weakref.ref(of) if begins_pass is None else lambda: of
         return Origin("captured", captured=captured, begins_pass=begins_pass)
 
@@ -269,13 +284,13 @@ _state = _ThreadState()
 
 
 def current_feeding() -> Feeding | None:
-    """Where the code that this thread traces takes its data from."""
+    """Returns the source of data for the code that this thread traces."""
     return _state.feeding
 
 
 @contextmanager
 def fed_by(feeding: Feeding | None) -> Iterator[None]:
-    """Code that is traced inside takes its data from `feeding`."""
+    """Runs the block with `feeding` as the source of data for code that is traced in it."""
     before, _state.feeding = _state.feeding, feeding
     try:
         yield
@@ -284,9 +299,9 @@ def fed_by(feeding: Feeding | None) -> Iterator[None]:
 
 
 def next_of(iterator: Feedable) -> Any:
-    """The next element of an iterator over a dataset, to be called inside a trace of JAX.
+    """Returns the next element of an iterator over a dataset; for calls inside a trace of JAX.
 
-    Of code that is traced for a program it is what stands for the element.
+    While a program is traced, the element has tracers as leaves.
 
     Raises:
         ContextError: where JAX would keep one element forever.
@@ -310,7 +325,7 @@ def next_of(iterator: Feedable) -> Any:
 
 
 def iterator_of(dataset: Iterated, is_plain: bool) -> Any:
-    """A new iterator over a dataset; while code is traced, one for each of its calls."""
+    """Returns a new iterator over a dataset; traced code gets a new one in each of its calls."""
     feeding = current_feeding()
     if feeding is None or current_scope() is None:
         return dataset.begin_pass(is_plain)
@@ -318,7 +333,7 @@ def iterator_of(dataset: Iterated, is_plain: bool) -> Any:
 
 
 def refuse_in_trace(error: Exception) -> None:
-    """While code is traced, raises `error`, or has the code run on the host if it can."""
+    """Raises `error` while code is traced, or makes the code run on the host if it can."""
     if current_scope() is None:
         return
     feeding = current_feeding()

@@ -2,8 +2,31 @@
 
 `interpret` evaluates a traced jaxpr equation by equation inside a second trace. Variables become
 values in a `state` dictionary, tapes become `jax.vjp` of the equations they recorded, and
-everything without a marker is evaluated as JAX would. Nothing of it remains in the compiled
-program: the result has the same floating point operations as the step written by hand.
+everything else is evaluated as JAX would. So
+
+    { lambda ; a:f32[2]. let
+        gradient_tape[event=start tape=1]
+        b:f32[2] = variable_read[handle=w]
+        c:f32[2] = mul a b
+        d:f32[] = reduce_sum c
+        gradient_tape[event=stop tape=1]
+        e:f32[2] = tape_gradient[handles=(w,) tape=1] d 1.0
+        f:f32[2] = variable_read[handle=w]
+        g:f32[2] = sub f e
+        variable_write[handle=w] g
+      in (d,) }
+
+becomes, with the variable as input `w` and its new value as the last output,
+
+    { lambda ; w:f32[2] a:f32[2]. let
+        c:f32[2] = mul a w
+        d:f32[] = reduce_sum c
+        b:f32[2] = broadcast_in_dim 1.0
+        e:f32[2] = mul a b
+        g:f32[2] = sub w e
+      in (d, g) }
+
+The result has the same floating point operations as the step written by hand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,19 +88,19 @@ def interpret(
 @final
 class _Interpreter:
     def __init__(self) -> None:
-        # State at the start of every open tape, for gradients that are not the tape's first.
+        # State at the start of every open tape, for its second and later gradients.
         self._snapshots: dict[int, State] = {}
         # Pullbacks of the tapes' first gradients, by tape.
         self._pullbacks: dict[int, _Pullback] = {}
-        # Array sources computed while a tape records: the zeros added to them, one per tape.
+        # Array sources computed while a tape records, with the zeros added to them, one per tape.
         self._cuts: dict[Any, tuple[Array, ...]] = {}
-        # Tables of which rows are read: the zeros added to the rows of successive reads, and the
+        # Tables that are read by rows, with the zeros added to the rows of successive reads and the
         # ids read so far.
         self._row_cuts: list[tuple[Handle, Iterator[Array], list[Array]]] = []
         # Number of tapes that record, and the innermost of them.
         self._depth = 0
         self._tape: int | None = None
-        # Whether that one is in GradientTape.stop_recording.
+        # Whether the innermost tape is in GradientTape.stop_recording.
         self._paused = False
 
     def jaxpr(
@@ -278,7 +301,7 @@ class _Interpreter:
         state: State,
         last_use: dict[Any, int],
     ) -> int:
-        """Evaluates what the tape recorded, differentiably; returns the index to go on at."""
+        """Evaluates the recorded equations, differentiably; returns the index to go on at."""
         tape = eqns[index].params["tape"]
         self._snapshots[tape] = dict(state)
         gradient_index = next(
@@ -308,8 +331,8 @@ class _Interpreter:
         tape = eqn.params["tape"]
         pullback = self._pullbacks.pop(tape, None)
         if pullback is None or pullback.eqn is not eqn:
-            # Not the tape's first gradient, or two tapes overlap: the recorded equations are
-            # evaluated once more. XLA merges what is computed twice.
+            # This is not the tape's first gradient, or two tapes overlap. The recorded equations
+            # are evaluated once more; XLA merges the two computations.
             start, stop = tape_region(eqns, index)
             region = _leading_to(eqn, eqns[start:stop])
             pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])
@@ -403,7 +426,7 @@ class _Interpreter:
 @final
 @dataclass(slots=True)
 class _Sources:
-    """The sources of one gradient, by the way they are differentiated."""
+    """The sources of one gradient, grouped by the way they are differentiated."""
 
     order: list[tuple[str, int]]  # (list below, index in it), in the order of the results
     outer: list[Any]  # arrays that exist before the tape starts
@@ -438,10 +461,10 @@ class _Sources:
 @final
 @dataclass(slots=True)
 class _Pullback:
-    """The recorded part of a tape, evaluated, and the way back from its targets."""
+    """The evaluated recording of a tape, with the pullback from its targets to its sources."""
 
     eqn: Equation
-    targets: list[int]  # those that `pull` takes a seed of
+    targets: list[int]  # numbers of the targets that `pull` takes a seed for
     sources: _Sources
     pull: Any
     live: list[Array]
@@ -462,7 +485,10 @@ class _Pullback:
 
 
 def _leading_to(gradient: Equation, region: Sequence[Equation]) -> list[Equation]:
-    """Of what a tape recorded, from its start marker on, what a later gradient of it needs."""
+    """Returns the recorded equations that a later gradient of the tape depends on.
+
+    `region` begins with the tape's start marker.
+    """
     needed = set(_variables(gradient.invars))
     kept: list[Equation] = []
     for eqn in reversed(region):
@@ -478,9 +504,9 @@ def _leading_to(gradient: Equation, region: Sequence[Equation]) -> list[Equation
 
 
 def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
-    """Index of the last equation that uses each variable; `len(eqns)` for the needed ones.
+    """Returns the index of each variable's last use; `len(eqns)` for the needed ones.
 
-    A gradient uses everything its tape recorded, because it may have to be evaluated again.
+    A gradient uses everything its tape recorded, because that may have to be evaluated again.
     """
     last = dict.fromkeys(needed, len(eqns))
     for index, eqn in enumerate(eqns):
@@ -501,7 +527,7 @@ def _evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Any, int]
 
 
 def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Array]:
-    """The values of `outs`, which the equations make, with those of their inputs in `env`."""
+    """Returns the values of `outs`, which `eqns` compute from inputs in `env`."""
     defined = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(
         var for eqn in eqns for var in _variables(eqn.invars) if var not in defined
@@ -511,7 +537,7 @@ def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Ar
 
 
 def evaluate_all(eqns: Sequence[Equation], env: Env) -> None:
-    """Adds the values of all that the equations make to `env`, which has those of their inputs."""
+    """Adds every result of `eqns` to `env`, which has the values of their inputs."""
     outs = list(_outputs(eqns))
     env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
 
@@ -525,7 +551,7 @@ def _concatenate(parts: list[Array]) -> Array:
 
 
 def value_of(env: Env, atom: Any) -> Array:
-    """The value of a variable in `env`, or of a literal."""
+    """Returns the value of a literal, or of a variable in `env`."""
     return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
 
 

@@ -1,9 +1,23 @@
-"""Evaluates the programs of all replicas as one program, collectives joined by hand.
+"""Evaluates the programs of all replicas as one program, with the collectives joined by hand.
 
 The replicas of an uneven batch have arrays of different shapes, which no SPMD program can hold.
 They are evaluated side by side: each one runs until its next collective, and when all have arrived
-the collective is computed from all operands. With a single replica this turns collectives into
-nothing, which is how one-device strategies run.
+there, the collective is computed from all operands. For replicas with 3 and 2 rows
+
+    { lambda ; a:f32[3]. let                { lambda ; a:f32[2]. let
+        b:f32[] = reduce_sum a                  b:f32[] = reduce_sum a
+        c:f32[] = psum[replica] b               c:f32[] = psum[replica] b
+      in (c,) }                               in (c,) }
+
+become the program that every device runs:
+
+    { lambda ; a:f32[3] b:f32[2]. let
+        c:f32[] = reduce_sum a
+        d:f32[] = reduce_sum b
+        e:f32[] = add c d
+      in (e, e) }
+
+With a single replica a collective becomes nothing at all, which is how one-device strategies run.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -20,7 +34,8 @@ from distributary.tracing._divergence import has_collective, is_collective
 from distributary.tracing._interpreter import evaluate
 from distributary.tracing._markers import Array, Equation, open_jaxpr, push, walk
 
-# A replica yields the equation that needs the others, with its operands, and gets the results.
+# A replica yields an equation that needs the other replicas, with its operands, and is sent the
+# results.
 Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[Array]]
 
 
@@ -70,7 +85,7 @@ def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Repl
 
     def value(atom: Any) -> Array:
         if isinstance(atom, jex_core.Literal):
-            # A Python number: the rules below need its shape.
+            # Literals can be Python numbers, and the rules below need a shape.
             aval: Any = atom.aval
             return jnp.asarray(atom.val, aval.dtype)
         return env[atom]
@@ -112,7 +127,7 @@ def _is_joined(eqn: Equation) -> bool:
 
 
 def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    """Results of one joined equation for every replica."""
+    """Returns the results of one joined equation for every replica."""
     name = eqns[0].primitive.name
     if name == "axis_index":
         return [[jnp.int32(i)] for i in range(len(eqns))]
@@ -163,7 +178,7 @@ def _reduction(
     combine: Callable[[Array, Array], Array], reduce: Callable[..., Array]
 ) -> Callable[..., list[Array]]:
     def rule(params: Any, values: list[Array]) -> list[Array]:
-        # What `jax.vmap` makes of an axis of its own.
+        # Numbers among the axes come from `jax.vmap`, for an axis of its own.
         dims = tuple([axis for axis in params["axes"] if isinstance(axis, int)])
         values = [reduce(value, dims) for value in values] if dims else values
         _same_shapes(values, "all_reduce")
@@ -259,7 +274,7 @@ def _join_while(eqns: list[Equation], operands: list[list[Array]]) -> list[list[
 
     def condition(carry: Any) -> Array:
         args = [[*s[0], *c] for s, c in zip(split, carry, strict=True)]
-        # The condition is the same on every replica, or the divergence analysis had refused it.
+        # The condition is the same on every replica: the divergence analysis refuses others.
         return evaluate_jointly(conditions, conditions_closed, args)[0][0]
 
     def body(carry: Any) -> Any:
@@ -277,5 +292,5 @@ def _join_cond(eqns: list[Equation], operands: list[list[Array]]) -> list[list[A
         )
 
     branches = [branch(i) for i in range(len(eqns[0].params["branches"]))]
-    # The predicate is the same on every replica, or the divergence analysis had refused it.
+    # The predicate is the same on every replica: the divergence analysis refuses others.
     return lax.switch(operands[0][0], branches, *(values[1:] for values in operands))

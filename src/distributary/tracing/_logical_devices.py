@@ -1,4 +1,12 @@
-"""How an array of one replica lies on the replica's logical devices."""
+"""Lays out the arrays of one replica over the replica's logical devices.
+
+With 2 logical devices per replica, along an axis `"x"`, a split of dim 0 leaves the equation
+
+    b:f32[4,3] = on_logical_devices[sharding=NamedSharding(mesh, P(("x",), None))] a
+
+which becomes a `with_sharding_constraint` when the program is lowered; XLA partitions the step
+accordingly.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,9 +29,9 @@ __all__ = [
 ]
 
 
-# `jax.lax.with_sharding_constraint` wants to know when it is traced whether it will run inside of
-# `jax.shard_map`, which steps do with several replicas and not with one. This asks when it is
-# lowered.
+# `jax.lax.with_sharding_constraint` must know when it is traced whether it will run inside
+# `jax.shard_map`, as steps do with several replicas but not with one. This primitive needs to know
+# only when it is lowered.
 constraint_p = jex_core.Primitive("on_logical_devices")
 constraint_p.def_abstract_eval(lambda x, *, sharding: x)
 mlir.register_lowering(
@@ -47,7 +55,7 @@ batching.primitive_batchers[constraint_p] = _batched
 
 
 def constrained(x: Array, mesh: Mesh, spec: P) -> Array:
-    """The array of one replica, laid out over the replica's logical devices.
+    """Returns the array of one replica, laid out over the replica's logical devices.
 
     Args:
         x: Array that is being traced.
@@ -58,12 +66,12 @@ def constrained(x: Array, mesh: Mesh, spec: P) -> Array:
 
 
 def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:
-    """The axes of logical devices that split each dim of an array into so many parts.
+    """Returns the axes of logical devices that split each dim of an array into `parts` pieces.
 
     Raises:
         InvalidValueError: if there is not one number per dim, a dim does not divide, or the product
             is not the number of logical devices.
-        InvalidTypeError: if one is not an int.
+        InvalidTypeError: if a number is not an int.
     """
     what = "experimental_split_to_logical_devices: partition_dimensions is"
     if not all(isinstance(n, int) and not isinstance(n, bool) for n in parts):
@@ -99,7 +107,8 @@ def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:
 def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> list[Array]:
     """Evaluates the program of a replica, inside `jax.shard_map`.
 
-    Beside logical devices jax 0.10.2 compiles an `axis_index` only if it was traced in there.
+    `replica_id` takes the place of every `axis_index`: with logical devices, jax 0.10.2 compiles an
+    `axis_index` only if it was traced inside the `shard_map`.
     """
     ids = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "axis_index"]
     others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "axis_index"]
@@ -109,13 +118,13 @@ def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> l
 
 
 def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> list[Array]:
-    """Results of a step, whole on each of the logical devices, where a replica has several.
+    """Returns results of a step, whole on each logical device if a replica has several.
 
     Args:
         arrays: The results.
-        mesh: As in `constrained`; None without one.
-        of_one: Whether they are in the program of one replica, inside of `jax.shard_map`. Outside
-            of it they also tell JAX on which devices the program runs.
+        mesh: Mesh with the replicas' logical devices; None without one.
+        of_one: Whether they are in the program of one replica, inside `jax.shard_map`. Outside of
+            it the constraints also tell JAX on which devices the program runs.
     """
     if mesh is None or num_logical_devices(mesh) == 1:
         return list(arrays)
@@ -125,7 +134,7 @@ def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> 
 
 
 def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:
-    """Refuses what JAX 0.10.2 cannot compile for replicas of several logical devices.
+    """Refuses programs that JAX 0.10.2 cannot compile for replicas with several logical devices.
 
     Raises:
         UnsupportedError: for `jax.lax.axis_index` inside control flow, and on CPU devices for

@@ -1,11 +1,21 @@
-"""Primitives that stand in a traced step for reading and writing variables and for gradient tapes.
+"""Marker primitives for variables and gradient tapes in traced steps.
 
 JAX programs are pure. While a step is traced, `Variable.value()`, `Variable.assign()` and
-`GradientTape` leave markers in the jaxpr; `_interpreter` turns them into plain data flow before
-anything is compiled. Because a marker is an equation and not a captured tracer, it stays right when
-JAX caches the jaxpr of a nested `jit`, `scan` or `cond` and uses it again.
+`GradientTape` leave markers in the jaxpr. `w.assign_add(x); return w * 2` gives
 
-A marker has no implementation: it can only be bound while a step is traced.
+    { lambda ; a:f32[2]. let
+        b:f32[2] = variable_read[handle=w]
+        c:f32[2] = add b a
+        variable_write[handle=w] c
+        d:f32[2] = variable_read[handle=w]
+        e:f32[2] = mul d 2.0
+      in (e,) }
+
+`_interpreter` turns the markers into plain data flow before anything is compiled. A marker is an
+equation and not a captured tracer, so it stays right when JAX caches the jaxpr of a nested `jit`,
+`scan` or `cond` and uses it again.
+
+A marker has no implementation: you can only bind it while a step is traced.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +36,7 @@ Equation: TypeAlias = Any
 
 
 class Cell(Protocol):
-    """What holds the state behind a handle: a variable."""
+    """The holder of the state behind a handle: a variable."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +44,7 @@ class Cell(Protocol):
 
 @final
 class Handle:
-    """Identity of a variable inside traced programs; holds no state and keeps nothing alive.
+    """The identity of a variable in traced programs; it holds no state and keeps nothing alive.
 
     Args:
         cell: The variable, referenced weakly; None for data that a program is given in every call.
@@ -42,10 +52,10 @@ class Handle:
         shape: Shape of the value one replica sees.
         dtype: Dtype of the value.
         num_copies: Number of replicas if each has a value of its own (synchronization ON_READ),
-            else None. Such state is one array `[replica, *shape]` outside of replica programs.
-        summed: Whether the replicas add to the value: inside a replica program, replica 0 starts
-            from it and the others from zeros; at its end it becomes the sum of theirs.
-        parts: How the value is sharded between programs if every device holds a part of it, else
+            else None. Outside of replica programs such state is one array `[replica, *shape]`.
+        summed: Whether the replicas add to the value. Inside a replica program, replica 0 starts
+            from the value and the others from zeros; at the end it becomes the sum of theirs.
+        parts: Sharding of the value between programs if every device holds a part of it, else
             `P()`.
     """
 
@@ -71,16 +81,16 @@ class Handle:
 
     @property
     def per_replica(self) -> bool:
-        """Whether each replica has a value of its own."""
+        """True if each replica has a value of its own."""
         return self.num_copies is not None
 
     @property
     def may_vary(self) -> bool:
-        """Whether replicas may hold different values inside a replica program."""
+        """True if replicas may hold different values inside a replica program."""
         return self.per_replica or self.summed
 
     def aval(self, of_one_replica: bool) -> Any:
-        """Abstract value, as one replica sees it or as it is stored."""
+        """Returns the abstract value, as one replica sees it or as it is stored."""
         stacked = not of_one_replica and self.num_copies is not None
         shape = (self.num_copies, *self.shape) if stacked else self.shape
         return jax.core.ShapedArray(shape, self.dtype)
@@ -89,7 +99,7 @@ class Handle:
         return self.name
 
 
-# Read like a variable, so that the number of the replica is never baked into a jaxpr that JAX
+# The replica's number is read like a variable. Otherwise it would be baked into a jaxpr that JAX
 # caches and uses again for another replica.
 REPLICA_ID = Handle(None, "replica_id_in_sync_group", (), "int32")
 
@@ -109,8 +119,8 @@ tape_p = jex_core.Primitive("gradient_tape")
 tape_p.multiple_results = True
 tape_p.def_abstract_eval(lambda *, tape, event: [])
 
-# Operands: targets, then one seed per target, then the array sources. Variable sources stand in
-# `handles`. `kinds` says of every source (arrays, then handles) what its gradient is.
+# Operands: the targets, one seed per target, the array sources. Variable sources are in `handles`.
+# `kinds` has the kind of each source's gradient (arrays, then handles).
 grad_p = jex_core.Primitive("tape_gradient")
 grad_p.multiple_results = True
 
@@ -134,8 +144,8 @@ grad_p.def_abstract_eval(_grad_abstract_eval)
 
 MARKERS = frozenset({read_p, sparse_read_p, write_p, tape_p, grad_p})
 
-# What a worker of parameter servers sends to them; not a marker of a variable, so it stays in the
-# program. It is the identity: of whatever is computed from its result, servers take care.
+# Marks a value that a worker sends to parameter servers. It is the identity, and no marker of a
+# variable, so it stays in the program. The servers compute whatever depends on its result.
 push_p = jex_core.Primitive("push")
 push_p.def_impl(lambda value: value)
 push_p.def_abstract_eval(lambda value: value)
@@ -145,12 +155,12 @@ batching.defvectorized(push_p)
 
 
 def push(value: Array) -> Array:
-    """Marks a value that a worker sends to the servers; what is made of it is theirs to compute."""
+    """Marks a value that a worker sends to the servers, which compute what depends on it."""
     pushed: Array = push_p.bind(value)
     return pushed
 
 
-# In a program of several devices; what adds to a sum takes it as the state to start from.
+# In a program of several devices, the state that additions to a sum start from.
 start_p = jex_core.Primitive("start_of_sum")
 start_p.def_abstract_eval(lambda value: value)
 mlir.register_lowering(
@@ -163,7 +173,7 @@ mlir.register_lowering(
 
 
 def start_of_sum(value: Array) -> Array:
-    """The value on replica 0 and zeros on the others, inside the program of one of several."""
+    """Returns the value on replica 0 and zeros on the others, inside a replica program."""
     start: Array = start_p.bind(value)
     return start
 
@@ -202,7 +212,7 @@ batching.primitive_batchers[grad_p] = _refuse_gradient
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
-    """A jaxpr and its constants, whether it was closed or not."""
+    """Returns a jaxpr, closed or not, and its constants."""
     if isinstance(jaxpr, jex_core.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
@@ -214,7 +224,7 @@ def jaxpr_of(
     eqns: Sequence[Equation],
     constvars: Sequence[Any] = (),
 ) -> Jaxpr:
-    """A jaxpr from its parts."""
+    """Builds a jaxpr from its parts."""
     debug_info = jex_core.DebugInfo(
         "distributary", "step", ("",) * len(invars), ("",) * len(outvars)
     )
@@ -225,26 +235,26 @@ def jaxpr_of(
 
 
 def opened(closed: Any) -> Jaxpr:
-    """A closed jaxpr without its constants: they are its first inputs."""
+    """Returns a closed jaxpr with its constants as first inputs."""
     jaxpr = closed.jaxpr
     return jaxpr_of([*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
 
 
 def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
-    """The jaxprs an equation carries in its parameters, opened."""
+    """Yields the jaxprs in the parameters of an equation, opened."""
     for sub in jex_core.jaxprs_in_params(all_params(eqn.params)):
         yield open_jaxpr(sub)[0]
 
 
 def contains(eqn: Equation, primitives: frozenset[Any]) -> bool:
-    """Whether `eqn` is, or carries, an equation of one of `primitives`."""
+    """Returns whether `eqn` is, or carries, an equation of one of `primitives`."""
     return eqn.primitive in primitives or any(
         contains(inner, primitives) for sub in sub_jaxprs(eqn) for inner in sub.eqns
     )
 
 
 def walk(eqns: Iterable[Equation]) -> Iterator[Equation]:
-    """All equations, those of nested jaxprs included, in program order."""
+    """Yields all equations in program order, those of nested jaxprs included."""
     for eqn in eqns:
         yield eqn
         for sub in sub_jaxprs(eqn):
@@ -252,7 +262,7 @@ def walk(eqns: Iterable[Equation]) -> Iterator[Equation]:
 
 
 def handles_read(eqns: Iterable[Equation]) -> list[Handle]:
-    """Handles whose state the equations need, in order of first use."""
+    """Returns the handles whose state the equations need, in order of first use."""
     found: dict[Handle, None] = {}
     for eqn in walk(eqns):
         if eqn.primitive in (read_p, sparse_read_p, write_p):
@@ -263,7 +273,7 @@ def handles_read(eqns: Iterable[Equation]) -> list[Handle]:
 
 
 def handles_written(eqns: Iterable[Equation]) -> list[Handle]:
-    """Handles the equations write, in order of first write."""
+    """Returns the handles the equations write, in order of first write."""
     return list(
         dict.fromkeys(eqn.params["handle"] for eqn in walk(eqns) if eqn.primitive is write_p)
     )

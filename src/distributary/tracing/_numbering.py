@@ -1,9 +1,19 @@
-"""Which values the replicas of an uneven batch compute alike.
+"""Finds the values that the replicas of an uneven batch compute alike, by global value numbering.
 
-On an uneven batch every replica has a program of its own, in which the number of its rows and its
-replica id are constants. The divergence analysis looks at one program and takes constants for equal
-on all replicas; this module compares the programs. Values get equal numbers if they are computed
-from equal values in the same way (global value numbering).
+On an uneven batch every replica has a program of its own, in which its replica id and its number of
+rows are constants. The divergence analysis looks at one program and assumes that constants are
+equal on all replicas; this module compares the programs. Values get equal numbers if they are
+computed from equal values in the same way. For replicas with 3 and 2 rows:
+
+    { lambda ; a:f32[3] w:f32[]. let        { lambda ; a:f32[2] w:f32[]. let
+        b:f32[] = reduce_sum a                  b:f32[] = reduce_sum a
+        c:f32[] = psum[replica] b               c:f32[] = psum[replica] b    equal
+        d:f32[] = div c 3.0                     d:f32[] = div c 2.0          not equal
+        e:f32[] = sub w d                       e:f32[] = sub w d            not equal
+        f:f32[] = mul w 2.0                     f:f32[] = mul w 2.0          equal
+      in (e, f) }                             in (e, f) }
+
+`e` would be another value on each replica, although it is computed from a sum of both.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,8 +34,9 @@ class Numbering:
     """Numbers of the values of several programs; equal numbers mean equal values.
 
     Args:
-        simplify: From an equation with one result and the numbers of its operands to the number of
-            the result, where more is known of it than what it is computed from; else to None.
+        simplify: Called with an equation that has one result, and the numbers of its operands.
+            Returns the number of the result if more is known of it than its operands tell, such as
+            that it is zero; else None.
     """
 
     def __init__(
@@ -36,22 +47,22 @@ class Numbering:
         self._num_joined = 0
 
     def outputs(self, jaxpr: Any, inputs: Sequence[Hashable]) -> list[int]:
-        """Numbers of the outputs of one program.
+        """Returns the numbers of the outputs of one program.
 
         Args:
             jaxpr: Program of one replica, without markers and constants.
-            inputs: For every input, something equal to that of the other programs if it holds the
-                same value there.
+            inputs: A key for every input; inputs of several programs have equal keys if they hold
+                the same value.
         """
         self._num_joined = 0
         return self._jaxpr(jaxpr, [], [self.input(key) for key in inputs])
 
     def input(self, key: Hashable) -> int:
-        """The number of an input; see `outputs`."""
+        """Returns the number of the input with this key; see `outputs`."""
         return self._number(("input", key))
 
     def constant(self, value: Array) -> Hashable:
-        """Something equal for equal constants."""
+        """Returns a key that is equal for equal constants."""
         if isinstance(value, jax.core.Tracer) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return id(value)
         array = np.asarray(value)
@@ -85,8 +96,8 @@ class Numbering:
             return self._jaxpr(*open_jaxpr(call), operands)
         key: Hashable
         if has_collective(eqn):
-            # The replicas meet here; whether the result is the same on all of them is the matter
-            # of the divergence analysis.
+            # The replicas meet here. The divergence analysis finds out whether the result is the
+            # same on all of them.
             key = ("joined", self._num_joined)
             self._num_joined += 1
         else:
@@ -103,7 +114,7 @@ class Numbering:
 
 
 def _plain(value: Any) -> Hashable:
-    """A parameter of an equation in a form that can be compared between programs."""
+    """Returns a parameter of an equation in a form that can be compared between programs."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
     if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)) or (

@@ -1,4 +1,28 @@
-"""Runs programs of many replicas on one device."""
+"""Runs programs of many replicas on one device.
+
+Every `shard_map` is replaced by all replicas side by side. With two replicas
+
+    { lambda ; w:f32[] x:f32[4]. let
+        d:f32[] = shard_map[in_specs=(P(), P("replica")) out_specs=(P(),)
+          jaxpr={ lambda ; e:f32[] f:f32[2]. let
+              g:f32[2] = mul f e
+              h:f32[] = reduce_sum g
+              i:f32[] = psum[replica] h
+            in (i,) }
+        ] w x
+      in (d,) }
+
+is evaluated as
+
+    { lambda ; w:f32[] x:f32[4]. let
+        d:f32[2] e:f32[2] = split[axis=0 sizes=(2, 2)] x
+        f:f32[2] = mul d w
+        g:f32[] = reduce_sum f
+        h:f32[2] = mul e w
+        i:f32[] = reduce_sum h
+        j:f32[] = add g i
+      in (j,) }
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -18,7 +42,7 @@ from distributary.tracing._per_device import replica_dim
 
 @final
 class OneDeviceProgram:
-    """A jitted function that is written for a mesh, as one that computes the same on one device.
+    """A jitted function that is written for a mesh, run so that it computes the same on one device.
 
     Args:
         call: The jitted function.
@@ -37,7 +61,7 @@ class OneDeviceProgram:
             UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
             ReplicaMismatchError: if the replicas disagree on a collective.
         """
-        # The equations name the function's mesh, so arrays must not name that of one device.
+        # The equations name the function's mesh, so arrays must not name the one of one device.
         leaves, tree = jax.tree.flatten(args)
         leaves = [x.addressable_data(0) if isinstance(x, jax.Array) else x for x in leaves]
         key = tree, tuple([(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves])
@@ -61,7 +85,7 @@ class OneDeviceProgram:
 def _evaluate(
     jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]
 ) -> tuple[list[Array], list[Any]]:
-    """The outputs of a program, and for each the `PartitionSpec` that it has on the mesh."""
+    """Returns the outputs of a program, and the `PartitionSpec` that each has on the mesh."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     specs: dict[Any, Any] = {}
 

@@ -1,4 +1,27 @@
-"""Variables in parts, each a state of its own."""
+"""Divides the variables of a program into parts, each a state of its own.
+
+With a variable of 4 rows in two parts, the update
+
+    { lambda ; a:f32[4,2] b:f32[4,2]. let
+        c:f32[4,2] = mul 0.1 b
+        d:f32[4,2] = push c
+        e:f32[4,2] = sub a d
+      in (e,) }
+
+becomes an update of each part
+
+    { lambda ; a:f32[2,2] b:f32[2,2] c:f32[4,2]. let
+        e:f32[4,2] = mul 0.1 c
+        g:f32[2,2] = slice[start=(0, 0) limit=(2, 2)] e
+        h:f32[2,2] = push g
+        i:f32[2,2] = sub a h
+        j:f32[2,2] = slice[start=(2, 0) limit=(4, 2)] e
+        k:f32[2,2] = push j
+        l:f32[2,2] = sub b k
+      in (i, l) }
+
+so parts of one variable can lie on several parameter servers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -18,19 +41,20 @@ __all__ = ["in_parts"]
 def in_parts(
     jaxpr: Any, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
 ) -> tuple[Any, dict[Any, Any]]:
-    """A program with parts in the place of whole variables.
+    """Returns a program with parts in the place of whole variables.
 
-    A part of a value that is computed row by row from parts, or from what is pushed, is computed
-    from its part of them. So every part has an update of its own, and what is pushed for it is a
-    part, too.
+    A value that is computed row by row from parts, or from pushed values, has parts, too: each part
+    is computed from the same rows of the operands. So every part has an update of its own, and the
+    value pushed for it is a part.
 
     Args:
         jaxpr: The program.
-        inputs: By position, the sizes of the parts along dim 0 that take the place of an input.
+        inputs: By position of an input, the sizes along dim 0 of the parts that take its place.
         outputs: The same for outputs.
 
     Returns:
-        The program without calls of functions, and the values of constants, its last inputs.
+        The program without calls of functions, and the values of constants, which are its last
+        inputs.
     """
     jaxpr, constants = without_calls(jaxpr, {})
     invars: list[Any] = []
@@ -56,7 +80,7 @@ def in_parts(
 
 @final
 class _Parting:
-    """Puts a program together in which parts are computed from parts.
+    """A program that is being put together, in which parts are computed from parts.
 
     Args:
         inputs: Its inputs.
@@ -71,13 +95,13 @@ class _Parting:
         self._makers: dict[Any, Equation] = {}
         self._names: dict[Any, Any] = {}
         self._made: dict[tuple[Any, int, int], Any] = {}
-        # What is computed row by row from pushes or parts.
+        # Variables that are computed row by row from pushes or parts.
         self._divisible: set[Any] = set()
 
     def add(self, eqn: Equation) -> None:
         """Adds the next equation of the program."""
         eqn = eqn.replace(invars=[self.renamed(v) for v in eqn.invars])
-        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # the gradient of joining
+        if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # gradient of a concatenation
             ends = np.cumsum(eqn.params["sizes"]).tolist()
             for v, start, end in zip(eqn.outvars, [0, *ends], ends, strict=False):
                 self.add(_slice(eqn.invars[0], start, end, v))
@@ -96,11 +120,11 @@ class _Parting:
         self._append(eqn)
 
     def renamed(self, atom: Any) -> Any:
-        """What has taken the place of a variable."""
+        """Returns the variable that has taken the place of one."""
         return atom if isinstance(atom, jex_core.Literal) else self._names.get(atom, atom)
 
     def part(self, v: Any, start: int, end: int) -> Any:
-        """A variable with the rows from `start` to `end` of one."""
+        """Returns a variable with the rows of `v` from `start` to `end`."""
         key = v, start, end
         if key not in self._made:
             self._made[key] = self._part(v, start, end)
@@ -149,7 +173,7 @@ def _slice(v: Any, start: int, end: int, outvar: Any) -> Equation:
 
 
 def _equation(function: Any, invars: Sequence[Any], outvar: Any) -> Equation:
-    """The only equation of a function, with other variables."""
+    """Returns the only equation of a function, with the given variables."""
     closed = jax.make_jaxpr(function)(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars)
     )

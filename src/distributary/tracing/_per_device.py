@@ -1,8 +1,31 @@
-"""The program of one device out of a function whose replicas run on several.
+"""Turns a function whose replicas run on several devices into the program of one device.
 
-What is outside of the replicas is the same on all devices, and each of them computes it. So the
-function becomes one flat program with collectives, of which every device runs a copy, and whatever
-takes programs apart sees into the replicas.
+Values outside of the replicas are the same on all devices, and each device computes them. So
+
+    { lambda ; w:f32[] x:f32[4]. let
+        c:f32[] = mul w 2.0
+        d:f32[] = shard_map[in_specs=(P(), P("replica")) out_specs=(P(),)
+          jaxpr={ lambda ; e:f32[] f:f32[2]. let
+              g:f32[2] = mul f e
+              h:f32[] = reduce_sum g
+              i:f32[] = psum[replica] h
+            in (i,) }
+        ] c x
+      in (d,) }
+
+becomes one flat program with collectives, of which every device runs a copy:
+
+    { lambda ; w:f32[] x:f32[4]. let
+        c:f32[] = mul w 2.0
+        d:i32[] = axis_index[replica]
+        e:i32[] = mul d 2
+        f:f32[2] = dynamic_slice[slice_sizes=(2,)] x e
+        g:f32[2] = mul f c
+        h:f32[] = reduce_sum g
+        i:f32[] = psum[replica] h
+      in (i,) }
+
+Passes that divide programs, such as `_servers`, then see the equations of the replicas.
 """
 
 from collections.abc import Sequence
@@ -22,12 +45,12 @@ __all__ = ["has_replicas", "per_device", "replica_dim"]
 
 
 def has_replicas(eqns: Sequence[Equation]) -> bool:
-    """Whether some of the equations are run by replicas."""
+    """Returns whether replicas run some of the equations."""
     return any(eqn.primitive.name == "shard_map" for eqn in walk(eqns))
 
 
 def per_device(jaxpr: Any, is_split: Sequence[bool], num_replicas: int) -> tuple[Any, list[Array]]:
-    """The program that each of the devices runs, over the axis `"replica"`.
+    """Returns the program that each of the devices runs, over the axis `"replica"`.
 
     Args:
         jaxpr: The function, without markers and constants.
@@ -37,7 +60,7 @@ def per_device(jaxpr: Any, is_split: Sequence[bool], num_replicas: int) -> tuple
 
     Returns:
         The program, whose outputs are the same on all devices, and values of its first inputs,
-        before those of the function.
+        which come before those of the function.
 
     Raises:
         UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
@@ -63,8 +86,8 @@ class _Value:
     """A value on every device.
 
     Args:
-        own: What this device has.
-        dim: The dim of which it has its part; None if it has the whole.
+        own: The array that this device has.
+        dim: The dim of which this device has a part; None if it has the whole.
     """
 
     def __init__(self, own: Array, dim: int | None = None) -> None:
@@ -73,13 +96,13 @@ class _Value:
         self._whole = own if dim is None else None
 
     def whole(self) -> Array:
-        """All of it."""
+        """Returns the whole value, gathered if need be."""
         if self._whole is None:
             self._whole = lax.all_gather(self._own, REPLICA_AXIS, axis=self._dim, tiled=True)
         return self._whole
 
     def part(self, dim: int, num_replicas: int) -> Array:
-        """This device's part of a dim."""
+        """Returns this device's part of the value along a dim."""
         if dim == self._dim:
             return self._own
         size = self.whole().shape[dim] // num_replicas
@@ -130,7 +153,7 @@ def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
 
 
 def _one_by_one(eqn: Equation) -> list[Equation]:
-    """The equation, a reduction of several arrays as one of each."""
+    """Returns the equation, with a reduction of several arrays as one for each array."""
     if eqn.primitive.name != "psum":
         return [eqn]
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
@@ -138,5 +161,5 @@ def _one_by_one(eqn: Equation) -> list[Equation]:
 
 
 def replica_dim(spec: Any) -> int | None:
-    """The dim over which the replicas are spread; None if each has all of the array."""
+    """Returns the dim over which the replicas are spread; None if each has the whole array."""
     return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

@@ -1,8 +1,15 @@
-"""From a Python function to a pure program over global arrays.
+"""Turns a Python function into a pure program over global arrays.
 
-`trace` runs the function once and records a jaxpr with markers, `purify` removes the markers,
-`ReplicaProgram` puts the result on a mesh, and `FunctionProgram` does the same for the body of
-`distributary.function`.
+`trace` runs the function once and records a jaxpr with markers, and `purify` removes the markers.
+`ReplicaProgram` puts the result on a mesh. For a step `w.assign_add(all_reduce("SUM", x))` on two
+replicas, from `purify` and as a function of global arrays:
+
+    { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] x:f32[2,2]. let
+        a:f32[2] = psum[replica] x              c:f32[2] = shard_map[in_specs=(P(), P("replica"))
+        b:f32[2] = add w a             ->         jaxpr={ ... } out_specs=(P(),)] w x
+      in (b,) }                               in (c,) }
+
+`FunctionProgram` does the same for the body of `distributary.function`, which needs no mesh.
 """
 
 import itertools
@@ -68,7 +75,10 @@ _traces = itertools.count(1)
 
 
 def register_around_traces(around: Callable[[], AbstractContextManager[object]]) -> None:
-    """Has `around()` entered for every trace; for packages with variables of another library."""
+    """Registers a context manager that is entered for every trace.
+
+    For packages whose variables belong to another library.
+    """
     _around_traces.append(around)
 
 
@@ -87,7 +97,7 @@ class Pure:
     written: list[Handle]
     num_outs: int
     where: dict[Handle, str]  # the last assignment to each of `written`
-    varying: list[bool]  # of the outputs; empty where nothing can vary
+    varying: list[bool]  # for every output; empty if nothing can vary
 
 
 def trace(
@@ -98,10 +108,10 @@ def trace(
     uneven: UnevenSizes | None = None,
     is_for_workers: bool = False,
 ) -> tuple[Any, TraceScope]:
-    """Runs `function` on tracers and returns its jaxpr, with markers, and what was recorded.
+    """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
 
-    The function runs once, unless it created variables, or what a tape was assumed to return came
-    out otherwise; then it runs again.
+    The function runs once. It runs again if it created variables, or if a guess about the result of
+    a tape turned out wrong.
 
     Args:
         function: From arrays to a flat list of arrays.
@@ -109,7 +119,7 @@ def trace(
         kind: Kind of the scope.
         axis_env: Names and sizes of the mesh axes collectives may use.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
-        is_for_workers: Whether the devices that run the program are those of other processes.
+        is_for_workers: Whether the program runs on devices of other processes.
     """
     known = Known()
     feeding = current_feeding()
@@ -117,9 +127,9 @@ def trace(
     num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
 
     for _ in range(_MAX_TRACES):
-        # JAX keeps the jaxprs of nested jits apart by the names of the axes. Used again in another
-        # trace, one would hide its assignments and tapes from this record, and what it asked of
-        # the strategy.
+        # A cached jaxpr of a nested jit must not be used in another trace: it would hide its
+        # assignments and tapes from this record, and the strategy it depends on. JAX keeps these
+        # jaxprs apart by the names of the axes.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
         scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas)
         if feeding is not None:
@@ -195,7 +205,7 @@ def purify(
         replica: Number of the replica the jaxpr is for; None if it is for all of them.
 
     Raises:
-        UnsupportedError: for collectives of which nobody knows what they give.
+        UnsupportedError: for collectives whose results are not known to agree or to differ.
     """
     if scope.kind == "replica":
         check_collectives(closed.jaxpr)
@@ -232,7 +242,7 @@ def _struct(aval: Any) -> Any:
 
 
 def _description_of(traced: Sequence[Any]) -> Callable[[], list[Line]]:
-    """Describes jaxprs with markers; nothing where no other process wants to know."""
+    """Returns a function that describes jaxprs with markers; [] if no other process compares."""
     if job_programs.enter is None:
         return list
     return lambda: [line for closed in traced for line in describe_jaxpr(closed)]
@@ -303,14 +313,14 @@ class ReplicaProgram:
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`; one replica on one device needs it only with
             `data`.
-        split_outputs: Whether every output is one value per replica; False gives one value for
+        split_outputs: Whether every output is one value per replica. False gives one value for
             outputs that are the same on all replicas.
-        data: For every argument, whether what is computed from it is for the replicas to compute.
-            What depends only on other arguments, on variables and on collectives then comes after
-            the replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
+        data: For every argument, whether the replicas compute everything that depends on it. What
+            depends only on other arguments, on variables and on collectives then comes after the
+            replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
 
     Attributes:
-        describe: Returns what the program consists of, for a comparison with other workers.
+        describe: Returns the lines of the program, for a comparison with other workers.
     """
 
     describe: Callable[[], list[Line]]
@@ -329,7 +339,7 @@ class ReplicaProgram:
         self._num_replicas = num_replicas
         self._mesh = mesh
         self.uneven = len(avals) > 1
-        #: Where a loss relates rows of the batch, as prose; None if none is known to.
+        #: Prose that says where a loss relates rows of the batch; None if no loss is known to.
         self.relation: str | None = None
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
@@ -343,7 +353,7 @@ class ReplicaProgram:
             split_outputs or any(pure.varying[k] for pure in self.pures if pure.varying)
             for k in range(self.num_outs)
         ]
-        # One list per replica that was traced.
+        # One list for each replica that was traced.
         self.captures = [pure.captures for pure in self.pures]
         self._staged = data is not None
         self._stages = [
@@ -361,7 +371,7 @@ class ReplicaProgram:
             *[handle.may_vary for handle in pure.written],
         ]
         required = [i for i, is_required in enumerate(of_replicas) if is_required]
-        # One replica, too, is to differ from what is shared.
+        # With one replica, too, its own values must count as different from shared ones.
         return cut(pure.jaxpr, varying, max(2, self._num_replicas), required)
 
     def _trace(
@@ -443,12 +453,13 @@ class ReplicaProgram:
             captures: Arrays the function captured.
             written: State of `self.written`.
             read_only: State of `self.read_only`.
-            args: For an argument that varies `[replica, *shape]`, or a list with one array per
-                replica on an uneven batch; else the array.
+            args: The arguments. One that varies is `[replica, *shape]`, or on an uneven batch a
+                list with one array per replica.
 
         Returns:
-            The new state of `self.written`, and per output `[replica, *shape]`; of an uneven
-            batch a list of arrays where shapes differ; of one replica the array itself.
+            The new state of `self.written`, and the outputs, each `[replica, *shape]`. On an uneven
+            batch an output is a list of arrays if their shapes differ; with one replica it is the
+            array itself.
         """
         state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
         on_mesh = self._num_replicas > 1 and not self.uneven
@@ -471,7 +482,7 @@ class ReplicaProgram:
         state: dict[Handle, Array],
         args: Sequence[Array],
     ) -> list[Array]:
-        """The outputs of the first stage."""
+        """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
         pure, stages = self.pures[0], self._stages[0]
         values = [*captures[0], *(state[h] for h in pure.handles), *args]
         no_capture = [False] * len(captures[0])
@@ -487,7 +498,7 @@ class ReplicaProgram:
             first = replica_id == 0
             start = (
                 start_of_sum
-                if isinstance(self._mesh, jax.sharding.AbstractMesh)  # which programs are split
+                if isinstance(self._mesh, jax.sharding.AbstractMesh)  # split over servers
                 else lambda value: jnp.where(first, value, jnp.zeros_like(value))
             )
             local = [
@@ -503,7 +514,7 @@ class ReplicaProgram:
             for k, total in zip(summed, totals, strict=True):
                 outs[k] = total
             split = [out_split[i] for i in outputs] + [False] * stages.num_cut
-            # `asarray` because JAX has constants that are no arrays.
+            # `asarray`, because some constants of JAX are no arrays.
             return [jnp.asarray(o)[None] if s else o for o, s in zip(outs, split, strict=True)]
 
         split, whole = P(REPLICA_AXIS), P()
@@ -539,7 +550,7 @@ class ReplicaProgram:
         state: dict[Handle, Array],
         args: Sequence[Any],
     ) -> list[Any]:
-        """The outputs of the first stage."""
+        """Returns the outputs of the first stage, with all replicas side by side."""
         # Every replica has captures of its own, in the order of its own trace.
         values: dict[Any, Any] = {**state, **dict(enumerate(args))}
         inputs, outputs = [], []
@@ -562,7 +573,7 @@ class ReplicaProgram:
                 num_results = sum(not isinstance(key, Handle) for key in keys)
                 results = whole_on_cores(out[:num_results], self._mesh, False)
                 made.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
-            # What only replica 0 has made is the same on all of them.
+            # An output that only replica 0 has is the same on all of them.
             joined = [
                 self._joined(key, [own.get(key, made[0][key]) for own in made])
                 for key in outputs[0]
@@ -572,7 +583,7 @@ class ReplicaProgram:
         needed = {key: values[key] for keys in inputs for key in keys}
         if not self._staged:
             return body(needed)
-        # In a `shard_map`, which `cut_around_mesh` looks for; all devices compute the same.
+        # A `shard_map`, because `cut_around_mesh` looks for one; all devices compute the same.
         keys = list(needed)
         return jax.shard_map(
             lambda *values: body(dict(zip(keys, values, strict=True))),
@@ -583,7 +594,7 @@ class ReplicaProgram:
         )(*needed.values())
 
     def _own(self, replica: int, key: Any, value: Any) -> Array:
-        """What replica `replica` receives of an input: a handle, or the number of an argument."""
+        """Returns the part of an input for one replica; `key` is a handle or an argument number."""
         if isinstance(key, Handle):
             if key.per_replica:
                 return value[replica]
@@ -591,7 +602,7 @@ class ReplicaProgram:
         return value[replica] if isinstance(key, int) and self._varying_args[key] else value
 
     def _joined(self, key: Any, values: list[Array]) -> Any:
-        """An output of all replicas: the state of a handle, or the result with a number."""
+        """Joins an output of all replicas: the state of a handle, or the result with a number."""
         if isinstance(key, Handle):
             if key.per_replica:
                 return jnp.stack(values)
@@ -609,11 +620,11 @@ class FunctionProgram:
     Args:
         function: From the arguments to a flat list of arrays.
         avals: Shapes and dtypes of the arguments.
-        feeds: Where it takes data from; the values of that are given after the arguments.
+        feeds: The data it takes from iterators; pass their values after the arguments.
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
-        describe: As of a `ReplicaProgram`.
+        describe: Returns the lines of the program, for a comparison with other workers.
     """
 
     def __init__(

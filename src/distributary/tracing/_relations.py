@@ -1,27 +1,38 @@
-"""Losses that relate rows of the batch to each other, which replicas would compute of their part.
+"""Finds losses that relate rows of the batch to each other.
 
+A replica computes such a loss from its own rows alone, which gives another loss than on one device.
 The gradient of a mean over the batch is the mean of the replicas' gradients. That of a softmax over
-the other rows of the batch, of a batch's variance or of a product of two means is not: each
-replica sees its own rows. `relation_of` interprets a traced step abstractly, from the batch to the
-gradients that replicas combine and to the loss that is reported. A value is
+the other rows of the batch, of a batch's variance or of a product of two means is not.
+
+`relation_of` interprets a traced step abstractly, from the batch to the gradients that replicas
+combine and to the loss that is reported. A value is
 
 - independent of the batch,
 - made row by row,
-- a sum over rows, and whatever is linear in it,
-- related: made of several rows in another way, or
+- a sum over rows, or something linear in such sums,
+- related: computed from several rows in another way, or
 - unknown.
 
-Gradients are looked at rather than losses, because they need no mark: what JAX has transposed is
-in the scope `transpose` and comes to a collective. So it does not matter who differentiates, Keras,
-a tape or `jax.grad`. What a step does to gradients before it combines them, such as clipping, is
-no relation.
+In a loss that is the square of a mean, with 4 rows of a batch `x` on each replica:
 
-What is not known, and never reported: custom kernels (`pallas_call`, FFI), `ragged_dot`; sums that
-a loop over the rows carries; parts of the batch that are cut without regard to rows or joined with
-other rows and cut again; a row that is taken by a number from the batch, which is taken for its own
-row; batches of one row per replica. Divisors, counts and largest or smallest values that depend on
-the batch's data alone count as constants: `sum(loss * mask) / sum(mask)` is a mean. Rows of data
-may be mixed with random other rows: that is augmentation, and random anyway.
+    { lambda ; x:f32[4] w:f32[]. let       row by row; independent
+        a:f32[4] = mul x w                 row by row
+        b:f32[] = reduce_sum a             a sum over rows
+        c:f32[] = div b 4.0                a sum over rows
+        d:f32[] = mul c c                  related, by `mul`
+      in (d,) }
+
+The analysis looks at gradients rather than losses, because they need no mark: an equation that JAX
+has transposed is in the scope `transpose`, and its results come to a collective. So it does not
+matter who differentiates: Keras, a tape or `jax.grad`. A change that a step makes to gradients
+before it combines them, such as clipping, is no relation.
+
+Some things it does not know, and never reports: custom kernels (`pallas_call`, FFI), `ragged_dot`;
+sums that a loop over the rows carries; parts of the batch that are cut without regard to rows, or
+joined with other rows and cut again; a row that is taken by a number from the batch, which counts
+as its own row; batches of one row per replica. Divisors, counts and largest or smallest values that
+depend on the batch's data alone count as constants: `sum(loss * mask) / sum(mask)` is a mean. Rows
+of data may be mixed with random other rows: that is augmentation, and random anyway.
 """
 
 import functools
@@ -59,8 +70,8 @@ from distributary.tracing._row_rules import (
 __all__ = ["OWN_STATISTICS", "relation_of", "relation_of_replica", "relation_warning"]
 
 OWN_STATISTICS = "statistics_of_replicas"
-"""Name of the scope in which sums over rows may be anything: those that are known to be the
-replica's, or of all replicas."""
+"""Name of the scope in which any use of sums over rows is fine: its code knows that they are the
+replica's own sums, or takes those of all replicas."""
 
 
 _log = logging.getLogger(__name__)
@@ -92,12 +103,12 @@ class _Context(NamedTuple):
 def relation_of(
     jaxpr: Any, num_trained: int, num_batch: int, losses: Iterable[int], ignored: str
 ) -> str | None:
-    """Where the loss in a program of all replicas relates rows of the batch, if it does.
+    """Returns where the loss in a program of all replicas relates rows of the batch, if it does.
 
     Args:
-        jaxpr: The program, with a `shard_map` for what replicas compute.
-        num_trained: How many inputs come first that are trained.
-        num_batch: How many come last that are a batch, to be split.
+        jaxpr: The program, with a `shard_map` for the part that replicas compute.
+        num_trained: Number of trained inputs, which come first.
+        num_batch: Number of inputs that are a batch to be split, which come last.
         losses: Numbers of outputs that are losses.
         ignored: Name of a scope whose collectives combine no gradients.
 
@@ -113,12 +124,12 @@ def relation_of(
 
 
 def relation_of_replica(jaxpr: Any, is_batch: Sequence[bool], num_captures: int) -> str | None:
-    """Like `relation_of`, for the program of one replica, whose batches are parts of the batch.
+    """Returns the same as `relation_of`, for the program of one replica with its part of the batch.
 
     Args:
         jaxpr: The program.
         is_batch: For every input, whether it is data of this replica.
-        num_captures: How many inputs come first that are constants.
+        num_captures: Number of inputs that are constants, which come first.
     """
     if not any(is_batch):
         return None
@@ -126,7 +137,7 @@ def relation_of_replica(jaxpr: Any, is_batch: Sequence[bool], num_captures: int)
     sizes = {v.aval.shape[0] for v, batch in zip(jaxpr.invars, is_batch, strict=True)
              if batch and v.aval.ndim and not _is_key(v.aval)}  # fmt: skip
     if len(sizes) != 1 or sizes == {1}:
-        return None  # not a batch and its parts
+        return None  # these are no parts of one batch, or have one row
     inputs = []
     for i, (v, batch) in enumerate(zip(jaxpr.invars, is_batch, strict=True)):
         if batch and v.aval.ndim and not _is_key(v.aval):
@@ -142,7 +153,7 @@ def _look(
     try:
         values = analysis.jaxpr(jaxpr, inputs, _Context())
     except Exception:
-        # Nothing that is computed depends on it: an equation that a newer JAX writes in another way
+        # No result depends on this analysis, so an equation that a newer JAX writes in another way
         # must not end a training.
         _log.warning("Whether the loss relates rows could not be checked.", exc_info=True)
         return None
@@ -150,7 +161,7 @@ def _look(
 
 
 def relation_warning(name: str, where: str, num_replicas: int) -> str:
-    """The warning that a loss of `name` relates rows `where` the analysis has found it."""
+    """Returns the warning that a loss of `name` relates rows, at the place `where` describes."""
     return (
         f"{name}: the loss relates rows of the batch to each other, by {where}. Each of the"
         f" {num_replicas} replicas does so with its own rows alone, so this is another loss than on"
@@ -164,7 +175,7 @@ def _found(analysis: "_Analysis", outs: list[Value], losses: Iterable[int]) -> s
     found = next((origin for origin in origins if origin is not None), None)
     if found is None:
         return None
-    # What makes a gradient says less to a reader than what made the loss.
+    # An equation of the loss tells a reader more than one of its gradient.
     is_gradient = any("transpose(" in str(eqn.source_info.name_stack) for eqn in found)
     return _described(analysis.first if is_gradient and analysis.first else found)
 
@@ -193,8 +204,9 @@ class _Analysis:
         ignored: Name of a scope whose collectives combine no gradients.
 
     Attributes:
-        origin: Where the first relation arose that reached a gradient which replicas combine.
-        first: Where the first one arose in what is differentiated, which need not be part of it.
+        origin: Place of the first relation that reached a gradient which replicas combine.
+        first: Place of the first relation in differentiated code, which need not be part of such a
+            gradient.
     """
 
     def __init__(self, ignored: str) -> None:
@@ -205,7 +217,7 @@ class _Analysis:
     # Jaxprs
 
     def jaxpr(self, jaxpr: Any, inputs: Sequence[Value], context: _Context) -> list[Value]:
-        """The values of the outputs."""
+        """Returns the values of the outputs."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
         for eqn in jaxpr.eqns:
             operands = [
@@ -302,7 +314,7 @@ class _Analysis:
         result = []
         for value in values:
             if value.kind == ROWS and not any(map(tags_of, value.dims)) and not hidden:
-                value = value._replace(kind=SUM, dims=())  # of some rows
+                value = value._replace(kind=SUM, dims=())  # over some rows
             if value.kind == ROWS:
                 value = value._replace(hidden=hidden)
             result.append(value._replace(trained=trained, gradient=gradient, random=random))
@@ -315,7 +327,7 @@ class _Analysis:
 
     def _relation(self, eqn: Equation, operands: list[Value], context: _Context) -> Value:
         if not context.differentiated and any(value.gradient for value in operands):
-            return Value(UNKNOWN, gradient=True)  # what a step does with its gradients
+            return Value(UNKNOWN, gradient=True)  # the step changes its gradients
         origin = (*context.calls, eqn)
         if self.first is None and context.differentiated and not context.transposed:
             self.first = origin
@@ -404,9 +416,9 @@ class _Analysis:
         of_body: Callable[[Sequence[Value]], list[Value]],
         num_carry: int,
     ) -> tuple[list[Value], list[Value]]:
-        """The carry that a loop keeps, and what the body makes besides."""
+        """Returns the carry that a loop keeps, and the other results of its body."""
         for round_ in range(_MAX_ROUNDS + 1):
-            # Only what is true of every round counts.
+            # Only relations found with the final carry count.
             known, self.origin = self.origin, self.origin
             outs = of_body(carry)
             after = [either(a, b) for a, b in zip(carry, outs[:num_carry], strict=True)]
@@ -431,7 +443,7 @@ class _Analysis:
         return Value(UNKNOWN)
 
 
-# Where it is
+# Where a relation is
 
 
 def _described(origin: tuple[Equation, ...]) -> str:
@@ -466,7 +478,7 @@ def _frame_of(eqn: Equation) -> str | None:
 
 @functools.cache
 def _directories() -> tuple[str, ...]:
-    """Where code lies that is not the user's, nor that of a layer or loss."""
+    """Returns folders whose code is neither the user's nor that of a layer or loss."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     found = [own, os.path.dirname(jax.__file__)]
     keras = sys.modules.get("keras")

@@ -1,4 +1,15 @@
-"""Which values of a program are rows of one table, and where it needs more than some of them."""
+"""Finds the values of a program that are rows of one table, and the uses that need the whole table.
+
+With the state `t`, and `ids` and `g` from data:
+
+    a:f32[1000,2] = mul t 2.0                  row by row: of the same table as `t`
+    b:f32[3,2] = gather a ids                  a lookup
+    c:f32[1000,2] = broadcast_in_dim 0.0       the same in all rows
+    d:f32[1000,2] = scatter-add c ids g        rows added to zeros
+    e:f32[1000,4] = dot_general a w            refused: "dot_general needs all of it"
+
+Without the last equation a worker needs only the 3 rows that `ids` name.
+"""
 
 from collections.abc import Collection
 from typing import Any, final
@@ -16,22 +27,22 @@ _DATA = "it is combined with data"
 
 @final
 class RowFlow:
-    """Tables in a jaxpr.
+    """The tables of a jaxpr.
 
-    Variables that equations work on row by row belong to one table. Where an equation does
-    something else with a variable, its table is refused.
+    Variables that equations work on row by row belong to one table. If an equation does something
+    else with a variable, its table is refused.
 
     Args:
         jaxpr: The jaxpr, without calls of functions.
-        states: Those of its inputs that may be tables.
-        is_worker: Whether rows may be looked up, and tables joined, which servers do not do.
+        states: The inputs that may be tables.
+        is_worker: Whether rows may be looked up and tables joined, which servers do not do.
 
     Attributes:
-        same: Variables of which all rows are equal, whatever their number.
+        same: Variables whose rows are all equal, whatever their number.
         lookups: Equations that gather rows by numbers that depend on no state.
-        refused_lookups: Those whose numbers depend on some.
+        refused_lookups: Equations that gather rows by numbers that depend on state.
         scatters: Variables that are zeros with rows added at such numbers, with the equation.
-        sums: Variables of which some equation adds up the rows.
+        sums: Variables whose rows an equation adds up.
     """
 
     def __init__(self, jaxpr: Any, states: Collection[Any], is_worker: bool) -> None:
@@ -40,7 +51,7 @@ class RowFlow:
         self.refused_lookups: list[Equation] = []
         self.scatters: dict[Any, Equation] = {}
         self.sums: list[Any] = []
-        # Row r of the variable is row r + the number of its parent.
+        # By variable, its parent and a number: row r of the variable is row r + number there.
         self._parents: dict[Any, tuple[Any, int]] = {}
         self._variables: set[Any] = set()
         self._refused: list[tuple[Any, str]] = []
@@ -58,7 +69,7 @@ class RowFlow:
             self._add(eqn)
 
     def find(self, v: Any) -> tuple[Any, int]:
-        """The variable that stands for the table of one, and the number of its first row there."""
+        """Returns the variable that stands for a variable's table, and its first row there."""
         start = 0
         while v in self._parents:
             v, distance = self._parents[v]
@@ -66,17 +77,17 @@ class RowFlow:
         return v, start
 
     def members(self, root: Any) -> list[Any]:
-        """The variables of a table."""
+        """Returns the variables of a table."""
         return [v for v in {root, *self._variables} if self.find(v)[0] is root]
 
     def refuse(self, v: Any, reason: str) -> None:
-        """Says that more than some rows of a variable are needed."""
+        """Notes that the whole of a variable is needed, and why."""
         if v not in self.same:
             self._refused.append((v, reason))
             self._reasons = None
 
     def reason(self, root: Any) -> str | None:
-        """Why a table was refused; None if it was not."""
+        """Returns the reason why a table was refused; None if it was not."""
         if self._reasons is None:
             self._reasons = {self.find(v)[0]: why for v, why in reversed(self._refused)}
         return self._reasons.get(root)
@@ -125,7 +136,7 @@ class RowFlow:
         return not isinstance(numbers, jex_core.Literal) and numbers not in self._of_states
 
     def _join(self, v: Any, other: Any, start: int) -> None:
-        """Row r of `v` is row r + start of `other`."""
+        """Notes that row r of `v` is row r + start of `other`."""
         if v in self.same or other in self.same:
             return
         self._variables.update((v, other))
@@ -138,7 +149,7 @@ class RowFlow:
 
 
 def _takes_rows(eqn: Equation) -> bool:
-    """Whether a gather takes whole rows, each by its number."""
+    """Returns whether a gather takes whole rows, each by its number."""
     operand, dims = eqn.invars[0], eqn.params["dimension_numbers"]
     num_leading = eqn.invars[1].aval.ndim - 1
     return (
@@ -152,7 +163,7 @@ def _takes_rows(eqn: Equation) -> bool:
 
 
 def _adds_rows(eqn: Equation, zeros: Collection[Any]) -> bool:
-    """Whether a scatter adds whole rows to zeros."""
+    """Returns whether a scatter adds whole rows to zeros."""
     operand, dims = eqn.invars[0], eqn.params["dimension_numbers"]
     ndim = eqn.invars[2].aval.ndim
     return (

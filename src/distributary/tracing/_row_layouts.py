@@ -1,9 +1,13 @@
-"""Where the rows of a batch lie in an array that is computed from it.
+"""Layouts: where the rows of a batch lie in an array that is computed from it.
 
-Every dim of an array is a product of factors, the slowest first. A factor either counts rows or
-counts something else; so `[batch * length, features]` is `((B rows, length), (features,))`, and a
-reshape only groups the factors anew. What is said holds for every size of the batch: nothing is
-concluded from two sizes being equal.
+Every dim of an array is a product of factors, the slowest first. A factor counts either rows or
+something else. A reshape only groups the factors anew. With a batch of 8 rows in `a`:
+
+    a:f32[8,5,3]                  ((8 rows,), (5,), (3,))
+    b:f32[40,3] = reshape a       ((8 rows, 5), (3,))
+    c:f32[4,2,15] = reshape a     ((4 rows with stride 2,), (2 rows,), (15,))
+
+A layout holds for every size of the batch: nothing is concluded from two sizes being equal.
 """
 
 import math
@@ -13,14 +17,14 @@ from typing import Any, TypeAlias, final
 
 __all__ = ["BATCH", "Dims", "Factor", "Rows", "aligned", "joined", "plain", "reshaped", "tags_of"]
 
-#: The axis that counts the rows of the batch. Others are made of it: of rows in another order.
+#: The axis that counts the rows of the batch. Other axes, for rows in another order, refer to it.
 BATCH = "batch"
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Element `i` of a factor belongs to row `start + stride * i` of an axis."""
+    """The rows that a factor counts: element `i` belongs to row `start + stride * i` of an axis."""
 
     axis: Any
     stride: int = 1
@@ -28,7 +32,7 @@ class Rows:
 
     @property
     def group(self) -> tuple[Any, int, int]:
-        """Equal for rows of which each lies in the same group of `stride` successive ones."""
+        """A key for the group of `stride` successive rows in which each row lies."""
         return self.axis, self.stride, self.start // self.stride
 
 
@@ -37,17 +41,17 @@ Dims: TypeAlias = tuple[tuple[Factor, ...], ...]
 
 
 def plain(shape: Sequence[int]) -> Dims:
-    """The dims of an array without rows."""
+    """Returns the dims of an array without rows."""
     return tuple([((size, None),) if size != 1 else () for size in shape])
 
 
 def tags_of(factors: Sequence[Factor]) -> list[Rows]:
-    """The rows that factors count."""
+    """Returns the rows that factors count."""
     return [rows for _, rows in factors if rows is not None]
 
 
 def _merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
-    """The same factors, neighbors that count on put together."""
+    """Returns the same factors, with neighbors combined where one continues the other."""
     result: list[Factor] = []
     for size, rows in factors:
         if size == 1 and rows is None:
@@ -71,7 +75,7 @@ def _merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
 
 
 def reshaped(dims: Dims, shape: Sequence[int]) -> Dims | None:
-    """The dims after a reshape in row-major order; None if rows are cut in another way."""
+    """Returns the dims after a reshape in row-major order; None if it cuts rows in another way."""
     if 0 in shape:
         return None
     factors = [factor for dim in dims for factor in dim if factor[0] > 1]
@@ -97,7 +101,7 @@ def reshaped(dims: Dims, shape: Sequence[int]) -> Dims | None:
 
 
 def aligned(first: Sequence[Factor], second: Sequence[Factor]) -> bool:
-    """Whether two dims that both count rows meet row by row, or group by group."""
+    """Returns whether two dims that both count rows meet row by row, or group by group."""
     if len(first) != len(second):
         return False
     return all(
@@ -107,10 +111,10 @@ def aligned(first: Sequence[Factor], second: Sequence[Factor]) -> bool:
 
 
 def joined(all_dims: Sequence[Dims]) -> Dims | None:
-    """The dims of what is computed element by element of arrays with rows.
+    """Returns the dims of the result of an elementwise operation on arrays with rows.
 
     Returns:
-        The dims; None if an element would be computed of several rows.
+        The dims; None if an element would be computed from several rows.
     """
     result = max(all_dims, key=len)
     for dims in all_dims:

@@ -1,4 +1,12 @@
-"""What equations make of the rows of a batch and of sums over them; see `_relations`."""
+"""Rules for what an equation makes of the rows of a batch and of sums over them; see `_relations`.
+
+With 8 rows of a batch in dim 0 of `a`:
+
+    b:f32[8] = reduce_sum[axes=(1,)] a     rows in dim 0
+    c:f32[5] = reduce_sum[axes=(0,)] a     a sum over rows
+    d:f32[5,8] = transpose a               rows in dim 1
+    e:f32[8,8] = dot_general a d           RELATION: each row meets all others
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +34,7 @@ _LINEAR = frozenset(
     add add_any convert_element_type copy imag neg real reduce_precision stop_gradient sub
     """.split()  # noqa: SIM905
 )
-# Of sums over the batch's data alone: what stays such a sum, for all that a divisor is concerned.
+# Operations whose result of a sum over the batch's data still counts as such a sum in a divisor.
 _OF_DIVISORS = frozenset(
     """
     abs ceil clamp floor integer_pow max min round sign
@@ -46,20 +54,21 @@ _OF_MATRICES = frozenset(
 
 
 class Value(NamedTuple):
-    """What is known of an array."""
+    """The facts that are known about an array."""
 
     kind: int
     dims: Dims = ()
-    # Rows that a loop goes through, one at a time.
+    # Rows that a loop goes through one at a time.
     hidden: tuple[Any, ...] = ()
-    # Of rows: whether a sum over rows has been added to each.
+    # For rows: whether a sum over rows has been added to each.
     mixed: bool = False
-    # Whether it depends on what is trained, or on anything else but the batch.
+    # Whether it depends on trained values, or on anything else but the batch.
     trained: bool = False
     random: bool = False
-    # Whether it has come through a transposed equation; of a related one, the relation has.
+    # Whether it has come through a transposed equation; for a related value, since the relation.
     gradient: bool = False
-    # Of a related one, and of what replicas made of it: the equation and the calls around it.
+    # For a related value, and the results that replicas combine from it: the equation that relates
+    # rows and the calls around it.
     origin: tuple[Equation, ...] | None = None
     # Whether it may hold the numbers of the rows.
     counts: bool = False
@@ -67,13 +76,13 @@ class Value(NamedTuple):
 
 CONSTANT = Value(INDEPENDENT)
 
-#: What rules return where rows of the batch meet.
+#: The result of a rule if rows of the batch meet.
 RELATION = Value(RELATED)
 _DONT_KNOW = Value(UNKNOWN)
 
 
 def of_rows(eqn: Equation, operands: list[Value]) -> Any:
-    """What an equation makes of rows and sums: a value, or one for every result."""
+    """Returns the value of an equation of rows and sums, or a list with one for every result."""
     name = eqn.primitive.name
     rule = _RULES.get(name)
     if rule is not None:
@@ -82,7 +91,7 @@ def of_rows(eqn: Equation, operands: list[Value]) -> Any:
         made = _elementwise(eqn, operands)
         if made.kind != ROWS:
             return made
-        # Dims of size 1 are repeated.
+        # Dims of size 1 are repeated to fit the others.
         shape = plain(eqn.outvars[0].aval.shape)
         if len(shape) != len(made.dims):  # a sum over a dim, by a collective that has no axis
             return _DONT_KNOW
@@ -102,12 +111,12 @@ def of_rows(eqn: Equation, operands: list[Value]) -> Any:
 
 
 def is_independent(values: Sequence[Value]) -> bool:
-    """Whether none of the values depends on the batch."""
+    """Returns whether none of the values depends on the batch."""
     return all(value.kind == INDEPENDENT for value in values)
 
 
 def either(first: Value, second: Value) -> Value:
-    """Of something that is one or the other."""
+    """Returns the value of a result that is one or the other."""
     if first == second:
         return first
     flags: dict[str, Any] = {
@@ -139,7 +148,7 @@ def _has_rows(value: Value, dim: int) -> bool:
 
 
 def _is_exact(aval: Any) -> bool:
-    """Whether values are numbers of something, or true and false."""
+    """Returns whether an array holds integers or booleans."""
     return not jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -148,7 +157,7 @@ def _summed(operands: Sequence[Value]) -> list[Value]:
 
 
 def _nonlinear(eqn: Equation, operands: Sequence[Value], otherwise: Any) -> Any:
-    """`otherwise`, unless sums over rows are among the operands."""
+    """Returns `otherwise`, unless sums over rows are among the operands."""
     if not _summed(operands):
         return otherwise
     aval = eqn.outvars[0].aval
@@ -161,7 +170,7 @@ def _nonlinear(eqn: Equation, operands: Sequence[Value], otherwise: Any) -> Any:
 
 
 def _meeting(operands: Sequence[Value]) -> Any:
-    """What is made element by element of several values, if that is linear in sums."""
+    """Returns the value of an elementwise operation that is linear in sums."""
     rows = [value for value in operands if value.kind == ROWS]
     if not rows:
         return Value(SUM)
@@ -174,7 +183,7 @@ def _meeting(operands: Sequence[Value]) -> Any:
 
 
 def _are_shuffled(rows: Sequence[Value]) -> bool:
-    """Whether rows in a random order are among them."""
+    """Returns whether rows in a random order are among them."""
     return any(
         isinstance(rows.axis, tuple) and rows.axis[0] == "random"
         for value in rows
@@ -212,7 +221,7 @@ def _elementwise(eqn: Equation, operands: list[Value]) -> Any:
 
 
 def _are_scalars(eqn: Equation, operands: list[Value], counts: list[Value]) -> bool:
-    """Whether what multiplies the others is one number, as divisors are."""
+    """Returns whether each factor in `counts` is one number, as divisors are."""
     return bool(counts) and all(
         value not in counts or not atom.aval.shape or math.prod(atom.aval.shape) == 1
         for value, atom in zip(operands, eqn.invars, strict=True)
@@ -226,7 +235,7 @@ def _product(active: Sequence[Value]) -> Any:
 
 
 def _like_operands(eqn: Equation, operands: list[Value]) -> Any:
-    """What an unknown equation makes: rows if its operands and results are of one shape."""
+    """Returns rows for an unknown equation if its operands and results have one shape."""
     rows = [(v, a) for v, a in zip(operands, eqn.invars, strict=True) if v.kind == ROWS]
     shapes = {tuple(getattr(a.aval, "shape", ())) for _, a in rows}
     shapes |= {tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars}
@@ -236,12 +245,12 @@ def _like_operands(eqn: Equation, operands: list[Value]) -> Any:
 
 
 def _over(value: Value, axes: Sequence[int]) -> tuple[Dims, list[Rows], bool]:
-    """Dims without `axes`, the rows that were in these, and whether they were small groups."""
+    """Returns the dims without `axes`, the rows in these, and whether they were small groups."""
     removed = [rows for axis in axes for rows in tags_of(value.dims[axis])]
     kept = tuple([dim for i, dim in enumerate(value.dims) if i not in set(axes)])
     left = [rows for dim in kept for rows in tags_of(dim)]
     left += [rows for _, factors in value.hidden for rows in tags_of(factors)]
-    # Successive rows stay together when the batch is split.
+    # A split of the batch keeps successive rows together, so groups of them stay whole.
     grouped = bool(left) and all(
         rows.axis == BATCH and rows.stride < min(r.stride for r in left) for rows in removed
     )
@@ -264,7 +273,7 @@ def _reduction(eqn: Equation, operands: list[Value]) -> Any:
     kept, removed, grouped = _over(value, eqn.params["axes"])
     if removed and not grouped:
         if not value.trained and not any(map(tags_of, kept)) and not value.hidden:
-            return CONSTANT  # such as the loudest sound of a batch, a bound for all
+            return CONSTANT  # such as the loudest sound of a batch, which bounds all
         return _nonlinear(eqn, [value._replace(mixed=True)], None)
     return value._replace(dims=kept)
 
@@ -315,7 +324,7 @@ def _rev(eqn: Equation, operands: list[Value]) -> Any:
 
 
 def _cut(dim: Sequence[Factor], start: int, size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Elements `start`, `start + stride`, ... of a dim that counts rows."""
+    """Returns the factors of elements `start`, `start + stride`, ... of a dim that counts rows."""
     total = math.prod([count for count, _ in dim])
     if size == total and stride == 1:
         return tuple(dim)
@@ -377,7 +386,7 @@ def _split(eqn: Equation, operands: list[Value]) -> Any:
 def _dynamic_slice(eqn: Equation, operands: list[Value]) -> Any:
     value = operands[0]
     if not is_independent(operands[1:]):
-        # By numbers of the batch.
+        # The batch decides where the slice begins.
         return _DONT_KNOW
     if value.kind == SUM:
         return value
@@ -501,7 +510,7 @@ def _pad(eqn: Equation, operands: list[Value]) -> Any:
         if inside == 0 and low % count == size % count == 0 and rows is not None and not rows.start:
             dims.append(((size // count, None), *dim))
         elif len(dim) == 1 and rows is not None and rows.stride == inside + 1 and rows.start == low:
-            # What a slice left out is put back.
+            # The padding puts back the elements that a slice left out.
             dims.append(((size, Rows(rows.axis)),))
         elif dim[0][1] is None and inside == 0:
             inner = count // dim[0][0]
@@ -551,7 +560,7 @@ def _gather(eqn: Equation, operands: list[Value]) -> Any:
     if index.kind == SUM or index.mixed:
         return _DONT_KNOW
     if value.kind == SUM and value.trained:
-        return RELATION  # else such as the weights of classes, counted in the batch
+        return RELATION  # not trained: such as weights of classes, counted in the batch
     numbers = eqn.params["dimension_numbers"]
     sizes, shape = eqn.params["slice_sizes"], eqn.outvars[0].aval.shape
     dims: list[tuple[Factor, ...]] = list(plain(shape))
@@ -587,12 +596,12 @@ def _gather(eqn: Equation, operands: list[Value]) -> Any:
             return _DONT_KNOW
         dim = value.dims[taken[0]]
         size = shape[batch_dims[0]]
-        # All rows of `x[arange(n), k]` are its own.
+        # `x[arange(n), k]` takes the rows in their order.
         kept_order = index.counts and not index.random and len(numbers.start_index_map) > 1
         kind = "random" if index.random else "moved"
         own = dim if kept_order else ((size, Rows((kind, dim))),)
         dims[batch_dims[0]] = own if size > 1 else ()
-    # Rows that are taken by numbers of the batch count as own rows.
+    # A row that is taken by a number from the batch counts as its own row.
     return value._replace(dims=tuple(dims))
 
 
@@ -651,14 +660,14 @@ def _scatter(eqn: Equation, operands: list[Value]) -> Any:
                 "moved",
             )
         ):
-            # What a gather took is put back.
+            # The scatter puts back the rows that a gather took.
             places = [i for i in numbers.scatter_dims_to_operand_dims if not tags_of(dims[i])]
             before = tags[0].axis[1]
             if len(places) == 1 and math.prod([n for n, _ in before]) == shape[places[0]]:
                 dims[places[0]] = before
                 continue
             return _DONT_KNOW
-        # To be told from rows that go where they came from.
+        # These may be rows that go back to where they came from.
         if size in targets or any(_has_rows(value, i) for i in range(len(shape))):
             places = [i for i in numbers.scatter_dims_to_operand_dims if shape[i] == size]
             if len(places) == 1 and len(targets) > 1 and index.counts:
@@ -728,7 +737,7 @@ def _contracted(
     contract: tuple[Sequence[int], Sequence[int]],
     batch: tuple[Sequence[int], Sequence[int]],
 ) -> Any:
-    """A product that sums over some dims of both operands, and pairs others."""
+    """Returns the value of a product that sums over some dims of both operands and pairs others."""
     active = [value for value in operands if value.kind != INDEPENDENT]
     if len(active) > 1 and _summed(active):
         return RELATION if any(v.trained for v in active) else _DONT_KNOW

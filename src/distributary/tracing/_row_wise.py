@@ -1,4 +1,13 @@
-"""Operations that compute every row of their result from the same row of their operands."""
+"""Finds operations that compute every row of their result from the same row of their operands.
+
+With a table `t` and its gradient `g`, the update is row by row, and the sum is not:
+
+    a:f32[4,2] = mul 0.1 g                     row_operands: [g]
+    b:f32[4,2] = sub t a                       row_operands: [t, a]
+    c:f32[] = reduce_sum[axes=(0, 1)] g        row_operands: None
+
+`numbers_of_other_rows` finds that in rows where `g` is zero, `b` is `t`.
+"""
 
 import math
 from collections.abc import Collection, Sequence
@@ -34,7 +43,7 @@ _REDUCTIONS = frozenset(
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     """.split()  # noqa: SIM905
 )
-# Zero where their first operand is.
+# Operations whose result is zero where their first operand is.
 _ZERO_OF_ZERO = frozenset(
     """
     abs asin asinh atan atanh broadcast_in_dim cbrt ceil convert_element_type div erf expm1
@@ -47,7 +56,7 @@ _ZERO: Any = "zero"
 
 
 def row_operands(eqn: Equation) -> list[Any] | None:
-    """The operands of which row i makes row i of the results; the others belong to every row.
+    """Returns the operands whose row i makes row i of the results; the others belong to every row.
 
     Returns:
         The variables, each with as many rows as every result; None if the equation does not work
@@ -95,7 +104,7 @@ def row_operands(eqn: Equation) -> list[Any] | None:
 
 
 def rows_between(eqn: Equation) -> tuple[int, int] | None:
-    """The first row and the end of those that an equation takes, if it is such a slice."""
+    """Returns the start and end of the rows that a slice takes; None for other equations."""
     params = eqn.params
     if (
         eqn.primitive.name != "slice"
@@ -107,7 +116,7 @@ def rows_between(eqn: Equation) -> tuple[int, int] | None:
 
 
 def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:
-    """The parameters of an equation that works row by row, for another number of rows.
+    """Returns the parameters of an equation that works row by row, for another number of rows.
 
     Args:
         eqn: The equation.
@@ -123,22 +132,22 @@ def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:
 
 
 def bind_rows(eqn: Equation, operands: Sequence[Any], num_rows: Any) -> list[Array]:
-    """The results of an equation that works row by row, from operands with that many rows."""
+    """Returns the results of a row-by-row equation for operands with `num_rows` rows."""
     outs = eqn.primitive.bind(*operands, **with_rows(eqn, num_rows))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
 def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[Any]) -> list[Any]:
-    """What values are in the rows where some variables are known to be zero.
+    """Returns what values are in the rows where some variables are known to be zero.
 
     Args:
         jaxpr: A jaxpr.
-        values: Of its variables, those asked for.
+        values: The variables of the jaxpr to look at.
         zeros: Variables that are zero in these rows.
 
     Returns:
-        For every value `"zero"`, or something equal for equal values, for an input the input.
-        Numbers are taken for finite: zero times anything is zero.
+        For every value `"zero"`, the input that it equals, or a number that is the same for equal
+        values. Data is taken to be finite: zero times anything is zero.
     """
     rules = _Rules(zeros)
     numbering = Numbering(rules.number_of)
@@ -152,7 +161,7 @@ def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[A
 
 @final
 class _Rules:
-    """What is known of results beyond what they are computed from.
+    """Simplifications of results, such as `x + 0` to `x`.
 
     Args:
         zeros: Variables that are zero.
@@ -164,10 +173,10 @@ class _Rules:
     def __init__(self, zeros: Collection[Any]) -> None:
         self.zero = -1
         self._zeros = zeros
-        self._values: dict[Any, float] = {}  # of which all elements are one number
+        self._values: dict[Any, float] = {}  # variables whose elements are all one number
 
     def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
-        """The number of the result if it is zero or one of the operands."""
+        """Returns the number of the result if it is zero or one of the operands, else None."""
         name, (v,), zero = eqn.primitive.name, eqn.outvars, self.zero
         values = [self._value(atom) for atom in eqn.invars]
         if name in _SAME_VALUE and not math.isnan(values[0]):
@@ -212,7 +221,7 @@ class _Rules:
         return None
 
     def _value(self, atom: Any) -> float:
-        """The real number that all elements of a constant are; NaN if it is not known."""
+        """Returns the real number that all elements of a constant are; NaN if it is not known."""
         if not isinstance(atom, jex_core.Literal):
             return self._values.get(atom, math.nan)
         value = np.asarray(atom.val)

@@ -1,4 +1,11 @@
-"""What is being traced in this thread, and the record the trace leaves."""
+"""The functions that this thread traces at the moment, and the records their traces leave.
+
+A `TraceScope` is active while a function runs on tracers. Variables and tapes ask for it, and it
+binds the markers of `_markers`. After `w.assign_add(x)` at line 7 of a script the jaxpr has a read,
+an addition and a write, and the record knows where the write came from:
+
+    scope.writes == {1: (w, (("script.py", 7), ...))}
+"""
 
 import itertools
 import os
@@ -28,13 +35,14 @@ from distributary.tracing._markers import (
 
 # A gradient is an array ("dense"), rows of a table ("sparse", number of rows), or absent (None).
 Kind = Literal["dense"] | tuple[Literal["sparse"], int] | None
-# By the tape (its number among all tapes, or among those of one trace) and the call of `gradient`.
+# Keys: the tape (its number among all tapes, or among those of one trace) and the number of the
+# call of its `gradient`.
 Decisions = dict[tuple[int, int], tuple[Kind, ...]]
 Call = tuple[str, int]  # file and line of a caller
 ScopeKind = Literal["replica", "function"]
 
-# Unique among all traces: JAX caches the jaxprs of nested jits, markers included, and puts them
-# into other traces.
+# Numbers are unique among all traces, because JAX caches the jaxprs of nested jits, markers
+# included, and puts them into other traces.
 _tape_numbers = itertools.count(1)
 _write_serials = itertools.count(1)
 
@@ -42,11 +50,11 @@ _write_serials = itertools.count(1)
 @final
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about a function from an earlier trace.
+    """Facts about a function from an earlier trace.
 
     Attributes:
-        gradients: The kinds of gradients its tapes return, by the tape counted from 0.
-        reads: The variables read while a tape records, by the tape counted from 0.
+        gradients: The kinds of gradients its tapes return. Tapes are counted from 0.
+        reads: The variables read while each tape records. Tapes are counted from 0.
         may_create: Whether it may create variables.
     """
 
@@ -62,9 +70,9 @@ class TraceScope:
     Args:
         kind: "replica" for the program of one replica, "function" for the body of
             `distributary.function`.
-        known: What is known from an earlier trace of the same function.
+        known: Facts from an earlier trace of the same function.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
-        is_for_workers: Whether the devices that run the program are those of other processes.
+        is_for_workers: Whether the program runs on devices of other processes.
         num_replicas: Number of replicas whose program is traced.
     """
 
@@ -85,39 +93,39 @@ class TraceScope:
         self.created: list[str] = []
         self.writes: dict[int, tuple[Handle, tuple[Call, ...]]] = {}
         self.recording: list[TapeRecord] = []
-        self.strategies: list[Any] = []  # those whose replicas run inside a function
-        # The tapes opened in this trace, counted from 0, by number.
+        self.strategies: list[Any] = []  # their replicas run inside the function
+        # Keys: a tape's number among all tapes; values: its number in this trace, from 0.
         self.tapes: dict[int, int] = {}
-        # What the tapes saw that were asked for the variables they watch.
+        # Records of the tapes that were asked for the variables they watch.
         self.asked: list[TapeRecord] = []
 
     @property
     def may_create(self) -> bool:
-        """Whether variables may be created in this trace."""
+        """True if variables may be created in this trace."""
         return self._known.may_create
 
     def begin(self) -> None:
-        """To be called where the function begins, by the code that JAX traces."""
+        """Marks the beginning of the function; call it in the code that JAX traces."""
         self._jax_trace = jax.extend.core.get_opaque_trace_state(convention="flax")
 
     def is_outermost(self) -> bool:
-        """Whether the caller is in the function itself, and in nothing that JAX traces inside."""
+        """Returns whether the caller is in the function itself, not in a nested JAX trace."""
         state = jax.extend.core.get_opaque_trace_state(convention="flax")
         return bool(state == self._jax_trace)
 
     def read(self, handle: Handle) -> Array:
-        """The current value of a variable, or of data the program is given, as a tracer."""
+        """Returns a tracer for a variable's current value, or for data given to the program."""
         if handle.cell is not None:
             for tape in self.recording:
                 tape.note_read(handle, None)
         return read_p.bind(handle=handle, aval=handle.aval(self.kind == "replica"))
 
     def replica_id(self) -> Array:
-        """Number of the replica, int32 `[]`."""
+        """Returns the replica's number, int32 `[]`."""
         return read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
 
     def sparse_read(self, handle: Handle, ids: Array) -> Array:
-        """Rows `ids` of a variable: `[*ids.shape, *row]`."""
+        """Returns the rows `ids` of a variable, `[*ids.shape, *row]`."""
         for tape in self.recording:
             tape.note_read(handle, ids.size)
         return sparse_read_p.bind(ids, handle=handle)
@@ -130,13 +138,13 @@ class TraceScope:
         write_p.bind(value, handle=handle, serial=serial, where=location_of(calls))
 
     def new_tape(self) -> "TapeRecord":
-        """The record of a new tape."""
+        """Returns the record of a new tape."""
         number = next(_tape_numbers)
         order = self.tapes[number] = len(self.tapes)
         return TapeRecord(number, self._known.reads.get(order, ()))
 
     def mark_tape(self, tape: int, event: str) -> None:
-        """Marks where a tape starts, stops, pauses and resumes recording."""
+        """Marks where a tape starts, stops, pauses or resumes recording."""
         tape_p.bind(tape=tape, event=event)
 
     def gradient(
@@ -147,7 +155,7 @@ class TraceScope:
         arrays: list[Array],
         handles: list[Handle],
     ) -> list[Any]:
-        """Gradients of the sum of `targets * seeds`, one entry per array and then per handle.
+        """Returns the gradients of the sum of `targets * seeds`, of `arrays` and then of `handles`.
 
         An entry is an array, a pair `(rows, ids)` or None.
         """
@@ -179,13 +187,13 @@ class TraceScope:
 
 @final
 class TapeRecord:
-    """What one `GradientTape` saw while a function was traced."""
+    """The record of one `GradientTape` while a function is traced."""
 
     def __init__(self, number: int, watched: Iterable[Handle] = ()) -> None:
         self.number = number
         self.num_calls = 0
         self.reads: dict[Handle, list[int | None]] = {}
-        # Also those read by a nested jit whose jaxpr JAX had cached, once that is known.
+        # Includes reads in nested jits whose jaxpr JAX had cached, once a trace has shown them.
         self.watched: dict[Handle, None] = dict.fromkeys(watched)
 
     def note_read(self, handle: Handle, num_rows: int | None) -> None:
@@ -193,7 +201,7 @@ class TapeRecord:
         self.watched.setdefault(handle)
 
     def guess(self, handle: Handle) -> Kind:
-        """The likely kind of gradient; the trace is repeated if it turns out to be another."""
+        """Guesses the kind of a gradient; if the guess is wrong, the function is traced again."""
         reads = self.reads.get(handle)
         if reads is None:
             return None
@@ -205,9 +213,9 @@ class TapeRecord:
 class UnevenSizes:
     """Sizes along the gathered dim of every `all_gather` of an uneven step, per replica.
 
-    The replicas of an uneven batch are traced one after the other, so the first of them cannot know
-    how much the others will contribute. It stops the trace with `SizesMissing`; once every replica
-    has stopped at the same call, its sizes are known and the traces start again.
+    The replicas of an uneven batch are traced one after the other, so the first cannot know how
+    much the others will contribute. It stops its trace with `SizesMissing`. Once every replica has
+    stopped at the same call, the sizes for that call are known, and the traces start again.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -222,7 +230,7 @@ class UnevenSizes:
         self._calls = 0
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """Sizes of all replicas for the next gather, to which this replica brings `size`."""
+        """Returns every replica's size for the next gather, where this one brings `size`."""
         if self._calls < len(self.known):
             sizes = self.known[self._calls]
             self._calls += 1
@@ -237,7 +245,7 @@ class UnevenSizes:
         raise SizesMissing
 
     def settle(self) -> bool:
-        """Takes over the sizes of a call all replicas stopped at; False if some did not."""
+        """Stores the sizes of a call that all replicas stopped at; False if some did not."""
         complete = len(self._pending) == self.num_replicas
         if complete:
             self.known.append(tuple(self._pending[i] for i in range(self.num_replicas)))
@@ -246,7 +254,7 @@ class UnevenSizes:
 
 
 class SizesMissing(BaseException):
-    """Stops the trace of one replica of an uneven batch; never reaches the user."""
+    """A stop of the trace of one replica of an uneven batch; it never reaches the user."""
 
 
 class _ThreadState(threading.local):
@@ -258,13 +266,13 @@ _state = _ThreadState()
 
 
 def current_scope() -> TraceScope | None:
-    """The innermost trace of this thread."""
+    """Returns this thread's innermost trace."""
     scopes = _state.scopes
     return scopes[-1] if scopes else None
 
 
 class activate:  # noqa: N801  (a context manager used like a function)
-    """Makes `scope` the current one inside a `with` block."""
+    """A context manager that makes `scope` the current one."""
 
     def __init__(self, scope: TraceScope) -> None:
         self._scope = scope
@@ -279,7 +287,7 @@ class activate:  # noqa: N801  (a context manager used like a function)
 
 @contextmanager
 def outside_of_trace() -> Iterator[None]:
-    """Code inside runs as if nothing was traced: JAX computes, and there is no scope."""
+    """Runs the block as if nothing were traced: JAX computes, and there is no scope."""
     _state.scopes.append(None)
     try:
         with jax.ensure_compile_time_eval():
@@ -289,23 +297,23 @@ def outside_of_trace() -> Iterator[None]:
 
 
 def is_outside_of_trace() -> bool:
-    """Whether the caller is inside of `outside_of_trace`."""
+    """Returns whether the caller is inside an `outside_of_trace` block."""
     scopes = _state.scopes
     return bool(scopes) and scopes[-1] is None
 
 
 def in_role(role: str) -> AbstractContextManager[Any]:
-    """Keeps jaxprs apart that JAX caches inside one trace, by the role the code runs in.
+    """Keeps apart the jaxprs that JAX caches inside one trace, by the role the code runs in.
 
     A nested jit that reads or assigns variables means something else in a merge call than in the
-    step around it. The metadata is the one public setting that is part of JAX's key and changes no
+    step around it. This metadata is the one public setting that is part of JAX's key and changes no
     number.
     """
     return set_xla_metadata(distributary_role=role)
 
 
 def check_not_frozen(name: str, what: str) -> None:
-    """Raises if a variable is used inside a raw `jax.jit`, which would keep one value forever."""
+    """Raises if a variable is used inside a raw `jax.jit`, which would freeze its value."""
     if inside_jax_trace():
         raise ContextError(
             f"Variable {name!r} is {what} inside a function compiled by jax.jit (or traced by"
@@ -316,7 +324,7 @@ def check_not_frozen(name: str, what: str) -> None:
 
 
 def _user_calls() -> Iterator[Call]:
-    """The callers outside of distributary and JAX, innermost first."""
+    """Yields the callers outside of distributary and JAX, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -326,18 +334,18 @@ def _user_calls() -> Iterator[Call]:
 
 
 def location_of(calls: tuple[Call, ...]) -> str:
-    """`file:line` of the innermost of `calls`."""
+    """Returns `file:line` of the innermost of `calls`."""
     return "{}:{}".format(*calls[0]) if calls else "unknown location"
 
 
 def script_line() -> str:
-    """Returns `file:line` of the code that has called distributary or Keras."""
+    """Returns `file:line` of the code that called distributary or Keras."""
     file, line = next(_user_calls(), ("an unknown line", 0))
     return f"{os.path.basename(file)}:{line}"
 
 
 def user_stacklevel() -> int:
-    """The `stacklevel` with which a warning of the caller points to the user's code."""
+    """Returns the `stacklevel` that makes a caller's warning point to the user's code."""
     frame: Any = sys._getframe(1)
     level = 1
     inside = ("distributary.", "keras.src.")

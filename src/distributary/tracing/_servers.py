@@ -1,8 +1,25 @@
-"""The step of a worker, split into what the worker computes and what parameter servers do with it.
+"""Splits the step of a worker into the worker's part and the updates of parameter servers.
 
-A worker reads variables, computes on its batch and pushes gradients. What is computed from a pushed
-value and the state of variables is an update, and belongs to the server that keeps them: it starts
-from their latest values, whatever other workers have done since this one read them.
+A worker reads variables, computes on its batch and pushes gradients. A value that is computed from
+a pushed value and the state of variables is an update. It belongs to the server that keeps the
+variables, which starts from their latest values, whatever other workers have done since this one
+read them. With a variable `w` on server 0 and data `x`, the step
+
+    { lambda ; w:f32[2] x:f32[2]. let
+        a:f32[2] = mul x w
+        b:f32[] = reduce_sum a
+        c:f32[2] = push x
+        d:f32[2] = mul 0.1 c
+        e:f32[2] = sub w d
+      in (b, e) }
+
+splits into a part of the worker, whose last output is the pushed value, and one of the server:
+
+    { lambda ; w:f32[2] x:f32[2]. let       { lambda ; w:f32[2] c:f32[2]. let
+        a:f32[2] = mul x w                      d:f32[2] = mul 0.1 c
+        b:f32[] = reduce_sum a                  e:f32[2] = sub w d
+        c:f32[2] = push x                     in (e,) }
+      in (b, c) }
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +36,14 @@ from distributary.tracing._stages import stage_of_equations, variables_of, witho
 
 __all__ = ["ServerPart", "ServerSplit", "split_over_servers"]
 
-# Instead of the number of a server, for what the worker returns or computes with.
+# Stands in for the number of a server, for values that the worker returns or computes with.
 _WORKER = -1
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ServerPart:
-    """What one server does with the values that a worker pushes.
+    """The work of one server on the values that a worker pushes.
 
     Attributes:
         update: Closed jaxpr from the state at `states`, then the values at `pushes`, to the new
@@ -48,11 +65,11 @@ class ServerSplit:
     """A step in parts.
 
     Attributes:
-        worker: Closed jaxpr from the inputs of the whole at `inputs` to its outputs that are no
-            state, then the pushed values.
-        inputs: Positions among the inputs of the whole; the state among them is what is pulled.
+        worker: Closed jaxpr from the inputs of the whole at `inputs` to the outputs of the whole
+            that are not state, then the pushed values.
+        inputs: Positions among the inputs of the whole. The worker pulls the state among them.
         num_pushes: Number of pushed values.
-        servers: By number, those that keep state that the step changes.
+        servers: The servers that keep state which the step changes, by number.
         overwritten: Positions among the outputs of the whole of new state that no server computes:
             the last worker wins.
     """
@@ -75,15 +92,15 @@ def split_over_servers(
 ) -> ServerSplit:
     """Splits a step over the servers that keep its variables.
 
-    A server computes what needs its own state, or a pushed value, and is of use to it alone. What
-    several servers need, such as the norm of all gradients or a learning rate that depends on a
-    counter, the worker computes, from the state that it has pulled.
+    A server computes the values that need its own state or a pushed value, and are of use to it
+    alone. The worker computes values that several servers need, such as the norm of all gradients
+    or a learning rate that depends on a counter, from the state that it has pulled.
 
-    Of a value that depends on data and was not pushed, only the last operation is the server's, and
-    what it takes that is computed from state alone: `v.assign_add(x)` and moving averages. Its
-    other operands are pushed. Without such an operation it is assigned as it is, and the last
-    worker wins. Of several additions to the old state, also of several devices that add to parts of
-    it, the one to the state is made the last.
+    If a value depends on data and was not pushed, only its last operation is the server's, with
+    those operands that are computed from state alone: `v.assign_add(x)` and moving averages. The
+    other operands are pushed. Without such an operation the value is assigned as it is, and the
+    last worker wins. If there are several additions to the old state, also by several devices that
+    add to parts of it, the addition to the state is made the last one.
 
     Args:
         jaxpr: The step, without markers of variables and without constants.
@@ -92,13 +109,13 @@ def split_over_servers(
         state_of_output: For every output that is the new state of a variable, the position of the
             input that is its old state.
         names: For every input, its name in messages.
-        constants: Values of more inputs, the last ones.
-        num_devices: Number of devices of a worker, of which the step is the program of each.
+        constants: Values of further inputs, which come last.
+        num_devices: Number of devices of a worker; each of them runs the step.
 
     Raises:
         UnsupportedError: if the update of a variable needs the state of several servers at once.
     """
-    # Written out, so that an optimizer that is one function is not one for all servers.
+    # Written out, so that an optimizer that is one function can be split over servers.
     jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr = _with_sums_last(jaxpr, state_of_output)
     jaxpr, of_worker = stage_of_equations(
@@ -166,7 +183,7 @@ def split_over_servers(
 
 
 def _with_sums_last(jaxpr: Any, state_of_output: Sequence[int | None]) -> Any:
-    """The jaxpr with new state `(v + x) + y` as `v + (x + y)`, and that of devices alike.
+    """Rewrites new state `(v + x) + y` as `v + (x + y)`, also if several devices add to it.
 
     Devices add to `start_of_sum(v)`, whose sum over them is `v`.
     """
@@ -176,14 +193,14 @@ def _with_sums_last(jaxpr: Any, state_of_output: Sequence[int | None]) -> Any:
     seen: set[Any] = set()
 
     def start_of(atom: Any, of_devices: bool) -> Any:
-        """The state that an atom is, or that devices start from."""
+        """Returns the state that an atom is, or that devices start from."""
         eqn = makers.get(_hashable(atom))
         if of_devices:
             return eqn.invars[0] if eqn is not None and eqn.primitive is start_p else None
         return atom
 
     def added(atom: Any, state: Any, of_devices: bool) -> tuple[Any, Any] | None:
-        """What is added to the state to make an atom, and an equation that adds."""
+        """Returns what is added to the state to make an atom, and an equation that adds."""
         eqn = makers.get(_hashable(atom))
         if eqn is None or (atom, of_devices) in seen:
             return None
@@ -225,9 +242,10 @@ def _last_operations(
     state: dict[Any, int],
     goals: Sequence[int],
 ) -> tuple[list[Any], list[Equation]]:
-    """The outputs, and equations of the worker that servers have, too: what new state needs.
+    """Returns the outputs, and copies of the worker's equations that servers need for new state.
 
-    That is all of what depends on no data, and the last operation of what does.
+    For new state that depends on no data these are all its equations; else only the last operation,
+    with those operands that depend on no data.
     """
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     own = {v for eqn, own in zip(jaxpr.eqns, of_worker, strict=True) if own for v in eqn.outvars}
@@ -259,7 +277,10 @@ def _last_operations(
 def _servers_without_data(
     jaxpr: Any, is_data: Sequence[bool], state: dict[Any, int]
 ) -> dict[Any, set[int]]:
-    """By variable that depends on no data and nothing that is pushed, the servers of its state."""
+    """Returns the variables that depend on no data and no pushed value.
+
+    Each comes with the servers whose state it depends on.
+    """
     free = {
         v: {state[v]} if v in state else set()
         for i, v in enumerate(jaxpr.invars)
@@ -267,7 +288,7 @@ def _servers_without_data(
     }
     for eqn in jaxpr.eqns:
         operands = variables_of(eqn.invars)
-        stays = eqn.effects or is_of_devices(eqn)  # or is pushed, which counts as such
+        stays = eqn.effects or is_of_devices(eqn)  # `push` counts as such
         if not stays and all(v in free for v in operands):
             servers = set().union(*(free[v] for v in operands))
             free.update((v, servers) for v in eqn.outvars)
@@ -277,7 +298,7 @@ def _servers_without_data(
 def _copied(
     atoms: Iterable[Any], makers: dict[Any, Equation], known: set[Any], copies: dict[Any, Any]
 ) -> list[Equation]:
-    """The equations that make some atoms of `known` variables, with outputs of their own."""
+    """Copies the equations that make atoms from `known` variables, with outputs of their own."""
     eqns: list[Equation] = []
     for v in variables_of(atoms):
         eqn = makers.get(v)
@@ -297,7 +318,7 @@ def _renamed(eqn: Equation, names: dict[Any, Any], outvars: list[Any]) -> Equati
 
 
 def _servers_of_inputs(eqns: Sequence[Equation], state: dict[Any, int]) -> dict[Any, set[int]]:
-    """By variable, the servers whose state it depends on."""
+    """Returns by variable the servers whose state it depends on."""
     depends: dict[Any, set[int]] = {v: {owner} for v, owner in state.items()}
     for eqn in eqns:
         on = set().union(*(depends.get(v, ()) for v in variables_of(eqn.invars)))
@@ -308,7 +329,7 @@ def _servers_of_inputs(eqns: Sequence[Equation], state: dict[Any, int]) -> dict[
 def _servers_of_outputs(
     eqns: Sequence[Equation], is_update: Sequence[bool], goals: Iterable[tuple[Any, int]]
 ) -> dict[Any, set[int]]:
-    """By variable, the servers that need it for an update, and `_WORKER` if that needs it."""
+    """Returns by variable the servers whose updates need it, and `_WORKER` if that does."""
     reaches: dict[Any, set[int]] = {}
     for output, goal in goals:
         for v in variables_of([output]):
@@ -358,7 +379,7 @@ def _closed(
 
 
 def _in_order(groups: Iterable[Iterable[Any]]) -> list[Any]:
-    """The variables in some groups of atoms, each once."""
+    """Returns the variables in some groups of atoms, each once."""
     return list(dict.fromkeys(v for atoms in groups for v in variables_of(atoms)))
 
 

@@ -1,9 +1,38 @@
-"""A replica program whose state is updated in parts, each by the device that holds it.
+"""Updates the state of a replica program in parts, each on the device that holds it.
 
 An optimizer computes the same on all replicas, from gradients that they have summed. Here the sums
-are scattered instead, every device updates its part, and only the new weights are gathered. The
-update is the second stage of `cut`. It runs outside of `shard_map`, on global arrays, so that XLA
-divides whatever the optimizer does: a norm over all gradients stays a norm over all gradients.
+are scattered instead, every device updates its part, and only the new weights are gathered. With a
+momentum `m` of 4 elements in parts on two devices, the body
+
+    { lambda ; w:f32[4] m:f32[4] x:f32[1,4]. let
+        e:f32[4] = squeeze x
+        a:f32[4] = mul e w
+        g:f32[4] = psum[replica] a
+        b:f32[4] = mul 0.9 m
+        c:f32[4] = add b g
+        d:f32[4] = sub w c
+      in (d, c) }
+
+becomes
+
+    { lambda ; w:f32[4] m:f32[4] x:f32[2,4]. let
+        g:f32[4] = shard_map[in_specs=(P(), P("replica")) out_specs=(P("replica"),)
+          jaxpr={ lambda ; w:f32[4] x:f32[1,4]. let
+              e:f32[4] = squeeze x
+              a:f32[4] = mul e w
+              f:f32[2] = reduce_scatter[axis_name=('replica',)] a
+            in (f,) }
+        ] w x
+        b:f32[4] = mul 0.9 m
+        c:f32[4] = add b g
+        d:f32[4] = sub w c
+        h:f32[4] = sharding_constraint[P("replica")] d
+        i:f32[4] = sharding_constraint[P()] h
+        j:f32[4] = sharding_constraint[P("replica")] c
+      in (i, j) }
+
+The update is the second stage of `cut`. It runs outside of `shard_map`, on global arrays, so that
+XLA divides whatever the optimizer does: a norm over all gradients stays a norm over all gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,16 +67,16 @@ def sharded_map(
     in_parts: Any,
     out_parts: Any,
 ) -> Callable[..., Any]:
-    """Like `jax.shard_map`, for a body that updates state of which every device holds a part.
+    """Maps a body over the mesh like `jax.shard_map`; every device holds only a part of the state.
 
     Args:
         body: Program of one replica, in which the state is whole.
         mesh: Mesh with the axis `"replica"`.
-        in_specs: What a replica receives of every argument, `P()` or `P(..., "replica")`; trees
-            that are prefixes of the arguments.
+        in_specs: The part of every argument that a replica receives, `P()` or `P(..., "replica")`;
+            trees that are prefixes of the arguments.
         out_specs: The same for the results.
-        in_parts: How the arguments are sharded outside, where that is not what a replica receives,
-            else `P()`; prefixes as well.
+        in_parts: Sharding of the arguments outside, if it differs from the part that a replica
+            receives, else `P()`; prefixes as well.
         out_parts: The same for the results.
 
     Returns:
@@ -87,7 +116,7 @@ def _flat(specs: Any, full: Any) -> list[Any]:
 
 
 def _aval_of_one(value: Any, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct:
-    """What one replica receives of a global array."""
+    """Returns the shape and dtype that one replica receives of a global array."""
     aval = jax.typeof(value)
     shape = list(aval.shape)
     dim = shard_dim(spec)
@@ -157,17 +186,18 @@ def _run_stages(
     )
     for i, value, is_divided in zip(stages.update_outputs, updated, divided, strict=True):
         if is_divided:
-            # Weights, too, so that they are gathered and not the state they are computed from.
+            # Constrained before they are placed, so that XLA gathers new weights and not the state
+            # they are computed from.
             value = placed(value, shard_spec(jnp.shape(value), num_replicas))
         results[i] = placed(value, out_parts[i])
     return results
 
 
 def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> list[P]:
-    """How every value of the cut is scattered; `P()` where it is a whole on every replica.
+    """Returns how every value of the cut is scattered; `P()` if every replica has the whole.
 
-    Scattered are sums over all replicas from which state in parts is computed, and nothing else
-    of the first stage.
+    Scattered are sums over all replicas that state in parts is computed from, unless something else
+    in the first stage uses them.
     """
     jaxpr = stages.replica.jaxpr
     num_results = len(stages.replica_outputs)
@@ -183,7 +213,7 @@ def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> lis
 
 
 def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
-    """The first stage with the operands of `sums` in their place."""
+    """Returns the first stage with the operands of `sums` in their place."""
     operands = {
         v: operand
         for eqn in jaxpr.eqns
@@ -196,14 +226,14 @@ def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
 
 
 def _scatter(value: Array, dim: int, num_replicas: int) -> Array:
-    """This replica's part of the sum of `value` over the replicas."""
+    """Returns this replica's part of the sum of `value` over the replicas."""
     return lax.psum_scatter(
         padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
     )
 
 
 def _needed(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs the chosen outputs are computed from."""
+    """Returns for every input whether the chosen outputs are computed from it."""
     needed = set(
         variables_of([v for v, chosen in zip(jaxpr.outvars, outputs, strict=True) if chosen])
     )
@@ -214,7 +244,7 @@ def _needed(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
 
 
 def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs are computed from the chosen inputs."""
+    """Returns for every output whether it is computed from the chosen inputs."""
     reached = {v for v, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
     for eqn in jaxpr.eqns:
         if not reached.isdisjoint(variables_of(eqn.invars)):

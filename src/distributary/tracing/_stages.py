@@ -1,8 +1,24 @@
-"""The program of one replica, cut where the replicas stop to differ.
+"""Cuts the program of one replica where the replicas cease to differ.
 
-What depends only on values that all replicas share, most of all what an optimizer makes of reduced
-gradients, need not be computed by each of them. It makes up a second stage, which its caller runs
-once, wherever it wants to.
+A value that depends only on values that all replicas share need not be computed by each of them.
+Most of these are made by an optimizer from reduced gradients. They become a second stage, which the
+caller runs once, wherever it likes. For data `x` and a weight `w`, `cut` divides
+
+    { lambda ; x:f32[2] w:f32[2]. let
+        c:f32[2] = mul x w
+        d:f32[2] = psum[replica] c
+        e:f32[2] = mul 0.1 d
+        f:f32[2] = sub w e
+      in (f,) }
+
+into a stage for every replica and an update:
+
+    { lambda ; x:f32[2] w:f32[2]. let       { lambda ; w:f32[2] d:f32[2]. let
+        c:f32[2] = mul x w                      e:f32[2] = mul 0.1 d
+        d:f32[2] = psum[replica] c              f:f32[2] = sub w e
+      in (d,) }                               in (f,) }
+
+`d` is the cut: the value that the update takes from the replicas.
 """
 
 import functools
@@ -37,10 +53,11 @@ class Stages:
     """A program in two stages.
 
     Attributes:
-        replica: Closed jaxpr that every replica runs. Inputs: those of the whole program at
-            `replica_inputs`. Outputs: those of the whole at `replica_outputs`, then the cut.
-        update: Closed jaxpr of what is the same on all replicas. Inputs: those of the whole at
-            `update_inputs`, then the cut. Outputs: those of the whole at `update_outputs`.
+        replica: Closed jaxpr that every replica runs. Inputs: the inputs of the whole program at
+            `replica_inputs`. Outputs: the outputs of the whole at `replica_outputs`, then the cut.
+        update: Closed jaxpr of the computations that are the same on all replicas. Inputs: the
+            inputs of the whole at `update_inputs`, then the cut. Outputs: those of the whole at
+            `update_outputs`.
         num_cut: Number of values that the update takes from the replicas, which share them.
     """
 
@@ -53,7 +70,7 @@ class Stages:
     num_cut: int
 
     def complete(self, values: Sequence[Array], made: Sequence[Array]) -> dict[int, Array]:
-        """The outputs of the whole program by number.
+        """Runs the update and returns the outputs of the whole program, by number.
 
         Args:
             values: Inputs of the whole program.
@@ -64,13 +81,13 @@ class Stages:
         rest = jax.core.eval_jaxpr(self.update.jaxpr, self.update.consts, *given)
         return {
             **dict(zip(self.replica_outputs, made[:num_made], strict=True)),
-            # `asarray` because JAX has constants that are no arrays.
+            # `asarray`, because some constants of JAX are no arrays.
             **dict(zip(self.update_outputs, map(jnp.asarray, rest), strict=True)),
         }
 
 
 def uncut(jaxpr: Any) -> Stages:
-    """A program without constants as the first of two stages, of which the second is empty."""
+    """Returns stages with a program without constants as the first, and an empty second one."""
     return Stages(
         jex_core.ClosedJaxpr(jaxpr, ()),
         jex_core.ClosedJaxpr(jaxpr_of([], [], []), ()),
@@ -90,14 +107,14 @@ def cut(
 ) -> Stages:
     """Cuts the program of one replica in two.
 
-    What is the same on all replicas, and not needed by anything that differs between them, is the
-    second stage. Collectives, and what has side effects, stay in the first.
+    The second stage computes all values that are the same on all replicas and that no differing
+    value needs. Collectives and equations with side effects stay in the first stage.
 
     Args:
         jaxpr: Program of one replica, without markers and constants.
         varying_inputs: For every input, whether replicas may receive different values.
         num_replicas: Number of replicas.
-        required: Numbers of outputs that the first stage makes in any case.
+        required: Numbers of outputs that the first stage computes in any case.
     """
     jaxpr, constants, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
     return _divided(jaxpr, len(varying_inputs), varying, has_collective, required, constants)
@@ -106,10 +123,10 @@ def cut(
 def stage_of_equations(
     jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
 ) -> tuple[Any, list[bool]]:
-    """Says of every equation whether it belongs to the first stage; see `cut`.
+    """Returns the jaxpr and for every equation whether it belongs to the first stage; see `cut`.
 
     Args:
-        jaxpr: As for `cut`, without functions that it calls.
+        jaxpr: As for `cut`, with the functions that it calls written out.
         varying_inputs: As for `cut`.
         num_replicas: As for `cut`.
     """
@@ -120,11 +137,11 @@ def stage_of_equations(
 def _with_mixed_written_out(
     jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
 ) -> tuple[Any, dict[Any, Any], frozenset[Any]]:
-    """The jaxpr with functions written out that belong to both stages.
+    """Writes out the called functions that belong to both stages.
 
     Returns:
-        The jaxpr, the values of constants that have become inputs of it, and the variables that can
-        differ between replicas.
+        The jaxpr, the values of constants that have become its last inputs, and the variables that
+        can differ between replicas.
     """
     constants: dict[Any, Any] = {}
     while True:
@@ -138,12 +155,12 @@ def _with_mixed_written_out(
 def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
     """Cuts a program of global arrays after the last of its parts that run on a mesh.
 
-    Those parts, what is computed from data outside of them and what either needs is the first
-    stage. Its constants count as its first inputs.
+    The first stage has those parts, values that are computed from data outside of them, and
+    everything that either needs. The constants of the program count as its first inputs.
 
     Args:
         closed: Closed jaxpr without markers.
-        data_inputs: For every input, whether what is computed from it belongs to the first stage.
+        data_inputs: For every input, whether the values computed from it belong to the first stage.
     """
     jaxpr = opened(closed)
     data = [*[False] * len(closed.consts), *data_inputs]
@@ -162,14 +179,17 @@ def _divided(
     required: Collection[int],
     constants: dict[Any, Any],
 ) -> Stages:
-    """The two stages: what makes `varying`, `is_first` or is needed by such, and the rest.
+    """Divides a program into two stages.
+
+    The first has the equations that compute `varying` variables, those for which `is_first` is
+    true, and everything that these need. The second has the rest.
 
     Args:
         jaxpr: The program; inputs after the first `num_inputs` are `constants`.
         num_inputs: Number of inputs.
         varying: Variables of the first stage.
         is_first: Whether an equation belongs to the first stage.
-        required: Numbers of outputs that the first stage makes in any case.
+        required: Numbers of outputs that the first stage computes in any case.
         constants: Values of the constants.
     """
     outputs = jaxpr.outvars
@@ -218,7 +238,7 @@ def _is_in_first(
     is_first: Callable[[Equation], bool],
     required: Collection[int],
 ) -> list[bool]:
-    """Of every equation, whether it belongs to the first stage; see `_divided`."""
+    """Returns for every equation whether it belongs to the first stage; see `_divided`."""
     first = [
         bool(eqn.effects) or is_first(eqn) or not varying.isdisjoint(eqn.outvars)
         for eqn in jaxpr.eqns
@@ -232,7 +252,7 @@ def _is_in_first(
 
 
 def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
-    """Whether `eqn` calls a function that belongs to both stages."""
+    """Returns whether `eqn` calls a function that belongs to both stages."""
     return (
         call_of(eqn) is not None
         and not varying.isdisjoint(variables_of(eqn.invars))
@@ -241,14 +261,14 @@ def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
 
 
 def without_calls(jaxpr: Any, constants: Mapping[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-    """A jaxpr with all functions that it calls in their place.
+    """Returns a jaxpr with the body of every called function in place of its call.
 
     Args:
-        jaxpr: A jaxpr without constants, but for the last inputs.
-        constants: Values of these.
+        jaxpr: A jaxpr whose constants, if any, are its last inputs.
+        constants: Values of these constants.
 
     Returns:
-        The jaxpr and the values of its last inputs, of which there may be more.
+        The jaxpr, and the values of its last inputs, of which there may now be more.
     """
     known = dict(constants)
     while any(call_of(eqn) is not None for eqn in jaxpr.eqns):
@@ -257,12 +277,12 @@ def without_calls(jaxpr: Any, constants: Mapping[Any, Any]) -> tuple[Any, dict[A
 
 
 def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equation], bool]) -> Any:
-    """`jaxpr` with the functions that its chosen equations call in their place.
+    """Returns `jaxpr` with the functions that its chosen equations call in place of the calls.
 
     Args:
         jaxpr: A jaxpr without constants.
-        constants: Takes the constants of the functions, which become inputs.
-        choose: Whether an equation is meant; it calls a function.
+        constants: Receives the constants of the functions, which become inputs.
+        choose: Returns whether to write out an equation; true only for calls of functions.
     """
     known: dict[Any, Any] = {}
     eqns: list[Equation] = []
@@ -284,7 +304,7 @@ def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equati
             return atom if isinstance(atom, jex_core.Literal) else own[atom]
 
         for called in inner.eqns:
-            # The same function may be called twice.
+            # New variables, because the same function may be called twice.
             own.update((v, jex_core.Var(v.aval)) for v in called.outvars)
             eqns.append(
                 called.replace(
@@ -302,7 +322,7 @@ def _is_on_mesh(eqn: Equation) -> bool:
 
 
 def in_order_of_outputs(jaxpr: Any) -> list[Equation]:
-    """The equations of a jaxpr that its outputs need, those of the first output first."""
+    """Returns the equations that the outputs need, those of the first output first."""
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     order: list[int] = []
     seen: set[int] = set()
@@ -322,11 +342,12 @@ def in_order_of_outputs(jaxpr: Any) -> list[Equation]:
 def part_of_program(
     eqns: Sequence[Equation], wanted: Collection[Any]
 ) -> tuple[Any, list[Any], list[Any]]:
-    """Some equations of a program as a jaxpr, with the variables of its inputs and outputs.
+    """Returns some equations of a program as a jaxpr, with the variables of its inputs and outputs.
 
     Args:
         eqns: The equations, in order.
-        wanted: The variables that somebody may need.
+        wanted: The variables that are used elsewhere; those that the equations make are the
+            outputs.
     """
     made = {v for eqn in eqns for v in eqn.outvars}
     used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars))
@@ -336,5 +357,5 @@ def part_of_program(
 
 
 def variables_of(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals."""
+    """Returns the atoms that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
