@@ -20,7 +20,7 @@ from distributary.datasets._streams import (
     Rows,
     Stream,
     Unbatched,
-    call,
+    mapped,
 )
 from distributary.datasets._structure import Block, TensorSpec, map_specs, pad_and_stack
 
@@ -35,7 +35,7 @@ class _MappedRows(OneByOne):
         return len(self._source)
 
     def row(self, number: int) -> Any:
-        return call(self._fn, self._source.row(number))
+        return mapped(self._fn, self._source.row(number))
 
 
 def num_threads(num_parallel_calls: int | None) -> int | None:

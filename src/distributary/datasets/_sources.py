@@ -21,6 +21,7 @@ from distributary.datasets._structure import (
     as_array,
     conform,
     flatten,
+    kept,
     spec_of,
     stack,
     unflatten,
@@ -242,7 +243,7 @@ class Iterated(Node):
         return self.count
 
     def elements(self, path: Path) -> Stream:
-        return IteratedStream(self.start(), self.convert)
+        return IteratedStream(map(kept, self.start()), self.convert)
 
     def spec(self) -> Any:
         return super().spec() if self.signature is None else self.signature
@@ -297,6 +298,7 @@ class OneShot:
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self.iterator = iterator
+        self._kept = map(kept, iterator)
         self.started = False
         self._ahead: Prefetched | None = None
         self._returned: deque[Any] = deque()
@@ -309,13 +311,13 @@ class OneShot:
         with self._lock:
             if self._returned:
                 return self._returned.popleft()
-            return next(self._ahead or self.iterator)
+            return next(self._ahead or self._kept)
 
     def read_ahead(self, depth: int) -> None:
         """Starts a thread that reads at most `depth` elements ahead."""
         with self._lock:
             if self._ahead is None:
-                self._ahead = Prefetched(self.iterator, depth)
+                self._ahead = Prefetched(self._kept, depth)
 
     def give_back(self, elements: Sequence[Any]) -> None:
         """Gives back elements, which come next, in this order."""

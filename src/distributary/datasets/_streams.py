@@ -9,6 +9,7 @@ import abc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from sys import getrefcount
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -147,6 +148,62 @@ def call(fn: Callable[..., Any], element: Any) -> Any:
     return fn(element)
 
 
+def mapped(fn: Callable[..., Any], element: Any) -> Any:
+    """Returns the result of a user's function. No later call changes its arrays.
+
+    Arrays that the function may write to again are copied: not those that it has been given, and
+    not new ones that nobody else holds.
+    """
+    result = call(fn, element)
+    if result is element:
+        return result
+    if (  # the usual case, without a walk
+        type(result) is np.ndarray and result.base is None and getrefcount(result) <= _NEW_ALONE
+    ):
+        return result
+    leaves, tree = flatten(result)
+    given = flatten(element)[0]
+    known = {id(leaf) for leaf in given} | {id(getattr(leaf, "base", None)) for leaf in given}
+    known.discard(id(None))
+    of_nest, of_leaves = _num_references(result, leaves)
+    new = _NEW.get(type(result))
+    is_new = new is not None and of_nest <= new[0]
+    for i, leaf in enumerate(leaves):
+        if (
+            isinstance(leaf, np.ndarray)
+            and id(leaf) not in known
+            and id(leaf.base) not in known
+            and not (is_new and new and leaf.base is None and of_leaves[i] <= new[1][0])
+        ):
+            leaves[i] = leaf.copy()
+    return unflatten(tree, leaves)
+
+
+def _num_references(nest: Any, leaves: list[Any]) -> tuple[int, list[int]]:
+    return getrefcount(nest), [getrefcount(leaf) for leaf in leaves]
+
+
+def _references_of_new(nest: Any) -> tuple[int, list[int]]:
+    """Returns what `mapped` counts if nobody else holds a result; versions of Python differ."""
+    result = call(lambda: nest.pop(), ())
+    leaves, _ = flatten(result)
+    return _num_references(result, leaves)
+
+
+def _references_of_new_alone() -> int:
+    result = call(lambda: np.zeros(1), ())
+    return getrefcount(result)
+
+
+_NEW_ALONE = _references_of_new_alone()
+# By the type of the result. Deeper nests are always copied.
+_NEW = {
+    np.ndarray: _references_of_new([np.zeros(1)]),
+    tuple: _references_of_new([(np.zeros(1),)]),
+    dict: _references_of_new([{"x": np.zeros(1)}]),
+}
+
+
 @final
 class Mapped(Stream):
     """The results of a function."""
@@ -156,7 +213,7 @@ class Mapped(Stream):
         self._fn = fn
 
     def __next__(self) -> Any:
-        return call(self._fn, next(self._upstream))
+        return mapped(self._fn, next(self._upstream))
 
     def advance(self, count: int) -> int:
         return self._upstream.advance(count)
@@ -182,7 +239,7 @@ class MappedInThreads(Stream):
                 element = next(self._upstream)
             except StopIteration:
                 break
-            self._running.append(self._executor.submit(call, self._fn, element))
+            self._running.append(self._executor.submit(mapped, self._fn, element))
         if not self._running:
             self._executor.shutdown(wait=False)
             raise StopIteration

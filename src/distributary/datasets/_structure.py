@@ -65,6 +65,17 @@ def map_arrays(fn: Any, element: Any) -> Any:
     return unflatten(tree, [fn(as_array(leaf)) for leaf in leaves])
 
 
+def kept(element: Any) -> Any:
+    """Returns an element that stays as it is: its NumPy arrays are copies.
+
+    Generators and functions often yield the same array again and again, with new content.
+    """
+    if type(element) is np.ndarray:
+        return element.copy()
+    leaves, tree = flatten(element)
+    return unflatten(tree, [x.copy() if isinstance(x, np.ndarray) else x for x in leaves])
+
+
 def _is_list(value: Any) -> bool:
     return type(value) is list
 
