@@ -107,7 +107,7 @@ class VariableLayout:
         return jax.device_put(host, sharding)
 
     def bring(self, value: Any, dtype: Any = None, stacked: bool = False) -> jax.Array:
-        """Returns `value`, not always a copy, on devices where variables can be combined with it."""
+        """Returns `value` on the devices of the variables; not necessarily a copy."""
         array = jnp.asarray(value, dtype)
         if stacked:
             sharding = NamedSharding(self.stacked.mesh, P())
