@@ -281,7 +281,7 @@ class ClusterCoordinator:
             self._workers.forget(keys)
 
     def _new_source(self, kind: str, maker: Any) -> int | None:
-        """Has the workers call `maker`; returns its number, or None if they do not have it."""
+        """Makes the workers call `maker`; returns its number, or None if they do not have it."""
         self._forget()
         number = next(self._source_numbers)
         try:

@@ -173,11 +173,11 @@ class CopyOnServers:
         self._links = {server: connect(server) for server in sorted(servers)}
 
     def take(self) -> None:
-        """Has the servers copy the current values of the variables."""
+        """Makes the servers copy the current values of the variables."""
         self._begin("copy", {server: {"ids": ids} for server, ids in self._ids().items()})
 
     def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
-        """Has the servers read values from a checkpoint; see `Keeper.load`."""
+        """Makes the servers read values from a checkpoint; see `Keeper.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
         for name, own in self._places.items():
             start = 0
@@ -195,7 +195,7 @@ class CopyOnServers:
         )
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
-        """Has the servers write the copy to a folder; see `KeptCopy`.
+        """Makes the servers write the copy to a folder; see `KeptCopy`.
 
         Raises:
             CheckpointError: if servers cannot write, or do not see the folder.

@@ -287,7 +287,7 @@ class _Driver:
         return True
 
     def _serve(self) -> list[Closure]:
-        """Has the worker run closures until it is lost; returns those it was running."""
+        """Runs closures on the worker until it is lost; returns those it was running."""
         connection = self.connection
         while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
             self.is_running = True
@@ -305,7 +305,7 @@ class _Driver:
         return []
 
     def _run(self, connection: "_Connection", closures: list[Closure]) -> bool:
-        """Has the worker run some closures, and removes those that have ended from the list.
+        """Runs closures on the worker, and removes those that have ended from the list.
 
         Returns:
             True if the worker must also run the closures that are left.

@@ -30,7 +30,7 @@ def function(
     experimental_attributes: Any = None,
     experimental_follow_type_hints: bool | None = None,
 ) -> Any:
-    """`distributary.function` with the arguments of `tf.function`.
+    """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
 
     `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
     `element_spec` of a distributed dataset. The other options have no effect: functions are always
