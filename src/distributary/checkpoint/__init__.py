@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a training, on any number of replicas and workers."""
+"""Checkpoints: save and restore a training, on any number of replicas and workers."""
 
 from distributary.checkpoint._checkpoint import Checkpoint, latest_checkpoint
 from distributary.checkpoint._manager import CheckpointManager

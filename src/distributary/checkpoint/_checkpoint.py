@@ -1,4 +1,4 @@
-"""State under names, saved and restored."""
+"""Checkpoints, which save and restore named state."""
 
 import contextlib
 import errno
@@ -51,12 +51,12 @@ _MAX_NAMES_SHOWN = 10
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be saved, copied to the host.
+    """A copy, in host memory, of the state to save.
 
     Args:
-        entries: By name.
+        entries: The entry of each leaf, by name.
         counters: Numbers that belong to the checkpoint itself.
-        arrays: NumPy arrays by name; none on workers that do not write.
+        arrays: NumPy arrays, by name. Empty on workers that do not write.
         kept: Copies of variables that are kept elsewhere.
     """
 
@@ -68,31 +68,33 @@ class Snapshot:
 
 @final
 class Checkpoint:
-    """Objects whose state is saved and restored together.
+    """A group of objects whose state is saved and restored together.
 
-    The objects are attributes: `checkpoint.epoch += 1` changes a number that is saved, and after
-    `restore` it is the restored one. Names of what is saved are paths, `model/dense/kernel`; they
-    do not depend on the number of replicas or workers, so a checkpoint can be restored onto others.
+    The objects become attributes. For example, `checkpoint.epoch += 1` changes a number that is
+    saved, and after `restore` it has the restored value. State is saved under names that are paths,
+    such as `model/dense/kernel`. They do not depend on the number of replicas or workers, so you
+    can restore a checkpoint on any other number of them.
 
-    With several workers all of them call `save` and `restore`, in the same order, and the folder is
-    one that all of them see. The chief writes.
+    With several workers, all of them call `save` and `restore`, in the same order, with a folder
+    that all of them see. The chief writes.
 
-    With a `ParameterServerStrategy` only the coordinator calls them. They wait until all scheduled
-    steps have ended and raise their error, as `ClusterCoordinator.join`. Every server writes and
-    reads its variables itself, so the folder is one that all tasks see.
+    With a `ParameterServerStrategy`, only the coordinator calls them. They wait until all scheduled
+    steps have ended and raise their error, as `ClusterCoordinator.join` does. Every server writes
+    and reads its own variables, so the folder must be one that all tasks see.
 
     Args:
-        **objects: Variables; Keras models, optimizers and metrics; iterators over datasets (all
-            objects with `get_state` and `set_state`); arrays, numbers and strings; NumPy's and
-            Python's generators of random numbers, and keys of JAX; dicts, lists, tuples and
+        **objects: Variables; Keras models, optimizers and metrics; iterators over datasets (or any
+            other objects with `get_state` and `set_state`); arrays, numbers and strings; random
+            number generators of NumPy and Python, and JAX random keys; dicts, lists, tuples and
             dataclasses of these.
 
-    A variable with a value per replica (ON_READ) comes back exactly onto as many replicas. Onto
-    another number its aggregated value is kept: of SUM replica 0 holds all of it.
+    A variable with a value per replica (ON_READ) is restored exactly on the same number of
+    replicas. On another number of replicas, it keeps its aggregated value; with the aggregation
+    SUM, replica 0 then holds all of it.
 
     Raises:
-        InvalidTypeError: for other objects.
-        InvalidValueError: if a name is taken by a method.
+        InvalidTypeError: for objects of any other type.
+        InvalidValueError: if a name is already the name of a method.
 
     Source: `tf.train.Checkpoint`.
     """
@@ -101,11 +103,11 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         object.__setattr__(self, "_objects", {})
-        #: Saved with the checkpoint, but not part of what must fit.
+        #: Saved with the checkpoint, but not compared when it is restored.
         object.__setattr__(self, "_counters", {"save_counter": 0})
         for name, value in objects.items():
             setattr(self, name, value)
-        # What is not built yet may be when it is saved.
+        # An object that is not built yet may be built by the time it is saved.
         with contextlib.suppress(InvalidValueError):
             find_leaves(self._objects)
 
@@ -126,13 +128,13 @@ class Checkpoint:
             raise AttributeError(f"Checkpoint has no {name!r}; it holds {known}.") from None
 
     def save(self, file_prefix: str | os.PathLike[str]) -> str:
-        """Writes to `{file_prefix}-{number}`, with a number that rises by one at each call.
+        """Writes a checkpoint to `{file_prefix}-{number}`; the number rises by one at each call.
 
         Returns:
-            The path.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointError: as for `write`.
+            CheckpointError: for the same reasons as in `write`.
 
         Source: `tf.train.Checkpoint.save`.
         """
@@ -140,13 +142,13 @@ class Checkpoint:
         return self._save(f"{os.fspath(file_prefix)}-{self.save_counter}", is_series=True)
 
     def write(self, path: str | os.PathLike[str]) -> str:
-        """Writes to exactly this path, a folder, in the place of the checkpoint that is there.
+        """Writes a checkpoint to a folder of exactly this path, and replaces any checkpoint there.
 
-        Returns once everything is on disk. The folder is there completely or not at all.
+        Returns once everything is on disk. The folder appears as a whole or not at all.
 
         Raises:
-            CheckpointError: if it cannot be written, something else than a checkpoint is there,
-                another job saves there, or the workers do not come together.
+            CheckpointError: if the checkpoint cannot be written, something other than a checkpoint
+                is there, another job saves there, or not all workers take part.
             PSUnavailableError: if a parameter server is lost before it has copied its variables.
             InvalidTypeError: if an object cannot be saved.
             ContextError: inside a traced function.
@@ -158,24 +160,25 @@ class Checkpoint:
     def restore(
         self, save_path: str | os.PathLike[str] | None, partial: bool = False
     ) -> "RestoreStatus":
-        """Takes over the state of a checkpoint.
+        """Restores the state of a checkpoint.
 
-        Everything is read and compared first: if something does not fit, nothing has changed.
+        Everything is read and compared first: if something does not fit, nothing changes.
 
         Args:
-            save_path: What `save` or `latest_checkpoint` returned. None does nothing, so that
-                `restore(manager.latest_checkpoint)` starts a new training.
-            partial: Whether names that are only here or only in the checkpoint are left alone
-                instead of being an error.
+            save_path: The path that `save` or `latest_checkpoint` returned. None does nothing, so
+                `restore(manager.latest_checkpoint)` also works at the start of a new training.
+            partial: True to leave names alone that are only here or only in the checkpoint. False
+                makes them an error.
 
         Returns:
-            What was left alone. Everything else is restored already; nothing needs to be asked of
-            it.
+            A status that knows which names were left alone. Everything else is already restored,
+            so you do not have to call any of its methods.
 
         Raises:
-            InvalidValueError: naming what is missing, unexpected or of another shape, dtype or
-                type.
-            CheckpointError: if the checkpoint cannot be read here, on another worker or a server.
+            InvalidValueError: if something is missing, unexpected, or has another shape, dtype or
+                type; the error names it.
+            CheckpointError: if the checkpoint cannot be read here, on another worker or on a
+                server.
             PSUnavailableError: if a parameter server is lost.
 
         Source: `tf.train.Checkpoint.restore`, which restores partially unless asked.
@@ -188,7 +191,7 @@ class Checkpoint:
 
         def own() -> Any:
             plans.append(self._plan(path, partial, stack))
-            # Iterators may still refuse what belongs to another dataset.
+            # Before the workers agree, as an iterator may refuse the state of another dataset.
             plans[0].set_states()
             return [path.name, plans[0].saved.saved_at]
 
@@ -215,18 +218,18 @@ class Checkpoint:
         meeting = Round(f"Checkpoint {path}", _SECONDS)
         return commit(self._snapshot(path, is_series, meeting), path, is_series, meeting)
 
-    # The rest is for the manager.
+    # The manager uses the methods below.
 
     def _snapshot(self, path: Path, is_series: bool, meeting: Round) -> Snapshot:
-        """The state, copied to the host; steps may go on afterwards.
+        """Copies the state to the host. Training can go on afterwards.
 
-        All workers have to call it. Waits for the steps that have been started. If it fails, the
+        All workers have to call it. It waits for steps that have been started. If it fails, the
         round is over.
 
         Args:
-            path: Where it will be saved.
-            is_series: Whether those of other numbers belong to this job, too.
-            meeting: Round in which the workers come together.
+            path: Path where the state will be saved.
+            is_series: Whether checkpoints with other numbers belong to this job, too.
+            meeting: Round in which the workers take part.
         """
         problem = None
         try:
@@ -236,10 +239,10 @@ class Checkpoint:
                 except OSError as error:
                     problem = _not_written(path, error)
             else:
-                # Programs for tf.distribute remove it after saving.
+                # Programs written for tf.distribute remove this folder after saving.
                 with contextlib.suppress(OSError):
                     path.parent.mkdir(parents=True, exist_ok=True)
-            # Also with a problem, because other workers may need values of this one.
+            # Even with a problem, because other workers may need values of this one.
             snapshot = self._copy_state(meeting.is_chief and problem is None)
             if problem is not None:
                 for copy in snapshot.kept:
@@ -255,7 +258,7 @@ class Checkpoint:
         leaves, _ = find_leaves(self._objects)
         kept = _by_keeper(leaves)
         with _at_rest(kept):
-            # Otherwise another thread's step could take the arrays away.
+            # Under the lock, as a step in another thread could donate the arrays.
             with latest_program.lock:
                 entries = {name: leaf.entry() for name, leaf in leaves.items()}
                 of_variables = {
@@ -281,12 +284,12 @@ class Checkpoint:
         return Snapshot(entries, dict(self._counters), copies, kept_copies)
 
     def _plan(self, path: Path, partial: bool, stack: contextlib.ExitStack) -> "_Plan":
-        """Reads everything that will be needed, and compares it.
+        """Reads everything that a restore needs, and compares it with the objects.
 
         Args:
-            path: Of the checkpoint.
+            path: Path of the checkpoint.
             partial: See `restore`.
-            stack: Left when the restoring has ended; no steps run until then.
+            stack: Stack to leave after restoring. No steps run until then.
         """
         saved = read(path)
         leaves, rebuild = find_leaves(self._objects)
@@ -303,7 +306,7 @@ class Checkpoint:
         if missing or unexpected:
             _log.info("%s: left alone: %s", path, ", ".join(missing + unexpected))
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
-        # Values of replicas are combined here.
+        # Variables with a value per replica are not loaded by keepers: they are combined here.
         kept = _by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for own in kept.values() for name in own}
         near = [n for n in present if entries[n]["kind"] == "array" and n not in far]
@@ -325,14 +328,14 @@ class Checkpoint:
 
 @final
 class RestoreStatus:
-    """What `Checkpoint.restore` has done; all methods return this object.
+    """The result of `Checkpoint.restore`. All methods return this object.
 
     Args:
-        path: The checkpoint; None if there was none.
+        path: Path of the checkpoint; None if there was none.
         missing: Names that are only here.
         unexpected: Names that are only in the checkpoint.
 
-    Source: what `tf.train.Checkpoint.restore` returns.
+    Source: the result of `tf.train.Checkpoint.restore`.
     """
 
     def __init__(
@@ -343,7 +346,7 @@ class RestoreStatus:
         self._unexpected = list(unexpected)
 
     def assert_consumed(self) -> Self:
-        """Checks that everything here was restored, and everything that was saved.
+        """Checks that all state here was restored, and that all state in the checkpoint was used.
 
         Raises:
             InvalidValueError: if something was left alone, or there was no checkpoint.
@@ -351,7 +354,7 @@ class RestoreStatus:
         return self._check(self._missing, self._unexpected)
 
     def assert_existing_objects_matched(self) -> Self:
-        """Checks that everything here was restored.
+        """Checks that all state here was restored.
 
         Raises:
             InvalidValueError: if something was left alone, or there was no checkpoint.
@@ -359,7 +362,7 @@ class RestoreStatus:
         return self._check(self._missing, [])
 
     def expect_partial(self) -> Self:
-        """Does nothing: what is left alone is an error of `restore` without `partial=True`."""
+        """Does nothing: `restore` leaves names alone only if you pass `partial=True`."""
         return self
 
     def _check(self, missing: list[str], unexpected: list[str]) -> Self:
@@ -372,10 +375,10 @@ class RestoreStatus:
 
 
 def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
-    """Path of the checkpoint of a directory that was saved last, None if there is none.
+    """Returns the path of the checkpoint in a directory that was saved last, or None.
 
-    For processes that are not part of the training, such as an evaluator; others ask their
-    `CheckpointManager`.
+    Use it in processes that are not part of the training, such as an evaluator. In the training
+    itself, use `CheckpointManager.latest_checkpoint`.
 
     Source: `tf.train.latest_checkpoint`.
     """
@@ -390,20 +393,20 @@ def commit(
     meeting: Round,
     afterwards: Callable[[], None] = lambda: None,
 ) -> str:
-    """Writes a snapshot, and closes the round; called on all workers, of which the chief writes.
+    """Writes a snapshot, and closes the round. All workers call it; the chief writes.
 
     Args:
-        snapshot: What is saved.
-        path: Where.
-        is_series: As for `_snapshot`.
-        meeting: Round in which the workers come together.
-        afterwards: What the chief does before the others go on.
+        snapshot: The snapshot to save.
+        path: Path to save it at.
+        is_series: See `Checkpoint._snapshot`.
+        meeting: Round in which the workers take part.
+        afterwards: Called on the chief before the other workers go on.
 
     Returns:
         The path.
 
     Raises:
-        CheckpointError: if it cannot be written.
+        CheckpointError: if the checkpoint cannot be written.
     """
 
     def own() -> Any:
@@ -432,7 +435,7 @@ def commit(
             return str(path)
 
         return meeting.conclude(act)
-    except (OSError, DistributaryError) as error:  # their sentence says it all
+    except (OSError, DistributaryError) as error:  # the message says it all, without a traceback
         raise _not_written(path, error) from None
     except Exception as error:
         raise _not_written(path, error) from error
@@ -442,7 +445,7 @@ def commit(
 
 
 def _not_written(path: Path, error: BaseException) -> CheckpointError:
-    """What is raised on every worker when a checkpoint could not be written."""
+    """Returns the error to raise on every worker when a checkpoint could not be written."""
     kept = []
     with contextlib.suppress(OSError):
         kept = siblings(path)
@@ -456,8 +459,9 @@ def _not_written(path: Path, error: BaseException) -> CheckpointError:
 
 
 def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The arrays in host memory of their own, copied by several threads."""
-    # NumPy's view would be kept by the variable's array, which a step could then not donate.
+    """Returns copies of arrays in host memory, made by several threads."""
+    # From the data of one device: the variable's own array would keep NumPy's view of it, and then
+    # no step could donate that array.
     sources = {
         name: array.addressable_data(0)
         if isinstance(array, jax.Array) and array.is_fully_replicated
@@ -487,12 +491,12 @@ def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _shares_memory(array: jax.Array) -> bool:
-    """Whether NumPy sees the memory of the device itself."""
+    """Returns whether NumPy's view of an array shares the memory of its device."""
     return next(iter(array.devices())).platform == "cpu"
 
 
 def _by_keeper(leaves: Mapping[str, Leaf]) -> dict[Keeper, dict[str, VariableLeaf]]:
-    """The variables that are kept elsewhere."""
+    """Returns the variables that are kept elsewhere, by their keeper."""
     found: dict[Keeper, dict[str, VariableLeaf]] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
@@ -509,14 +513,14 @@ def _at_rest(keepers: Iterable[Keeper]) -> Iterator[None]:
 
 
 def _of_all(entry: Entry, states: list[str | None]) -> Entry:
-    """An entry as it is saved: states of iterators may differ between workers."""
+    """Returns an entry as it is saved. States of iterators may differ between workers."""
     if entry["kind"] != "state" or len(set(states)) == 1:
         return entry
     return {"kind": "state", "states": states}
 
 
 def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:
-    """The entry as one worker restores it."""
+    """Returns an entry as one worker restores it."""
     if "states" not in entry:
         return entry
     states = entry["states"]
@@ -551,7 +555,7 @@ def _refusal(
 
 
 def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:
-    """A line for each kind of differences between what is here and a checkpoint."""
+    """Returns a line for each kind of difference between the state here and a checkpoint."""
     lines = []
     for title, names in (
         ("Not in the checkpoint", missing),
@@ -570,11 +574,11 @@ class _Plan:
     """Everything that a restore needs, read and compared.
 
     Args:
-        leaves: What is restored, by name.
-        rebuild: From the restored leaves to the objects.
-        entries: What is saved, by name.
-        arrays: The arrays of `leaves` that have one.
-        kept: Values of variables that are kept elsewhere.
+        leaves: The leaves to restore, by name.
+        rebuild: Turns the restored leaves into the objects.
+        entries: The saved entries, by name.
+        arrays: The arrays of those `leaves` that have one.
+        kept: Loaded values of variables that are kept elsewhere.
         saved: The checkpoint.
         missing: Names that are only here.
         unexpected: Names that are only in the checkpoint.
@@ -603,18 +607,18 @@ class _Plan:
         self._before: list[tuple[Leaf, Entry]] = []
 
     def set_states(self) -> None:
-        """Puts back iterators and generators of random numbers."""
+        """Restores the states of iterators and random number generators."""
         for name, leaf in self._states.items():
             self._before.append((leaf, leaf.entry()))
             leaf.restore(self._entries[name], None)
 
     def reset_states(self) -> None:
-        """Undoes `set_states`, also in the middle of it."""
+        """Undoes `set_states`, even if that has failed halfway."""
         for leaf, entry in reversed(self._before):
             leaf.restore(entry, None)
 
     def carry_out(self) -> dict[str, Any]:
-        """Puts back the rest; returns the objects, of which those that cannot change are new."""
+        """Restores the rest; returns the objects, with new ones in place of immutable ones."""
         for copy in self._kept:
             copy.adopt()
         with latest_program.lock:

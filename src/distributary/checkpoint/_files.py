@@ -1,16 +1,16 @@
-"""Checkpoints on disk: a folder each, which appears under its name when it is complete.
+"""Checkpoints on disk. Each is a folder that appears under its name once it is complete.
 
     ckpt-7/
     ├── checkpoint.json       names, shapes, dtypes; numbers, states of iterators; checksums
     ├── arrays.safetensors    arrays by name
-    └── ps-0.safetensors      variables of parameter server 0, written by it; of each array that is
-                              not in the file above the index has the rows that it consists of
+    └── ps-0.safetensors      variables of parameter server 0, written by it. For an array that is
+                              not in the file above, the index lists the rows that make it up
 
-A folder is written as `ckpt-7.tmp-...` and renamed. Where `ckpt-7` exists already it is first
-renamed to `ckpt-7.replaced`, which counts as `ckpt-7` for as long as there is no other.
+A folder is written as `ckpt-7.tmp-...` and then renamed. If `ckpt-7` already exists, it is first
+renamed to `ckpt-7.replaced`, which counts as `ckpt-7` as long as there is no other.
 
-The index ends with the checksum of the text before it, and has the size and the checksum of every
-other file. Nothing but folders that this module has written is ever replaced or removed.
+The index contains the size and the checksum of every other file, and ends with the checksum of the
+text before it. This module replaces and removes only folders that it has written.
 """
 
 import collections
@@ -48,28 +48,29 @@ _log = logging.getLogger(__name__)
 _FORMAT = 2
 _INDEX = "checkpoint.json"
 _ARRAYS = "arrays.safetensors"
-#: The files of a checkpoint, and one that is there while parameter servers write theirs.
+#: The files of a checkpoint, and `token`, which exists while parameter servers write theirs.
 _OWN_FILE = re.compile(r"checkpoint\.json|(arrays|ps-\d+)\.safetensors|token")
-_MARK = b'"written_by": "distributary"'  # at the beginning of them
+_MARK = b'"written_by": "distributary"'  # at the beginning of these files
 _MARK_BYTES = 256
 _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
 _MAX_NAMES_SHOWN = 3
 
 _writers: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
-_told: set[str] = set()  # about damaged checkpoints, once each
+_told: set[str] = set()  # warnings about damaged checkpoints, so that each is logged once
 
 
 @final
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds besides its arrays.
+    """The content of a checkpoint, except for its arrays.
 
     Args:
-        entries: By name.
+        entries: The entry of each leaf, by name.
         counters: Numbers that belong to the checkpoint itself.
-        saved_at: When it was written, ns since 1970; larger than that of those written before.
-        files: The files of arrays, by name.
+        saved_at: Time of writing in ns since 1970; always later than for checkpoints written
+            before.
+        files: The files with arrays, by name.
     """
 
     entries: Mapping[str, Entry]
@@ -79,11 +80,11 @@ class Saved:
 
 
 def claim(path: Path, is_series: bool) -> None:
-    """Makes sure that a checkpoint may be written, before anything is.
+    """Checks that a checkpoint can be written, and claims its place for this job.
 
     Args:
-        path: Its folder. The one that it is in is made if needed.
-        is_series: Whether others of the same name, with other numbers, belong to this job, too.
+        path: Folder of the checkpoint. Its parent folder is created if needed.
+        is_series: Whether checkpoints of the same name with other numbers belong to this job, too.
 
     Raises:
         CheckpointError: if something else is there, or another job saves there.
@@ -114,18 +115,18 @@ def write(
     kept: Sequence[KeptCopy],
     is_series: bool,
 ) -> None:
-    """Writes a checkpoint; it is there completely or not at all.
+    """Writes a checkpoint, which appears as a whole or not at all.
 
     Args:
-        path: Its folder; a checkpoint that is there is replaced.
-        entries: By name.
+        path: Folder of the checkpoint. A checkpoint that is already there is replaced.
+        entries: The entry of each leaf, by name.
         counters: Numbers that belong to the checkpoint itself.
-        arrays: NumPy arrays by name.
-        kept: Others, which are kept elsewhere and saved from there.
-        is_series: As for `claim`.
+        arrays: NumPy arrays, by name.
+        kept: Copies of variables that are kept elsewhere and saved from there.
+        is_series: See `claim`.
 
     Raises:
-        Exception: of any kind if it cannot be written.
+        Exception: any error, if the checkpoint cannot be written.
     """
     with _writers[path.parent.resolve()]:
         claim(path, is_series)
@@ -136,7 +137,8 @@ def write(
             _fill(temporary, path, entries, counters, arrays, kept)
             _check_replaceable(path)
             with contextlib.suppress(FileNotFoundError):
-                # Of two the one that was replaced is whole, and counts until the last line.
+                # If there already is a replaced one, it stays: it is known to be complete, and
+                # counts until the new checkpoint is there.
                 path.rename(_temporary(path) if _replaced(path).exists() else _replaced(path))
             temporary.rename(path)
         except BaseException:
@@ -155,8 +157,8 @@ def _fill(
     arrays: Mapping[str, np.ndarray],
     kept: Sequence[KeptCopy],
 ) -> None:
-    """Writes the files of a checkpoint of the path to another folder."""
-    # Says whose the folder is, should this process be killed.
+    """Writes the files of the checkpoint for `path` to `folder`."""
+    # Marks the folder as ours, in case this process is killed.
     (folder / _INDEX).write_bytes(b"{\n " + _MARK)
     files = {_ARRAYS: write_arrays(folder / _ARRAYS, arrays)}
     rows = {name: own for copy in kept for name, own in copy.save(folder).items()}
@@ -182,16 +184,16 @@ def _fill(
 
 
 def sealed(index: Mapping[str, Any]) -> bytes:
-    """The text of an index, with its checksum at the end."""
+    """Returns the text of an index, with its checksum at the end."""
     text = json.dumps({**index, "crc32c": ""}, indent=1).encode().removesuffix(b'"\n}')
     return text + f'{google_crc32c.value(text):08x}"\n}}'.encode()
 
 
 def read(path: Path) -> Saved:
-    """What a checkpoint holds, without its arrays.
+    """Reads a checkpoint, except for its arrays.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or of another version.
+        CheckpointError: if there is no checkpoint, or it is damaged or of another version.
     """
     folder = located(path)
     try:
@@ -227,8 +229,8 @@ def read(path: Path) -> Saved:
 
 
 def _stored(entry: Entry) -> tuple[list[int], str]:
-    """Shape and dtype of an array in its file."""
-    data = entry.get("data", entry)  # those of random keys are others
+    """Returns the shape and dtype that an array has in its file."""
+    data = entry.get("data", entry)  # random keys are saved as arrays of another shape and dtype
     return ([entry["rows"]] if "rows" in entry else []) + data["shape"], data["dtype"]
 
 
@@ -240,10 +242,10 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
 
 
 def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, np.ndarray]:
-    """The arrays of the given names.
+    """Reads the arrays with the given names.
 
     Raises:
-        CheckpointError: if they cannot be read, or are not what was written.
+        CheckpointError: if they cannot be read, or differ from what was written.
     """
     arrays, rows = {}, []
     for name in names:
@@ -255,7 +257,7 @@ def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, n
 
 
 def rows_of(name: str, saved: Saved) -> list[SavedRows]:
-    """The rows that an array consists of."""
+    """Returns the places of the rows that make up an array."""
     entry = saved.entries[name]
     if "parts" in entry:
         return [
@@ -267,9 +269,9 @@ def rows_of(name: str, saved: Saved) -> list[SavedRows]:
 
 
 def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved]]:
-    """The complete checkpoints `name-1`, `name-2`, ... of a directory, in the order of saving.
+    """Returns the complete checkpoints `name-1`, `name-2`, ... of a directory, in order of saving.
 
-    Without a name those of all names. A damaged one is left out, which is logged.
+    Without a name, returns those of all names. Damaged checkpoints are left out and logged.
     """
     pattern = re.compile(rf"{'.+' if name is None else re.escape(name)}-\d+")
     found = []
@@ -283,7 +285,7 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
             try:
                 found.append((path, read(path)))
             except CheckpointError as error:
-                # Others are being removed, or not one of ours.
+                # Unmarked folders are being removed, or are not ours.
                 if _is_marked(located(path)) and str(error) not in _told:
                     _told.add(str(error))
                     _log.warning("Left out: %s", error)
@@ -291,17 +293,17 @@ def numbered(directory: Path, name: str | None = None) -> list[tuple[Path, Saved
 
 
 def siblings(path: Path) -> list[tuple[Path, Saved]]:
-    """The complete checkpoints of the same name with any number, in the order of saving."""
+    """Returns the complete checkpoints of the same name with any number, in order of saving."""
     name, number = _name_and_number(path)
     return [] if number is None else numbered(path.parent, name)
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; it is gone at once, whatever happens meanwhile.
+    """Removes a checkpoint. It disappears at once, as a whole.
 
     Raises:
-        CheckpointError: if it is not, or not only, what was written here.
-        OSError: if that is not allowed.
+        CheckpointError: if the folder is not a checkpoint, or contains other files, too.
+        OSError: if it cannot be removed.
     """
     place = located(path)
     check_free(path.parent, path.name)
@@ -315,7 +317,7 @@ def remove(path: Path) -> None:
 
 
 def _check_replaceable(path: Path) -> None:
-    """Checks that nothing is lost if a checkpoint is written to a path."""
+    """Checks that writing a checkpoint to a path destroys nothing else."""
     for place in (path, _replaced(path)):
         problem = _foreign(place)
         if problem is not None:
@@ -325,7 +327,7 @@ def _check_replaceable(path: Path) -> None:
 
 
 def _foreign(place: Path) -> str | None:
-    """What at a place must not be removed, as the end of a sentence; None if nothing."""
+    """Returns why a place must not be removed, as the end of a sentence, or None if it may be."""
     try:
         mode = place.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -341,7 +343,7 @@ def _foreign(place: Path) -> str | None:
                 num_bytes += entry.stat().st_size
             else:
                 others.append(entry.name)
-    # A writer may be killed before it has written a byte.
+    # Empty files are ours, too: a writer may be killed before it has written a byte.
     if (others or num_bytes) and not _is_marked(place):
         return "is a folder of something else than a checkpoint"
     if others:
@@ -353,7 +355,7 @@ def _foreign(place: Path) -> str | None:
 
 
 def _is_marked(folder: Path) -> bool:
-    """Whether a folder has a file that begins as those of checkpoints do."""
+    """Returns whether a folder has a file that begins like the files of a checkpoint."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if _OWN_FILE.fullmatch(name):
@@ -364,8 +366,8 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Removes a folder with the files of a checkpoint; anything else, and then it, stays."""
-    # The index last: it says whose the folder is.
+    """Removes the files of a checkpoint and its folder. A folder with other files in it stays."""
+    # The index last, as it marks the folder as ours.
     for name in sorted(os.listdir(folder), key=lambda name: name == _INDEX):
         if _OWN_FILE.fullmatch(name):
             (folder / name).unlink()
@@ -373,7 +375,7 @@ def _delete(folder: Path) -> None:
 
 
 def _remove_leftovers(path: Path, is_series: bool) -> None:
-    """Removes what writers that were killed have left of a checkpoint and, of a series, others."""
+    """Removes the leftovers of killed writers of a checkpoint, or of its whole series."""
     name, _ = _name_and_number(path)
     names = rf"{re.escape(name)}-\d+" if is_series else re.escape(path.name)
     pattern = re.compile(rf"({names})\.(tmp-[0-9a-f]{{8}}|replaced)")
@@ -381,7 +383,7 @@ def _remove_leftovers(path: Path, is_series: bool) -> None:
         match = pattern.fullmatch(entry)
         if match is None or _foreign(path.parent / entry) is not None:
             continue
-        with contextlib.suppress(OSError):  # also if another job writes it
+        with contextlib.suppress(OSError):  # raised, too, if another job is writing it
             if match[2] == "replaced":
                 if not (path.parent / match[1]).exists():
                     continue
@@ -392,7 +394,7 @@ def _remove_leftovers(path: Path, is_series: bool) -> None:
 
 
 def _name_and_number(path: Path) -> tuple[str, int | None]:
-    """`"ckpt"` and 7 of `ckpt-7`."""
+    """Splits the name of a checkpoint: `ckpt-7` into `"ckpt"` and 7."""
     match = re.fullmatch(r"(.+)-(\d+)", path.name)
     return (path.name, None) if match is None else (match[1], int(match[2]))
 
@@ -402,7 +404,7 @@ def _temporary(path: Path) -> Path:
 
 
 def located(path: Path) -> Path:
-    """Where a checkpoint is: its path, unless it is being replaced."""
+    """Returns the folder of a checkpoint: its path, unless it is just being replaced."""
     replaced = _replaced(path)
     return replaced if replaced.exists() and not path.exists() else path
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: named leaves, found in the objects that a user passes."""
+"""The named leaves of a checkpoint, found in the objects that a user passes."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from distributary.variables import (
     put_back,
 )
 
-#: What is known of a leaf without reading its array; goes to JSON.
+#: The description of a leaf without its array, which is saved as JSON.
 Entry = dict[str, Any]
 _NUMBERS = (bool, int, float, str)
 
@@ -36,27 +36,30 @@ class Leaf(Protocol):
     """One named piece of state."""
 
     def entry(self) -> Entry:
-        """What the leaf is now; its array, if it has one, is saved apart."""
+        """Returns the current description of the leaf. Its array, if any, is saved separately."""
         ...
 
     def problem(self, entry: Entry) -> str | None:
-        """Why the leaf cannot take what is saved as `entry`; None if it can."""
+        """Returns why the leaf cannot be restored from `entry`, or None if it can."""
         ...
 
     def restore(self, entry: Entry, array: Any) -> Any:
-        """Takes over what is saved; returns what stands in the leaf's place from now on."""
+        """Restores the leaf; returns the object that takes its place from now on."""
         ...
 
 
-#: From the restored leaves by name to the object that stands in a nest's place from now on.
+#: Turns the restored leaves, by name, into the object that takes the place of a nest.
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
 
 def find_leaves(objects: Mapping[str, Any]) -> tuple[dict[str, Leaf], Rebuild]:
-    """The leaves of a dict of objects by name, `model/dense/kernel`, and what puts them back.
+    """Finds the leaves of objects, by names such as `model/dense/kernel`.
 
-    An object that is found twice is saved once, under the name of the argument or the place that
-    comes first.
+    An object that is found twice is saved once: under its own name if it is one of `objects`,
+    otherwise under the name of the first place.
+
+    Returns:
+        The leaves, and a function that puts restored leaves back into the objects.
 
     Raises:
         InvalidTypeError: for objects that cannot be saved.
@@ -75,7 +78,7 @@ class _Search:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.leaves: dict[str, Leaf] = {}
         self._arguments = {id(value): name for name, value in objects.items()}
-        self._seen: dict[int, Any] = {}  # by id; kept, so that no id is given twice
+        self._seen: dict[int, Any] = {}  # by id; keeps the objects, so that no id is reused
 
     def find(self, name: str, value: Any) -> Rebuild:
         is_elsewhere = self._arguments.get(id(value), name) != name
@@ -154,7 +157,7 @@ class _Search:
         return rebuild
 
     def _find_part(self, name: str, key: Any, part: Any) -> Rebuild:
-        # The separator of names, in a key, would make two leaves one.
+        # Escaped: with the separator of names in a key, two leaves could get the same name.
         return self.find(f"{name}/{str(key).replace('%', '%25').replace('/', '%2F')}", part)
 
 
@@ -181,14 +184,14 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
 @final
 @dataclass(frozen=True)
 class VariableLeaf:
-    """A variable."""
+    """A leaf that is a variable."""
 
     name: str
     variable: SavedVariable
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who saves and restores the value; None if it comes to this process for that."""
+        """Keeper that saves and restores the value; None if this process does."""
         return keeper_of(self.variable)
 
     def entry(self) -> Entry:
@@ -208,7 +211,7 @@ class VariableLeaf:
         }
         if is_per_replica(variable):
             assert isinstance(variable, Variable)
-            # `shape` stays that of one replica: it does not depend on their number.
+            # `shape` stays that of one replica, which does not depend on the number of replicas.
             entry["rows"] = variable._layout.num_replicas
             entry["aggregation"] = variable.aggregation.name
         return entry
@@ -235,13 +238,13 @@ class VariableLeaf:
 @final
 @dataclass(frozen=True)
 class ArrayLeaf:
-    """An array of NumPy or JAX."""
+    """A leaf that is a NumPy or JAX array."""
 
     name: str
     value: Any
 
     def array(self) -> Any:
-        """The array to save."""
+        """Returns the array to save."""
         if isinstance(self.value, jax.Array):
             if not self.value.is_fully_addressable and not self.value.is_fully_replicated:
                 raise UnsupportedError(
@@ -278,7 +281,7 @@ class ArrayLeaf:
         if isinstance(value, jax.Array):
             if _is_key(value):
                 return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value))
-            # Committed only if it was: others may be combined with arrays on any device.
+            # Committed only if it was before, as uncommitted arrays work with any device.
             return jax.device_put(array, value.sharding) if value.committed else jnp.array(array)
         if isinstance(value, np.ndarray) and value.flags.writeable:
             value[...] = array
@@ -320,7 +323,7 @@ class _Number:
 
 
 class _State:
-    """An object that is saved as a text of JSON, which may differ between workers."""
+    """A leaf whose state is saved as JSON text, which may differ between workers."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""A series of checkpoints in one directory, written while training goes on."""
+"""The manager of a series of checkpoints, which are written while training goes on."""
 
 import concurrent.futures.thread  # noqa: F401  (see `_wait_for_all`)
 import logging
@@ -23,32 +23,33 @@ _NS_PER_HOUR = 3600 * 10**9
 
 @final
 class CheckpointManager:
-    """Saves a checkpoint from time to time, keeps the newest ones and finds the latest.
+    """A series of checkpoints: it saves, keeps the newest ones and finds the latest.
 
-    `save` returns as soon as the state has been copied to host memory; a thread writes it to disk.
-    A checkpoint is there completely or not at all, whenever the process is killed. What goes wrong
-    in the thread is raised by the next call that saves, waits or asks for the checkpoints.
+    `save` returns as soon as the state has been copied to host memory, and a thread writes it to
+    disk. A checkpoint is there as a whole or not at all, no matter when the process is killed. If
+    the thread fails, the next call that saves, waits or asks for checkpoints raises the error.
 
-    With several workers all of them create the manager and call its methods, in the same order.
+    With several workers, all of them create the manager and call its methods, in the same order.
 
     Args:
-        checkpoint: What is saved.
-        directory: Where; created if needed. With several workers one that all of them see.
-        max_to_keep: Number of newest checkpoints that are kept; None keeps all.
-        keep_checkpoint_every_n_hours: Of those beyond, one is kept for good every so many hours;
-            None for none.
-        checkpoint_name: Beginning of the names, `ckpt-1`.
-        step_counter: Integer variable, or function, that says how far the training is; needed for
-            `checkpoint_interval`.
+        checkpoint: The checkpoint to save.
+        directory: Directory to save in, created if needed. With several workers, all must see it.
+        max_to_keep: Number of newest checkpoints to keep; None keeps all.
+        keep_checkpoint_every_n_hours: Keeps one of the older checkpoints for good every this many
+            hours; None keeps none of them.
+        checkpoint_name: Beginning of the names of checkpoints, as in `ckpt-1`.
+        step_counter: Integer variable or function that tells the number of steps done; required
+            for `checkpoint_interval`.
         checkpoint_interval: `save` does nothing until the counter has risen by this much.
         init_fn: Called by `restore_or_initialize` when there is no checkpoint.
-        asynchronous: False makes `save` return when everything is on disk.
-        timeout_seconds: How long workers wait for each other, and for the chief to write.
+        asynchronous: Whether a thread writes. With False, `save` returns once everything is on
+            disk.
+        timeout_seconds: Seconds that workers wait for each other, and for the chief to write.
 
     Raises:
-        InvalidTypeError: for a checkpoint of another type.
-        InvalidValueError: for numbers out of range, a name that is no name of a file, and an
-            interval without a counter.
+        InvalidTypeError: if `checkpoint` is not a `Checkpoint`.
+        InvalidValueError: for numbers out of range, a name that cannot be part of a file name, or
+            an interval without a counter.
 
     Source: `tf.train.CheckpointManager`.
     """
@@ -110,17 +111,17 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is saved."""
+        """The checkpoint that is saved."""
         return self._checkpoint
 
     @property
     def directory(self) -> str:
-        """Where it is saved."""
+        """Directory of the checkpoints."""
         return str(self._directory)
 
     @property
     def checkpoint_interval(self) -> int | None:
-        """By how much the counter rises between two checkpoints."""
+        """Number of steps between two checkpoints; None saves at every call."""
         return self._checkpoint_interval
 
     @property
@@ -136,21 +137,21 @@ class CheckpointManager:
         return paths[-1] if paths else None
 
     def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
-        """Saves the state as it is now.
+        """Saves the current state.
 
-        If the previous checkpoint is still being written, waits for that first.
+        If the previous checkpoint is still being written, it waits for that first.
 
         Args:
-            checkpoint_number: Number in its name; default one more than the last. A checkpoint of
-                the same number is replaced.
+            checkpoint_number: Number in the name of the checkpoint; by default one more than the
+                last. A checkpoint with the same number is replaced.
             check_interval: Whether to do nothing before `checkpoint_interval` is over.
 
         Returns:
-            The path, which is there when `wait_until_finished` has returned; None if the interval
-            is not over.
+            The path of the checkpoint, which is complete once `wait_until_finished` has returned.
+            None if the interval is not over.
 
         Raises:
-            CheckpointError: if the previous checkpoint could not be written, something else than a
+            CheckpointError: if the previous checkpoint could not be written, something other than a
                 checkpoint is in the way, or another job saves there.
             InvalidTypeError: if an object cannot be saved.
 
@@ -183,10 +184,10 @@ class CheckpointManager:
         return str(path)
 
     def wait_until_finished(self) -> None:
-        """Waits until what was saved is on disk, on all workers.
+        """Waits until the last checkpoint is on disk, on all workers.
 
         Raises:
-            CheckpointError: if it could not be written.
+            CheckpointError: if the checkpoint could not be written.
         """
         if self._writer is not None:
             self._writer.join()
@@ -196,19 +197,19 @@ class CheckpointManager:
             raise error
 
     def restore_or_initialize(self) -> str | None:
-        """Restores the latest checkpoint; without one calls `init_fn`.
+        """Restores the latest checkpoint, or calls `init_fn` if there is none.
 
         Returns:
-            The path of the checkpoint, None without one.
+            The path of the checkpoint, or None.
 
         Raises:
-            InvalidValueError: if it does not fit, see `Checkpoint.restore`.
+            InvalidValueError: if the checkpoint does not fit; see `Checkpoint.restore`.
             CheckpointError: if it cannot be read.
 
         Source: `tf.train.CheckpointManager.restore_or_initialize`.
         """
         path = self.latest_checkpoint
-        # Workers may see a new folder at different times.
+        # The workers agree on a path, as they may see a new folder at different times.
         what = f"Restoring from {self._directory}"
         path = agree(what, self._timeout_seconds, lambda: path)[0]
         if path is not None:
@@ -252,7 +253,7 @@ class CheckpointManager:
                 continue
             try:
                 remove(path)
-            except OSError as error:  # the new one is there all the same
+            except OSError as error:  # not raised: the new checkpoint is there all the same
                 _log.warning("The old checkpoint is not removed: %s", error)
 
 
@@ -267,8 +268,8 @@ def _wait_for_all() -> None:
         writer.join()
 
 
-# A script may end right after `save`. Files are written with threads of concurrent.futures, which
-# take no more work once the interpreter ends; functions registered here run before that, in the
-# opposite order of registration. There is no public way, checked with Python 3.11:
+# A script may end right after `save`. Files are written by threads of concurrent.futures, which
+# accept no more work once the interpreter shuts down. Functions registered here run before that, in
+# reverse order of registration. There is no public way to do this (checked with Python 3.11):
 # https://github.com/python/cpython/issues/86128.
 threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]

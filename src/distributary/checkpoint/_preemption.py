@@ -1,4 +1,4 @@
-"""Saving when a machine is about to be taken away."""
+"""Checkpoints that are saved when a machine is about to be taken away."""
 
 import contextlib
 import logging
@@ -25,26 +25,27 @@ _EXIT_CODE = 42
 _CALLS = "checkpointed_runs"
 _POLL_SECONDS = 1.0
 _AGREE_SECONDS = 600.0
-# Of the grace period, this many steps are left for saving, as in tf.distribute.
+# The last steps of the grace period, in number of steps, are reserved for saving, as in
+# tf.distribute.
 _STEPS_LEFT_FOR_SAVING = 6
 
 
 @final
 @dataclass(frozen=True)
 class TerminationConfig:
-    """How a `PreemptionCheckpointHandler` notices the end, and what it does then.
+    """Options of a `PreemptionCheckpointHandler`: how to notice the end, and what to do then.
 
     Args:
-        termination_watcher_fn: Returns whether this machine is about to be taken away; asked once a
-            second by a thread. SIGTERM counts in any case.
-        exit_fn: Ends the process after saving; default `sys.exit(42)`.
-        grace_period: Seconds between the notice and the end. With a positive number training goes
-            on after a first save, and a second one is made before the time is over.
-        save_fn: Saves in the place of the checkpoint manager; gets the arguments of
+        termination_watcher_fn: Function that returns whether this machine is about to be taken
+            away. A thread calls it once a second. SIGTERM always counts as a notice, too.
+        exit_fn: Function that ends the process after saving; `sys.exit(42)` by default.
+        grace_period: Seconds between the notice and the end. If positive, training goes on after a
+            first save, and the handler saves again before the time is over.
+        save_fn: Function that saves instead of the checkpoint manager. It gets the arguments of
             `save_checkpoint_if_preempted`.
 
     Raises:
-        InvalidTypeError: for functions that are none.
+        InvalidTypeError: if one of the functions is not callable.
         InvalidValueError: for a negative grace period.
 
     Source: `tf.distribute.experimental.TerminationConfig`.
@@ -69,28 +70,29 @@ class TerminationConfig:
 
 @final
 class PreemptionCheckpointHandler:
-    """Saves on all workers at the same step when one of them receives SIGTERM, and ends them.
+    """A handler that saves on all workers at the same step when one receives SIGTERM.
 
-    The constructor restores the latest checkpoint. `run` is called for every step or group of
-    steps. After a notice the next call saves, with several workers the one on which all of them
-    agree; then `exit_fn` ends the process with exit code 42, which makes `distributary launch
-    --max-restarts` start the job again.
+    After saving, it ends the processes. The constructor restores the latest checkpoint. Call `run`
+    for every step or group of steps. After a notice, the next call saves; with several workers, it
+    is the call on which all of them agree. Then `exit_fn` ends the process, by default with exit
+    code 42, which makes `distributary launch --max-restarts` start the job again.
 
-    A process alone needs the handler to be created in the main thread, and its SIGTERM belongs to
-    it from then on. With several workers JAX receives the signal and tells all of them; a handler
-    that the program installs itself after the strategy was created takes that away.
+    In a job with one process, create the handler in the main thread; it handles SIGTERM from then
+    on. With several workers, JAX receives the signal and tells all of them. If your program
+    installs its own handler after it has created the strategy, JAX no longer gets the signal.
 
     Args:
         cluster_resolver: The cluster resolver of the strategy, or None.
-        checkpoint_or_checkpoint_manager: What is saved and restored.
-        checkpoint_dir: Where, for a `Checkpoint`; of it one checkpoint is kept.
+        checkpoint_or_checkpoint_manager: The `Checkpoint` or `CheckpointManager` that saves and
+            restores.
+        checkpoint_dir: Directory to save in, if you pass a `Checkpoint`. One checkpoint is kept.
         termination_config: A `TerminationConfig`.
 
     Raises:
         InvalidTypeError: for arguments of another type.
-        InvalidValueError: for a `Checkpoint` without, or a manager with, a directory.
+        InvalidValueError: for a `Checkpoint` without a directory, or a manager with one.
         UnsupportedError: for clusters with parameter servers.
-        ContextError: if it is created in another thread of a process alone.
+        ContextError: if a job with one process creates it in a thread other than the main thread.
 
     Source: `tf.distribute.experimental.PreemptionCheckpointHandler`.
     """
@@ -132,16 +134,17 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """Number of calls of `run`, those before the restart included."""
+        """Number of calls of `run`, including those before a restart."""
         return self._counters[_CALLS]
 
     def run(self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Saves and exits if it is time; otherwise calls the function and returns its result.
 
         Args:
-            distributed_train_function: One or more steps; the same on all workers.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
+            distributed_train_function: Function that runs one or more steps, the same on all
+                workers.
+            *args: Arguments of the function.
+            **kwargs: Keyword arguments of the function.
 
         Source: `tf.distribute.experimental.PreemptionCheckpointHandler.run`.
         """
@@ -151,11 +154,11 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """For loops that do not use `run`: to be called after every step, on all workers.
+        """Saves and exits if it is time. Call it after every step, on all workers, without `run`.
 
         Args:
-            *args: For `CheckpointManager.save`, or `save_fn`.
-            **kwargs: Likewise.
+            *args: Arguments of `CheckpointManager.save`, or of `save_fn`.
+            **kwargs: Keyword arguments of the same function.
 
         Source: the method of `tf.distribute.experimental.PreemptionCheckpointHandler`.
         """
@@ -164,7 +167,9 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Around one or more steps: on leaving it without an error, saves and exits if it is time.
+        """Runs the block, one or more steps; then saves and exits if it is time.
+
+        If the block raises an error, nothing is saved.
 
         Source: `tf.distribute.experimental.PreemptionCheckpointHandler.watch_preemption_scope`.
         """
@@ -188,7 +193,7 @@ class PreemptionCheckpointHandler:
             if self._config.grace_period:
                 self._is_in_grace_period = True
                 return
-        # Should `exit_fn` return, training goes on until the next notice.
+        # If `exit_fn` returns, training goes on until the next notice.
         self._is_in_grace_period, self._noticed_at = False, None
         if self._config.exit_fn is not None:
             self._config.exit_fn()
@@ -196,7 +201,7 @@ class PreemptionCheckpointHandler:
             sys.exit(_EXIT_CODE)
 
     def _is_notice_for_all(self) -> bool:
-        """Whether this is the call at which all workers save."""
+        """Returns whether this is the call at which all workers save."""
         if self._is_alone:
             return self._noticed_at is not None
         return bool(multihost_utils.reached_preemption_sync_point(self.total_run_calls))
@@ -206,7 +211,7 @@ class PreemptionCheckpointHandler:
         grace = self._config.grace_period or 0.0
         left = self._noticed_at + grace - time.monotonic()
         is_over = left <= _STEPS_LEFT_FOR_SAVING * self._seconds_per_call
-        # Clocks and steps differ: the first whose time is over ends all.
+        # Clocks and steps differ, so the first worker whose time is over ends all of them.
         return any(agree("The end of the grace period", _AGREE_SECONDS, lambda: is_over))
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -215,12 +220,12 @@ class PreemptionCheckpointHandler:
         else:
             self._manager.save(*args, **{"check_interval": False, **kwargs})
         self._manager.wait_until_finished()
-        self._called_at = None  # the time of a call is that of its steps
+        self._called_at = None  # so that the time of a call does not include saving
         _log.warning("Saved before the end of this process, after %d calls", self.total_run_calls)
 
     def _receive_signals(self) -> None:
         if not self._is_alone:
-            # SIGTERM is JAX's from `jax.distributed.initialize` on: a handler would replace it.
+            # `jax.distributed.initialize` has set a handler of SIGTERM, which ours would replace.
             return
         if threading.current_thread() is not threading.main_thread():
             raise ContextError(
@@ -240,7 +245,7 @@ class PreemptionCheckpointHandler:
             time.sleep(_POLL_SECONDS)
         self._notice()
         if not self._is_alone:
-            os.kill(os.getpid(), signal.SIGTERM)  # JAX tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # so that JAX tells the other workers
 
 
 def _manager_of(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:

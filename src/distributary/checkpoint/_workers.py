@@ -1,4 +1,4 @@
-"""How the workers of a job save and restore together."""
+"""Rounds, in which the workers of a job save and restore together."""
 
 from collections.abc import Callable
 from typing import Any, final
@@ -11,31 +11,31 @@ _BEGIN = JobEvent("saving a checkpoint")
 
 
 def agree(what: str, timeout_seconds: float, own: Callable[[], Any]) -> list[Any]:
-    """Returns what `own` returns on every worker, in worker order; see `Round.meet`.
+    """Returns the results of `own` on every worker, in worker order; see `Round.meet`.
 
     Args:
-        what: What the workers do together, for people.
-        timeout_seconds: How long to wait for the others.
-        own: Returns something JSON can hold.
+        what: Beginning of errors, which says what the workers do together.
+        timeout_seconds: Seconds to wait for the others.
+        own: Function whose result can be written as JSON.
     """
     return _agreed(what, timeout_seconds, own, None)
 
 
 def this_worker() -> tuple[int, int]:
-    """Returns the number of this worker, and how many there are."""
+    """Returns the number of this worker, and the number of workers."""
     job = consensus()
     return (0, 1) if job is None else (job.number, job.num_workers)
 
 
 @final
 class Round:
-    """One checkpoint that all workers write together; created by all of them in the same order.
+    """One checkpoint that all workers write together. All of them create it, in the same order.
 
-    After it was created it may be used in another thread.
+    Once created, it can be used in another thread.
 
     Args:
-        what: Beginning of errors: what the workers do together.
-        timeout_seconds: How long to wait for the others, in each step.
+        what: Beginning of errors, which says what the workers do together.
+        timeout_seconds: Seconds to wait for the others, in each step.
 
     Raises:
         WorkerMismatchError: if the other workers do something else.
@@ -51,22 +51,23 @@ class Round:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes."""
+        """True if this process writes."""
         return self._job is None or self._job.number == 0
 
     def meet(self, own: Callable[[], Any]) -> list[Any]:
-        """Returns what `own` returns on every worker, in worker order.
+        """Returns the results of `own` on every worker, in worker order.
 
         Raises:
-            Exception: what `own` raises here.
-            CheckpointError: if it raises on another worker, or one does not come in time.
+            Exception: any error that `own` raises on this worker.
+            CheckpointError: if `own` raises on another worker, or a worker does not take part in
+                time.
         """
         if self._job is None:
             return [own()]
         return _agreed(self._what, self._timeout_seconds, own, self._topic)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others, who meet, that this worker does not get that far."""
+        """Tells the other workers, which are meeting, that this one has failed."""
 
         def fail() -> Any:
             raise error
@@ -78,11 +79,12 @@ class Round:
                 raise
 
     def conclude(self, act: Callable[[], str]) -> str:
-        """Lets the chief act, and returns on all workers what it returned.
+        """Runs `act` on the chief, and returns its result on all workers.
 
         Raises:
-            Exception: what `act` raises, on the chief.
-            CheckpointError: the same on the others, or if the chief does not end in time.
+            Exception: on the chief, any error that `act` raises.
+            CheckpointError: on the other workers, if `act` raises an error or the chief does not
+                finish in time.
         """
         job = self._job
         if job is None:

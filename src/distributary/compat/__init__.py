@@ -1,1 +1,1 @@
-"""Names of other libraries, for programs that were written with them."""
+"""Names of other libraries, for programs that were written for them."""

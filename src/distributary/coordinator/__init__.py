@@ -1,4 +1,4 @@
-"""Asynchronous training: a coordinator gives work to workers, servers keep the variables."""
+"""Asynchronous training: a coordinator gives work to workers, and servers keep the variables."""
 
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
@@ -39,5 +39,5 @@ __all__ = [
     "ray_cluster",
 ]
 
-#: The name in `tf.distribute.coordinator`; `PerWorkerValues` is that in its `experimental`.
+#: The name in `tf.distribute.coordinator`. In its `experimental`, it is `PerWorkerValues`.
 PerWorkerValue = PerWorkerValues

@@ -1,7 +1,7 @@
-"""Certificates that say which role a task has.
+"""Certificates that prove the role of a task.
 
-The name in a certificate is `<role>.distributary`: a connection proves that the other end is a
-task of the job and which role it has, on whatever host it runs.
+The name in a certificate is `<role>.distributary`. A connection thus proves that the other end is a
+task of the job, and which role it has, no matter which host it runs on.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ ROLES: Final = ("chief", "worker", "ps")
 _CA_FILE = "ca.pem"
 _DOMAIN = ".distributary"
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-# Clocks of the machines of a job differ.
+# The clocks of a job's machines may differ by this much.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What proves to others that this task is one of the job, in PEM.
+    """The certificate and key, in PEM, with which a task proves that it belongs to the job.
 
     Args:
         ca: Certificate of the authority that all tasks of the job trust.
-        certificate: Certificate of the role of this task.
-        key: Private key of the certificate.
+        certificate: Certificate for the role of this task.
+        key: Private key of `certificate`.
     """
 
     ca: bytes
@@ -55,10 +55,10 @@ class Credentials:
 
     @classmethod
     def load(cls, folder: Path, role: str) -> "Credentials":
-        """The credentials of a role, from a folder as `make_certificates` fills it.
+        """Reads the credentials of a role from a folder written by `make_certificates`.
 
         Args:
-            folder: The folder; needs the files `ca.pem`, `<role>.pem` and `<role>.key`.
+            folder: The folder, with the files `ca.pem`, `<role>.pem` and `<role>.key`.
             role: `"chief"`, `"worker"` or `"ps"`.
 
         Raises:
@@ -75,7 +75,7 @@ class Credentials:
 
     @classmethod
     def from_environ(cls, role: str, environ: Mapping[str, str]) -> "Credentials | None":
-        """The credentials in the folder that `DISTRIBUTARY_CERTS` names; None if it is not set.
+        """Reads the credentials from the folder named by `DISTRIBUTARY_CERTS`; None if not set.
 
         Args:
             role: `"chief"`, `"worker"` or `"ps"`.
@@ -96,23 +96,24 @@ def make_certificates(
 ) -> list[Path]:
     """Writes the certificates of a new authority, with keys that only their owner can read.
 
-    The key of the authority is not kept: nobody can make more certificates that the job trusts.
+    The key of the authority is not kept, so nobody can make more certificates that the job trusts.
 
     Args:
-        folder: Where they go, `ca.pem`, and `<role>.pem` and `<role>.key` for every role. It is
-            made if it is not there.
-        hosts: Further names or IP addresses in the certificates. The tasks of a job do without
-            them; other programs may ask for the name of the host to which they connect.
-        num_days: How long the certificates are valid.
-        start: From when on; None for an hour ago, as clocks differ.
+        folder: The folder to write: `ca.pem`, and `<role>.pem` and `<role>.key` for every role. It
+            is created if it does not exist.
+        hosts: Additional host names or IP addresses for the certificates. The tasks of a job do not
+            need them, but other programs may check the name of the host they connect to.
+        num_days: Number of days that the certificates are valid.
+        start: Start of that time. None means an hour ago, as the clocks of machines differ.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
-        InvalidValueError: for a number of days that is not positive, or a host that is none.
+        InvalidValueError: if the number of days is not positive, or a host is neither a host name
+            nor an IP address.
         FileExistsError: if one of the files exists.
-        MissingPackageError: without the package cryptography.
+        MissingPackageError: if the package cryptography is not installed.
     """
     if num_days < 1:
         raise InvalidValueError(f"certs: the number of days is {num_days}, expected 1 or more.")
@@ -166,12 +167,12 @@ def make_certificates(
 
 
 def name_of_role(role: str) -> str:
-    """The name in the certificate of a role."""
+    """Returns the name in the certificate of a role."""
     return role + _DOMAIN
 
 
 def role_of_names(names: Sequence[str]) -> str | None:
-    """The role in the names of a certificate; None if there is none, or several."""
+    """Returns the role among the names of a certificate; None if there are none or several."""
     roles = [role for role in ROLES if name_of_role(role) in names]
     return roles[0] if len(roles) == 1 else None
 
@@ -190,7 +191,7 @@ def _write(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths = [folder / name for name in contents]
     for path in paths:
-        # Before anything is written, so that no pair of a key and a certificate is torn apart.
+        # Checked before any file is written, so that every key still matches its certificate.
         if path.exists():
             raise FileExistsError(
                 f"{path} exists. All certificates of a job are made together: choose another"

@@ -1,7 +1,7 @@
-"""Messages in chunks of 1 MiB, which gRPC carries several times as fast as those of 64 MiB.
+"""Messages split into chunks of 1 MiB, which gRPC sends several times as fast as those of 64 MiB.
 
-A chunk is the number of the request, the bytes of its message that follow in later chunks, and
-bytes of the message. The chunks of a message follow each other.
+A chunk holds the number of the request, the number of bytes that follow in later chunks, and bytes
+of the message. The chunks of a message are sent one right after the other.
 """
 
 import struct
@@ -15,16 +15,16 @@ from distributary.coordinator._messages import Buffer, Limits, WireError, aligne
 __all__ = ["MAX_CHUNK_BYTES", "Assembly", "split"]
 
 _HEAD = struct.Struct("<QQ")
-# 1 MiB of data with its header is one chunk: a second one waits until the first one was sent.
+# Room for 1 MiB of data and its header: a second chunk would wait until the first one is sent.
 _CONTENT_BYTES = (1 << 20) + (1 << 14)
 MAX_CHUNK_BYTES = _HEAD.size + _CONTENT_BYTES
 
 
 def split(number: int, buffers: Sequence[Buffer]) -> Iterator[bytes]:
-    """The chunks of a message.
+    """Yields the chunks of a message.
 
     Args:
-        number: The number of the request, also for its reply.
+        number: The number of the request. A reply has the number of its request.
         buffers: The message.
     """
     remaining = sum(map(len, buffers))
@@ -46,10 +46,10 @@ def split(number: int, buffers: Sequence[Buffer]) -> Iterator[bytes]:
 
 @final
 class Assembly:
-    """Puts chunks together, one message at a time.
+    """The receiving end of `split`: puts chunks together, one message at a time.
 
     Args:
-        limits: What is taken; checked at the first chunk.
+        limits: The limits of a message, checked at its first chunk.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -59,10 +59,10 @@ class Assembly:
         self._message = np.empty(0, np.uint8)
 
     def add(self, chunk: bytes) -> tuple[int, Buffer] | None:
-        """The number and the bytes of a message with its last chunk, otherwise None.
+        """Adds a chunk; returns the number and bytes of the message if it is complete, else None.
 
         Raises:
-            WireError: if the chunk is none, or not the one that follows.
+            WireError: if the chunk is malformed, or not the next one of its message.
         """
         content = memoryview(chunk)[_HEAD.size :]
         if not 0 < len(content) <= _CONTENT_BYTES:

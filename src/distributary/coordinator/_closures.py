@@ -1,4 +1,4 @@
-"""From the function of a closure to programs for workers and servers."""
+"""Plans, which turn the function of a closure into programs for workers and servers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,14 +36,14 @@ __all__ = ["ClosureTrace", "Part", "Plan", "ServerPlan", "Source", "current_trac
 @final
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What a server does with the pushes of a closure.
+    """The part of a plan that one server runs on the values pushed by a closure.
 
     Attributes:
-        program: From states and pushed values to new states.
-        states: Numbers of the variables it starts from.
-        pushes: Which of the pushed values it takes.
-        outputs: Numbers of the variables it changes.
-        rows: What of all this is rows.
+        program: Computes new states from states and pushed values.
+        states: Numbers of the variables that it reads.
+        pushes: Positions of the pushed values that it takes.
+        outputs: Numbers of the variables that it changes.
+        rows: The states, pushes and outputs that are only rows of tables.
     """
 
     program: Program
@@ -56,12 +56,12 @@ class ServerPlan:
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a variable is, or some rows of one.
+    """The place of a variable, or of some rows of one.
 
     Attributes:
-        server: Number of its server.
-        number: Of the variable there.
-        num_rows: Size of its dim 0; 0 for a scalar.
+        server: Number of the server.
+        number: Number of the variable on the server.
+        num_rows: Size of dim 0; 0 for a scalar.
     """
 
     server: int
@@ -72,14 +72,14 @@ class Part:
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Data that a worker brings to a closure of its own.
+    """Data that a worker itself supplies to a closure.
 
     Attributes:
         kind: "next" for the next batch of an iterator, "value" for a value.
-        number: Of the iterator or value.
-        columns: Of every array or `PerReplica` of the data, what stands for it in the trace: one
-            handle, or of replicas whose arrays differ in shape one for each.
-        tree: The structure of the data around these.
+        number: Number of the iterator or value.
+        columns: The handles that stand in the trace for every array or `PerReplica` of the data:
+            one handle each, or one per replica if the replicas' arrays differ in shape.
+        tree: The structure of the data around the columns.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Source:
 
     @property
     def handles(self) -> list[Handle]:
-        """Those of all columns."""
+        """The handles of all columns."""
         return [handle for column in self.columns for handle in column]
 
     @property
@@ -105,24 +105,27 @@ class Source:
 @final
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A function of closures, for data of given shapes.
+    """The programs that run a scheduled function on data of given shapes.
 
     Attributes:
-        sources: What a worker brings, in this order.
-        program: What it runs.
-        inputs: Where each of the program's inputs comes from: `("data", i)` is the i-th leaf of the
-            data of all sources, `("replicas", i)` that leaf and those after it, one of each
-            replica, `("argument", i)` a leaf of the arguments, `("state", n)` is variable n,
-            `("constant", i)` one of `constants`, `("rows", i)` the rows of the i-th buffer of
-            `rows`, `("position", i)` where the numbers of its i-th lookup are among them.
+        sources: The data that a worker supplies, in this order.
+        program: The program that a worker runs.
+        inputs: The origin of each input of the program. `("data", i)` is the i-th leaf of the data
+            of all sources; `("replicas", i)` is that leaf and the following ones, one per replica;
+            `("argument", i)` is a leaf of the arguments; `("state", n)` is variable n;
+            `("constant", i)` is one of `constants`; `("rows", i)` holds the rows of the i-th buffer
+            of `rows`; `("position", i)` says where the numbers of the i-th lookup are among these
+            rows.
         constants: Arrays that the function has captured.
-        num_results: The first outputs, that are returned; the others are pushed.
-        servers: What each server does with them, by its number.
-        server_of: By the number of a variable that of its server.
-        rows: What it takes rows of, if it does.
-        refusals: By the name of a variable of which rows are looked up, why it travels as a whole.
-        cells: For every variable what returns it, or None when it was collected.
-        rebuild: From the results to what the function returns.
+        num_results: Number of outputs that are returned. They come first; the others are pushed.
+        servers: The plan of each server, by server number.
+        server_of: For each variable number, the number of its server.
+        rows: The tables of which a closure takes only rows, and the program that computes the
+            numbers of these rows; None if there are none.
+        refusals: The reason why a variable is sent as a whole although only rows of it are looked
+            up, by name of the variable.
+        cells: For every variable, a function that returns it, or None once it was collected.
+        rebuild: Converts the results into the return value of the function.
     """
 
     sources: list[Source]
@@ -140,16 +143,16 @@ class Plan:
 
 @final
 class ClosureTrace:
-    """What a closure takes from its worker, while it is traced.
+    """The trace of a closure, which records the data it takes from its worker.
 
     Args:
-        data_avals: Shapes and dtypes of all leaves, if they are not those of the sources.
-        source_of: From an iterator of the coordinator to what the workers are sent of it.
+        data_avals: Shapes and dtypes of all leaves; None to use those of the sources.
+        source_of: Returns the source that sends the elements of a coordinator's iterator.
 
     Attributes:
-        sources: What has been taken.
-        position: Number of sources before the present place of the function. Functions are traced
-            several times; who does it sets it back.
+        sources: The data taken so far.
+        position: Number of sources before the current point of the function. A function is traced
+            several times, and each trace resets this number.
     """
 
     def __init__(self, data_avals: Sequence[Any] | None, source_of: Callable[[Any], Any]) -> None:
@@ -159,12 +162,12 @@ class ClosureTrace:
         self._data_avals = None if data_avals is None else list(data_avals)
 
     def take(self, kind: str, number: int, element: Any) -> Any:
-        """Data of the worker, with tracers as leaves; inside `Strategy.run` those of a replica.
+        """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
 
         Args:
-            kind: Of the `Source`.
-            number: Of the `Source`.
-            element: The data, with shapes and dtypes as leaves.
+            kind: Kind of the `Source`.
+            number: Number of the `Source`.
+            element: The structure of the data, with shapes and dtypes as leaves.
         """
         if self.position == len(self.sources):
             if self._data_avals is not None:
@@ -178,16 +181,16 @@ class ClosureTrace:
         return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
 
     def give(self, iterator: Any) -> Any:
-        """The next element of an iterator of the coordinator, which it sends to the workers."""
+        """Takes the next element of a coordinator's iterator, which is sent to the workers."""
         source = self._source_of(iterator)
         return self.take("fed", source.number, source.element_spec)
 
     def begin(self, dataset: Any, is_plain: bool) -> Any:
-        """Refuses to loop over a dataset."""
+        """Raises an error: a scheduled function cannot loop over a dataset."""
         raise _loops_over(dataset)
 
     def leave(self, error: Exception) -> None:
-        """Raises `error`: there is no host to run on."""
+        """Raises `error`, as a closure cannot fall back to running on the host."""
         raise error
 
 
@@ -230,7 +233,7 @@ def _read(column: list[Handle]) -> Any:
 
 
 def current_trace() -> ClosureTrace | None:
-    """The closure that this thread traces."""
+    """Returns the trace of the closure that this thread is tracing, or None."""
     feeding = current_feeding()
     return feeding if isinstance(feeding, ClosureTrace) else None
 
@@ -245,19 +248,20 @@ def plan_of(
     *,
     source_of: Callable[[Any], Any],
 ) -> Plan:
-    """Traces the function of a closure; to be called in the scope of its strategy.
+    """Traces the function of a closure and returns its plan; call it in the strategy's scope.
 
     Args:
-        function: From arrays, the arguments, to what the closure returns.
+        function: Function of the argument arrays, which returns the result of the closure.
         avals: Shapes and dtypes of the arguments.
-        data_avals: Those of the data that workers bring; None for those of its sources.
-        parts_of: From the handle of a variable to what keeps it, along dim 0.
+        data_avals: Shapes and dtypes of the data that workers supply; None to use those of its
+            sources.
+        parts_of: Returns the places of a handle's variable, in the order of dim 0.
         sparse_update: What servers do with rows that are not pushed.
         num_replicas: Number of devices of a worker.
         source_of: See `ClosureTrace`.
 
     Raises:
-        InvalidTypeError: if it returns something that is no array.
+        InvalidTypeError: if the function returns something other than arrays.
         UnsupportedError: if its updates cannot be split over the servers.
     """
     closure = ClosureTrace(data_avals, source_of)
@@ -360,7 +364,7 @@ def plan_of(
         closure.sources,
         export((rows or split).worker, origins, split_outputs=False),
         origins,
-        # Copies: a worker that comes later is sent the values of now, as the others were.
+        # Copies, so that a worker that joins later gets the same values as the others.
         [copy_of(capture) for capture in captures],
         pure.num_outs,
         servers,
@@ -385,7 +389,7 @@ class _Input:
 
 
 def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, _Input]:
-    """The data that handles stand for."""
+    """Returns the input that each handle of the sources stands for."""
     inputs: dict[Handle, _Input] = {}
     position = 0
     for handle in [handle for source in sources for handle in source.handles]:
@@ -397,7 +401,7 @@ def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, _Input]:
 def _inputs_of(
     handle: Handle, places: Mapping[Handle, Sequence[Part]], data: Mapping[Handle, _Input]
 ) -> list[_Input]:
-    """What keeps a variable, or the data that a handle stands for."""
+    """Returns the inputs of a handle: the parts of its variable, or the data it stands for."""
     if handle not in places:
         return [data[handle]]
     return [

@@ -1,4 +1,4 @@
-"""The tasks of a job with parameter servers, and where its variables are."""
+"""The tasks of a job with parameter servers, and the places of its variables."""
 
 import contextlib
 import functools
@@ -63,11 +63,11 @@ _NUM_REMEMBERED = 4096
 @final
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A worker or server as the coordinator knows it.
+    """A worker or server, as the coordinator sees it.
 
     Attributes:
-        name: With its address, for messages.
-        connect: Makes a link to it.
+        name: Name and address, for messages.
+        connect: Opens a link to the task.
     """
 
     name: str
@@ -76,19 +76,20 @@ class Task:
 
 @final
 class Session:
-    """The workers and servers of a coordinator, and its variables on these.
+    """The workers and servers of one coordinator, with its variables on the servers.
 
     Args:
-        workers: By their number.
-        servers: By their number.
-        describe: Describes functions that make data so that workers find them.
-        options: When it gives up tasks.
-        session: What the tasks know it by.
+        workers: The workers, by number.
+        servers: The servers, by number.
+        describe: Describes a function that makes data, so that workers can find it.
+        options: When to give up tasks.
+        session: The id by which the tasks know the session.
 
     Attributes:
-        at_rest: A context in which no closure runs; raises the error of an earlier one.
-        setup: What a worker has to know before it can run closures.
-        server_links: To the servers, by their number.
+        at_rest: Returns a context in which no closure runs; it raises the error of an earlier
+            closure.
+        setup: The messages that a worker needs before it can run closures.
+        server_links: The links to the servers, by server number.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class Session:
         self._numbers = itertools.count()
         self._copy_numbers = itertools.count()
         self._update_numbers = itertools.count()
-        self._updates: dict[str, int] = {}  # what servers have been told
-        self._finished = 0  # what the servers have been told
+        self._updates: dict[str, int] = {}  # those that the servers have been told
+        self._finished = 0  # the last number that the servers have been told
         self._next_server = itertools.cycle(range(len(servers)))
         self._lock = threading.Lock()
 
@@ -122,11 +123,11 @@ class Session:
         on_end: Callable[[Exception], None],
         at_rest: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Begins to run closures.
+        """Prepares the session to run closures, and watches the servers from now on.
 
         Args:
-            on_end: Called with the error when a server is lost, or the session closed.
-            at_rest: The attribute.
+            on_end: Called with the error when a server is lost or the session is closed.
+            at_rest: Value of the attribute `at_rest`.
         """
         seconds = self.options.heartbeat_seconds
         self._on_end = on_end
@@ -136,13 +137,16 @@ class Session:
         ]
 
     def add_updates(self, servers: Mapping[int, ServerPlan]) -> dict[int, int]:
-        """Tells servers what to do with the pushes of a function; returns by what they know it.
+        """Tells the servers how to apply the pushes of a function.
 
         Args:
-            servers: What each of them does, by its number.
+            servers: The plan of each server, by server number.
+
+        Returns:
+            For each server, the number by which it knows the update.
 
         Raises:
-            PSUnavailableError: if one is lost.
+            PSUnavailableError: if a server is lost.
         """
         numbers: dict[int, int] = {}
         new: list[tuple[str, int, Message]] = []
@@ -162,33 +166,33 @@ class Session:
         def tell(own: tuple[str, int, Message]) -> None:
             key, server, message = own
             self.server_links[server].call(message)
-            self._updates[key] = numbers[server]  # now, as another thread relies on it
+            self._updates[key] = numbers[server]  # only now, as other threads rely on it
 
         with ThreadPoolExecutor(max(1, len(new))) as threads:  # each server compiles its program
             list(threads.map(tell, new))
         return numbers
 
     def finish_many(self, finished: int) -> None:
-        """Like `finish`, if that is worth it: servers remember the closures until then."""
+        """Calls `finish` once enough closures have ended; servers remember them until then."""
         if finished - self._finished >= _NUM_REMEMBERED:
             self.finish(finished)
 
     def finish(self, finished: int) -> None:
-        """Has the servers refuse pushes of closures with smaller numbers."""
+        """Tells the servers to refuse pushes of closures with smaller numbers."""
         self._finished = finished
         for link in self.server_links:
-            with contextlib.suppress(UnavailableError):  # its heartbeat is missed as well
+            with contextlib.suppress(UnavailableError):  # its heartbeat will report the loss
                 link.call(Message("finish", {"finished": finished}))
 
     def _connect(self, server: Task) -> ServerLink:
         return ServerLink(SessionLink(server.connect(), server.name, self.id))
 
     def create(self, value: np.ndarray, beside: tuple[int, int] | None = None) -> tuple[int, int]:
-        """A new variable; returns the numbers of its server and of itself.
+        """Creates a variable; returns the numbers of its server and of the variable.
 
         Args:
-            value: Its initial value.
-            beside: Place of the variable whose server takes it; None for the next server.
+            value: Initial value.
+            beside: Place of a variable on whose server to create it; None for the next server.
         """
         with self._lock:
             number = next(self._numbers)
@@ -203,7 +207,7 @@ class Session:
         return server, number
 
     def read(self, place: tuple[int, int], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """The value of a variable, which has this shape and dtype."""
+        """Returns the value of a variable with this shape and dtype."""
         pieces = _pieces(shape, dtype)
         if len(pieces) == 1:
             server, number = place
@@ -212,14 +216,14 @@ class Session:
         return np.concatenate([self.read_rows(place, np.arange(*piece)) for piece in pieces])
 
     def read_rows(self, place: tuple[int, int], rows: np.ndarray) -> np.ndarray:
-        """Rows of a variable by their numbers, int64, each once and in order."""
+        """Returns rows of a variable, given their int64 numbers, each once and in order."""
         server, number = place
         message = Message("read", {"ids": [number]}, [rows])
         (value,) = self.server_links[server].call(message).arrays
         return np.asarray(value)
 
     def assign(self, place: tuple[int, int], operation: str, value: np.ndarray) -> None:
-        """Changes a variable, a large one in pieces: assign, assign_add or assign_sub."""
+        """Changes a variable by assign, assign_add or assign_sub; sends large values in pieces."""
         server, number = place
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
@@ -230,7 +234,7 @@ class Session:
             self.server_links[server].call_once(Message("assign", fields, [piece]))
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
-        """See `Keeper`."""
+        """Copies variables on their servers; see `Keeper`."""
         copy = self._new_copy(variables)
         copy.take()
         return copy
@@ -241,7 +245,7 @@ class Session:
         variables: Mapping[str, SavedVariable],
         rows: Mapping[str, Sequence[SavedRows]],
     ) -> CopyOnServers:
-        """See `Keeper`."""
+        """Loads values from a checkpoint on the servers; see `Keeper`."""
         copy = self._new_copy(variables)
         copy.load(path, rows)
         return copy
@@ -256,7 +260,7 @@ class Session:
         )
 
     def parts_of(self, handle: Handle) -> list[Part]:
-        """Where the variable of a handle is, or its shards."""
+        """Returns the places of a handle's variable: one, or one per shard."""
         cell = None if handle.cell is None else handle.cell()
         shards: list[Any] = getattr(cell, "_shards", [])
         if not shards:
@@ -271,10 +275,10 @@ class Session:
         ]
 
     def statistics(self) -> tuple[ServerStatistics, ...]:
-        """What each server has done.
+        """Returns the statistics of each server.
 
         Raises:
-            PSUnavailableError: if one is lost.
+            PSUnavailableError: if a server is lost.
         """
         return tuple(
             ServerStatistics(task.name, **link.call(Message("statistics")).fields)
@@ -282,7 +286,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Ends its threads and those of its coordinator, which runs no closures any more."""
+        """Ends the threads of the session and its coordinator, which then runs no more closures."""
         self._on_end(CancelledError("The coordinator was closed."))
         for heartbeat in self._heartbeats:
             heartbeat.stop()
@@ -291,12 +295,12 @@ class Session:
 
 
 class Cluster:
-    """The tasks of a job, as its coordinator reaches them.
+    """The tasks of a job that a coordinator can use.
 
     Args:
-        workers: By their number.
-        servers: By their number.
-        describe: Describes functions that make data so that workers find them.
+        workers: The workers, by number.
+        servers: The servers, by number.
+        describe: Describes a function that makes data, so that workers can find it.
         devices_per_worker: Number of devices of each worker.
     """
 
@@ -314,10 +318,12 @@ class Cluster:
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def open(self, options: RecoveryOptions) -> Session:
-        """Begins a session at all servers, and ends older ones; workers are told by their thread.
+        """Begins a session on all servers, which ends older ones.
+
+        The thread of each worker begins the session there.
 
         Args:
-            options: When its coordinator gives up tasks.
+            options: When the coordinator of the session gives up tasks.
 
         Raises:
             ConnectionLostError: if a server cannot be reached.
@@ -328,14 +334,14 @@ class Cluster:
             newer = [found for server in self._servers if (found := _greet(server, session))]
             if not newer:
                 break
-            # By the clock of another machine, or because two coordinators start at once.
+            # Another machine's clock is ahead, or two coordinators start at the same time.
             session = max(newer)
         opened = Session(self._workers, self._servers, self.describe, options, session)
         self._sessions.add(opened)
         return opened
 
     def close(self) -> None:
-        """Ends its coordinators, and the tasks that were started with the cluster."""
+        """Ends the coordinators of the cluster, and the tasks that were started with it."""
         for session in list(self._sessions):
             session.close()
 
@@ -347,7 +353,7 @@ class Cluster:
 
 
 def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
-    """Ranges of rows in which a value of this shape travels; a small one travels as a whole."""
+    """Returns the ranges of rows in which a value of this shape is sent; a small one has one."""
     if not shape or not shape[0]:
         return [(0, 0)]
     row_bytes = max(1, math.prod(shape[1:]) * np.dtype(dtype).itemsize)
@@ -356,10 +362,10 @@ def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
 
 
 def check_numbers(function: str, **numbers: int) -> None:
-    """Checks the numbers of tasks and devices that a function gets.
+    """Checks the numbers of tasks and devices passed to a function.
 
     Raises:
-        InvalidValueError: if one is not positive.
+        InvalidValueError: if a number is not positive.
     """
     for name, number in numbers.items():
         if number < 1:
@@ -367,7 +373,7 @@ def check_numbers(function: str, **numbers: int) -> None:
 
 
 def _greet(task: Task, session: SessionId) -> SessionId | None:
-    """Begins a session at a task; returns the newer one that it has, if it has."""
+    """Begins a session on a task; returns the newer session that the task has, if there is one."""
     link = task.connect()
     try:
         found: SessionId | None = link.call(hello(session)).fields.get("session")
@@ -378,11 +384,11 @@ def _greet(task: Task, session: SessionId) -> SessionId | None:
 
 @final
 class LocalCluster(Cluster):
-    """Tasks in this process; made by `local_cluster`.
+    """A cluster of tasks in this process, made by `local_cluster`.
 
     Attributes:
-        fault: Called for every message with the names of its sender and of the task that it is
-            for, and as the `fault` of an `InProcessLink`.
+        fault: Function called for every message, with the names of its sender and its receiver,
+            followed by the arguments of `fault` of an `InProcessLink`.
     """
 
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
@@ -425,7 +431,7 @@ class LocalCluster(Cluster):
         super().__init__(tasks(workers), tasks(servers), makers.describe, num_devices)
 
     def kill(self, name: str) -> None:
-        """Breaks all connections of a task, as if its process had been killed.
+        """Breaks all connections to and from a task, as if its process had been killed.
 
         Args:
             name: `"worker 0"` or `"ps 0"`.
@@ -439,16 +445,16 @@ class LocalCluster(Cluster):
             service.close()
 
     def restart(self, name: str) -> None:
-        """Starts a task again, which has forgotten everything."""
+        """Starts a task again, with nothing remembered from before."""
         with self._link_lock:
             self._services[name] = SessionService(name, self._makers[name])
 
     def cut(self, source: str, target: str) -> None:
-        """Breaks the connections of one task to another one; new ones can be made.
+        """Breaks the connections from one task to another; the tasks can connect again.
 
         Args:
-            source: `"chief"` or the name of a worker.
-            target: Name of a worker or server.
+            source: `"chief"`, or the name of a worker.
+            target: The name of a worker or server.
         """
         with self._link_lock:
             links = [link for link, ends in self._links.items() if ends == (source, target)]
@@ -456,13 +462,13 @@ class LocalCluster(Cluster):
             link.cut()
 
     def close(self) -> None:
-        """Ends its coordinators and all tasks."""
+        """Ends the coordinators of the cluster, and all tasks."""
         super().close()
         for name in self._makers:
             self.kill(name)
 
     def _connect(self, source: str, target: str) -> Link:
-        cluster = weakref.ref(self)  # the thread of a link must not keep it
+        cluster = weakref.ref(self)  # the thread of a link must not keep the cluster alive
 
         def fault(message: Message, deliver: Callable[[Message], Message]) -> Message:
             function = getattr(cluster(), "fault", None)
@@ -495,20 +501,21 @@ def local_cluster(
     *,
     limits: Limits | None = None,
 ) -> LocalCluster:
-    """Workers and parameter servers in this process, for `ParameterServerStrategy`.
+    """Starts workers and parameter servers in this process, for `ParameterServerStrategy`.
 
     Args:
         workers: Number of workers, each a thread.
         ps: Number of servers.
-        devices_per_worker: Number of CPU devices of each worker, each with a replica. Workers have
-            devices of their own if there are enough, the first one the first of them; otherwise
-            all have the same. If JAX has not started yet, there will be enough.
-        limits: If given, what the tasks send each other is encoded, checked and decoded as between
-            processes.
+        devices_per_worker: Number of CPU devices of each worker, each with a replica. With 1, all
+            workers share the first CPU device. With more, each worker gets devices of its own if
+            there are enough, in the order of the workers; otherwise all workers share the first
+            ones. If JAX has not started yet, this call makes sure that there are enough.
+        limits: If given, messages between the tasks are encoded, checked and decoded as they are
+            between processes.
 
     Raises:
         InvalidValueError: if a number is not positive.
-        DeviceError: if JAX has started with fewer CPU devices than a worker is to have.
+        DeviceError: if JAX has already started with fewer CPU devices than one worker needs.
     """
     check_numbers("local_cluster", workers=workers, ps=ps, devices_per_worker=devices_per_worker)
     return LocalCluster(_devices_of_workers(workers, devices_per_worker), ps, limits)

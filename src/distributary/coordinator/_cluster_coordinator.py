@@ -1,4 +1,4 @@
-"""Gives closures to workers, and knows what has become of them."""
+"""The object that schedules closures on workers and collects their results."""
 
 import contextlib
 import functools
@@ -51,13 +51,15 @@ __all__ = ["ClusterCoordinator"]
 
 @final
 class ClusterCoordinator:
-    """Schedules functions on the workers of a `ParameterServerStrategy`; there is one per strategy.
+    """A scheduler of functions on the workers of a `ParameterServerStrategy`.
+
+    Each strategy has one: calling this again with the same strategy returns the same object.
 
     Args:
         strategy: The strategy.
 
     Raises:
-        InvalidTypeError: if it is no `ParameterServerStrategy`.
+        InvalidTypeError: if `strategy` is not a `ParameterServerStrategy`.
 
     Source: `tf.distribute.coordinator.ClusterCoordinator`.
     """
@@ -83,15 +85,15 @@ class ClusterCoordinator:
         self._feeds: weakref.WeakValueDictionary[int, Feed | SharedFeed] = (
             weakref.WeakValueDictionary()
         )
-        # By the identity of iterators, which their feeds keep alive.
+        # Keyed by the `id` of the iterator, which its feed keeps alive.
         self._shared: weakref.WeakValueDictionary[int, SharedFeed] = weakref.WeakValueDictionary()
-        # What was collected, in whichever thread, and workers have not been told to forget.
+        # Collected objects, from any thread, that the workers have not yet been told to forget.
         self._gone: deque[Key] = deque()
         self._has_warned_of_feeding = False
         self._warned_of_rows: set[str] = set()
-        # Whoever schedules a function traces it, and the threads below, for other shapes.
+        # The thread that schedules a function traces it; the threads below trace other shapes.
         self._tracing = threading.RLock()
-        # The threads know nothing that keeps the coordinator: they end with it.
+        # The threads hold no reference to the coordinator, so that they end with it.
         add_plan = weakref.WeakMethod(self._add_plan)
         session, queue = self._cluster, self._queue
         workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
@@ -111,7 +113,7 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> Any:
-        """The strategy."""
+        """The strategy whose workers run the functions."""
         return self._strategy
 
     def schedule(
@@ -120,31 +122,34 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Has some worker call a function; returns at once.
+        """Schedules a call of `fn` on one of the workers, and returns at once.
 
-        The function is traced here, in the scope of the strategy. Variables that it assigns are
-        changed by their servers, exactly once for every closure.
+        The function is traced here, in the scope of the strategy. When it assigns variables, their
+        servers apply the change exactly once per closure.
 
         Args:
-            fn: Function of arrays, numbers, iterators made by `iter(per_worker_dataset)` or
-                `iter(dataset)`, and `PerWorkerValues`; Python side effects happen once per trace.
-                Of the iterator over a dataset, each closure is sent the next element.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            fn: Function of arrays, numbers, `PerWorkerValues`, and iterators made by
+                `iter(per_worker_dataset)` or `iter(dataset)`. Python side effects happen once per
+                trace. With an iterator over a dataset, each closure receives the next element.
+            args: Positional arguments of `fn`.
+            kwargs: Keyword arguments of `fn`.
 
         Returns:
-            What it will return.
+            A `RemoteValue` that will hold the result.
 
         Raises:
-            InvalidTypeError: if `fn` is not callable, `args` no tuple, or an argument of strings.
+            InvalidTypeError: if `fn` is not callable, `args` is not a tuple, or an argument
+                contains strings.
             InvalidValueError: if an argument is a `RemoteValue`.
             UnsupportedError: if `fn` calls back into Python, or its updates cannot be split over
                 the servers.
-            Exception: the first error of an earlier closure, once. What was queued is cancelled.
-            UnavailableError: if there is no worker for too long, or workers end as they run a
-                closure.
-            PSUnavailableError: if a server is lost, again and again.
-            CoordinatorReplacedError: if another coordinator uses the cluster, again and again.
+            Exception: the first error of an earlier closure, raised once. Closures that were still
+                queued are cancelled.
+            UnavailableError: if there is no worker for too long, or workers keep ending while they
+                run one closure.
+            PSUnavailableError: if a server is lost; raised by every later call, too.
+            CoordinatorReplacedError: if another coordinator uses the cluster; raised by every
+                later call, too.
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
         """
@@ -169,7 +174,7 @@ class ClusterCoordinator:
         arrays = [leaves[i] for i in dynamic]
         key = tree, tuple([_signature_of(leaf) for leaf in leaves])
         for i in dynamic:
-            leaves[i] = None  # what follows keeps the other arguments
+            leaves[i] = None  # `call` keeps the other arguments, but not the arrays
         call = _call_of(fn, leaves, dynamic, tree)
         function = self._function(fn, call, key, arrays, sources)
         own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
@@ -179,22 +184,22 @@ class ClusterCoordinator:
         """Waits until all closures have ended.
 
         Raises:
-            Exception: as `schedule`.
+            Exception: the same errors as `schedule`.
         """
         self._queue.join()
 
     def done(self) -> bool:
-        """Whether all closures have ended; raises as `join`."""
+        """Returns whether all closures have ended; raises the same errors as `join`."""
         return self._queue.is_done()
 
     def fetch(self, val: Any) -> Any:
-        """A nest with the values of the `RemoteValue`s in it; waits for them."""
+        """Waits for the `RemoteValue`s in a nest, and returns the nest with their values."""
         return jax.tree.map(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
         )
 
     def statistics(self) -> CoordinatorStatistics:
-        """Numbers about the closures, workers and servers until now.
+        """Returns the numbers counted so far about closures, workers and servers.
 
         Raises:
             PSUnavailableError: if a server is lost.
@@ -202,21 +207,23 @@ class ClusterCoordinator:
         return _statistics(self._queue, self._workers, self._cluster)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":
-        """A dataset that every worker makes for itself.
+        """Creates a dataset that every worker makes for itself.
+
+        Each worker goes through all of its batches, so shuffle and repeat the dataset.
 
         Args:
-            dataset_fn: Function without arguments that returns an iterable of batches, or such an
-                iterable that may be iterated several times at once. Workers do not share the
-                batches between them: shuffle and repeat. Also what
-                `experimental_distribute_dataset` and `distribute_datasets_from_function` of the
-                strategy give, or a function that returns it, which is called here.
+            dataset_fn: Function without arguments that returns an iterable of batches, or an
+                iterable that can be iterated several times at once. You can also pass the result
+                of the strategy's `experimental_distribute_dataset` or
+                `distribute_datasets_from_function`, or a function that returns such a result; that
+                function is called in this process.
 
         Source: `tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset`.
         """
         return PerWorkerDataset(lambda: self._new_dataset(dataset_fn))
 
     def create_per_worker_value(self, value_fn: Callable[[], Any]) -> PerWorkerValues:
-        """A value that every worker computes for itself, an argument of scheduled functions.
+        """Creates a value that every worker computes for itself; pass it to scheduled functions.
 
         Args:
             value_fn: Function without arguments that returns a nest of arrays.
@@ -246,7 +253,7 @@ class ClusterCoordinator:
         return RemoteSource("fed", number, feed.peek, feed)
 
     def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
-        """An iterator of this process, of which the workers are sent the elements."""
+        """Returns the source that sends the elements of an iterator of this process to workers."""
         with self._tracing:
             feed = self._shared.get(id(iterator))
             if feed is None:
@@ -256,7 +263,7 @@ class ClusterCoordinator:
         return RemoteSource("fed", feed.number, feed.peek, feed)
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
-        """What the workers have, until it is not used any more."""
+        """Returns a source of data that the workers keep for as long as the source is in use."""
         source = RemoteSource(kind, number, functools.partial(self._peek, kind, number))
         self._forget_when_collected(source, ("source", number))
         return source
@@ -265,16 +272,16 @@ class ClusterCoordinator:
         weakref.finalize(owner, self._gone.append, key).atexit = False
 
     def _forget(self) -> None:
-        """Has the workers forget what was collected."""
+        """Tells the workers to forget the objects that have been collected."""
         keys = set()
-        with contextlib.suppress(IndexError):  # until there are none, also for other threads
+        with contextlib.suppress(IndexError):  # raised when empty; other threads may empty it, too
             while True:
                 keys.add(self._gone.popleft())
         if keys:
             self._workers.forget(keys)
 
     def _new_source(self, kind: str, maker: Any) -> int | None:
-        """Has the workers call a function; its number, or None if they do not have it."""
+        """Makes the workers call `maker`; returns its number, or None if they do not have it."""
         self._forget()
         number = next(self._source_numbers)
         try:
@@ -298,7 +305,7 @@ class ClusterCoordinator:
         return number
 
     def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
-        """Shapes and dtypes of what a worker brings next, and its structure."""
+        """Returns the shapes and dtypes of a worker's next data, and their structure."""
         message = Message("peek", {"kind": kind, "number": number})
         fields = self._workers.call(lambda worker: message).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
@@ -328,7 +335,7 @@ class ClusterCoordinator:
         return function
 
     def _add_plan(self, closure: Closure, shapes: list[Any]) -> None:
-        """Traces the function of a closure, for data of other shapes than at first."""
+        """Traces the function of a closure again, for data of new shapes."""
         function = closure.function
         data = structs_of(shapes[: function.num_data])
         self._trace(function, closure.call, closure.sources, data)
@@ -340,7 +347,7 @@ class ClusterCoordinator:
         sources: Sequence[RemoteSource],
         data: list[Any] | None,
     ) -> None:
-        """Traces a function, and tells the workers."""
+        """Traces a function and sends the plan to the workers."""
         captured: list[RemoteSource] = []  # keeps their feeds alive until the function does
 
         def source_of(iterator: DatasetIterator) -> RemoteSource:
@@ -402,8 +409,8 @@ def _signature_of(leaf: Any) -> Any:
 def _call_of(
     fn: Callable[..., Any], static: Sequence[Any], dynamic: Sequence[int], tree: Any
 ) -> Callable[..., Any]:
-    """From the arrays at the places `dynamic` to what `fn` returns for all arguments."""
-    # A partial shows what it holds to `refused_if_consumed`.
+    """Returns `fn` as a function of only the arrays at the positions in `dynamic`."""
+    # A partial, because `refused_if_consumed` can see what it holds.
     return functools.update_wrapper(functools.partial(_call, fn, static, dynamic, tree), fn)
 
 
@@ -430,18 +437,20 @@ def _call(
 @final
 @dataclass(slots=True, weakref_slot=True)
 class _Function:
-    """What closures have in common that were scheduled with one function and alike arguments.
+    """The part shared by all closures with the same function and arguments of the same signature.
 
-    Nothing here keeps the function itself: the closures do that need it.
+    It does not keep the Python function alive; the closures that need the function do.
 
     Attributes:
-        number: What workers know it by.
-        name: For messages.
+        number: The number by which workers know it.
+        name: The name shown in messages.
         avals: Shapes and dtypes of the arrays among the arguments.
-        num_data: Number of leaves of data that workers bring to it, or are sent with it.
-        feeds: What they are sent, or the places among the sources of a closure of what makes it.
-        cells: See `Plan`. A name may now mean another variable if one was collected.
-        rebuild: From the arrays that workers return to the result.
+        num_data: Number of data leaves that workers supply or receive along with a closure.
+        feeds: The feeds that make the data to send. An int is a position among the sources of the
+            closure, and stands for the feed of that source.
+        cells: See `Plan`. If one of the variables was collected, its name may now mean another
+            variable, so the function is traced again.
+        rebuild: Converts the arrays that workers return into the result.
     """
 
     number: int
@@ -453,17 +462,17 @@ class _Function:
     rebuild: Callable[..., Any] = field(default=list)
 
     def feeds_of(self, sources: Sequence[Any]) -> list[Feed | SharedFeed]:
-        """What a closure with these sources is sent."""
+        """Returns the feeds whose data is sent with a closure that has these sources."""
         return [sources[f].feed if isinstance(f, int) else f for f in self.feeds]
 
 
 def _messages_of(function: _Function, plan: Plan, updates: Mapping[int, int]) -> list[Message]:
-    """What a worker has to know of a function before it can run it.
+    """Returns the messages that a worker needs before it can run a function.
 
     Args:
         function: The function.
-        plan: For some shapes.
-        updates: What the servers know their part of it by, by the numbers of the servers.
+        plan: Its plan for some shapes.
+        updates: For each server number, the number by which that server knows its update.
     """
     pulls: dict[int, list[int]] = {}
     for kind, number in plan.inputs:

@@ -1,4 +1,4 @@
-"""Copies of variables on servers: what is being saved, and what has been loaded."""
+"""Copies of variables on servers, for values being saved and values just loaded."""
 
 import contextlib
 import secrets
@@ -27,8 +27,8 @@ __all__ = ["Copies", "CopyOnServers", "Place", "frozen"]
 
 _TOKEN = "token"
 
-#: Where some rows of a variable are: number of the server, of the variable there, and of rows, 1
-#: for a scalar.
+#: The place of some rows of a variable: number of the server, number of the variable there, and
+#: number of rows, 1 for a scalar.
 Place: TypeAlias = tuple[int, int, int]
 
 
@@ -36,21 +36,21 @@ Place: TypeAlias = tuple[int, int, int]
 class Copies:
     """The copies on one server.
 
-    Messages, with the number of the copy in `copy`; all may be sent again:
+    It handles these messages. Each has the number of the copy in `copy`, and can be sent again:
 
-        copy    ids                        the values that variables have now
-        load    ids, path, rows            values from a checkpoint, of each variable a list of
-                                           `SavedRows`
-        save    path, token -> file        writes them to a new file `ps-<number>.safetensors` of a
-                                           folder in which a file `token` has this text; the reply
-                                           has a `WrittenFile`
-        adopt                              makes them the values that the variables have
-        drop
+        copy    ids                        copies the current values of variables
+        load    ids, path, rows            reads values from a checkpoint, given a list of
+                                           `SavedRows` for each variable
+        save    path, token -> file        writes the copy to a new file `ps-<number>.safetensors`
+                                           in a folder that has a file `token` with this text; the
+                                           reply has a `WrittenFile`
+        adopt                              assigns the copy to the variables
+        drop                               forgets the copy
 
     Args:
-        number: Of the server.
-        state: Its variables.
-        lock: Is held by whoever reads or changes the state.
+        number: Number of the server.
+        state: Variables of the server.
+        lock: Lock to hold while reading or changing the state.
     """
 
     def __init__(self, number: int, state: dict[int, Any], lock: threading.Lock) -> None:
@@ -60,11 +60,11 @@ class Copies:
         self._copies: dict[int, _Copy] = {}
 
     def handle(self, message: Message) -> Message:
-        """The reply to a message of one of `kinds`."""
+        """Handles a message of one of `kinds`, and returns the reply."""
         return self.kinds[message.kind](self, message)
 
     def close(self) -> None:
-        """Drops all."""
+        """Drops all copies."""
         self._copies.clear()
 
     def _take(self, message: Message) -> Message:
@@ -91,7 +91,7 @@ class Copies:
     def _save(self, message: Message) -> Message:
         path, token = Path(message.fields["path"]), message.fields["token"]
         copy = self._copy(message)
-        with copy.lock:  # who sends it again waits for the first time
+        with copy.lock:  # a repeated message waits until the first one is done
             if copy.file is None:
                 self._check_token(path, token)
                 arrays = {str(number): np.asarray(a) for number, a in copy.arrays.items()}
@@ -99,7 +99,7 @@ class Copies:
         return Message("ok", {"file": astuple(copy.file)})
 
     def _check_token(self, path: Path, token: str) -> None:
-        """Only who may write to the folder has a server do it."""
+        """Checks by a token that the coordinator itself has written to the folder."""
         try:
             found = (path / _TOKEN).read_text(encoding="utf-8")
         except OSError as error:
@@ -148,17 +148,17 @@ class _Copy:
     def __init__(self, arrays: dict[int, Any]) -> None:
         self.arrays = arrays
         self.lock = threading.Lock()
-        self.file: WrittenFile | None = None  # once it is written
+        self.file: WrittenFile | None = None  # None until it is written
 
 
 @final
 class CopyOnServers:
-    """A copy of variables, as the coordinator sees it; a `KeptCopy`.
+    """A copy of variables as the coordinator sees it; a `KeptCopy`.
 
     Args:
-        number: Of the copy.
-        places: Where the variables are, by name; the places of one are those of its shards.
-        connect: Makes a link to a server for this copy, so that others do not wait.
+        number: Number of the copy.
+        places: The places of each variable, by name: one per shard.
+        connect: Opens a link to a server for this copy alone, so that other calls do not wait.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class CopyOnServers:
         self._links = {server: connect(server) for server in sorted(servers)}
 
     def take(self) -> None:
-        """Has the servers copy the values that the variables have now."""
+        """Makes the servers copy the current values of the variables."""
         self._begin("copy", {server: {"ids": ids} for server, ids in self._ids().items()})
 
     def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
-        """Has the servers read values; see `Keeper.load`."""
+        """Makes the servers read values from a checkpoint; see `Keeper.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
         for name, own in self._places.items():
             start = 0
@@ -195,11 +195,11 @@ class CopyOnServers:
         )
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
-        """See `KeptCopy`.
+        """Makes the servers write the copy to a folder; see `KeptCopy`.
 
         Raises:
             CheckpointError: if servers cannot write, or do not see the folder.
-            PSUnavailableError: if one is lost.
+            PSUnavailableError: if a server is lost.
         """
         token = secrets.token_hex(16)
         (path / _TOKEN).write_text(token, encoding="utf-8")
@@ -224,13 +224,13 @@ class CopyOnServers:
         }
 
     def adopt(self) -> None:
-        """See `KeptCopy`."""
+        """Assigns the copy to the variables; see `KeptCopy`."""
         self._call("adopt", {server: {} for server in self._links})
 
     def drop(self) -> None:
-        """See `KeptCopy`."""
+        """Drops the copy; see `KeptCopy`."""
         for link in self._links.values():
-            with contextlib.suppress(UnavailableError):  # what lost servers had is gone
+            with contextlib.suppress(UnavailableError):  # the copy of a lost server is gone anyway
                 link.call(Message("drop", {"copy": self._number}))
             link.close()
 
@@ -242,7 +242,7 @@ class CopyOnServers:
             raise
 
     def _ids(self) -> dict[int, list[int]]:
-        """By server, the numbers of the variables there."""
+        """Returns the numbers of the variables on each server."""
         ids: dict[int, list[int]] = {server: [] for server in self._links}
         for own in self._places.values():
             for server, number, _ in own:
@@ -250,7 +250,7 @@ class CopyOnServers:
         return ids
 
     def _call(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> dict[int, Message]:
-        """Sends messages to servers at once; their replies."""
+        """Sends a message to each server, all at the same time, and returns the replies."""
         with ThreadPoolExecutor(len(fields)) as threads:
             calls = {
                 server: threads.submit(
@@ -266,7 +266,7 @@ def _file(server: int) -> str:
 
 
 def frozen(array: Any) -> Any:
-    """An array that does not change any more; of those on a server, tables change in place."""
+    """Returns an array that will not change. On a server, only tables change in place."""
     return array.copy() if _is_table(array) else array
 
 

@@ -1,4 +1,4 @@
-"""Gives closures to the workers, and to others when a worker is lost."""
+"""The threads that give closures to workers, and to other workers when one is lost."""
 
 import itertools
 import logging
@@ -29,8 +29,8 @@ __all__ = ["Workers"]
 _log = logging.getLogger(__name__)
 
 _LOST = (ConnectionLostError, DeadlineError)
-_MAX_LEASED_BYTES = 1 << 24  # of all closures of a lease but the last one
-_SOON_SECONDS = 0.5  # for a worker whose closures wait until it is known whether it was lost
+_MAX_LEASED_BYTES = 1 << 24  # of the closures in a lease, not counting the last one
+_SOON_SECONDS = 0.5  # to reconnect while closures wait to know whether their worker is lost
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -39,10 +39,10 @@ class Workers:
     """The workers of a coordinator, with a thread for each.
 
     Args:
-        session: Of the coordinator.
-        queue: Where the closures come from.
+        session: Session of the coordinator.
+        queue: Queue to take closures from.
         add_plan: Called with a closure and the shapes of data for which a worker has no plan; adds
-            one to the setup of the session.
+            such a plan to the setup of the session.
     """
 
     def __init__(
@@ -62,40 +62,40 @@ class Workers:
             driver.start()
 
     def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
-        """Tells a worker what to know, and if it replies "ok" all others before they run closures.
+        """Tells one worker; if it replies "ok", the others are told before they run closures.
 
         Args:
-            key: What it is about.
-            message: From the number of a worker to the message for it.
+            key: The source or function that the message is about.
+            message: Returns the message for the worker with a given number.
 
         Returns:
-            The reply.
+            The reply of the first worker.
 
         Raises:
-            Exception: as `call`.
+            Exception: the same errors as `call`.
         """
         with self._telling:
             return self._with_some(lambda connection: connection.tell(key, message))
 
     def tell_later(self, key: Key, message: Message) -> None:
-        """Tells all workers before they run closures."""
+        """Tells every worker before it runs closures again."""
         with self._telling:
             self._session.setup.add(key, lambda worker: message)
 
     def forget(self, keys: Collection[Key]) -> None:
-        """Workers forget, before they run closures, what is not used any more."""
+        """Tells every worker, before it runs closures again, what it can forget."""
         with self._telling:
             self._session.setup.remove(keys)
 
     def call(self, message: Callable[[int], Message]) -> Message:
-        """The reply of some worker.
+        """Sends a message to any one worker, and returns the reply.
 
         Args:
-            message: From the number of the worker to the message.
+            message: Returns the message for the worker with a given number.
 
         Raises:
-            UnavailableError: if there is none for too long.
-            Exception: as `Link.call`.
+            UnavailableError: if there is no worker for too long.
+            Exception: the same errors as `Link.call`.
         """
         return self._with_some(lambda connection: connection.call(message))
 
@@ -120,17 +120,17 @@ class Workers:
                 connection.lose(error)
 
     def num_live(self) -> int:
-        """How many workers can be reached."""
+        """Returns the number of workers that can be reached."""
         return len(self._live)
 
     def add(self, driver: "_Driver") -> None:
-        """A worker can be reached."""
+        """Notes that a worker can be reached."""
         with self._changed:
             self._live.append(driver)
             self._changed.notify_all()
 
     def remove(self, driver: "_Driver") -> None:
-        """A worker cannot be reached any more."""
+        """Notes that a worker can no longer be reached."""
         with self._changed:
             if driver in self._live:
                 self._live.remove(driver)
@@ -138,7 +138,7 @@ class Workers:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raises an error for what is queued if there is no worker for too long."""
+        """Fails the queued closures if there has been no worker for too long."""
         with self._changed:
             seconds = time.monotonic() - self._none_since
             if self._live or seconds < self._session.options.no_worker_timeout_seconds:
@@ -149,7 +149,7 @@ class Workers:
             self._queue.fail_queued(self._error())
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """What each has done."""
+        """Returns the statistics of each worker."""
         return tuple(driver.statistics(driver in self._live) for driver in self._drivers)
 
     def _error(self) -> UnavailableError:
@@ -162,7 +162,7 @@ class Workers:
 
 @final
 class _Driver:
-    """The thread that gives closures to one worker, and connects to it again when it was lost."""
+    """The thread that gives closures to one worker, and reconnects to it when it is lost."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Driver:
 
     @property
     def connection(self) -> "_Connection":
-        """To the worker, when it can be reached."""
+        """Connection to the worker, once there has been one."""
         assert self._connection is not None
         return self._connection
 
@@ -200,7 +200,7 @@ class _Driver:
         start_thread(self._drive, self._stop, "distributary-driver")
 
     def statistics(self, is_live: bool) -> WorkerStatistics:
-        """What the worker has done."""
+        """Returns the statistics of the worker."""
         if is_live:
             state = "running" if self.is_running else "idle"
         elif self._num_losses or self._connection:
@@ -220,7 +220,7 @@ class _Driver:
     def _drive(self) -> None:
         try:
             self._drive_to_end()
-        except Exception as error:  # such as that of another coordinator
+        except Exception as error:  # such as CoordinatorReplacedError
             self._queue.end(error)
         finally:
             self._workers.remove(self)
@@ -229,7 +229,7 @@ class _Driver:
 
     def _drive_to_end(self) -> None:
         running: list[Closure] = []
-        silence: Exception | None = None  # why it may be lost, until another connection tells
+        silence: Exception | None = None  # why it may be lost; a new connection will tell
         is_away = False
         pause = _MIN_PAUSE_SECONDS
         lost_since = time.monotonic()
@@ -269,7 +269,7 @@ class _Driver:
                 lost_since = time.monotonic()
 
     def _connect(self, seconds: float) -> bool | None:
-        """Whether the worker still is what it was before; None if it cannot be reached."""
+        """Connects again; returns whether the worker kept its state, or None if not reached."""
         old = self._connection
         if old is not None:
             old.close()
@@ -287,7 +287,7 @@ class _Driver:
         return True
 
     def _serve(self) -> list[Closure]:
-        """Has the worker run closures until it is lost; returns those that were running."""
+        """Runs closures on the worker until it is lost; returns those it was running."""
         connection = self.connection
         while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
             self.is_running = True
@@ -305,10 +305,10 @@ class _Driver:
         return []
 
     def _run(self, connection: "_Connection", closures: list[Closure]) -> bool:
-        """Has the worker run some closures, and removes those that have ended from the list.
+        """Runs closures on the worker, and removes those that have ended from the list.
 
         Returns:
-            Whether it has to run the others, too.
+            True if the worker must also run the closures that are left.
         """
         function = closures[0].function
         try:
@@ -336,23 +336,23 @@ class _Driver:
                 raise exception_of(fields["error"], self.name)
             if "shapes" in fields:
                 self._add_plan(closures[0], fields["shapes"])
-                return True  # it has taken the data for them
+                return True  # on this worker, which has already taken their data
         except (*_LOST, CoordinatorReplacedError):
             raise
         except PSUnavailableError as error:
-            # If this worker alone cannot reach the server, others can.
+            # Maybe only this worker cannot reach the server, and others can.
             self._queue.lose([closures.pop(0)], self.name, error)
             self._queue.put_back(closures)
             self._queue.closed.wait(_MAX_PAUSE_SECONDS * random.random())
             return False
         except Exception as error:
-            # Whoever waits for the closure gets it; nobody sees what a thread raises.
+            # Stored for the caller that waits for the closure: nobody sees errors of a thread.
             self._queue.fail(closures.pop(0), error)
         self._queue.put_back(closures)
         return False
 
     def _lease(self, closures: list[Closure]) -> tuple[list[Closure], list[Any]]:
-        """The first closures, all of one function, and for each arguments and what it is fed."""
+        """Returns the first closures, all of one function, and their arguments and fed arrays."""
         function = closures[0].function
         leased: list[Closure] = []
         arrays: list[Any] = []
@@ -363,7 +363,7 @@ class _Driver:
             if isinstance(closure.fed, Exception):
                 if not leased:
                     raise closure.fed
-                break  # the next time it is the first
+                break  # it is the first one of the next lease, and fails then
             leased.append(closure)
             arrays += [*closure.args, *closure.fed]
             num_bytes += sum(array.nbytes for array in (*closure.args, *closure.fed))
@@ -381,23 +381,24 @@ class _Driver:
 
 @final
 class _Connection:
-    """To a worker, until it is lost.
+    """A connection to a worker, until it is lost.
 
     Args:
-        number: Of the worker.
+        number: Number of the worker.
         task: The worker.
-        session: In which it is called.
-        queue: In which its thread may be waiting.
-        seconds: How long the worker may take to reply.
+        session: The session in which it is called.
+        queue: The queue in which its thread may be waiting.
+        seconds: Time that the worker may take to reply.
 
     Raises:
-        ConnectionLostError: if there is none, or `DeadlineError`.
+        ConnectionLostError: if the worker cannot be reached.
+        DeadlineError: if it does not reply in time.
         CoordinatorReplacedError: if the worker works for a newer coordinator.
 
     Attributes:
-        incarnation: Another one when the worker has forgotten everything.
-        told: What the messages of the session's setup were about that the worker knows.
-        error: Why it was lost.
+        incarnation: Id that changes when the worker has forgotten everything.
+        told: Keys of the setup messages that the worker knows, by message number.
+        error: The reason why the connection was lost, or None.
     """
 
     def __init__(
@@ -405,7 +406,7 @@ class _Connection:
     ) -> None:
         self._number = number
         self.told: dict[int, Key] = {}
-        self._version = -1  # of the setup, when it was told all of it
+        self._version = -1  # of the setup, when the worker was last told all of it
         self.error: Exception | None = None
         self._session = session
         self._queue = queue
@@ -424,13 +425,13 @@ class _Connection:
         )
 
     def call(self, message: Callable[[int], Message]) -> Message:
-        """The reply of the worker, which knows all that it has to; raises as `Link.call`."""
+        """Tells the worker what it has to know, then calls it; raises as `Link.call` does."""
         with self._lock:
             self._tell_all()
         return self._link.call(message(self._number))
 
     def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
-        """The reply of the worker to what all have to know if it is "ok"."""
+        """Sends a message, and adds it to the setup of all workers if the reply is "ok"."""
         with self._lock:
             self._tell_all()
             reply = self._link.call(message(self._number))
@@ -439,17 +440,17 @@ class _Connection:
             return reply
 
     def is_lost(self) -> bool:
-        """Whether the worker has to be connected to again."""
+        """Returns whether the connection is lost, so that a new one is needed."""
         return self.error is not None
 
     def lose(self, error: Exception) -> None:
-        """The worker does not reply: ends calls, and tells its thread."""
+        """Marks the connection as lost: ends its calls, and wakes the thread of the worker."""
         self.error = self.error or error
         self._link.close()
         self._queue.wake()
 
     def close(self) -> None:
-        """Ends its links and its thread."""
+        """Closes the links, and ends the thread of the heartbeat."""
         self._heartbeat.stop()
         self._link.close()
 

@@ -1,4 +1,4 @@
-"""Links over gRPC: one stream for every link, which lasts as long as its connection."""
+"""Links over gRPC. Each link uses one stream, which lasts as long as its connection."""
 
 import contextlib
 import errno
@@ -41,13 +41,13 @@ __all__ = ["GrpcLink", "GrpcServer"]
 _log = logging.getLogger(__name__)
 
 _SERVICE, _GREET, _TALK = "distributary.Link", "Greet", "Talk"
-_REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all that can go wrong
+_REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all failures to connect
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
-_REASON_SECONDS = 1.0  # for the reason of a refusal to come after the refusal
+_REASON_SECONDS = 1.0  # the reason of a refusal comes a little after the refusal
 _PING_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 3000),
-    # Without it a frozen peer is noticed after a minute, whatever the keepalive says.
+    # Without this, a frozen peer is noticed only after a minute, whatever the keepalive says.
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -56,8 +56,8 @@ _CLIENT_OPTIONS = (
     *_PING_OPTIONS,
     ("grpc.max_receive_message_length", MAX_CHUNK_BYTES),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),  # what is repeated is the caller's decision
-    # Every connection is a new one: it resolves the name again, and waits for no other's backoff.
+    ("grpc.enable_retries", 0),  # the caller decides what to repeat
+    # Every connection is new: it resolves the name again, and does not wait for another's backoff.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.min_reconnect_backoff_ms", 2000),  # also the time for one attempt
 )
@@ -74,19 +74,19 @@ _SERVER_OPTIONS = (
 
 @final
 class GrpcLink:
-    """A `Link` to a task at an address; connects with the first call.
+    """A `Link` to a task at an address. It connects at the first call.
 
-    After a connection has broken, the next one is tried after 50 ms to 1 s, with calls waiting.
+    After a connection has broken, calls wait 50 ms to 1 s until the next one is tried.
 
     Args:
         address: `"host:port"` of the task.
-        task: Its name, `"ps 0"`. With certificates, that of the task must say its role, with a
-            token, the task must know the token and be the one of this name.
-        credentials: Those of this task; None for a connection to whoever listens there.
-        limits: What messages may take in both directions.
+        task: Name of the task, such as `"ps 0"`. With certificates, the task's certificate must be
+            for this role. With a token, the task must know the token and have this name.
+        credentials: Credentials of this task; None to connect to any program that listens there.
+        limits: Limits of messages in both directions.
 
     Raises:
-        MissingPackageError: without grpcio.
+        MissingPackageError: if grpcio is not installed.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class GrpcLink:
         return self._start(message)[1]
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """The reply to a request; see `Link`."""
+        """Sends a request and returns the reply; see `Link`."""
         connection, future = self._start(message)
         return wait(connection.calls, future, timeout)
 
@@ -142,20 +142,20 @@ class GrpcLink:
                 if self._closed.is_set():
                     break
                 error = self._converse(connection)
-                # First, so that who repeats a call does so on the new connection.
+                # Replaced before the calls end, so that a repeated call uses the new connection.
                 self._connection = _Connection(self._name)
                 connection.end(error)
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
                 if connection.has_heard:
                     pause = _MIN_PAUSE_SECONDS
                 self._closed.wait(pause * random.uniform(0.5, 1))
-        finally:  # even after an error here, no call waits for ever
+        finally:  # even after an error here, no call waits forever
             self._connection.end(self._closed_error())
 
     def _converse(self, connection: "_Connection") -> Exception:
         """Sends and receives until the connection ends; returns why it did."""
         assembly = Assembly(self._limits)
-        call: Any = None  # the one that is under way
+        call: Any = None  # the call under way
         with self._channel() as channel:
             try:
                 asked: dict[str, str] = {}
@@ -202,14 +202,14 @@ class GrpcLink:
         return kind(f"No connection to {self._name}: {reason}.")
 
     def _watched(self, connection: "_Connection", call: Any) -> Any:
-        """Has `close` end a call; returns it."""
+        """Registers a call, so that `close` cancels it, and returns it."""
         connection.call = call
         if self._closed.is_set():
             call.cancel()
         return call
 
     def _is_stranger(self, call: Any, asked: Mapping[str, str]) -> bool:
-        """Returns whether the other end goes on without a proof that it knows the token."""
+        """Returns whether the other end goes on without proving that it knows the token."""
         if self._token is None:
             return False
         if self._token.knows_task(self._task, asked, dict(call.initial_metadata() or ())):
@@ -233,7 +233,7 @@ class GrpcLink:
 
 @final
 class _Connection:
-    """Requests on their way out, and the calls that wait for replies."""
+    """A connection: requests on their way out, and the calls that wait for replies."""
 
     call: Any = None
     has_heard = False
@@ -253,7 +253,7 @@ class _Connection:
         self._wanted.wait()
 
     def requests(self) -> Iterator[bytes]:
-        """The chunks to send, in a thread of gRPC; begins with `allow`, ends with `end`."""
+        """Yields the chunks to send, in a thread of gRPC, from `allow` until `end`."""
         self._allowed.wait()
         while (request := self._requests.get()) is not None:
             number, buffers = request
@@ -261,7 +261,7 @@ class _Connection:
                 yield from split(number, buffers)
 
     def allow(self) -> None:
-        """The other end is the task: it may be sent the requests."""
+        """Lets the requests be sent, once the other end is known to be the task."""
         self._allowed.set()
 
     def cancel(self) -> None:
@@ -272,32 +272,33 @@ class _Connection:
     def end(self, error: Exception) -> None:
         self.calls.end(error)
         self._requests.put(None)
-        self._allowed.set()  # nobody waits for the requests any more, so none is sent
+        self._allowed.set()  # sends nothing, as no call waits for a reply any more
 
 
 @final
 class GrpcServer:
-    """Lets other tasks call a service, one thread for every link.
+    """A server through which other tasks call a service, with one thread per link.
 
     A link takes the memory of one request and one reply at a time.
 
     Args:
-        service: What is called.
-        address: `"host:port"` to listen at, nowhere else; port 0 takes a free one.
-        credentials: Those of this task: only peers with a certificate of the same CA are heard, or
-            those that know the same token, which is enough on a loopback address.
-        limits: What messages may take in both directions.
-        task: Its name, `"ps 0"`: with a token, callers must mean this task.
-        max_links: More links than these are refused.
-        insecure: Allows other addresses than loopback without certificates, and all addresses
-            without credentials: whoever reaches the address can read and write everything.
+        service: The service that is called.
+        address: `"host:port"`, the only address to listen at. Port 0 takes a free port.
+        credentials: Credentials of this task. With certificates, only peers with a certificate of
+            the same CA can connect. With a token, which is enough on a loopback address, only
+            peers that know the same token can.
+        limits: Limits of messages in both directions.
+        task: Name of this task, such as `"ps 0"`. With a token, callers must expect this task.
+        max_links: Maximum number of links; any further ones are refused.
+        insecure: Allows addresses other than loopback without certificates, and all addresses
+            without credentials. Anyone who reaches the address can then read and write everything.
 
     Raises:
-        ClusterError: if it cannot listen at the address or must not do so with these credentials.
-        MissingPackageError: without grpcio.
+        ClusterError: if it cannot listen at the address, or must not with these credentials.
+        MissingPackageError: if grpcio is not installed.
 
     Attributes:
-        address: The address with the port that was taken.
+        address: The address, with the port that was taken.
     """
 
     def __init__(
@@ -355,11 +356,10 @@ class GrpcServer:
         self._server.start()
 
     def close(self, seconds: float | None = None) -> None:
-        """Ends all connections; returns when no request is being handled any more.
+        """Ends all connections, and waits for requests that are being handled.
 
         Args:
-            seconds: How long to wait at most for requests that are being handled; None for as long
-                as they take.
+            seconds: Longest time to wait for these requests; None to wait until they are done.
         """
         self._server.stop(None).wait(seconds)
         self._threads.join(seconds)
@@ -374,12 +374,12 @@ class GrpcServer:
         )
 
     def _greet(self, request: bytes, context: Any) -> bytes:
-        """A challenge for whoever asks."""
+        """Returns a challenge to any caller."""
         return self._challenges.new().encode()
 
     def _talk(self, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """One link, in a thread of its own."""
-        peer = self._peer(context)  # before anything of the caller's is read
+        """Serves one link, in a thread of its own."""
+        peer = self._peer(context)  # checked before anything from the caller is read
         assembly = Assembly(self._limits)
         for chunk in chunks:
             try:
@@ -420,7 +420,7 @@ class GrpcServer:
             answer = self._token.answer(self._task, asked)
             context.send_initial_metadata([*answer.items()])
             return
-        # Once: a stranger may try without end.
+        # Warns only once, as a stranger may keep trying.
         _log.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
             "%s refuses %s: %s",
@@ -434,7 +434,7 @@ class GrpcServer:
 
 @final
 class _Threads(Executor):
-    """A thread for every link. They are daemons: a process that ends waits for no peer."""
+    """An executor with a daemon thread per link, so that a process ends without its peers."""
 
     def __init__(self) -> None:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -454,14 +454,14 @@ class _Threads(Executor):
         return future
 
     def join(self, seconds: float | None) -> None:
-        """Waits until all have ended, some seconds for all together if it is not None."""
+        """Waits until all threads have ended, or for at most `seconds` in total."""
         end = None if seconds is None else time.monotonic() + seconds
         for thread in list(self._threads):
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
 
 def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
-    """Host, IP address and port; gRPC listens at the address that was checked, not at a name."""
+    """Returns host, IP address and port. gRPC listens at the IP address, which was checked."""
     try:
         parts = urllib.parse.urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port
@@ -473,7 +473,7 @@ def _resolve(address: str) -> tuple[str, IPv4Address | IPv6Address, int]:
             f"Cannot listen at {address}: {error}. Give the address under which the other tasks"
             ' reach this one, such as "10.0.0.1:2222".'
         ) from error
-    # Where both are known, IPv6 may be switched off all the same.
+    # IPv4 first: a name may have an IPv6 address even where IPv6 is switched off.
     infos.sort(key=lambda info: info[0] != socket.AF_INET)
     return host, ipaddress.ip_address(infos[0][4][0]), port
 

@@ -1,4 +1,4 @@
-"""Links without sockets, for clusters in one process and for tests of faults."""
+"""Links without sockets, for clusters in one process and for fault tests."""
 
 import functools
 import queue
@@ -26,18 +26,18 @@ __all__ = ["InProcessLink"]
 
 @final
 class InProcessLink:
-    """A `Link` to a service in the same process; a thread handles the requests.
+    """A `Link` to a service in the same process. A thread handles the requests.
 
     Args:
-        service: Who is called; None for a process that has ended.
-        peer: As whom the service sees the caller.
-        name: The name of the other end in messages, `"ps 0"`.
-        limits: Messages are encoded, checked and decoded, as if they went over a wire; None hands
-            them over as they are.
-        fault: What happens to a request on its way, for tests. It is called in the link's thread
-            with the request and a function that delivers it and returns the reply, and returns the
-            reply. It may deliver twice, wait, or raise `ConnectionLostError` before or after, which
-            is what `cut` does.
+        service: The service to call; None for a process that has ended.
+        peer: The caller, as the service sees it.
+        name: Name of the other end in messages, such as `"ps 0"`.
+        limits: If given, messages are encoded, checked and decoded as if they were sent over a
+            network. None hands them over as they are.
+        fault: Function that delivers a request in tests of faults. It is called in the link's
+            thread with the request and a function that delivers it and returns the reply; it must
+            return the reply. It can deliver twice, wait, or raise `ConnectionLostError` before or
+            after delivery, which has the effect of `cut`.
     """
 
     def __init__(
@@ -61,32 +61,32 @@ class InProcessLink:
         return self._start(message)[1]
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """The reply to a request; see `Link`."""
+        """Sends a request and returns the reply; see `Link`."""
         connection, future = self._start(message)
         return wait(connection.calls, future, timeout)
 
     def cut(self) -> None:
-        """Breaks the connection: calls under way raise, the next one makes a new connection."""
+        """Breaks the connection. Calls under way raise; the next call makes a new connection."""
         self._reconnect(self._connection, self._connection.service, "was cut")
 
     def kill(self) -> None:
         """Breaks the connection as if the process at the other end had been killed.
 
-        Calls raise until `revive`. A request that is being handled is handled to its end.
+        Calls raise until `revive`. A request that is being handled is still finished.
         """
         self._reconnect(None, None, "broke: it was killed")
 
     def revive(self, service: Service) -> None:
-        """Calls reach a service again, that of the process started in place of the killed one."""
+        """Connects to the service of a process started in place of the killed one."""
         self._reconnect(None, service, "was cut")
 
     def close(self) -> None:
-        """Ends the link; see `Link`. What is being handled is handled to its end."""
+        """Ends the link; see `Link`. A request that is being handled is still finished."""
         self._reconnect(None, None, "is closed")
 
     def _start(self, message: Message) -> "tuple[_Connection, Future[Message]]":
         message = self._carry(message)
-        with self._lock:  # so that the numbers are in the order of the thread's work
+        with self._lock:  # so that the thread handles requests in the order of their numbers
             connection = self._connection
             number, future = connection.calls.begin()
             if connection.calls.is_waiting(number):
@@ -129,7 +129,7 @@ class InProcessLink:
         return decode(b"".join(encode(message, self._limits)), self._limits)
 
     def _reconnect(self, old: "_Connection | None", service: Service | None, event: str) -> None:
-        """Replaces a connection unless that was done, or the present one if `old` is None."""
+        """Replaces connection `old`, if it still is the current one. None means the current one."""
         reason = f"The connection to {self._name} {event}."
         with self._lock:
             if old is None:

@@ -1,8 +1,8 @@
-"""How the tasks of a cluster call each other, whatever is in between.
+"""Calls between the tasks of a cluster, independent of how messages are sent.
 
-A link carries the calls of one task to another one: numbered requests, and replies that are matched
-by number. Requests of one link are handled one after the other, in the order of `start`; who does
-not want to wait behind a long one opens a second link.
+A link carries the calls of one task to another: numbered requests, and replies with the number of
+their request. The requests of a link are handled one after the other, in the order of `start`. To
+avoid waiting behind a long one, open a second link.
 """
 
 import itertools
@@ -34,10 +34,10 @@ __all__ = [
     "wait",
 ]
 
-_ERROR_KIND = "error"  # of replies; services do not use it
+_ERROR_KIND = "error"  # a kind of reply that services do not use
 _MAX_ERROR_CHARACTERS = 20_000
-_NUM_PARTS = 4  # of the time that a reply may take
-# Those that are made of a text, and no warnings.
+_NUM_PARTS = 4  # in which the time for a reply is measured; see `wait`
+# Builtin exceptions that can be made of one text; no warnings.
 _BUILTINS = (
     ArithmeticError,
     AssertionError,
@@ -74,30 +74,32 @@ _BUILTINS = (
 
 
 class ConnectionLostError(DistributaryError, ConnectionError):
-    """A call has no reply because the connection broke: it was handled once or not at all."""
+    """A call without a reply because the connection broke. It was handled once or not at all."""
 
 
 class RefusedError(ConnectionLostError):
-    """There is no connection because nothing listens at the other end: its process has ended."""
+    """A failed connection: nothing listens at the other end, as its process has ended."""
 
 
 class UnauthenticatedError(ConnectionLostError):
-    """There is no connection because one end does not know the secret of the job."""
+    """A failed connection: one end does not know the secret of the job."""
 
 
 class DeadlineError(DistributaryError, TimeoutError):
-    """A call has no reply within its time: it was or will be handled once or not at all."""
+    """A call without a reply in time. It was or will be handled once, or not at all."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who calls.
+    """The caller of a service.
 
     Args:
-        role: `"chief"`, `"worker"` or `"ps"` from the certificate, or `"local"` if there is none:
-            the same process, who knows the secret of the job, or anybody if it is insecure.
-        identity: What identifies the peer in messages: the name in its certificate and its address.
+        role: `"chief"`, `"worker"` or `"ps"`, from the certificate. Without a certificate it is
+            `"local"`: a caller in the same process, one that knows the secret of the job, or
+            anyone if the server is insecure.
+        identity: Text that identifies the peer in messages: the name in its certificate and its
+            address.
     """
 
     role: str
@@ -108,54 +110,55 @@ LOCAL: Final = Peer("local", "local")
 
 
 class Service(Protocol):
-    """What a task does for others."""
+    """The service that a task provides to others."""
 
     def handle(self, message: Message, peer: Peer) -> Message:
-        """The reply to a request; called by several threads, one for each link.
+        """Handles a request and returns the reply; called by several threads, one per link.
 
-        The arrays of the request must not be written to; those of the reply must not change any
-        more, as they are sent later.
+        It must not write to the arrays of the request. The arrays of the reply must not change
+        afterwards, as they are sent later.
 
         Args:
             message: The request.
-            peer: Who sent it.
+            peer: The sender of the request.
 
         Raises:
-            Exception: what the caller gets raised, by type and text.
+            Exception: any error; the caller gets one of the same type and text.
         """
 
 
 class Link(Protocol):
-    """Calls one task."""
+    """A connection over which one task calls another."""
 
     def start(self, message: Message) -> "Future[Message]":
         """Sends a request; replies come in the order of the requests.
 
         Returns:
-            The reply to come, or an exception of `call`. It cannot be cancelled.
+            A future of the reply, or of an exception as raised by `call`. It cannot be cancelled.
 
         Raises:
             WireError: if the message cannot be encoded.
         """
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """The reply to a request.
+        """Sends a request, waits for the reply and returns it.
 
         Args:
             message: The request. Its arrays must not change before the reply.
             timeout: Seconds to wait; None waits for the reply or the end of the connection.
 
         Raises:
-            ConnectionLostError: if there is no connection, or none any more. The next call makes a
-                new one.
+            ConnectionLostError: if there is no connection, or it breaks. The next call makes a new
+                one.
             DeadlineError: if there is no reply in time.
             WireError: if the message cannot be sent or the other end does not understand it.
-            Exception: what the service has raised, if the type is one of `distributary.errors` or
-                a usual builtin; else the nearest of these. A note has the other end's traceback.
+            Exception: the error that the service raised, if its type is in `distributary.errors` or
+                is a common builtin; otherwise the nearest of these types. A note contains the
+                traceback of the other end.
         """
 
     def close(self) -> None:
-        """Ends the link: calls under way raise `ConnectionLostError`."""
+        """Ends the link. Calls under way raise `ConnectionLostError`."""
 
 
 @final
@@ -163,7 +166,7 @@ class Calls:
     """The calls of a connection that wait for their reply.
 
     Args:
-        target: Whom they are for, in messages.
+        target: Name of the task called, for messages.
     """
 
     def __init__(self, target: str) -> None:
@@ -171,10 +174,10 @@ class Calls:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._futures: dict[int, Future[Message]] = {}
-        self._end: Exception | None = None  # after `end`
+        self._end: Exception | None = None  # set by `end`
 
     def begin(self) -> "tuple[int, Future[Message]]":
-        """A number and what becomes the reply; after `end`, the exception."""
+        """Returns a number for a call, and the future of its reply; after `end`, it has failed."""
         future: Future[Message] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
@@ -186,11 +189,11 @@ class Calls:
         return number, future
 
     def is_waiting(self, number: int) -> bool:
-        """Whether anybody waits for a reply."""
+        """Returns whether a caller still waits for a reply."""
         return number in self._futures
 
     def forget(self, future: "Future[Message]") -> None:
-        """Nobody waits for a reply any more."""
+        """Notes that the caller no longer waits for a reply."""
         with self._lock:
             for number, other in self._futures.items():
                 if other is future:
@@ -198,7 +201,7 @@ class Calls:
                     return
 
     def reply(self, number: int, message: Message) -> None:
-        """A reply has come."""
+        """Hands a reply that has come to its caller."""
         with self._lock:
             future = self._futures.pop(number, None)
         if future is None:  # the caller has given up
@@ -209,7 +212,7 @@ class Calls:
             future.set_result(message)
 
     def end(self, error: Exception) -> None:
-        """No reply will come: every call raises an exception, this one if it is the first."""
+        """Fails all calls, present and later ones: no reply will come. The first error counts."""
         with self._lock:
             self._end = self._end or error
             futures = list(self._futures.values())
@@ -219,7 +222,7 @@ class Calls:
 
 
 def answer(service: Service, message: Message, peer: Peer) -> Message:
-    """The reply of a service, which may say that it has raised an exception."""
+    """Returns the reply of a service, or a reply that describes the exception it raised."""
     try:
         return service.handle(message, peer)
     except Exception as error:
@@ -227,7 +230,7 @@ def answer(service: Service, message: Message, peer: Peer) -> Message:
 
 
 def error_reply(error: Exception) -> Message:
-    """The reply that raises an exception at the other end."""
+    """Returns the reply that raises an exception at the other end."""
     name = next(cls.__name__ for cls in type(error).__mro__ if cls in _EXCEPTIONS.values())
     text = str(error.args[0]) if len(error.args) == 1 else str(error)
     if name != type(error).__name__:
@@ -242,10 +245,10 @@ def error_reply(error: Exception) -> Message:
 
 
 def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Message:
-    """The reply, as `Link.call` returns or raises it.
+    """Waits for a reply, and returns or raises it as `Link.call` does.
 
-    Silence is counted in parts of the time: one that took much longer than it should says that this
-    process was frozen or had no processor itself, and does not count.
+    The timeout is split into parts. A part that took much longer than it should does not count: it
+    shows that this process itself was frozen, or had no processor.
     """
     if timeout is None:
         return future.result()
@@ -255,7 +258,7 @@ def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Mess
         try:
             return future.result(part)
         except TimeoutError:
-            if future.done():  # an exception of the service, or a reply that has just come
+            if future.done():  # the service raised a TimeoutError, or a reply has just come
                 return future.result()
         num_silent += time.monotonic() - begin < 2 * part
     calls.forget(future)
@@ -263,7 +266,7 @@ def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Mess
 
 
 def exception_of(fields: Mapping[str, JSON], target: str) -> Exception:
-    """The exception that `error_reply` has described in its fields, raised at `target`."""
+    """Returns the exception described by the fields of an `error_reply` from `target`."""
     kind, text, trace = (fields.get(name) for name in ("type", "text", "traceback"))
     cls = _EXCEPTIONS.get(str(kind), RuntimeError)
     error = cls(str(text))
@@ -272,11 +275,11 @@ def exception_of(fields: Mapping[str, JSON], target: str) -> Exception:
 
 
 def _again(error: Exception) -> Exception:
-    """An exception of its own for every call: raising one adds to its traceback."""
+    """Returns a copy of an exception for each call, as raising one adds to its traceback."""
     return type(error)(*error.args)
 
 
-# Not ConnectionLostError and DeadlineError: those of the service are about another link.
+# Without ConnectionLostError and DeadlineError: if a service raises them, it is for another link.
 _EXCEPTIONS: Final = {
     cls.__name__: cls
     for cls in (

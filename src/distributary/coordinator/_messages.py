@@ -1,10 +1,10 @@
-"""Messages between the tasks of a cluster, and the bytes they travel as.
+"""Messages between the tasks of a cluster, and their encoding as bytes.
 
     prefix    magic, version, bytes of the header, bytes of the whole message
     header    JSON: kind, fields, dtype and shape of every array, bytes of every blob
     buffers   the arrays and then the blobs, each padded to a multiple of 64 bytes
 
-Numbers are little-endian. Nothing in a message is code until somebody deserializes a blob.
+Numbers are little-endian. A message contains no code until the receiver deserializes a blob.
 """
 
 import json
@@ -31,13 +31,13 @@ __all__ = [
     "encode",
 ]
 
-JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str of such
+JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str keys of these
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 _PREFIX = struct.Struct("<4sHxxIxxxxQ")
 _MAGIC = b"dstr"
 _VERSION = 1
-# XLA on CPUs uses an array that begins at such an address without a copy.
+# On CPUs, XLA uses an array without a copy if its address is a multiple of this.
 ALIGNMENT: Final = 64
 _MAX_NDIM = 32
 
@@ -56,18 +56,18 @@ _DECODER = json.JSONDecoder()
 
 
 class WireError(DistributaryError, ValueError):
-    """What came is not a message, or what should be sent cannot be one."""
+    """A malformed message that was received, or one that cannot be sent."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a message may take; checked before anything is allocated for it.
+    """The limits of a message, checked before anything is allocated for it.
 
     Args:
-        max_message_bytes: Bytes of a message.
-        max_header_bytes: Bytes of its JSON.
-        max_buffers: Number of its arrays and blobs.
+        max_message_bytes: Maximum size of a message in bytes.
+        max_header_bytes: Maximum size of its JSON in bytes.
+        max_buffers: Maximum number of its arrays and blobs.
     """
 
     max_message_bytes: int = 1 << 30
@@ -81,11 +81,11 @@ class Message:
     """A request or a reply.
 
     Args:
-        kind: What is asked or answered.
+        kind: Kind of the request or reply.
         fields: Small values, by name.
-        arrays: Arrays of NumPy or JAX, of the dtypes that JAX has for numbers. Nobody writes to an
-            array that was in a message: until it is sent it is not copied, and received ones may be
-            shared.
+        arrays: NumPy or JAX arrays, of the dtypes that JAX has for numbers. Do not write to an
+            array once it is in a message: it is not copied before it is sent, and a received one
+            may be shared.
         blobs: Bytes, such as a serialized program.
     """
 
@@ -96,20 +96,20 @@ class Message:
 
 
 def encode(message: Message, limits: Limits) -> list[Buffer]:
-    """The buffers whose concatenation is the message; those of arrays are views of the arrays.
+    """Encodes a message as buffers to send one after the other; those of arrays are views.
 
     Args:
-        message: The message. An array that is not contiguous or not in native byte order is
+        message: The message. Arrays that are not contiguous or not in native byte order are
             copied.
-        limits: What the receiver takes.
+        limits: Limits of the receiver.
 
     Raises:
-        WireError: for a dtype that does not travel, fields that are no JSON, or a message beyond
-            the limits.
+        WireError: if a dtype cannot be sent, the fields are not JSON, or the message exceeds the
+            limits.
     """
     arrays = [_native(array) for array in message.arrays]
     header = _header(message, arrays)
-    # A memoryview of bfloat16 does not exist.
+    # As bytes, because a memoryview cannot hold bfloat16.
     contents: list[Buffer] = [array.reshape(-1).view(np.uint8).data for array in arrays]
     contents += message.blobs
     sizes = [len(content) for content in contents]
@@ -129,25 +129,24 @@ def encode(message: Message, limits: Limits) -> list[Buffer]:
 
 
 def decode(buffer: Buffer, limits: Limits) -> Message:
-    """The message that a buffer holds.
+    """Decodes the message in a buffer.
 
     Args:
         buffer: All bytes of the message.
-        limits: What is taken.
+        limits: Limits that the message must keep.
 
     Returns:
-        The message. Its arrays are views of the buffer that cannot be written to; its blobs are
-        copies.
+        The message. Its arrays are read-only views of the buffer; its blobs are copies.
 
     Raises:
-        WireError: if the buffer holds anything else than one message within the limits.
+        WireError: if the buffer holds anything other than one message within the limits.
     """
     view = memoryview(buffer).cast("B").toreadonly()
     kind, fields, arrays, blob_sizes, start = _read_header(view, limits)
     num_buffers = len(arrays) + len(blob_sizes)
     _check_limit("A message", "arrays and blobs", num_buffers, limits.max_buffers)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in arrays] + blob_sizes
-    # Also a check of the shapes: nothing was made of them yet.
+    # This also checks the shapes, before anything is made of them.
     expected = start + sum(size + _padding(size) for size in sizes)
     if expected != len(view):
         raise WireError(
@@ -167,7 +166,7 @@ def decode(buffer: Buffer, limits: Limits) -> Message:
 
 
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array that XLA can use without a copy; takes memory only as far as it is written to."""
+    """Returns an array that XLA can use without a copy. It takes memory only where written to."""
     num_bytes = math.prod(shape) * dtype.itemsize
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -175,7 +174,7 @@ def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _native(array: np.ndarray) -> np.ndarray:
-    array = np.asarray(array)  # of JAX on a CPU: no copy
+    array = np.asarray(array)  # does not copy a JAX array on a CPU
     if array.dtype in _NAMES and array.flags.c_contiguous:
         return array
     dtype = array.dtype.newbyteorder("=")
@@ -183,7 +182,7 @@ def _native(array: np.ndarray) -> np.ndarray:
         raise WireError(
             f"An array of dtype {array.dtype} cannot be sent; expected one of {', '.join(_DTYPES)}."
         )
-    # Not np.ascontiguousarray, which makes a vector of a scalar.
+    # Not np.ascontiguousarray, which turns a scalar into a vector.
     return np.asarray(array, dtype, order="C")
 
 
@@ -203,7 +202,11 @@ def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
 def _read_header(
     view: memoryview, limits: Limits
 ) -> tuple[str, dict[str, JSON], list[tuple[np.dtype, tuple[int, ...]]], list[int], int]:
-    """Kind, fields, dtypes and shapes of the arrays, sizes of the blobs, and where they begin."""
+    """Reads kind, fields, dtypes and shapes of arrays, sizes of blobs, and where the data begins.
+
+    Raises:
+        WireError: if the header is malformed.
+    """
     if len(view) < _PREFIX.size:
         raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
     magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)

@@ -1,4 +1,4 @@
-"""Numbers of a process as text for Prometheus, for programs on the same machine."""
+"""Metrics of a process in the text format of Prometheus, for programs on the same machine."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +18,11 @@ _NUM_PORTS = 100  # one for each process of a job on this machine
 
 @final
 class MetricsServer:
-    """Answers HTTP requests from this machine.
+    """An HTTP server that shows metrics to this machine.
 
     Args:
-        port: The first port to try; another process of the job may have it. 0 takes a free one.
+        port: The first port to try, as another process of the job may have it. 0 takes any free
+            port.
         collect: Returns the lines of the answer.
 
     Attributes:
@@ -41,10 +42,10 @@ class MetricsServer:
     def from_environ(
         cls, environ: Mapping[str, str], collect: Callable[[], Iterable[str]]
     ) -> "MetricsServer | None":
-        """A server at the port that `DISTRIBUTARY_METRICS_PORT` names; None if it is not set.
+        """Starts a server at the port in `DISTRIBUTARY_METRICS_PORT`; returns None if not set.
 
         Raises:
-            InvalidValueError: if it is no port.
+            InvalidValueError: if it is not a port.
         """
         text = environ.get(METRICS_VARIABLE)
         if not text:
@@ -57,17 +58,17 @@ class MetricsServer:
         return cls(int(text), collect)
 
     def close(self) -> None:
-        """Ends its thread."""
+        """Ends the server and its thread."""
         self._server.close()
 
 
 def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:
-    """A line for every number of some statistics, also of those in it.
+    """Returns a line for every number in some statistics, including nested ones.
 
     Args:
-        prefix: `"worker"` gives `distributary_worker_num_losses`.
+        prefix: Part of each name: `"worker"` gives `distributary_worker_num_losses`.
         statistics: A dataclass, or numbers by name.
-        labels: As in `{name="worker 0"}`.
+        labels: Labels, such as `{name="worker 0"}`.
     """
     if is_dataclass(statistics):
         statistics = {field.name: getattr(statistics, field.name) for field in fields(statistics)}

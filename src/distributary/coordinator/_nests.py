@@ -1,4 +1,4 @@
-"""Batches as arrays, and their structure as JSON: what workers tell about their data."""
+"""Batches as arrays, and their structure as JSON, with which workers describe their data."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ __all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_o
 
 
 def leaves_of(value: Any) -> list[np.ndarray]:
-    """Copies of the leaves of a nest, with the dtypes that JAX has for them."""
+    """Returns copies of the leaves of a nest, with the dtypes that JAX has for them."""
     return [copy_of(leaf) for leaf in jax.tree.leaves(value)]
 
 
 def copy_of(array: Any, dtype: Any = None) -> np.ndarray:
-    """A copy of an array: whoever has made it may write to it again before the step runs.
+    """Copies an array, so that its owner can write to it again before the step runs.
 
     Args:
         array: An array or number.
-        dtype: Of the copy; None for the one that JAX has for it.
+        dtype: Dtype of the copy; None for the one that JAX has for it.
 
     Raises:
         InvalidTypeError: for strings, objects and random keys.
@@ -46,17 +46,17 @@ def copy_of(array: Any, dtype: Any = None) -> np.ndarray:
 
 
 def shapes_of(arrays: list[Any]) -> list[tuple[list[int], str]]:
-    """Shape and name of the dtype of each array."""
+    """Returns the shape and the name of the dtype of each array."""
     return [(list(array.shape), str(array.dtype)) for array in arrays]
 
 
 def structs_of(shapes: JSON) -> list[jax.ShapeDtypeStruct]:
-    """What `shapes_of` has described."""
+    """Returns the shapes and dtypes that `shapes_of` has described."""
     return [jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype)) for sizes, dtype in shapes]
 
 
 def nest_of(value: Any) -> JSON:
-    """The structure of a nest of tuples, lists, dicts with names as keys, and `PerReplica`.
+    """Describes the structure of a nest of tuples, lists, dicts with str keys and `PerReplica`.
 
     Raises:
         InvalidTypeError: if it has other containers.
@@ -79,10 +79,10 @@ def nest_of(value: Any) -> JSON:
 
 
 def tree_of(nest: JSON) -> Any:
-    """The `PyTreeDef` of what `nest_of` has described.
+    """Returns the `PyTreeDef` that `nest_of` has described.
 
     Raises:
-        WireError: if it describes nothing.
+        WireError: if the description is invalid.
     """
     try:
         return jax.tree.structure(_value_of(nest), is_leaf=lambda value: value is _LEAF)

@@ -1,4 +1,4 @@
-"""Into how many shards a variable is split."""
+"""Partitioners, which choose the number of shards of a variable."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ __all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner",
 
 
 class Partitioner:
-    """Says into how many shards a variable is split; a class of your own defines `__call__`.
+    """A choice of the number of shards of a variable. Define `__call__` in your own subclass.
 
     Source: `tf.distribute.experimental.partitioners.Partitioner`.
     """
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
-        """The number of shards along every axis.
+        """Returns the number of shards along every axis.
 
         Args:
             shape: Shape of the variable.
-            dtype: Its dtype.
-            axis: The axis that may be split; strategies split axis 0 only.
+            dtype: Dtype of the variable.
+            axis: The axis that may be split; strategies split only axis 0.
 
         Returns:
-            One number per axis, 1 or more; 1 along every axis but `axis`.
+            One number per axis: 1 or more for `axis`, 1 for all others.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not define __call__(shape, dtype, axis=0), which returns"
@@ -37,7 +37,9 @@ class Partitioner:
 
 @final
 class FixedShardsPartitioner(Partitioner):
-    """Splits every variable into the same number of shards, if it has as many rows.
+    """A partitioner that splits every variable into the same number of shards.
+
+    A variable with fewer rows than that is split into one shard per row.
 
     Args:
         num_shards: Number of shards.
@@ -52,19 +54,19 @@ class FixedShardsPartitioner(Partitioner):
         self._num_shards = _positive("FixedShardsPartitioner", "num_shards", num_shards)
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
-        """`min(num_shards, shape[axis])` along `axis`, 1 along the others."""
+        """Returns `min(num_shards, shape[axis])` for `axis`, and 1 for the others."""
         return _partitions(shape, axis, self._num_shards)
 
 
 @final
 class MinSizePartitioner(Partitioner):
-    """Splits a variable into shards of a size at least, as many as there may be.
+    """A partitioner that makes as many shards of a minimum size as it can.
 
-    The number of shards is rounded up, so they may be smaller than the minimum by a part.
+    The number of shards is rounded up, so shards may be a little smaller than the minimum.
 
     Args:
-        min_shard_bytes: Smallest size of a shard in bytes.
-        max_shards: Most shards; with the default of 1 nothing is split.
+        min_shard_bytes: Minimum size of a shard in bytes.
+        max_shards: Maximum number of shards. With the default of 1, nothing is split.
         bytes_per_string: Assumed size of an element of a dtype for strings or objects.
 
     Raises:
@@ -82,7 +84,7 @@ class MinSizePartitioner(Partitioner):
         self._bytes_per_string = _positive(name, "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
-        """`ceil(size / min_shard_bytes)` along `axis`, `max_shards` at most; 1 on other axes."""
+        """Returns `ceil(size / min_shard_bytes)` or `max_shards` if less for `axis`, else 1."""
         num_bytes = math.prod(shape) * _element_bytes(dtype, self._bytes_per_string)
         num_shards = min(self._max_shards, -(-num_bytes // self._min_shard_bytes))
         return _partitions(shape, axis, num_shards)
@@ -90,13 +92,14 @@ class MinSizePartitioner(Partitioner):
 
 @final
 class MaxSizePartitioner(Partitioner):
-    """Splits a variable into shards of a size at most, as few as will do.
+    """A partitioner that makes as few shards as it can, none larger than a maximum size.
 
-    A shard has one row at least, whatever its size. `max_shards` comes before the size.
+    A shard has at least one row, even if that row is larger than the maximum. `max_shards` takes
+    precedence over the size.
 
     Args:
-        max_shard_bytes: Largest size of a shard in bytes.
-        max_shards: Most shards; None for any number.
+        max_shard_bytes: Maximum size of a shard in bytes.
+        max_shards: Maximum number of shards; None for no limit.
         bytes_per_string: Assumed size of an element of a dtype for strings or objects.
 
     Raises:
@@ -114,7 +117,7 @@ class MaxSizePartitioner(Partitioner):
         self._bytes_per_string = _positive(name, "bytes_per_string", bytes_per_string)
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike, axis: int = 0) -> list[int]:
-        """As many shards along `axis` as rows of `max_shard_bytes` need; 1 on other axes."""
+        """Returns the number of shards that `max_shard_bytes` requires for `axis`, 1 elsewhere."""
         axis = _checked_axis(shape, axis)
         row_shape = (*shape[:axis], *shape[axis + 1 :])
         row_bytes = math.prod(row_shape) * _element_bytes(dtype, self._bytes_per_string)

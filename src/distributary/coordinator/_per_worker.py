@@ -1,4 +1,4 @@
-"""Data that every worker has of its own."""
+"""Datasets and values of which every worker has its own."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ __all__ = [
 
 @final
 class PerWorkerDataset:
-    """A dataset of which every worker makes its own; `iter` gives what closures take.
+    """A dataset of which every worker makes its own. Pass `iter(dataset)` to scheduled functions.
 
     Source: `tf.distribute.coordinator.PerWorkerValues` of `create_per_worker_dataset`.
     """
@@ -52,7 +52,7 @@ class PerWorkerDataset:
 
 
 class _OfWorkers:
-    """Stands for data that every worker has of its own, among the arguments of a function."""
+    """An argument of a scheduled function that stands for the data of the worker running it."""
 
     def __init__(self, source: "RemoteSource") -> None:
         if not isinstance(source, RemoteSource):
@@ -65,9 +65,9 @@ class _OfWorkers:
 
 @final
 class PerWorkerValues(_OfWorkers):
-    """Values of which every worker has its own; made by `create_per_worker_value`.
+    """A value of which every worker has its own, made by `create_per_worker_value`.
 
-    As an argument of a scheduled function it stands for the value of the worker that runs it.
+    As an argument of a scheduled function, it stands for the value of the worker that runs it.
 
     Source: `tf.distribute.coordinator.PerWorkerValues`.
     """
@@ -75,7 +75,7 @@ class PerWorkerValues(_OfWorkers):
 
 @final
 class PerWorkerIterator(_OfWorkers):
-    """Iterators of the workers over their datasets; an argument of scheduled functions."""
+    """The workers' iterators over their datasets, as an argument of scheduled functions."""
 
     def __iter__(self) -> "PerWorkerIterator":
         if current_trace() is not None:  # a loop would never end
@@ -95,18 +95,18 @@ class PerWorkerIterator(_OfWorkers):
         return self.source.element_spec
 
     def get_next(self) -> Any:
-        """The next batch of the worker, inside a scheduled function."""
+        """Returns the next batch of the worker; call it inside a scheduled function."""
         return self.source.take()
 
 
 def experimental_get_current_worker_index() -> Any:
-    """The number of the worker that runs the scheduled function, an int32 scalar.
+    """Returns the number of the worker that runs the scheduled function, an int32 scalar.
 
     Raises:
         ContextError: outside of a function that is traced for `ClusterCoordinator.schedule`.
 
-    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`, which gives an int64
-        and knows the index in dataset functions, too.
+    Source: `tf.distribute.coordinator.experimental_get_current_worker_index`, which returns an
+        int64 and also works in dataset functions.
     """
     trace = current_trace()
     if trace is None:
@@ -118,9 +118,9 @@ def experimental_get_current_worker_index() -> Any:
 
 
 def closure_number() -> Any:
-    """In a function that is traced for closures the number of the closure, an uint32 scalar.
+    """Returns the number of the closure that runs the scheduled function, a uint32 scalar.
 
-    It is the same for a closure that runs again, and None elsewhere.
+    A closure that runs again keeps its number. Outside of a scheduled function, returns None.
     """
     trace = current_trace()
     if trace is None:
@@ -130,14 +130,16 @@ def closure_number() -> Any:
 
 @final
 class RemoteSource:
-    """Data that every worker has of its own.
+    """A handle to data of which every worker has its own.
 
     Args:
-        kind: `"next"` for batches of datasets that workers make, `"fed"` for those that they are
-            sent, `"value"`; `"bound"` in a trace for that which a closure has among its arguments.
-        number: By which the workers know it; if it is bound, its place among those.
-        peek: Returns shapes and dtypes of what comes next, and its structure.
-        feed: Makes what workers are sent.
+        kind: `"next"` for batches of datasets that workers make, `"fed"` for batches that the
+            coordinator sends them, `"value"` for values. In a trace, `"bound"` stands for a source
+            among the arguments of the closure.
+        number: The number by which workers know it. For `"bound"`, its position among those
+            arguments.
+        peek: Returns the shapes and dtypes of the next data, and their structure.
+        feed: The feed that makes the data, if the coordinator sends it.
     """
 
     def __init__(
@@ -156,18 +158,18 @@ class RemoteSource:
 
     @property
     def signature(self) -> Any:
-        """Equal for data with which a function needs to be traced once only."""
+        """Key that is equal for two sources if one trace of a function serves both."""
         if self._signature is None:
             specs, tree = self._look()
             self._signature = self.kind, tuple([(s.shape, s.dtype) for s in specs]), tree
         return self._signature
 
     def bound(self, place: int) -> "RemoteSource":
-        """What stands in a trace for this and all others with its signature."""
+        """Returns the source that stands in a trace for all sources with this signature."""
         return RemoteSource("bound", place, self._look)
 
     def take(self) -> Any:
-        """The data in a function that is traced."""
+        """Returns the data as tracers, inside a function that is being traced."""
         trace = current_trace()
         if trace is None:
             raise UnsupportedError(
@@ -178,7 +180,7 @@ class RemoteSource:
 
     @property
     def element_spec(self) -> Any:
-        """Shapes and dtypes of what the first worker had next when it was asked first."""
+        """Shapes and dtypes of the first worker's next data, as of the first time it was asked."""
         specs, tree = self._look()
         return jax.tree.unflatten(tree, specs)
 
@@ -190,10 +192,10 @@ class RemoteSource:
 
 @final
 class Feed:
-    """Batches that the coordinator makes for the workers, with an iterator for each of them.
+    """Batches that the coordinator makes for the workers, with one iterator per worker.
 
     Args:
-        dataset: Function that returns an iterable of batches, or such an iterable.
+        dataset: An iterable of batches, or a function that returns one.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -202,15 +204,15 @@ class Feed:
         self._lock = threading.Lock()
 
     def next(self, worker: int) -> list[np.ndarray]:
-        """The leaves of the next batch for a worker.
+        """Returns the leaves of the next batch for a worker.
 
         Raises:
-            OutOfRangeError: after the last one.
+            OutOfRangeError: after the last batch.
         """
         return leaves_of(self._iterator(worker).next())
 
     def peek(self) -> tuple[list[Any], Any]:
-        """Shapes and dtypes of the first worker's next batch, and its structure."""
+        """Returns the shapes and dtypes of the first worker's next batch, and its structure."""
         element = self._iterator(0).peek()
         return structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
 
@@ -223,7 +225,7 @@ class Feed:
 
 @final
 class SharedFeed:
-    """The elements of an iterator of the coordinator, each of which goes to one closure.
+    """The elements of an iterator in the coordinator's process. Each goes to one closure.
 
     Args:
         iterator: The iterator.
@@ -237,16 +239,16 @@ class SharedFeed:
         self._lock = threading.Lock()
 
     def next(self, worker: int) -> list[np.ndarray]:
-        """The leaves of the next element.
+        """Returns the leaves of the next element.
 
         Raises:
-            OutOfRangeError: after the last one.
+            OutOfRangeError: after the last element.
         """
         with self._lock:
             return leaves_of(self._pull())
 
     def peek(self) -> tuple[list[Any], Any]:
-        """Shapes and dtypes of the element that was next at first, and its structure."""
+        """Returns the shapes and dtypes of the first element it sees, and its structure."""
         with self._lock:
             if self._seen is None:
                 with outside_of_trace():
@@ -267,11 +269,11 @@ class SharedFeed:
 
 @final
 class Peekable:
-    """An iterator whose next batch can be looked at.
+    """An iterator that can show its next batch without taking it.
 
     Args:
-        make: Returns what is iterated; called for the first batch. A worker that comes back is told
-            of all datasets that there have been, and most are not used any more.
+        make: Returns the iterable. It is called only when the first batch is needed: a worker that
+            comes back is told of all earlier datasets, and most of them are no longer used.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -281,22 +283,22 @@ class Peekable:
         self._lock = threading.RLock()
 
     def peek(self) -> Any:
-        """What comes next."""
+        """Returns the next batch without taking it."""
         with self._lock:
             if not self._ahead:
                 self._ahead.append(self.next())
             return self._ahead[0]
 
     def put_back(self, element: Any) -> None:
-        """What was taken last comes next again."""
+        """Puts back the element that was taken last, so that it comes next again."""
         with self._lock:
             self._ahead.append(element)
 
     def next(self) -> Any:
-        """The next batch.
+        """Takes the next batch.
 
         Raises:
-            OutOfRangeError: after the last one.
+            OutOfRangeError: after the last batch.
         """
         with self._lock:
             if self._ahead:

@@ -1,4 +1,4 @@
-"""Who may send which message: what is not in the table, nobody may."""
+"""The roles that may send each kind of message. A message that is not in the table is refused."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -14,9 +14,9 @@ _CHIEF_AND_WORKER: Final = _CHIEF | _WORKER
 _LOCAL: Final = frozenset({"local"})
 
 _OF_TASKS: Final = {"identify": _CHIEF, "hello": _CHIEF, "alive": _CHIEF}
-#: By the type of the task that gets a message, and by its kind, the roles of who may send it.
+#: For each type of receiving task and each kind of message, the roles that may send it.
 SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
-    "chief": {},  # it serves nobody
+    "chief": {},  # the chief serves nobody
     "worker": {
         **_OF_TASKS,
         "forget": _CHIEF,
@@ -42,22 +42,22 @@ SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
         "update": _CHIEF,
     },
 }
-# The field with which a task handles a message once, by the number of the last one: the chief's.
+# A message with this field is handled once. A task keeps one last number, that of the chief.
 _ONCE: Final = "request"
 _MAX_CHARACTERS = 40
 
 
 def check_sender(task_type: str, name: str, message: Message, peer: Peer) -> None:
-    """Checks that who sends a message may do so.
+    """Checks that the sender of a message may send it.
 
     Args:
-        task_type: `"worker"` or `"ps"`, of the task that has got it.
-        name: The task, `"ps 0"`.
+        task_type: Type of the receiving task, `"worker"` or `"ps"`.
+        name: Name of the receiving task, such as `"ps 0"`.
         message: The message.
-        peer: The sender. `"local"` is of the job, in whatever role.
+        peer: The sender. The role `"local"` belongs to the job and may send everything.
 
     Raises:
-        PermissionError: if it may not.
+        PermissionError: if the sender may not send it.
     """
     roles = SENDERS[task_type].get(message.kind)
     if roles is None:

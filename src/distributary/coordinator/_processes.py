@@ -1,4 +1,4 @@
-"""Clusters whose workers and servers are processes of their own."""
+"""Clusters whose workers and servers are separate processes."""
 
 import concurrent.futures
 import functools
@@ -32,22 +32,22 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
-# -> name of the task, its number of devices, versions; of every task
+# A message to any task -> name of the task, its number of devices, versions
 IDENTIFY: Final = "identify"
 _CONNECT_SECONDS = 120.0
 
 
 def cluster_of(cluster_resolver: Any) -> Cluster:
-    """The cluster for a strategy: a `local_cluster`, or the processes that a resolver names.
+    """Returns the cluster for a strategy: a given cluster, or the processes a resolver names.
 
-    Waits until all of these are there, `DISTRIBUTARY_CONNECT_SECONDS` (120) at most.
+    Waits until all of these processes are there, for at most `DISTRIBUTARY_CONNECT_SECONDS` (120).
 
     Raises:
-        InvalidTypeError: if it is something else.
+        InvalidTypeError: if it is neither a cluster nor a cluster resolver.
         InvalidValueError: if the cluster has no workers or no servers, or this process is not its
             chief.
-        ClusterError: if tasks do not come in time, do not know the same secret, or have other
-            versions of packages, or workers another number of devices than others.
+        ClusterError: if tasks do not connect in time, do not know the same secret or have other
+            versions of packages, or if the workers differ in their number of devices.
     """
     if isinstance(cluster_resolver, Cluster):
         return cluster_resolver
@@ -71,11 +71,11 @@ def cluster_of(cluster_resolver: Any) -> Cluster:
 
 
 def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
-    """The workers and servers of a cluster.
+    """Returns the workers and servers of a cluster.
 
     Raises:
-        InvalidValueError: if there are none of one kind, if there are unknown kinds or several
-            chiefs, or numbers are left out.
+        InvalidValueError: if there are no workers or no servers, if there are unknown types of
+            tasks or several chiefs, or if the numbers of the servers have gaps.
     """
     for task_type in ("worker", "ps"):
         if task_type not in cluster_spec.jobs:
@@ -95,10 +95,10 @@ def tasks_of(cluster_spec: ClusterSpec) -> list[Peer]:
 
 
 def connect_seconds(environ: Mapping[str, str]) -> float:
-    """How long to wait for other tasks, from `DISTRIBUTARY_CONNECT_SECONDS`.
+    """Returns how many seconds to wait for other tasks, from `DISTRIBUTARY_CONNECT_SECONDS`.
 
     Raises:
-        InvalidValueError: if it is no number.
+        InvalidValueError: if it is not a number.
     """
     text = environ.get(CONNECT_VARIABLE, str(_CONNECT_SECONDS))
     try:
@@ -110,10 +110,10 @@ def connect_seconds(environ: Mapping[str, str]) -> float:
 
 
 def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
-    """The cluster of some workers and servers, as their chief, when all of them are there.
+    """Waits for workers and servers as their chief, and returns the cluster of them.
 
     Args:
-        peers: The tasks.
+        peers: The workers and servers.
         environ: The environment.
 
     Raises:
@@ -137,12 +137,12 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
 
 
 def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: float) -> int:
-    """Waits for all tasks, and checks that they are who they should be.
+    """Waits for all tasks, and checks their names, package versions and numbers of devices.
 
     Args:
         peers: The tasks.
-        credentials: Those of the chief, or None.
-        seconds: How long to wait.
+        credentials: Credentials of the chief, or None.
+        seconds: Number of seconds to wait.
 
     Returns:
         Number of devices of every worker.

@@ -1,4 +1,4 @@
-"""Programs that travel: StableHLO with a hash as its name."""
+"""Programs that tasks send to each other: StableHLO, named by its hash."""
 
 import functools
 import hashlib
@@ -33,8 +33,8 @@ class Program:
     """A serialized program.
 
     Attributes:
-        name: Hash of the serialized `jax.export.Exported`.
-        content: The hash, and what was serialized.
+        name: Hash of the serialized `jax.export.Exported`, in hex.
+        content: The hash, followed by the serialized bytes.
     """
 
     name: str
@@ -42,27 +42,27 @@ class Program:
 
     @classmethod
     def of(cls, exported: jax.export.Exported) -> "Program":
-        """The program of an exported function."""
+        """Returns the program of an exported function."""
         serialized = bytes(exported.serialize())
         digest = hashlib.sha256(serialized).digest()
         return cls(digest.hex(), digest + serialized)
 
 
 def export_jaxpr(closed: Any) -> Program:
-    """A program of a closed jaxpr, from a flat list of arrays to one."""
+    """Exports a closed jaxpr as a program from a flat list of arrays to another."""
     return export_function(_function_of(closed), closed.in_avals, [None] * len(closed.in_avals))
 
 
 def export_per_device(
     closed: Any, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
 ) -> Program:
-    """A program for several devices, of what each of them runs over the axis `"replica"`.
+    """Exports a jaxpr as a program in which each device runs it, along the axis `"replica"`.
 
     Args:
-        closed: A closed jaxpr.
-        is_split: For every input, whether each device has its own: the row of `[device, *shape]`.
-        num_devices: Number of devices; with one it is the program of `export_jaxpr`.
-        split_outputs: Whether each device has its own outputs, that become such rows.
+        closed: The closed jaxpr that each device runs.
+        is_split: For every input, whether each device has its own, a row of `[device, *shape]`.
+        num_devices: Number of devices. With one, the result is that of `export_jaxpr`.
+        split_outputs: Whether each device has its own outputs, which become such rows.
     """
     if num_devices == 1:
         return export_jaxpr(closed)
@@ -103,16 +103,17 @@ def _function_of(closed: Any) -> Callable[..., list[Any]]:
 def export_function(
     run: Callable[..., list[Any]], avals: Sequence[Any], buckets: Sequence[int | None]
 ) -> Program:
-    """A program of a function, from a flat list of arrays to one.
+    """Exports a function as a program from a flat list of arrays to another.
 
     Args:
         run: The function.
-        avals: Shapes and dtypes of its arrays.
-        buckets: For every array, None or a number: all arrays with an equal number have, instead
-            of that in the shape, any equal number of rows.
+        avals: Shapes and dtypes of its arguments.
+        buckets: For every argument, None or a number. Arguments with a number can have any number
+            of rows instead of the one in their shape, but all with the same number have equally
+            many.
 
     Raises:
-        UnsupportedError: if it has callbacks.
+        UnsupportedError: if the function calls back into Python.
     """
     names = sorted({bucket for bucket in buckets if bucket is not None})
     sizes: dict[int | None, Any] = {}
@@ -145,10 +146,10 @@ def _exported(jitted: Any, structs: Sequence[Any]) -> Program:
 class ProgramCache:
     """The programs that a task knows, by name.
 
-    Tasks in one process that have the same devices compile each of them once.
+    Tasks in one process that have the same devices compile each program only once.
 
     Args:
-        devices: Where they run; None for the first CPU device.
+        devices: Devices that run the programs; None for the first CPU device.
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
@@ -159,14 +160,14 @@ class ProgramCache:
         return name in self._calls
 
     def add(self, content: bytes) -> str:
-        """Adds the content of a program; returns its name.
+        """Adds the content of a program, and returns its name.
 
         Raises:
-            InvalidValueError: if it has been damaged, calls custom code that is not known to be
+            InvalidValueError: if the program is damaged, calls custom code that is not known to be
                 harmless, or is for another number of devices.
         """
         digest, serialized = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        # XLA's parser crashes on damaged programs.
+        # Checked here, because XLA's parser crashes on damaged programs.
         if hashlib.sha256(serialized).digest() != digest:
             raise InvalidValueError(f"A program of {len(content)} bytes has been damaged.")
         name = digest.hex()
@@ -180,8 +181,8 @@ class ProgramCache:
         """Runs a program.
 
         Args:
-            name: Its name.
-            inputs: Arrays; instead of `[device, *shape]` also a list of `[*shape]`.
+            name: Name of the program.
+            inputs: Arrays. An array `[device, *shape]` can also be a list of arrays `[*shape]`.
         """
         return list(self._calls[name](*inputs))
 
@@ -195,7 +196,7 @@ def _loaded(serialized: bytes, devices: tuple[jax.Device, ...]) -> Callable[...,
     _check_custom_calls(exported)
     if exported.nr_devices > 1:
         return _on_devices(exported, devices)
-    # Programs are exported for CPUs; arrays may be on another device by default.
+    # Programs are exported for CPUs, and JAX's default device may be another one.
     call = jax.jit(exported.call, in_shardings=jax.sharding.SingleDeviceSharding(devices[0]))
     if not any(jax.export.is_symbolic_dim(dim) for aval in exported.in_avals for dim in aval.shape):
         call.lower(*exported.in_avals).compile()  # not while others wait for the first result
@@ -232,7 +233,7 @@ def _on_devices(exported: Any, devices: tuple[jax.Device, ...]) -> Callable[...,
     return run
 
 
-# What JAX lowers numeric functions to on CPUs; none of them touches anything but its operands.
+# The custom calls to which JAX lowers numeric functions on CPUs. They touch only their operands.
 _HARMLESS = re.compile(
     r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|ducc_fft|(lapack_\w+_ffi)|mhlo\.\w+|TopK"
     r"|ApproxTopK|cpu_threefry2x32|shape_assertion"

@@ -1,4 +1,4 @@
-"""The closures that wait for a worker."""
+"""The queue of closures that wait for a worker."""
 
 import threading
 from collections import deque
@@ -20,17 +20,19 @@ _MAX_LEASED = 16
 @final
 @dataclass(slots=True, eq=False)
 class Closure:
-    """One call of a function by some worker.
+    """One call of a function, to be run by any worker.
 
     Attributes:
-        number: Counts the closures of a coordinator; servers apply what each pushes once.
-        function: What is called.
-        args: Its arguments, flat.
-        call: From these to what it returns, for tracing it again.
-        sources: The data of workers among the arguments.
-        fed: Arrays that the coordinator has taken from its datasets for it; or why it could not.
-        result: Receives what it returns.
-        lost: The workers that were lost while they ran it.
+        number: Number of the closure, counted per coordinator. Servers apply the pushes of each
+            number once.
+        function: The function to call.
+        args: The arrays among its arguments, as a flat list.
+        call: The Python function of these arrays, for tracing it again.
+        sources: The sources of worker data among the arguments.
+        fed: The arrays that the coordinator has taken from its datasets for the closure, or the
+            error if it could not.
+        result: Receives the return value.
+        lost: Names of the workers that were lost while they ran it.
     """
 
     number: int
@@ -47,14 +49,15 @@ class Closure:
 class ClosureQueue:
     """Closures in the order in which they were scheduled, and the first error among them.
 
-    After an error nothing that is queued runs any more. The error is raised once, by whoever comes
-    next and when nothing is running; then everything is as at the beginning. After `end` it is
-    raised again and again, and `closed` is set.
+    After an error, queued closures are cancelled. The next call that checks for errors waits until
+    nothing is running, and raises the error once; then the queue is as good as new. After `end`,
+    every such call raises the error, and `closed` is set.
 
     Args:
-        max_losses: A closure that was running when so many workers were lost is an error.
-        settle: Called with `num_finished` when closures were cancelled or have failed that a
-            worker, which is believed to be lost, may still run.
+        max_losses: Number of lost workers after which a closure that was running on all of them
+            fails.
+        settle: Called with `num_finished` after closures have failed or were cancelled that a
+            worker, believed to be lost, may still be running.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class ClosureQueue:
         self.closed = threading.Event()
         self._is_unsettled = False
         self._next_number = 0
-        # All below `_finished` have ended, and those in `_ended`.
+        # All closures with numbers below `_finished` have ended, and so have those in `_ended`.
         self._finished = 0
         self._ended: set[int] = set()
         self._counts = dict.fromkeys(("done", "failed", "cancelled", "retried"), 0)
@@ -83,7 +86,7 @@ class ClosureQueue:
     ) -> RemoteValue:
         """Queues a closure; waits while too many are queued; raises an earlier error."""
         with self._lock:
-            # Also bounds the set of those that have ended, here and on the servers.
+            # Also bounds `_ended` and the matching set on the servers.
             self._has_room.wait_for(
                 lambda: self._error or self._next_number - self._finished < _MAX_QUEUED
             )
@@ -95,23 +98,23 @@ class ClosureQueue:
         return closure.result
 
     def take(self, num_workers: int, is_lost: Callable[[], bool]) -> list[Closure]:
-        """Some closures for a worker.
+        """Waits for closures, and takes some of them for a worker.
 
         Args:
-            num_workers: Number of workers that share what is queued.
-            is_lost: Whether the worker has been lost, of which `wake` tells.
+            num_workers: Number of workers that share the queue.
+            is_lost: Returns whether the worker is lost. Call `wake` when that changes.
 
         Returns:
-            At least one; none if the worker is lost or the queue closed.
+            One closure or more; none if the worker is lost or the queue is closed.
         """
         with self._lock:
             self._has_work.wait_for(lambda: self._queued or self.closed.is_set() or is_lost())
             if self.closed.is_set():
                 return []
             if is_lost():
-                self._has_work.notify()  # somebody else, if it was for closures
+                self._has_work.notify()  # passes it on, in case it was about new closures
                 return []
-            # Of closures that have lost a worker, any may be what has ended it: only one at a time.
+            # One at a time if its worker was lost: any of these closures may be what ended it.
             share = 1 if self._queued[0].lost else len(self._queued) // max(1, num_workers)
             taken = [self._queued.popleft()]
             while len(taken) < min(share, _MAX_LEASED) and not self._queued[0].lost:
@@ -120,12 +123,12 @@ class ClosureQueue:
         return taken
 
     def wake(self) -> None:
-        """Has those who wait in `take` look again whether their worker is lost."""
+        """Makes threads that wait in `take` check again whether their worker is lost."""
         with self._lock:
             self._has_work.notify_all()
 
     def succeed(self, closure: Closure, value: Any) -> None:
-        """A closure has returned `value`."""
+        """Notes that a closure has returned `value`."""
         with self._lock:
             if closure not in self._running:  # after `end`
                 return
@@ -137,7 +140,7 @@ class ClosureQueue:
             self._finish(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
-        """A closure has raised."""
+        """Notes that a closure has raised an error."""
         with self._lock:
             if closure not in self._running:
                 return
@@ -149,7 +152,7 @@ class ClosureQueue:
             self._finish(closure)
 
     def put_back(self, closures: Sequence[Closure]) -> None:
-        """Some worker has to run closures that were running."""
+        """Puts closures that were running back to the front of the queue, for any worker."""
         with self._lock:
             closures = [closure for closure in closures if closure in self._running]
             if self._error is None:
@@ -165,8 +168,8 @@ class ClosureQueue:
 
         Args:
             closures: The closures.
-            worker: The worker.
-            error: Why it is believed to be lost.
+            worker: Name of the worker.
+            error: The reason why it is believed to be lost.
         """
         with self._lock:
             for closure in closures:
@@ -178,19 +181,19 @@ class ClosureQueue:
             self.put_back(closures)
 
     def fail_queued(self, error: BaseException) -> None:
-        """Nobody can run what is queued: raises an error for it, if there is anything."""
+        """Cancels the queued closures, if any, with an error: there is no worker to run them."""
         with self._lock:
             if self._queued:
                 self._set_error(error)
                 self._has_ended.notify_all()
 
     def end(self, error: BaseException) -> None:
-        """Nothing can run any more, not even what is running."""
+        """Closes the queue with an error, and cancels all closures, even running ones."""
         with self._lock:
             if self.closed.is_set():
                 return
             self.closed.set()
-            self._error = None  # this one explains it
+            self._error = None  # replaced by the new error, which explains an earlier one
             self._set_error(error)
             self._cancel(list(self._running), error)
             self._running.clear()
@@ -207,24 +210,24 @@ class ClosureQueue:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Like `join`; until the end no other thread can schedule anything."""
+        """Waits like `join`, then runs the block; other threads can schedule nothing meanwhile."""
         with self._lock:
             self.join()
             yield
 
     def is_done(self) -> bool:
-        """Whether all closures have ended; raises the first error."""
+        """Returns whether all closures have ended; raises the first error."""
         with self._lock:
             self._raise_error()
             return not (self._queued or self._running)
 
     def counts(self) -> dict[str, int]:
-        """Numbers of closures: queued, running, done, failed, cancelled, retried."""
+        """Returns the numbers of closures queued, running, done, failed, cancelled and retried."""
         with self._lock:
             return {"queued": len(self._queued), "running": len(self._running), **self._counts}
 
     def num_finished(self) -> int:
-        """All closures with a smaller number have ended."""
+        """Returns a number such that all closures with smaller numbers have ended."""
         return self._finished
 
     def _set_error(self, error: BaseException) -> None:
@@ -272,7 +275,7 @@ class ClosureQueue:
 
 
 def _error_of_losses(closure: Closure, error: BaseException) -> BaseException:
-    if isinstance(error, UnavailableError):  # it is not that the workers have ended
+    if isinstance(error, UnavailableError):  # the workers have not ended: a server is lost
         return error
     poison = UnavailableError(
         f"Closure {closure.number}, a call of {closure.function.name}, was running on"

@@ -1,7 +1,7 @@
-"""Clusters whose workers and servers are actors of Ray.
+"""Clusters whose workers and servers are Ray actors.
 
-Ray places them, starts them again and knows where they are. They talk to each other as processes
-do, over connections of their own.
+Ray places the actors, restarts them and knows where they are. They talk to each other over their
+own connections, as processes do.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from distributary.errors import ClusterError, MissingPackageError, PSUnavailable
 __all__ = ["RayCluster", "ray_cluster"]
 
 _VARIABLES: Final = (CERTIFICATES_VARIABLE, CONNECT_VARIABLE, METRICS_VARIABLE)
-_ASK_SECONDS = 5.0  # a task that does not answer is asked again later
+_ASK_SECONDS = 5.0  # after which a task that has not answered is asked again
 
 
 @final
 class RayCluster(Cluster):
-    """Tasks that are actors of Ray; made by `ray_cluster`."""
+    """A cluster of Ray actors, made by `ray_cluster`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RayCluster(Cluster):
         is_local = not (insecure or has_certificates)
         common = {
             "max_restarts": -1,
-            "max_task_retries": -1,  # Ray itself waits for a task that it starts again
+            "max_task_retries": -1,  # so that Ray itself waits for a task that it restarts
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
         job = secrets.token_hex(4)
@@ -95,14 +95,14 @@ class RayCluster(Cluster):
             raise
 
     def close(self) -> None:
-        """Ends its coordinators and all tasks."""
+        """Ends the coordinators of the cluster, and all tasks."""
         super().close()
         if self._ray.is_initialized():
             for actor in self._actors.values():
                 self._ray.kill(actor)
 
     def _wait(self, seconds: float) -> list[Peer]:
-        """The tasks, when Ray has started all of them."""
+        """Waits until Ray has started all tasks, and returns them."""
         end = time.monotonic() + seconds
         calls = {actor.peer.remote(): name for name, actor in self._actors.items()}
         peers: list[Peer] = []
@@ -125,7 +125,7 @@ class RayCluster(Cluster):
         return peers
 
     def _connector(self, name: str, seconds: float) -> Callable[[], GrpcLink]:
-        """Makes links to a task, which may be elsewhere after Ray has started it again."""
+        """Returns a function that connects to a task, wherever Ray has last started it."""
 
         def connect() -> GrpcLink:
             peer = _ask(self._ray, self._actors[name].peer, name, seconds)
@@ -145,49 +145,50 @@ def ray_cluster(
     ps_options: Mapping[str, Any] | None = None,
     insecure: bool = False,
 ) -> RayCluster:
-    """Workers and parameter servers that Ray starts, for `ParameterServerStrategy`.
+    """Starts workers and parameter servers with Ray, for `ParameterServerStrategy`.
 
-    Every task is an actor, which Ray places, and starts again when it ends. This process is the
-    chief. It connects to Ray as `ray.init()` does, unless the program has done so. The tasks end
-    with `close`, with the `with` statement whose value the cluster is, and with this process.
+    Every task is an actor, which Ray places, and restarts when it ends. This process is the chief.
+    It calls `ray.init()` unless your program has already connected to Ray. You can use the cluster
+    in a `with` statement. The tasks end with that block, with `close`, or with this process.
 
-    Without certificates, all tasks are on this machine, listen at its loopback address, and know a
-    secret that this process makes. With
-    `DISTRIBUTARY_CERTS`, a folder of `distributary certs` that every machine has, Ray spreads them
-    over its machines.
+    Without certificates, all tasks run on this machine. They listen at its loopback address, and
+    share a secret that this process makes. If `DISTRIBUTARY_CERTS` names a folder made by
+    `distributary certs` that every machine has, Ray spreads the tasks over its machines.
 
     Args:
         workers: Number of workers.
         ps: Number of servers.
-        worker_options: What Ray's `ActorClass.options` gets for the workers, such as
-            `{"num_cpus": 4}`. `num_cpus` is 1, `max_restarts` -1 if it is left out.
-        ps_options: The same for the servers, whose `num_cpus` is 0.
-        insecure: Allows tasks on several machines without certificates: whoever reaches an address
-            can read and change all variables.
+        worker_options: Options of Ray's `ActorClass.options` for the workers, such as
+            `{"num_cpus": 4}`. By default, `num_cpus` is 1 and `max_restarts` is -1.
+        ps_options: The same for the servers, but with a default `num_cpus` of 0.
+        insecure: Allows tasks on several machines without certificates. Anyone who reaches an
+            address can then read and change all variables.
 
     Raises:
         InvalidValueError: if a number is not positive.
         ClusterError: if tasks cannot be started, are not there after `DISTRIBUTARY_CONNECT_SECONDS`
-            (120), or have other versions of packages; if Ray has several machines, and there are no
-            certificates.
-        MissingPackageError: without ray.
+            (120), or have other versions of packages; also if Ray has several machines and there
+            are no certificates.
+        MissingPackageError: if ray is not installed.
     """
     check_numbers("ray_cluster", workers=workers, ps=ps)
     return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
 
 
 class DistributaryTask:
-    """A worker or a server in an actor; what a new incarnation of it forgets is told it again.
+    """A worker or server in a Ray actor.
+
+    When Ray restarts the actor, the chief tells it again what it has forgotten.
 
     Args:
         task_type: `"worker"` or `"ps"`.
-        task_id: Its number.
-        job: In the names of the actors.
-        num_workers: How many workers there are.
-        num_servers: How many servers.
-        host: Where it listens; None for the address of its machine.
-        environ: Variables of the chief's environment.
-        insecure: Whether certificates are not needed.
+        task_id: The number of the task.
+        job: Text that is part of the names of the job's actors.
+        num_workers: Number of workers.
+        num_servers: Number of servers.
+        host: Host to listen at; None for the address of its machine.
+        environ: Variables from the chief's environment.
+        insecure: Whether to do without certificates.
     """
 
     def __init__(
@@ -221,15 +222,15 @@ class DistributaryTask:
         )
 
     def peer(self) -> Peer:
-        """Which task it is, and where."""
+        """Returns the task and its address."""
         return Peer(*self._task, self._server.address)
 
     def keep(self, number: int, content: bytes) -> None:
-        """Keeps something for other tasks."""
+        """Keeps content for other tasks, under a number."""
         self._kept[number] = content
 
     def kept(self, number: int) -> bytes | None:
-        """What it keeps; None if it does not."""
+        """Returns the content kept under a number, or None if there is none."""
         return self._kept.get(number)
 
     def _find_servers(self) -> list[Peer]:
@@ -242,7 +243,7 @@ class DistributaryTask:
         return _Makers(self._ray, self._actor("ps 0"), self._seconds).find(description)
 
     def _actor(self, name: str) -> Any:
-        # Handles among the arguments of an actor could be gone when it is started again.
+        # By name: handles among an actor's arguments could be gone when Ray restarts it.
         try:
             return self._ray.get_actor(_name_of_actor(name, self._job))
         except ValueError as error:
@@ -254,7 +255,7 @@ class DistributaryTask:
 
 @final
 class _Makers:
-    """Functions that Ray sends to workers. The first server has them as long as variables."""
+    """Functions that Ray sends to workers. The first server keeps them as long as variables."""
 
     def __init__(self, ray: ModuleType, server: Any, seconds: float) -> None:
         self._ray = ray
@@ -263,26 +264,26 @@ class _Makers:
         self._numbers = itertools.count()
 
     def describe(self, maker: Any) -> JSON:
-        """A number for a function, or for data.
+        """Stores a function, or data, and returns its number.
 
         Raises:
-            UnknownMakerError: if it cannot be sent.
+            UnknownMakerError: if it cannot be serialized.
             PSUnavailableError: if the server is lost.
         """
         try:
             content = self._ray.cloudpickle.dumps(maker)
-        except Exception as error:  # anything that something in it raises
+        except Exception as error:  # pickling runs code of its parts, which can raise anything
             raise UnknownMakerError(f"Ray cannot send it to them ({error})") from error
         number = next(self._numbers)
         self._ask(self._server.keep, number, content)
         return number
 
     def find(self, number: JSON) -> Callable[[], Any]:
-        """The function of a number.
+        """Returns the function with a number.
 
         Raises:
             PSUnavailableError: if the server is lost.
-            UnknownMakerError: if a module is missing here.
+            UnknownMakerError: if a module that it needs is missing here.
         """
         content = self._ask(self._server.kept, number)
         if content is None:
@@ -304,7 +305,7 @@ def _ask(
     kind: type[Exception] = ConnectionLostError,
     *args: Any,
 ) -> Any:
-    """What a method of the actor of a task returns, or an error of that kind."""
+    """Calls a method of a task's actor; raises an error of type `kind` if Ray cannot reach it."""
     try:
         return ray.get(method.remote(*args), timeout=seconds)
     except ray.exceptions.RayError as error:
@@ -316,7 +317,7 @@ def _name_of_actor(name: str, job: str) -> str:
 
 
 def _here(ray: ModuleType) -> Any:
-    """Places actors on this machine, if it is the only one."""
+    """Returns the scheduling strategy that places actors on this machine, if it is the only one."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes > 1:
         raise ClusterError(

@@ -1,4 +1,4 @@
-"""Rows of tables on their way between workers and servers."""
+"""Rows of tables, as workers and servers exchange them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -29,11 +29,11 @@ _MIN_BUCKET = 16
 @final
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """A variable that is some rows of a space.
+    """A variable that holds a range of the rows of a space.
 
     Attributes:
         server: Number of its server.
-        number: Of the variable.
+        number: Number of the variable.
         start: Its first row in the space.
         size: Number of its rows.
     """
@@ -47,13 +47,14 @@ class TablePart:
 @final
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Which rows a closure needs.
+    """The rows that a closure needs, and where to find them.
 
     Attributes:
-        program: Name of the program that computes their numbers.
-        inputs: Where its inputs come from, as in `Plan`.
-        spaces: What is looked up together.
-        buffers: For every table that the worker takes rows of: its space, and where the rows are.
+        program: Name of the program that computes the numbers of the rows.
+        inputs: The origins of its inputs, as in `Plan`.
+        spaces: Groups of tables that are looked up by the same numbers.
+        buffers: For every table of which the worker takes rows, its space and the variables that
+            hold its rows.
     """
 
     program: str
@@ -62,10 +63,10 @@ class RowPlan:
     buffers: list[tuple[int, list[TablePart]]]
 
     def find(self, numbers: Sequence[Any]) -> "list[FoundRows]":
-        """The rows of every space.
+        """Returns the rows to take of every space.
 
         Args:
-            numbers: What `program` has returned.
+            numbers: The results of `program`.
         """
         left = iter(numbers)
         return [
@@ -74,14 +75,14 @@ class RowPlan:
         ]
 
     def to_json(self) -> JSON:
-        """What `from_json` makes the plan of."""
+        """Describes the plan as JSON, from which `from_json` makes it again."""
         spaces = [(space.capacity, [astuple(at) for at in space.lookups]) for space in self.spaces]
         buffers = [(space, [astuple(part) for part in parts]) for space, parts in self.buffers]
         return self.program, self.inputs, spaces, buffers
 
     @classmethod
     def from_json(cls, value: JSON) -> "RowPlan":
-        """The plan that `to_json` has described."""
+        """Returns the plan that `to_json` has described."""
         program, inputs, spaces, buffers = value
         return cls(
             program,
@@ -97,16 +98,16 @@ class FoundRows:
     """The rows that a closure takes of a space.
 
     Attributes:
-        rows: Their numbers, int64, each once and in order.
-        positions: For every lookup where its numbers are among `rows`, int32 of its shape; those
-            of no row are at the capacity.
+        rows: The int64 numbers of the rows, each once and in order.
+        positions: For every lookup, the int32 positions of its numbers in `rows`, in the shape of
+            the lookup. A number that is not a row has the capacity as its position.
     """
 
     rows: np.ndarray
     positions: list[np.ndarray]
 
     def part(self, start: int, size: int) -> tuple[slice, np.ndarray]:
-        """Which of the rows a variable has, and their numbers there."""
+        """Returns the slice of `rows` that a variable holds, and their numbers in the variable."""
         low, high = np.searchsorted(self.rows, (start, start + size))
         return slice(low, high), self.rows[low:high] - start
 
@@ -114,25 +115,25 @@ class FoundRows:
 @final
 @dataclass(frozen=True, slots=True)
 class PushedRows(UpdatedRows):
-    """`UpdatedRows` on their way to a server.
+    """The `UpdatedRows` of a push to a server.
 
     Attributes:
-        bucket: Those with an equal number are padded to an equal number of rows.
+        bucket: Number that rows share if they are padded to the same number of rows.
     """
 
     bucket: int
 
 
 def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> np.ndarray:
-    """Rows of an array, and zeros after them up to a number of rows, if one is given.
+    """Returns rows of an array, padded with zeros to `num_rows` if it is given.
 
     Raises:
-        InvalidValueError: if there are no such rows.
+        InvalidValueError: if the array does not have these rows.
     """
     source = np.asarray(array)
     check_rows(numbers, source.shape)
     if num_rows is None:
-        return source.take(numbers, axis=0, mode="clip")  # checked: faster than "raise"
+        return source.take(numbers, axis=0, mode="clip")  # checked above; "raise" is slower
     out = aligned_empty((num_rows, *source.shape[1:]), source.dtype)
     source.take(numbers, axis=0, out=out[: len(numbers)], mode="clip")
     out[len(numbers) :] = 0
@@ -140,7 +141,7 @@ def take_rows(array: Any, numbers: np.ndarray, num_rows: int | None = None) -> n
 
 
 def check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
-    """Refuses what are no numbers of rows, each once and in order, of an array.
+    """Checks that numbers are those of rows of an array, each once and in order.
 
     Raises:
         InvalidValueError: if they are not.
@@ -160,14 +161,14 @@ def check_rows(numbers: np.ndarray, shape: Sequence[int]) -> None:
 
 
 def padded(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Rows, and zeros after them."""
+    """Returns rows, padded with zeros to a number of rows."""
     out = aligned_empty((num_rows, *rows.shape[1:]), rows.dtype)
     out[: len(rows)], out[len(rows) :] = rows, 0
     return out
 
 
 def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarray:
-    """An array of `size` rows, zeros but for those with the numbers."""
+    """Returns an array of `size` rows, with `rows` at `numbers` and zeros elsewhere."""
     check_rows(numbers, (size,))
     out = np.zeros((size, *rows.shape[1:]), rows.dtype)
     out[numbers] = rows
@@ -175,12 +176,12 @@ def rows_in_zeros(rows: np.ndarray, numbers: np.ndarray, size: int) -> np.ndarra
 
 
 def bucket_of(num_rows: int) -> int:
-    """To how many rows a number of rows is padded, so that few programs are compiled."""
+    """Returns the number of rows to pad to, one of few, so that few programs are compiled."""
     return max(_MIN_BUCKET, 1 << max(0, num_rows - 1).bit_length())
 
 
 def bucket_sizes(rows: Sequence[PushedRows], numbers: Sequence[np.ndarray]) -> Mapping[int, int]:
-    """By bucket, the number of rows to pad to."""
+    """Returns the number of rows to pad to, for each bucket."""
     sizes: dict[int, int] = {}
     for own, found in zip(rows, numbers, strict=True):
         sizes[own.bucket] = max(sizes.get(own.bucket, 0), bucket_of(len(found)))

@@ -19,12 +19,12 @@ __all__ = ["Server", "ServerDef"]
 @final
 @dataclass(frozen=True)
 class ServerDef:
-    """What a `Server` is.
+    """The task that a `Server` runs, and its cluster.
 
     Args:
-        cluster: All tasks.
+        cluster: All tasks of the job.
         job_name: `"worker"` or `"ps"`.
-        task_index: Its number.
+        task_index: The number of the task.
         protocol: `"grpc"`.
 
     Source: `tf.train.ServerDef`.
@@ -38,31 +38,34 @@ class ServerDef:
 
 @final
 class Server:
-    """Lets the chief of a job use this process as a worker or a parameter server.
+    """A worker or parameter server in this process, which works for the chief of a job.
 
-    It listens at its address in the cluster and nowhere else. If `DISTRIBUTARY_CERTS` names a
-    folder of `distributary certs`, connections are encrypted and only tasks of the job are heard.
-    Without, the address must be of loopback, and only tasks are heard that have the same secret in
-    `DISTRIBUTARY_TOKEN`; `distributary launch` makes one.
+    It listens only at its address in the cluster. There are two ways to keep others out:
+
+    - If `DISTRIBUTARY_CERTS` names a folder made by `distributary certs`, connections are
+      encrypted, and only tasks of the job can connect.
+    - Without certificates, the address must be a loopback address, and only tasks with the same
+      secret in `DISTRIBUTARY_TOKEN` can connect. `distributary launch` makes the secret.
 
     Args:
-        server_or_cluster_def: The cluster: a `ClusterSpec`, a dict as for it, a cluster resolver,
-            which also knows the arguments that are left out, or a `ServerDef`.
-        job_name: `"worker"` or `"ps"`. None if the cluster has only tasks of one type.
-        task_index: Its number. None if there is only one of the type.
-        protocol: Only `"grpc"`, which None means too.
-        config: Has no meaning here; accepted for compatibility.
-        start: Whether to listen at once, and not before `start` or `join`.
-        insecure: Allows all addresses without certificates and without a secret: whoever reaches
-            the address can read and change all variables.
+        server_or_cluster_def: The cluster: a `ClusterSpec`, a dict as for `ClusterSpec`, a cluster
+            resolver or a `ServerDef`. The last two also supply the arguments that you leave out.
+        job_name: `"worker"` or `"ps"`. Can be None if all tasks of the cluster have one type.
+        task_index: The number of the task. Can be None if there is only one task of the type.
+        protocol: `"grpc"`, or None, which means the same.
+        config: Ignored; accepted for compatibility.
+        start: True to listen at once, False to listen only after `start` or `join`.
+        insecure: Allows any address without certificates and without a secret. Anyone who reaches
+            the address can then read and change all variables.
 
     Raises:
-        InvalidTypeError: if the cluster is none.
-        InvalidValueError: if it has no such task, no workers or no servers, the task is the chief,
-            or the protocol is another one.
-        ClusterError: if it cannot listen at its address, or must not do so without certificates
-            or secret; if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
-        MissingPackageError: without grpcio.
+        InvalidTypeError: if the first argument is not a cluster.
+        InvalidValueError: if the cluster has no such task, no workers or no servers, if the task
+            is the chief, or if the protocol is another one.
+        ClusterError: if it cannot listen at its address, or must not do so without certificates or
+            a secret, or if its host name still has no address after
+            `DISTRIBUTARY_CONNECT_SECONDS` (120).
+        MissingPackageError: if grpcio is not installed.
 
     Source: `tf.distribute.Server`.
     """
@@ -92,17 +95,17 @@ class Server:
 
     @property
     def server_def(self) -> ServerDef:
-        """Which task of which cluster it is."""
+        """The task, and the cluster that it is part of."""
         return self._server_def
 
     @property
     def target(self) -> str:
-        """Its address, `"grpc://host:port"`."""
+        """Address of the server, `"grpc://host:port"`."""
         return f"grpc://{self._address}"
 
     def start(self) -> None:
-        """Listens from now on, if it does not yet."""
-        # A worker's second run of its script finds definitions; the first one has the server.
+        """Starts to listen, unless the server already does."""
+        # A worker runs its script again to find definitions; only the first run has the server.
         if self._server is not None or is_reimporting():
             return
         this = self._server_def
@@ -120,13 +123,13 @@ class Server:
         )
 
     def join(self) -> None:
-        """Works for the chief until SIGTERM or SIGINT comes, then ends the process with code 0.
+        """Works for the chief until SIGTERM or SIGINT, then ends the process with code 0.
 
-        Returns at once only in a worker that runs its script a second time, to find a function
-        defined below.
+        There is one case in which it returns at once: when a worker runs its script a second time
+        to find a function that is defined below this call.
 
         Raises:
-            ContextError: if it is not called in the main thread, which receives signals.
+            ContextError: if it is not called in the main thread, which receives the signals.
             SystemExit: at the end.
         """
         if is_reimporting():
@@ -184,6 +187,6 @@ def _server_def(
 
 
 def _end(number: int, frame: Any) -> NoReturn:
-    for other in (signal.SIGTERM, signal.SIGINT):  # the next one ends the process at once
+    for other in (signal.SIGTERM, signal.SIGINT):  # so that a second signal ends it at once
         signal.signal(other, signal.SIG_DFL)
     raise SystemExit(0)

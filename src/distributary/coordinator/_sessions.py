@@ -1,8 +1,8 @@
-"""Sessions: what a task does for one coordinator, and for no older one.
+"""Sessions, which tie a task to one coordinator, always the newest.
 
-A coordinator opens a session at every task. The task forgets everything when a newer session
-begins, and when its process ends; messages of an older coordinator, and of one whose session the
-task does not know, are refused.
+A coordinator opens a session on every task. The task forgets everything when a newer session begins
+or its process ends. It refuses messages of older coordinators, and of those whose session it does
+not know.
 """
 
 import itertools
@@ -39,59 +39,59 @@ __all__ = [
     "new_session",
 ]
 
-SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger of two is the newer one
+SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is newer
 
-# For a new connection to a server, also if the other machine says that its process has ended.
+# How long to try to reach a server again; the second if its machine says that no process listens.
 _BREAK_SECONDS, _ENDED_SECONDS = 2.0, 0.1
 _PAUSE_SECONDS = 0.05  # before a call is repeated
 _UNKNOWN, _NEWER = "unknown session", "newer session"
 
 
 class SessionLostError(ConnectionLostError):
-    """The task does not know the session: it was started again."""
+    """A call to a task that does not know the session, because it was started again."""
 
 
 class Tenant(Service, Protocol):
-    """What a task does for one session."""
+    """The service that a task provides to one session."""
 
     def close(self) -> None:
-        """The session has ended: frees what was kept for it."""
+        """Frees everything kept for the session, which has ended."""
 
     def statistics(self) -> dict[str, float]:
-        """Numbers about what was done, by name."""
+        """Returns numbers about the work done, by name."""
 
 
 def new_session(after: SessionId | None = None) -> SessionId:
-    """A session that is newer than others."""
+    """Returns a session that is newer than earlier ones, and than `after`."""
     nanoseconds = time.time_ns()
-    if after is not None:  # by the clock of another machine
+    if after is not None:  # which another machine's clock may have put in the future
         nanoseconds = max(nanoseconds, after[0] + 1)
     return [nanoseconds, secrets.token_hex(8)]
 
 
 def hello(session: SessionId) -> Message:
-    """The message with which a session begins, or goes on after a connection has broken.
+    """Returns the message that begins a session, or resumes it after a connection has broken.
 
-    The reply has a text `incarnation`, which is another one when the task has forgotten the session
-    in between.
+    The reply has a text `incarnation`, which changes if the task has forgotten the session in the
+    meantime.
     """
     return Message("hello", {"session": session})
 
 
 @final
 class SessionService:
-    """A task, with a service of its own for every session; only the newest is served.
+    """A task that makes a new service for every session, and serves only the newest.
 
-    Messages, besides those of the service, all with the session:
+    In addition to the messages of the service, it handles these. All contain the session:
 
         hello              -> incarnation; begins a session
-        alive   seconds    the reply comes after as many seconds, or when the session ends
+        alive   seconds    the reply comes after that many seconds, or when the session ends
 
-    The replies `unknown session` and `newer session` refuse a message. What has the field `request`
-    is handled once and answered again if it is sent again at once.
+    The replies `unknown session` and `newer session` refuse a message. A message with the field
+    `request` is handled once; if the same one is sent again right away, it gets the same reply.
 
     Args:
-        name: Of the task, in messages.
+        name: Name of the task, for messages.
         make: Makes the service of a session.
     """
 
@@ -102,7 +102,7 @@ class SessionService:
         self._stay: _Stay | None = None
 
     def handle(self, message: Message, peer: Peer) -> Message:
-        """The reply to a message.
+        """Handles a message, and returns the reply.
 
         Raises:
             InvalidValueError: for messages without a session.
@@ -128,12 +128,12 @@ class SessionService:
         try:
             return stay.handle(message, peer)
         except Exception:
-            if stay.ended.is_set():  # in the meantime; this explains any error
+            if stay.ended.is_set():  # the session has ended meanwhile, which explains any error
                 return self.handle(message, peer)
             raise
 
     def statistics(self) -> dict[str, float]:
-        """Numbers about what was done in the session, by name."""
+        """Returns numbers about the work done in the session, by name."""
         stay = self._stay
         return {} if stay is None else stay.tenant.statistics()
 
@@ -156,7 +156,7 @@ class SessionService:
 
 @final
 class _Stay:
-    """A session at a task."""
+    """A session on a task."""
 
     def __init__(self, session: SessionId, tenant: Tenant) -> None:
         self.session = session
@@ -184,11 +184,11 @@ class _Stay:
 
 @final
 class SessionLink:
-    """Calls a task within a session.
+    """A link to a task that adds the session to every call.
 
     Args:
-        link: To the task.
-        name: Of the task, in messages.
+        link: The link to the task.
+        name: Name of the task, for messages.
         session: The session.
     """
 
@@ -198,11 +198,11 @@ class SessionLink:
         self._session = session
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """The reply to a request, as `Link.call`.
+        """Sends a request and returns the reply, as `Link.call` does.
 
         Raises:
             SessionLostError: if the task does not know the session.
-            CoordinatorReplacedError: if it has begun a newer one.
+            CoordinatorReplacedError: if the task has begun a newer session.
         """
         fields = {**message.fields, "session": self._session}
         reply = self._link.call(
@@ -224,14 +224,14 @@ class SessionLink:
 
 @final
 class ServerLink:
-    """Calls a server within a session; short breaks of the connection are not seen.
+    """A link to a server within a session that hides short breaks of the connection.
 
     Args:
-        link: To the server.
+        link: The link to the server.
 
     Attributes:
-        sent_bytes: Of the arrays of requests.
-        received_bytes: Of the arrays of replies.
+        sent_bytes: Bytes of the arrays in requests.
+        received_bytes: Bytes of the arrays in replies.
     """
 
     def __init__(self, link: SessionLink) -> None:
@@ -242,16 +242,16 @@ class ServerLink:
         self.received_bytes = 0
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
-        """The reply to a request, which may be sent several times.
+        """Sends a request, several times if needed, and returns the reply.
 
         Args:
             message: The request.
-            timeout: Seconds to wait; None waits.
+            timeout: Seconds to wait; None waits as long as it takes.
 
         Raises:
             PSUnavailableError: if the server cannot be reached, or has forgotten the session.
-            CoordinatorReplacedError: if it has begun a newer one.
-            Exception: as `Link.call`.
+            CoordinatorReplacedError: if the server has begun a newer session.
+            Exception: the same errors as `Link.call`.
         """
         broken: float | None = None
         while True:
@@ -273,9 +273,9 @@ class ServerLink:
             time.sleep(_PAUSE_SECONDS)
 
     def call_once(self, message: Message) -> Message:
-        """The reply to a request, which is handled once even if it is sent several times.
+        """Sends a request that is handled once, even if it is sent several times.
 
-        Only the coordinator uses it, and one link for each server. Errors are those of `call`.
+        Only the coordinator uses this, with one link per server. Raises the same errors as `call`.
         """
         with self._once:
             fields = {**message.fields, "request": next(self._requests)}
@@ -294,12 +294,12 @@ class ServerLink:
 
 @final
 class Heartbeat:
-    """Listens to a task, in a thread.
+    """A thread that listens for signs of life of a task.
 
     Args:
-        link: To the task; for nothing else.
+        link: A link to the task, used for nothing else.
         seconds: Time between two signs of life.
-        on_lost: Called once, with the error, when there are none any more.
+        on_lost: Called once, with the error, when the signs of life stop.
     """
 
     def __init__(
@@ -312,12 +312,12 @@ class Heartbeat:
         threading.Thread(target=self._listen, name="distributary heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it, and its link."""
+        """Ends the thread and its link."""
         self._stopped = True
         self._link.close()
 
     def _listen(self) -> None:
-        # The task keeps the request, so that a connection that breaks is seen at once.
+        # The task holds the request back, so that a broken connection is noticed at once.
         message = Message("alive", {"seconds": self._seconds})
         try:
             while not self._stopped:

@@ -1,4 +1,4 @@
-"""What workers have to know before they can run closures."""
+"""The setup: the messages that a worker needs before it can run closures."""
 
 import itertools
 import threading
@@ -9,18 +9,18 @@ from distributary.coordinator._messages import Message
 
 __all__ = ["Key", "Setup"]
 
-#: What a message is about: `("source", number)` or `("function", number)`.
+#: The subject of a message: `("source", number)` or `("function", number)`.
 Key: TypeAlias = tuple[str, int]
 
 
 @final
 class Setup:
-    """Messages for workers in the order of their creation, until what they are about is not used.
+    """The messages for workers, in the order of their creation, as long as their subject is used.
 
-    For any thread.
+    Safe to use from any thread.
 
     Attributes:
-        version: Another one after every change.
+        version: Number that changes with every change.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Setup:
         self._messages: dict[int, tuple[Key, Callable[[int], Message]]] = {}
 
     def add(self, key: Key, message: Callable[[int], Message]) -> int:
-        """Adds a message, from the number of a worker; returns the number of the message."""
+        """Adds a message, a function of the worker's number; returns the number of the message."""
         with self._lock:
             number = next(self._numbers)
             self._messages[number] = key, message
@@ -38,12 +38,12 @@ class Setup:
         return number
 
     def remove(self, keys: Collection[Key]) -> None:
-        """Removes the messages about what is not used any more."""
+        """Removes the messages about subjects that are no longer used."""
         with self._lock:
             self._messages = {n: own for n, own in self._messages.items() if own[0] not in keys}
             self.version += 1
 
     def all(self) -> tuple[int, dict[int, tuple[Key, Callable[[int], Message]]]]:
-        """The version, and its messages by their numbers."""
+        """Returns the version, and its messages by number."""
         with self._lock:
             return self.version, dict(self._messages)

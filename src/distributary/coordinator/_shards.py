@@ -1,4 +1,4 @@
-"""How a variable is divided into shards."""
+"""The division of a variable into shards."""
 
 import inspect
 import operator
@@ -11,10 +11,10 @@ __all__ = ["initial_shards", "num_shards_of", "sizes_of"]
 
 
 def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: Any) -> int:
-    """Into how many shards a variable is divided.
+    """Returns the number of shards that a partitioner chooses for a variable.
 
     Raises:
-        InvalidValueError: if the partitioner divides another dim than 0.
+        InvalidValueError: if the partitioner divides a dim other than 0.
     """
     if not shape:
         return 1
@@ -32,7 +32,7 @@ def num_shards_of(partitioner: Callable[..., Any], shape: Sequence[int], dtype: 
 
 
 def sizes_of(shape: Sequence[int], num_shards: int) -> list[int]:
-    """Rows of every shard; the first ones have one more if they are not equal."""
+    """Returns the number of rows of every shard. If they differ, the first shards have one more."""
     if num_shards == 1:
         return [0]
     size, num_larger = divmod(shape[0], num_shards)
@@ -40,13 +40,14 @@ def sizes_of(shape: Sequence[int], num_shards: int) -> list[int]:
 
 
 def initial_shards(initial: Any, shape: Sequence[int], sizes: Sequence[int]) -> Iterator[Any]:
-    """The initial values of the shards.
+    """Yields the initial values of the shards.
 
     Args:
-        initial: The whole value, or a function: called with `partition_shape` and
-            `partition_offset` if it takes them, else without arguments, for the whole.
-        shape: Shape of the whole.
-        sizes: Rows of the shards.
+        initial: The whole value, or a function. A function that takes `partition_shape` and
+            `partition_offset` is called with them for every shard; any other is called once,
+            without arguments, and returns the whole value.
+        shape: Shape of the whole value.
+        sizes: Number of rows of each shard.
     """
     takes_part = callable(initial) and _takes_part(initial)
     whole = initial() if callable(initial) and not takes_part else initial

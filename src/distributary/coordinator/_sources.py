@@ -1,9 +1,9 @@
-"""How workers get functions that make datasets and values: by name, never as code.
+"""Functions that make datasets and values, which workers get by name and never as code.
 
-The coordinator describes a function at the top level of a module by the names of both, and a worker
-takes the function of that name from its own copy of the program. A worker in the same process is
-given the function itself. What cannot be described is called by the coordinator, which feeds the
-workers.
+The coordinator describes a function at the top level of a module by the names of the module and the
+function. A worker takes the function of that name from its own copy of the program. A worker in the
+same process gets the function itself. If a function cannot be described, the coordinator calls it
+and feeds the workers.
 """
 
 import functools
@@ -45,22 +45,22 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class UnknownMakerError(DistributaryError, LookupError):
-    """A function cannot be described, or a worker does not have it; the text says why."""
+    """A function that cannot be described, or that a worker does not have; the text says why."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class DistributedSource(DistributedInput):
-    """Makes a dataset with a batch for each replica of a worker.
+    """A recipe for a dataset with a batch for each replica of a worker.
 
-    Iterated by the coordinator, it makes one there.
+    When the coordinator iterates over it, it makes such a dataset in the coordinator's process.
 
     Args:
         dataset: The dataset, or a function that makes it.
         num_replicas: Number of replicas of a worker.
-        of_replicas: Whether it is a function from an `InputContext` to a dataset whose elements
-            belong to one replica each, and are not to be split.
-        depth: How many batches wait while a thread makes the next one; 0 for no thread.
+        of_replicas: True if `dataset` is a function from an `InputContext` to a dataset whose
+            elements belong to one replica each and must not be split.
+        depth: Number of batches that a thread makes ahead; 0 for no thread.
     """
 
     dataset: Any
@@ -69,8 +69,8 @@ class DistributedSource(DistributedInput):
     depth: int
 
     def __call__(self) -> "DistributedDataset":
-        """The dataset, which gives `PerReplica`s of arrays if there are several replicas."""
-        # Most jobs never distribute a dataset, and reading these modules takes a while.
+        """Makes the dataset, which yields `PerReplica`s of arrays if there are several replicas."""
+        # Imported here: most jobs never distribute a dataset, and these imports take a while.
         from distributary.inputs import Batches, DistributedDataset, Elements
 
         share = WorkerShare(1, 0, self.num_replicas)
@@ -86,12 +86,12 @@ class DistributedSource(DistributedInput):
 
     @property
     def element_spec(self) -> Any:
-        """See `DistributedDataset.element_spec`."""
+        """Shapes and dtypes of an element; see `DistributedDataset.element_spec`."""
         return self().element_spec
 
 
 class ScriptEndError(BaseException):
-    """Ends a script that a worker runs for its definitions, where the work of the chief begins."""
+    """The end of a script that a worker runs for its definitions, where the chief's work begins."""
 
 
 class _ThreadState(threading.local):
@@ -102,34 +102,37 @@ _state = _ThreadState()
 
 
 def is_reimporting() -> bool:
-    """Whether this thread runs the main script again, for its definitions."""
+    """Returns whether this thread is running the main script again, for its definitions."""
     return _state.is_reimporting
 
 
 def as_maker(value: Any) -> Callable[[], Any]:
-    """A function that returns data, for one or for the data itself."""
+    """Returns a function that returns data, given such a function or the data itself."""
     return value if callable(value) else lambda: value
 
 
 @final
 class LocalMakers:
-    """Functions for workers in the same process."""
+    """The functions that workers in the same process can call."""
 
     def __init__(self) -> None:
         self._makers: dict[int, Any] = {}
 
     def describe(self, maker: Any) -> JSON:
-        """A number for a function, or for data."""
+        """Stores a function or data, and returns a number for it."""
         self._makers[id(maker)] = maker
         return id(maker)
 
     def find(self, description: JSON) -> Callable[[], Any]:
-        """The function of a number."""
+        """Returns the function with a number."""
         return as_maker(self._makers[description])
 
 
 def distributed_by(maker: Any, strategy: Any) -> Any:
-    """What a function distributes with the strategy, which workers do not have, else the function.
+    """Calls a function that distributes a dataset with the strategy, and returns the result.
+
+    Workers could not call it, as they do not have the strategy. Any other `maker` is returned
+    unchanged.
 
     Args:
         maker: A function, or data.
@@ -140,7 +143,7 @@ def distributed_by(maker: Any, strategy: Any) -> Any:
         return maker
     try:
         used = inspect.getclosurevars(maker)
-    except ValueError:  # it names something that has no value yet
+    except ValueError:  # the function names a variable that has no value yet
         return maker
     if not any(value is strategy for value in (*used.globals.values(), *used.nonlocals.values())):
         return maker
@@ -149,11 +152,11 @@ def distributed_by(maker: Any, strategy: Any) -> Any:
 
 
 def describe(maker: Any) -> JSON:
-    """The names of a function and of its module, and its arguments if it is a `partial`.
+    """Describes a function by its name, its module, and its arguments if it is a `partial`.
 
     Raises:
-        UnknownMakerError: if it is something else than a function at the top level of a module, or
-            its arguments are no JSON.
+        UnknownMakerError: if it is not a function at the top level of a module, or its arguments
+            are not JSON.
     """
     if isinstance(maker, DistributedSource):
         return {
@@ -179,21 +182,21 @@ def describe(maker: Any) -> JSON:
 
 
 def find(description: JSON) -> Callable[[], Any]:
-    """The function that another process has described.
+    """Returns the function that another process has described.
 
-    Only functions of the main script, of modules in its folder and of its own package: a
-    description must not be a way to call anything else.
+    It finds only functions of the main script, of modules in the script's folder and of its
+    package. A description must not be a way to call anything else.
 
     Raises:
         UnknownMakerError: if there is no such function here.
-        Exception: what a module raises when it is imported.
+        Exception: any error that a module raises when it is imported.
     """
     module_name, name = description["module"], description["name"]
     module = sys.modules[_MAIN] if module_name == _MAIN else _import(module_name)
     function = _attribute(module, name)
     reason = ""
     if function is None and module_name == _MAIN:
-        # Not reached yet: a script calls Server.join() before its other definitions.
+        # The script may not have reached it yet: Server.join() can come before other definitions.
         module, reason = _main_copy()
         function = _attribute(module, name)
     if not isinstance(function, types.FunctionType) or (
@@ -214,7 +217,7 @@ def _attribute(module: Any, qualified_name: str) -> Any:
 
 
 def _plain(function: Any) -> Any:
-    """What a `distributary.function` compiles: what makes data is called as it is."""
+    """Returns the Python function of a `distributary.function`: data is made without compiling."""
     return function.python_function if isinstance(function, Function) else function
 
 
@@ -231,7 +234,7 @@ def _import(name: str) -> types.ModuleType:
 
 def _check_is_beside(main: types.ModuleType, name: str) -> None:
     folder = Path(getattr(main, "__file__", None) or "/nowhere").resolve().parent
-    # Found without being run.
+    # Finds the module without running it.
     spec = importlib.machinery.PathFinder.find_spec(name.partition(".")[0], [str(folder)])
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if not places or any(part in str(place) for place in places for part in _INSTALLED):
@@ -243,14 +246,14 @@ def _check_is_beside(main: types.ModuleType, name: str) -> None:
 
 @functools.cache
 def _main_copy() -> tuple[types.ModuleType, str]:
-    """The main script run under another name, and for messages where it has ended, if it has."""
+    """Runs the main script under another name; returns it, and for messages where it stopped."""
     main = sys.modules[_MAIN]
     file = getattr(main, "__file__", None)
     if file is None:
         raise UnknownMakerError("a worker has no script")
     module = types.ModuleType(_MAIN_COPY)
     module.__file__, module.__package__ = file, main.__package__
-    sys.modules[_MAIN_COPY] = module  # as for multiprocessing, whose children look for it
+    sys.modules[_MAIN_COPY] = module  # as multiprocessing does, whose children look for it
     _state.is_reimporting = True
     try:
         exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))

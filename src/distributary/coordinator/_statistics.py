@@ -1,4 +1,4 @@
-"""Numbers about asynchronous training, which are always counted."""
+"""Statistics of asynchronous training. They are always collected."""
 
 import time
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ __all__ = ["CoordinatorStatistics", "ServerStatistics", "Tally", "WorkerStatisti
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """What a worker has done for a coordinator.
+    """The work that one worker has done for a coordinator.
 
     Attributes:
-        name: Its name and address.
-        state: `"connecting"` at the beginning, `"idle"`, `"running"`, `"lost"`, or `"given up"`
-            after it was lost for too long.
-        num_losses: How often it was lost.
-        num_closures: Closures whose results it has returned.
-        data_seconds: Time in which it has waited for its data.
-        pull_seconds: Time in which it has read variables.
-        compute_seconds: Time in which it has computed.
-        push_seconds: Time in which it has sent values to the servers, and these were applied.
-        received_bytes: Bytes of the arrays that it has received from servers.
-        sent_bytes: Bytes of the arrays that it has sent to servers.
+        name: Name and address of the worker.
+        state: `"connecting"` at the beginning, then `"idle"`, `"running"`, `"lost"`, or
+            `"given up"` once it has been lost for too long.
+        num_losses: Number of times it was lost.
+        num_closures: Number of closures whose results it has returned.
+        data_seconds: Time spent waiting for its data.
+        pull_seconds: Time spent reading variables.
+        compute_seconds: Time spent computing.
+        push_seconds: Time spent sending values to the servers, until they were applied.
+        received_bytes: Bytes of the arrays received from servers.
+        sent_bytes: Bytes of the arrays sent to servers.
     """
 
     name: str
@@ -43,17 +43,17 @@ class WorkerStatistics:
 @final
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """What a server has done for a coordinator.
+    """The work that one server has done for a coordinator.
 
-    The staleness of a push is the number of others that the server has applied since the worker
-    has read what it has computed with.
+    The staleness of a push is the number of other pushes that the server applied after the worker
+    read the values it computed with.
 
     Attributes:
-        name: Its name and address.
-        num_pushes: Pushes that it has applied.
-        num_repeated: Pushes that it has refused, as they were repetitions.
+        name: Name and address of the server.
+        num_pushes: Number of pushes applied.
+        num_repeated: Number of pushes refused because they were repetitions.
         staleness_sum: Sum of the staleness of all pushes.
-        max_staleness: That of the stalest push.
+        max_staleness: Largest staleness of a push.
     """
 
     name: str
@@ -66,17 +66,17 @@ class ServerStatistics:
 @final
 @dataclass(frozen=True, slots=True)
 class CoordinatorStatistics:
-    """What has become of the closures of a coordinator.
+    """The closures of a coordinator, counted by state, and the work of its workers and servers.
 
     Attributes:
-        num_queued: Closures that wait for a worker.
-        num_running: Closures that workers have.
-        num_done: Closures that have returned.
-        num_failed: Closures that have raised.
-        num_cancelled: Closures that were not run because of an error of another one.
-        num_retried: How often a closure had to be run again because its worker was lost.
-        workers: By their number.
-        servers: By their number.
+        num_queued: Number of closures that wait for a worker.
+        num_running: Number of closures that workers are running.
+        num_done: Number of closures that have returned.
+        num_failed: Number of closures that have raised an error.
+        num_cancelled: Number of closures that were not run because another one failed.
+        num_retried: Number of times that a closure was run again because its worker was lost.
+        workers: Statistics of each worker, by worker number.
+        servers: Statistics of each server, by server number.
     """
 
     num_queued: int
@@ -91,7 +91,7 @@ class CoordinatorStatistics:
 
 @final
 class Tally:
-    """Sums of a worker: seconds of its phases, and bytes; the fields of `WorkerStatistics`."""
+    """The running totals of a worker: the seconds and bytes of `WorkerStatistics`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Any] = {
@@ -105,7 +105,7 @@ class Tally:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Adds the time of a with block to that of a phase: data, pull, compute or push."""
+        """Runs the block, and adds its time to a phase: data, pull, compute or push."""
         start = time.monotonic()
         try:
             yield
@@ -113,6 +113,6 @@ class Tally:
             self.sums[f"{phase}_seconds"] += time.monotonic() - start
 
     def add(self, other: dict[str, Any]) -> None:
-        """Adds other sums."""
+        """Adds the totals of another tally."""
         for name in self.sums:
             self.sums[name] += other[name]

@@ -1,4 +1,4 @@
-"""A parameter server: keeps variables and applies what workers push."""
+"""A parameter server, which keeps variables and applies the pushes of workers."""
 
 import threading
 from collections.abc import Callable
@@ -27,35 +27,34 @@ __all__ = ["ParameterServer"]
 
 @final
 class ParameterServer:
-    """The state of one task `ps`, and the only one that changes it.
+    """The service of one task `ps`. Nothing else changes its variables.
 
-    A push is applied as a whole, once for each closure, whatever is sent again. Arrays are replaced
-    and never changed, but for tables, of which rows change in place; what is read is the state
-    between two pushes.
+    A push is applied as a whole, and once per closure, even if it is sent again. Arrays are
+    replaced and never changed, except for tables, whose rows change in place. A read always returns
+    the state between two pushes.
 
-    Messages, with the numbers of variables in `ids`:
+    It handles these messages, with the numbers of variables in `ids`, and those of `Copies`:
 
-        create   ids, arrays                    new variables
-                 ids, zeros, arrays             a new table of zeros; its shape, and its dtype as an
-                                                empty array
-        read     ids; arrays                    -> arrays; of the last variables rows, with the
-                                                numbers that the arrays have; version
+        create   ids, arrays                    creates variables
+                 ids, zeros, arrays             creates a table of zeros of the shape `zeros`; an
+                                                empty array gives its dtype
+        read     ids; arrays                    -> arrays; version. The arrays of the request are
+                                                numbers of rows: the last variables are read only
+                                                in these rows
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
                  ids, operation, start, arrays  the same for some rows of a table
         update   number, states, outputs, rows; blobs: the program
-                                                what pushes do that refer to it; an update says
+                                                defines what a push with this update does, and
                                                 which variables its program reads and changes
-        finish   finished
+        finish   finished                       forgets closures with smaller numbers
         push     update, closure, ids, num_row_reads, arrays; version
-                                                -> as read, after the push. The arrays are what is
-                                                pushed, then numbers of the `rows`, then those of
-                                                the rows that are read
+                                                -> the same as read, after the push. The arrays are
+                                                the pushed values, then the numbers of the `rows`,
+                                                then the numbers of the rows to read
         statistics                              -> fields of `ServerStatistics`
 
-    and those of `Copies`.
-
-    A closure has a number; all below `finished` have ended: what is still pushed for them is
-    refused as a repetition.
+    All closures with numbers below `finished` have ended. A push for one of them is refused as a
+    repetition.
     """
 
     def __init__(self, number: int) -> None:
@@ -73,13 +72,13 @@ class ParameterServer:
         self._max_staleness = 0
 
     def close(self) -> None:
-        """Forgets the variables."""
+        """Forgets the variables and their copies."""
         self._copies.close()
         with self._lock:
             self._state.clear()
 
     def statistics(self) -> dict[str, float]:
-        """What it has done; see `ServerStatistics`."""
+        """Returns the fields of `ServerStatistics`."""
         with self._lock:
             return {
                 "num_pushes": self._num_pushes,
@@ -89,7 +88,7 @@ class ParameterServer:
             }
 
     def handle(self, message: Message, peer: Any) -> Message:
-        """The reply to a message.
+        """Handles a message, and returns the reply.
 
         Raises:
             InvalidValueError: for messages that make no sense here.
@@ -117,7 +116,7 @@ class ParameterServer:
             return self._values(message.fields["ids"], message.arrays)
 
     def _values(self, ids: list[int], rows: list[np.ndarray]) -> Message:
-        """Variables, of the last ones rows."""
+        """Returns the values of variables; of the last ones, only the given rows."""
         num_whole = len(ids) - len(rows)
         arrays = self._arrays(ids)
         whole = [frozen(array) for array in arrays[:num_whole]]
@@ -174,7 +173,7 @@ class ParameterServer:
             if closure < self._finished or closure in self._applied:
                 self._num_repeated += 1
             else:
-                # Without a version, the worker has read nothing here.
+                # Without a version, the worker has read nothing from this server.
                 staleness = self._num_pushes - fields.get("version", self._num_pushes)
                 self._apply(update, message.arrays[:num_pushed])
                 self._applied.add(closure)
@@ -184,7 +183,7 @@ class ParameterServer:
             return self._values(fields["ids"], message.arrays[num_pushed:])
 
     def _apply(self, update: "_Update", arrays: list[np.ndarray]) -> None:
-        """Runs the program of a push."""
+        """Runs the program of a push, and stores the new values."""
         tables, states, outputs = update.rows, update.states, update.outputs
         num_pushes = len(arrays) - len(tables)
         numbers = arrays[num_pushes:]
@@ -206,7 +205,7 @@ class ParameterServer:
             (self._table(outputs[i]), rows, np.asarray(new[i])[: len(rows)])
             for i, rows in rows_of_output.items()
         ]
-        for table, rows, values in changes:  # all of them or none
+        for table, rows, values in changes:  # checked first, so that all change or none
             check_rows(rows, table.shape)
             if values.shape != (len(rows), *table.shape[1:]):
                 raise InvalidValueError(
@@ -220,11 +219,11 @@ class ParameterServer:
             for i, (number, value) in enumerate(zip(outputs, new, strict=True))
             if i not in rows_of_output
         )
-        # XLA may still read tables that the next push changes.
+        # Waits, because XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
 
     def _check_num_rows(self, own: PushedRows, ids: list[int]) -> None:
-        """Checks the rows of a whole variable, before so many are allocated."""
+        """Checks the number of rows of a whole variable, before that many are allocated."""
         shapes = [array.shape for array in self._arrays(ids)]
         if own.is_whole and not any(shape[:1] == (own.size,) for shape in shapes):
             raise InvalidValueError(
@@ -233,7 +232,7 @@ class ParameterServer:
             )
 
     def _table(self, number: int) -> np.ndarray:
-        """A variable as an array that may be changed."""
+        """Returns a variable as an array that can be changed in place."""
         array = self._state[number]
         if not isinstance(array, np.ndarray):
             array = self._state[number] = np.array(array)
@@ -266,13 +265,13 @@ class ParameterServer:
 @final
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """What a push does; workers cannot say it themselves.
+    """The effect of a push. The coordinator defines it; workers only refer to it.
 
     Attributes:
-        program: From states and what is pushed to new values.
-        states: Numbers of the variables that it starts from.
+        program: Name of the program that computes new values from states and pushed values.
+        states: Numbers of the variables that it reads.
         outputs: Numbers of the variables that it changes.
-        rows: What of all this is rows.
+        rows: The states, pushed values and outputs that are only rows of tables.
     """
 
     program: str

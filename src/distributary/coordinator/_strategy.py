@@ -1,4 +1,4 @@
-"""Asynchronous training with variables on servers."""
+"""The strategy of asynchronous training, with variables on parameter servers."""
 
 import inspect
 import warnings
@@ -45,27 +45,31 @@ __all__ = ["ParameterServerStrategy"]
 
 @final
 class ParameterServerStrategy(Strategy):
-    """Variables on servers, and workers that compute on them without waiting for each other.
+    """Training with variables on servers, and workers that do not wait for each other.
 
-    Create a `ClusterCoordinator` of it, and schedule functions on the workers.
+    Pass the strategy to a `ClusterCoordinator`, and schedule functions on the workers with it.
 
     Args:
-        cluster_resolver: Names the workers and servers, each a process with a `Server`; or a
-            cluster in this process, `local_cluster(workers=2, ps=2)`.
-        variable_partitioner: Divides large variables into shards: called with `shape` and `dtype`
-            of every variable created in the scope, it returns the number of shards along every
-            dim, 1 but for dim 0. What is divided is a `ShardedVariable`, and its shards, named
-            `<name>/part_<i>`, lie on the next servers.
-        sparse_update: What an update does with the rows of a table that a step has not looked up,
-            where rows alone are pushed. "exact": what the optimizer does where the gradient is
-            zero, as on one device; servers update whole tables if that is not nothing. "lazy":
-            nothing, so that Adam's and momentum's moments do not decay (LazyAdam).
-        recovery_options: When lost workers and servers are given up.
+        cluster_resolver: A cluster resolver that names the workers and servers, each a process
+            with a `Server`. Or a cluster in this process: `local_cluster(workers=2, ps=2)`.
+        variable_partitioner: Function that divides large variables into shards. It is called with
+            the `shape` and `dtype` of every variable created in the scope, and returns the number
+            of shards along every dim, which must be 1 for all dims but dim 0. A variable that is
+            divided becomes a `ShardedVariable`; its shards, named `<name>/part_<i>`, are placed
+            on the servers in turn.
+        sparse_update: What an update does to the rows of a table that a step has not looked up, if
+            only rows are pushed. With "exact", these rows change as the optimizer changes them for
+            a gradient of zero, as on one device; if that changes anything, servers update the
+            whole table. With "lazy", they do not change, so the moments of Adam and momentum do
+            not decay (LazyAdam).
+        recovery_options: When to give up lost workers and servers.
 
     Raises:
-        InvalidTypeError: if it is neither.
-        InvalidValueError: if there are no workers or no servers, or this process is not the chief.
-        ClusterError: if tasks do not come in time, or have other versions of packages.
+        InvalidTypeError: if `cluster_resolver` is neither a cluster resolver nor a cluster, or
+            `variable_partitioner` is not callable.
+        InvalidValueError: if there are no workers or no servers, this process is not the chief, or
+            `sparse_update` has another value.
+        ClusterError: if tasks do not connect in time, or have other versions of packages.
 
     Source: `tf.distribute.ParameterServerStrategy`.
     """
@@ -109,12 +113,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """What the strategy was created with."""
+        """The cluster resolver or cluster that the strategy was created with."""
         return self._cluster_resolver
 
     @property
     def num_workers(self) -> int:
-        """Number of workers, of which each runs a step of its own at a time."""
+        """Number of workers; each runs a step of its own at a time."""
         return len(self._cluster.workers)
 
     def run(
@@ -124,11 +128,11 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Calls `fn` on the worker that runs the scheduled function around it.
+        """Calls `fn` on the worker that runs the surrounding scheduled function.
 
-        If workers have several devices, once for each of them, as `Strategy.run` does: arguments
-        that are `PerReplica`, as the batches of distributed datasets are, have a part for each.
-        Outside of scheduled functions it runs here, with a warning.
+        If workers have several devices, `fn` runs once per device, as in `Strategy.run`. Each
+        device gets its own part of `PerReplica` arguments, such as batches of distributed
+        datasets. Outside of a scheduled function, `fn` runs in this process, with a warning.
 
         Source: `tf.distribute.ParameterServerStrategy.run`.
         """
@@ -144,20 +148,21 @@ class ParameterServerStrategy(Strategy):
         return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Like `Strategy.reduce`; what the servers make of the result is theirs to compute."""
+        """Reduces like `Strategy.reduce`; servers do the computation that follows the result."""
         result = super().reduce(reduce_op, value, axis)
         return result if current_trace() is None else jax.tree.map(push, result)
 
     def experimental_distribute_dataset(  # type: ignore[override]
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedSource:
-        """A dataset for `create_per_worker_dataset`, whose batches are split over the replicas.
+        """Splits the batches of a dataset over the replicas of a worker.
 
-        Every worker makes a `DistributedDataset` of it.
+        Pass the result to `create_per_worker_dataset`. Every worker makes a `DistributedDataset`
+        from it.
 
         Args:
-            dataset: As for `Strategy.experimental_distribute_dataset`, or a function that returns
-                such a dataset, which workers call themselves.
+            dataset: A dataset as for `Strategy.experimental_distribute_dataset`, or a function that
+                returns one. Workers call the function themselves.
             options: Input options.
 
         Source: `tf.distribute.ParameterServerStrategy.experimental_distribute_dataset`.
@@ -174,12 +179,14 @@ class ParameterServerStrategy(Strategy):
         dataset_fn: Callable[[InputContext], Iterable[Any]],
         options: InputOptions | None = None,
     ) -> DistributedSource:
-        """A dataset for `create_per_worker_dataset`, whose elements belong to one replica each.
+        """Distributes a dataset of per-replica batches over the replicas of a worker.
+
+        Pass the result to `create_per_worker_dataset`.
 
         Args:
-            dataset_fn: From an `InputContext` to an iterable of per-replica batches, of which every
-                step takes as many as a worker has replicas. Workers do not share the batches
-                between them: the context is that of the only pipeline.
+            dataset_fn: Function from an `InputContext` to an iterable of per-replica batches. Every
+                step takes one batch per replica of a worker. Workers do not divide the batches
+                among them: every worker's context says that it is the only input pipeline.
             options: Input options.
 
         Source: `tf.distribute.ParameterServerStrategy.distribute_datasets_from_function`.
@@ -221,7 +228,7 @@ class _ServerVariable(AggregatedVariable):
 
     @classmethod
     def _new(cls, *args: Any, **kwargs: Any) -> Any:
-        """What `Variable(...)` gives in the scope: a `ShardedVariable` if it is divided."""
+        """Creates the result of `Variable(...)`: a `ShardedVariable` if it is to be divided."""
         options = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
         strategy = current_mode().strategy
         beside, partitioner = neighbor(), strategy._variable_partitioner
@@ -258,7 +265,7 @@ class _ServerVariable(AggregatedVariable):
 
     @property
     def device(self) -> str:
-        """Name of the device of its server."""
+        """Name of the device of the server that keeps the variable."""
         return f"/job:ps/replica:0/task:{self._place[0]}/device:CPU:0"
 
     @property
@@ -290,5 +297,5 @@ class _ServerVariable(AggregatedVariable):
         self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))
 
 
-# Of `Variable`, in their order.
+# The arguments of `Variable`, in order.
 _ARGUMENTS = tuple(inspect.signature(Variable.__init__).parameters)[1:]

@@ -1,4 +1,4 @@
-"""What serves a worker or a parameter server to tasks in other processes."""
+"""The server that makes a worker or parameter server available to other processes."""
 
 import logging
 import socket
@@ -42,31 +42,32 @@ _log = logging.getLogger(__name__)
 _LINKS_PER_TASK = 8
 _MIN_LINKS = 256
 _POLL_SECONDS = 0.5
-_CLOSE_SECONDS = 2.0  # for what is being done when the process ends; datasets may wait for ever
+_CLOSE_SECONDS = 2.0  # for requests under way at the end; a dataset may block forever
 
 
 @final
 class TaskServer:
-    """Serves a worker or a parameter server at an address, from now on.
+    """A worker or parameter server that listens at an address from now on.
 
     Args:
         task_type: `"worker"` or `"ps"`.
-        task_id: Its number.
-        address: Where it listens; port 0 takes a free one.
-        find_servers: Returns the servers of the job, by their number; a worker calls it for every
+        task_id: Number of the task.
+        address: Address to listen at. Port 0 takes a free port.
+        find_servers: Returns the servers of the job, by number. A worker calls it for every
             coordinator.
-        find: Returns the function that a coordinator describes.
-        num_tasks: How many workers and servers the job has.
+        find: Returns the function that a coordinator has described.
+        num_tasks: Number of workers and servers of the job.
         environ: The environment, for certificates, the token, metrics and times.
-        insecure: Allows all addresses without certificates and token.
+        insecure: Allows any address without certificates and without a token.
 
     Raises:
-        ClusterError: if it cannot listen at its address, or must not do so without certificates
-            or token; if its host has no address yet, after `DISTRIBUTARY_CONNECT_SECONDS` (120).
-        MissingPackageError: without grpcio.
+        ClusterError: if it cannot listen at its address, or must not do so without certificates or
+            a token, or if its host name still has no address after `DISTRIBUTARY_CONNECT_SECONDS`
+            (120).
+        MissingPackageError: if grpcio is not installed.
 
     Attributes:
-        address: The address with the port that was taken.
+        address: The address, with the port that was taken.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class TaskServer:
         self.address = self._server.address
 
     def close(self) -> None:
-        """Ends what it does and all connections."""
-        self._service.close()  # first: what waits for a server's reply ends
+        """Ends the work of the task, and all connections."""
+        self._service.close()  # first, as it ends requests that wait for a server's reply
         self._server.close(_CLOSE_SECONDS)
         if self._metrics is not None:
             self._metrics.close()
@@ -129,11 +130,13 @@ class TaskServer:
 
 @final
 class RoleCheck:
-    """Lets a service see only messages that their senders may send, and says who it is.
+    """A filter that passes to a service only messages that their senders may send.
+
+    It also answers the message that asks which task this is.
 
     Args:
         task_type: `"worker"` or `"ps"`.
-        task_id: Its number.
+        task_id: Number of the task.
         service: The service.
     """
 
@@ -143,11 +146,11 @@ class RoleCheck:
         self._service = service
 
     def handle(self, message: Message, peer: Peer) -> Message:
-        """The reply to a message.
+        """Handles a message, and returns the reply.
 
         Raises:
-            PermissionError: if the role of the sender does not allow it.
-            Exception: what the service raises.
+            PermissionError: if the role of the sender does not allow the message.
+            Exception: any error that the service raises.
         """
         check_sender(self._task_type, self._name, message, peer)
         if message.kind == IDENTIFY:
@@ -172,7 +175,7 @@ def _listen(
                 service, address, credentials, task=task, max_links=max_links, insecure=insecure
             )
         except ClusterError as error:
-            # The name of a Kubernetes pod is published some time after the pod has started.
+            # Kubernetes publishes the name of a pod some time after the pod has started.
             is_early = isinstance(error.__cause__, socket.gaierror)
             if not is_early or time.monotonic() >= end:
                 raise
@@ -185,6 +188,6 @@ def _num_devices() -> int:
 
 
 def _keep_off_accelerators() -> None:
-    # Programs run on CPUs, and JAX would take the memory of GPUs.
+    # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
     if not backends_started():
         jax.config.update("jax_platforms", "cpu")

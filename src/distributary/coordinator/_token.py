@@ -1,11 +1,11 @@
-"""The secret of a job, and how two of its tasks prove to each other that they know it.
+"""The secret of a job, and the exchange by which two of its tasks prove that they know it.
 
     Greet    -> challenge                          to everybody
     Talk     challenge, own challenge, proof  ->   proof; or the end, before anything is read
 
-A proof is about both challenges and the name of the task that is called: who listens in place of a
-task that has ended can have no other task answer for it. What follows is neither encrypted nor
-signed: on loopback, only the administrator can see it.
+A proof covers both challenges and the name of the called task. A program that listens in place of
+a task that has ended thus cannot use another task's answer as its own. The messages after the proof
+are neither encrypted nor signed: on loopback, only the administrator can see them.
 """
 
 import secrets
@@ -36,10 +36,10 @@ class Token:
     """The secret of a job.
 
     Args:
-        secret: 16 characters or more.
+        secret: Text of 16 characters or more.
 
     Raises:
-        ClusterError: if it has fewer.
+        ClusterError: if it is shorter.
     """
 
     secret: str = field(repr=False)
@@ -53,22 +53,22 @@ class Token:
 
     @classmethod
     def new(cls) -> "Token":
-        """Returns a random one."""
+        """Returns a random token."""
         return cls(secrets.token_hex(32))
 
     def ask(self, task: str, challenge: str) -> dict[str, str]:
-        """Returns what a caller sends to a task, with the challenge that it has got there."""
+        """Returns the fields that a caller sends to a task, given the challenge it got there."""
         own = new_challenge()
         shown = proof(self.secret, "caller", task, challenge, own)
         return {_TASK: task, _CHALLENGE: challenge, _OWN_CHALLENGE: own, _PROOF: shown}
 
     def answer(self, task: str, asked: Mapping[str, str]) -> dict[str, str]:
-        """Returns what a task replies to `ask`."""
+        """Returns the fields that a task replies to those of `ask`."""
         said = task, asked[_CHALLENGE], asked[_OWN_CHALLENGE]
         return {_PROOF: proof(self.secret, "task", *said)}
 
     def refusal(self, task: str, asked: Mapping[str, str], challenges: "Challenges") -> str | None:
-        """Returns why the caller of a task is refused; None if it knows the secret, too."""
+        """Returns why the caller of a task is refused, or None if the caller knows the secret."""
         if asked.get(_TASK, task) != task:
             return (
                 f"it takes {task} for {asked[_TASK][:_MAX_NAME_CHARACTERS]!r}. Give all tasks the"
@@ -83,7 +83,7 @@ class Token:
         )
 
     def knows_task(self, task: str, asked: Mapping[str, str], answer: Mapping[str, str]) -> bool:
-        """Returns whether the task that has replied to `ask` knows the secret, too."""
+        """Returns whether the task that replied to `ask` knows the secret."""
         return self._is_proof(answer, "task", task, asked)
 
     def _is_proof(
@@ -95,14 +95,14 @@ class Token:
 
 @final
 class Challenges:
-    """Random texts for callers, each of which is good for one call."""
+    """Random texts for callers. Each is valid for one call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, None] = {}
 
     def new(self) -> str:
-        """Returns another one. Those that nobody uses are forgotten when there are many newer."""
+        """Returns a new challenge. Unused ones are forgotten once there are many newer ones."""
         challenge = new_challenge()
         with self._lock:
             self._open[challenge] = None
@@ -111,21 +111,21 @@ class Challenges:
         return challenge
 
     def use(self, challenge: str) -> bool:
-        """Returns whether it is one of them that has not been used."""
+        """Uses up a challenge; returns whether it is one that was given and not used before."""
         with self._lock:
             return self._open.pop(challenge, self) is None
 
 
 def credentials_of(task_type: str, environ: Mapping[str, str]) -> Credentials | Token | None:
-    """Returns what proves to others that a task is one of the job.
+    """Returns the credentials with which a task proves that it belongs to the job.
 
     Args:
         task_type: `"chief"`, `"worker"` or `"ps"`.
         environ: The environment.
 
     Returns:
-        The certificates of `DISTRIBUTARY_CERTS`, otherwise the secret in `DISTRIBUTARY_TOKEN`, None
-        if neither is set.
+        The certificates in `DISTRIBUTARY_CERTS`, else the secret in `DISTRIBUTARY_TOKEN`, else
+        None.
 
     Raises:
         ClusterError: if a file cannot be read, or the secret is too short.

@@ -1,4 +1,4 @@
-"""What closures return."""
+"""The results of closures."""
 
 import threading
 from typing import Any
@@ -9,7 +9,9 @@ __all__ = ["RemoteValue"]
 
 
 class RemoteValue:
-    """A value that a worker will have computed; made by `ClusterCoordinator.schedule`.
+    """The result of a scheduled function, which a worker is yet to compute.
+
+    `ClusterCoordinator.schedule` returns it.
 
     Source: `tf.distribute.experimental.coordinator.RemoteValue`.
     """
@@ -20,23 +22,23 @@ class RemoteValue:
         self._error: BaseException | None = None
 
     def get(self) -> Any:
-        """The value, a nest of JAX arrays; waits for it.
+        """Waits for the value, and returns it as a nest of JAX arrays.
 
         Raises:
-            CancelledError: if the closure was cancelled because of another one's error.
-            Exception: the error of the function.
+            CancelledError: if the closure was cancelled because another one failed.
+            Exception: the error that the function raised.
         """
         return jax.tree.map(lambda leaf: jax.numpy.asarray(leaf), self.fetch())
 
     def fetch(self) -> Any:
-        """The value, a nest of NumPy arrays; waits for it. Errors as for `get`."""
+        """Waits for the value, and returns it as a nest of NumPy arrays; raises as `get` does."""
         self._ready.wait()
         if self._error is not None:
             raise self._error
         return self._value
 
     def is_ready(self) -> bool:
-        """Whether `get` and `fetch` return or raise at once."""
+        """Returns whether `get` and `fetch` would return or raise without waiting."""
         return self._ready.is_set()
 
     def _set(self, value: Any) -> None:

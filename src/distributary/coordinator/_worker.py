@@ -1,4 +1,4 @@
-"""A worker: brings data to the programs of closures, with variables pulled from the servers."""
+"""A worker, which runs the programs of closures on its data and on variables from the servers."""
 
 import itertools
 import threading
@@ -24,17 +24,17 @@ from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
 
-# Of one `run`; one closure more than that may be run.
+# Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1
 _MAX_RESULT_BYTES = 1 << 24
-# Shape and name of the dtype of every leaf.
+# The shape and the name of the dtype of every leaf.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """What one server does with the pushes of a closure."""
+    """The part of a plan about one server, as in `ServerPlan`."""
 
     number: int
     update: int
@@ -45,7 +45,7 @@ class _Server:
 @final
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A function of closures for data of given shapes; see `Plan`."""
+    """The programs that run a scheduled function on data of given shapes; see `Plan`."""
 
     program: str
     inputs: list[tuple[str, int]]
@@ -59,7 +59,7 @@ class _Plan:
 @final
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """By the first of them, leaves that belong to one replica each."""
+    """The leaves of the replicas: an index gives the run of leaves, one per replica, from there."""
 
     leaves: list[np.ndarray]
     length: int
@@ -71,14 +71,14 @@ class _Runs:
 @final
 @dataclass(slots=True)
 class _Read:
-    """What a step reads of one server.
+    """The variables and rows that a step reads from one server.
 
     Attributes:
-        ids: Numbers of variables.
-        num_whole: How many of them it reads as a whole; of the others rows.
-        rows: The numbers of these.
-        places: The buffers that they belong to, and where in them.
-        reply: What the server has replied, once it has.
+        ids: Numbers of the variables.
+        num_whole: Number of variables, the first ones, to read as a whole; of the others, rows.
+        rows: Numbers of the rows, for each of the others.
+        places: Buffer of these rows, and their slice in it, for each of the others.
+        reply: Reply of the server, or None before it has come.
     """
 
     ids: list[int]
@@ -91,16 +91,16 @@ class _Read:
 @final
 @dataclass(slots=True)
 class _Step:
-    """A closure that is run.
+    """One run of a closure.
 
     Attributes:
-        closure: Its number.
-        plan: None if there is none for its shapes.
-        shapes: Of its data and arguments.
-        given: By kind, what the inputs of programs are taken from.
-        taken: Iterators, and what was taken from them.
+        closure: Number of the closure.
+        plan: The plan for its shapes, or None if there is none.
+        shapes: Shapes of its data and arguments.
+        given: The values from which the inputs of programs are taken, by kind.
+        taken: Iterators, and the elements taken from them.
         found: The rows that it needs.
-        reads: By server.
+        reads: The reads from each server, by server number.
     """
 
     closure: int
@@ -112,45 +112,46 @@ class _Step:
     reads: dict[int, _Read] = field(default_factory=dict)
 
     def inputs_of(self, origins: list[tuple[str, int]]) -> list[Any]:
-        """The inputs of a program."""
+        """Returns the inputs of a program."""
         return [self.given[kind][number] for kind, number in origins]
 
     def put_back(self) -> None:
-        """The closure is not run: the next one takes its data."""
+        """Puts the data back for the next closure, as this one is not run."""
         for iterator, element in reversed(self.taken):
             iterator.put_back(element)
 
 
 @final
 class Worker:
-    """One task `worker`.
+    """The service of one task `worker`.
 
-    Messages, with the numbers that the coordinator has given:
+    It handles these messages, with numbers that the coordinator has assigned:
 
-        source   kind, number, maker  "next": an iterator over the dataset that the function makes
-                                      which `maker` describes; "value": what it returns
-                                      -> "unknown maker" with why, if there is none
+        source   kind, number, maker  defines a source by the function that `maker` describes;
+                                      "next": an iterator over the dataset that it returns;
+                                      "value": the value that it returns
+                                      -> "unknown maker" with why, if there is no such function
                  kind "value", number, nest; arrays: the value
-        peek     kind, number         -> shapes and nest of what comes next
-        function function, sources    what a function takes of this worker's data: kinds, numbers
-                                      and numbers of leaves; "index" is the worker's number,
-                                      "closure" that of the closure, "bound" what `bound` says
+        peek     kind, number         -> shapes and nest of the next data
+        function function, sources    the data of this worker that a function takes: kinds, numbers
+                                      and numbers of leaves; "index" is the number of the worker,
+                                      "closure" that of the closure, "bound" refers to `bound`
         plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
-                 arrays: constants; blobs: its program and, if there are rows, that of their
-                 numbers
-        forget   keys                 functions and sources that are not used any more
-        run      function, closures, num_args, bound, finished; arrays: for every closure its
-                 arguments and its batches of the kind "fed"; bound: kinds and numbers of the
+                 arrays: constants; blobs: its program and, if there are rows, the program of
+                 their numbers
+        forget   keys                 functions and sources that are no longer used
+        run      function, closures, num_args, bound, finished; arrays: the arguments and the
+                 batches of the kind "fed" of every closure; bound: kinds and numbers of the
                  sources among the arguments
-                                      -> num_ended; tally; arrays: results; and if not all
-                                      have ended: error, or the shapes that a plan is needed for,
-                                      or nothing if there was not the time
+                                      -> num_ended; tally; arrays: results; if some have not
+                                      ended, also error, or the shapes that need a plan, or
+                                      neither if there was no time
 
     Args:
-        number: Of the task.
-        links: To the servers, by their number.
+        number: Number of the task.
+        links: The links to the servers, by server number.
         find: Returns the function that a `maker` describes.
-        devices: On which programs run, each with a replica.
+        devices: The devices that run programs, each with a replica.
     """
 
     def __init__(
@@ -168,22 +169,22 @@ class Worker:
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
         self._plans: dict[tuple[int, Shapes], _Plan] = {}
         self._iterators: dict[int, Peekable] = {}
-        # Leaves and structure.
+        # The leaves and the structure of each value.
         self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
-        # Data of closures that wait for a plan.
+        # The data of closures that wait for a plan.
         self._waiting: dict[int, list[np.ndarray]] = {}
         self._tally = Tally()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(max(1, len(links)), "distributary-worker")
 
     def close(self) -> None:
-        """Ends its threads, and what they do."""
+        """Ends the threads of the worker, and the calls they are making."""
         for link in self._links:
             link.close()
         self._threads.shutdown(wait=False)
 
     def statistics(self) -> dict[str, float]:
-        """What it has spent; see `Tally`."""
+        """Returns the totals of time and bytes; see `Tally`."""
         return {
             **self._tally.sums,
             "received_bytes": sum(link.received_bytes for link in self._links),
@@ -191,7 +192,7 @@ class Worker:
         }
 
     def handle(self, message: Message, peer: Any) -> Message:
-        """The reply to a message.
+        """Handles a message, and returns the reply.
 
         Raises:
             InvalidValueError: for messages that make no sense here.
@@ -279,7 +280,7 @@ class Worker:
         left = list(enumerate(closures))
 
         def prepare() -> "_Step | Exception":
-            """What the next closure needs, or why it fails."""
+            """Returns the step of the next closure, or the error if it fails."""
             i, closure = left.pop(0)
             arrays = message.arrays[i * size : (i + 1) * size]
             try:
@@ -306,7 +307,8 @@ class Worker:
                     self._pull(step)
                 outs = self._programs.run(step.plan.program, step.inputs_of(step.plan.inputs))
                 num_bytes += sum(out.nbytes for out in outs[: step.plan.num_results])
-                # Others may be idle, and somebody may wait for a result. What is prepared is run.
+                # Stops after a while, as other workers may be idle and a caller may wait for a
+                # result. A closure that has been prepared is also run.
                 if left and time.monotonic() < end and num_bytes < _MAX_RESULT_BYTES:
                     ahead = prepare()
                 with self._tally.time("compute"):
@@ -333,7 +335,7 @@ class Worker:
         fed: list[np.ndarray],
         bound: Sequence[tuple[str, int]],
     ) -> "_Step":
-        """Gets the data of a closure, and finds out what it pulls."""
+        """Gets the data of a closure, and finds out which variables and rows it reads."""
         data = self._waiting.pop(closure, None)
         taken: list[tuple[Peekable, Any]] = []
         if data is None:
@@ -369,7 +371,7 @@ class Worker:
         fed: list[np.ndarray],
         bound: Sequence[tuple[str, int]],
     ) -> tuple[list[np.ndarray], list[tuple[Peekable, Any]]]:
-        """What one closure gets besides its arguments, and what was taken from iterators for it."""
+        """Returns the data of a closure, and the elements taken from iterators for it."""
         leaves: list[np.ndarray] = []
         taken: list[tuple[Peekable, Any]] = []
         left = iter(fed)
@@ -391,7 +393,7 @@ class Worker:
         return leaves, taken
 
     def _pull(self, step: "_Step") -> None:
-        """Gives a step the variables and rows that have not come with the reply to a push."""
+        """Reads the variables and rows of a step, unless they came with the reply to a push."""
 
         def read(server: int) -> None:
             own = step.reads[server]
@@ -404,7 +406,7 @@ class Worker:
         for own in step.reads.values():
             assert own.reply is not None
             arrays: list[Any] = own.reply.arrays
-            if self._num_devices > 1:  # those of servers in this process lie on one device
+            if self._num_devices > 1:  # arrays from servers in this process are on one device
                 arrays = [*map(np.asarray, arrays)]
             state.update(zip(own.ids[: own.num_whole], arrays, strict=False))
             for (i, where), found in zip(own.places, arrays[own.num_whole :], strict=True):
@@ -417,7 +419,7 @@ class Worker:
         step.given["state"], step.given["rows"] = state, filled
 
     def _push(self, step: "_Step", pushed: list[Any], ahead: "_Step | Exception | None") -> None:
-        """Sends the servers what is theirs; they reply with what the next step pulls."""
+        """Pushes values to the servers, which reply with the variables of the next step."""
         assert step.plan is not None
         reads = ahead.reads if isinstance(ahead, _Step) else {}
 
@@ -430,7 +432,7 @@ class Worker:
                     arrays[i] = arrays[i][where]
             read = reads.get(server.number, _Read([], 0))
             fields = {
-                # By closure, the server applies it once; by version, it knows how stale it is.
+                # The closure lets the server apply it once; the version shows how stale it is.
                 "closure": step.closure,
                 "update": server.update,
                 "ids": read.ids,

@@ -1,4 +1,4 @@
-"""Immutable data per replica."""
+"""Immutable values with a component per replica."""
 
 from distributary.values._distributed import (
     DistributedValues,

@@ -1,4 +1,4 @@
-"""Values that every replica has its own, or the same, copy of."""
+"""Values of which every replica has its own component, or a copy of the same one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, final
@@ -16,7 +16,7 @@ from distributary.values._operators import ArrayOperators
 
 
 class DistributedValues:
-    """Base of everything that has a component per replica.
+    """The base of everything that has a component per replica.
 
     `PerReplica`, `Mirrored` and the variables of a strategy are `DistributedValues`.
 
@@ -27,7 +27,7 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this process' replicas, in replica order."""
+        """The components of this process's replicas, in replica order."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -45,14 +45,15 @@ def _render(value: DistributedValues, component: Callable[[Any], str]) -> str:
 @final
 @jax.tree_util.register_pytree_node_class
 class PerReplica(DistributedValues):
-    """One value per replica.
+    """A value with one component per replica.
 
-    In a cross-replica context it is opaque: look at `values`, or combine the components with
-    `Strategy.reduce` or `Strategy.gather`. `Strategy.run` hands each replica its component.
+    In a cross-replica context, you cannot compute with it: look at `values`, or combine the
+    components with `Strategy.reduce` or `Strategy.gather`. `Strategy.run` passes each replica its
+    component.
 
     Args:
-        values: One component per replica, in replica order: arrays, or nests of arrays of one
-            structure. Shapes may differ.
+        values: One component per replica, in replica order: arrays, or nests of arrays with the
+            same structure. Shapes may differ.
 
     Source: `tf.types.experimental.distributed.PerReplica`.
     """
@@ -75,7 +76,7 @@ class PerReplica(DistributedValues):
 
     @classmethod
     def from_stacked(cls, tree: Any, num_replicas: int) -> "PerReplica":
-        """Components as the rows of a tree of arrays `[replica, *shape]`."""
+        """Returns a value whose components are the rows of a tree of arrays `[replica, *shape]`."""
         new = object.__new__(cls)
         new._form, new._payload, new._num_replicas = "stacked", tree, num_replicas
         new._values = new._traced_values = None
@@ -83,7 +84,7 @@ class PerReplica(DistributedValues):
 
     @classmethod
     def from_local(cls, tree: Any, num_replicas: int) -> "PerReplica":
-        """The component of the replica that is being traced stands for all of them."""
+        """Returns a value given by the component of the traced replica, which stands for all."""
         new = cls.from_stacked(tree, num_replicas)
         new._form = "local"
         return new
@@ -94,11 +95,11 @@ class PerReplica(DistributedValues):
             return self._values
         leaves = jax.tree.leaves(self._payload)
         if self._form != "local" and not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            # Arrays also while a step is traced, so that they can be kept.
+            # Concrete arrays even while a step is traced, so that they can be cached.
             with jax.ensure_compile_time_eval():
                 self._values = self._make_values()
             return self._values
-        # Tracers are of use in their own trace only.
+        # Cached per trace, as tracers are valid only in their own trace.
         state = jex_core.get_opaque_trace_state()
         if self._traced_values is None or self._traced_values[0] != state:
             self._traced_values = state, self._make_values()
@@ -116,12 +117,12 @@ class PerReplica(DistributedValues):
 
     @property
     def form(self) -> str:
-        """How the components are stored: "stacked", "components" or "local"."""
+        """Form in which the components are stored: "stacked", "components" or "local"."""
         return self._form
 
     @property
     def payload(self) -> Any:
-        """The stored tree, see `form`."""
+        """The stored tree; see `form`."""
         return self._payload
 
     @property
@@ -174,10 +175,10 @@ class PerReplica(DistributedValues):
 
 
 def _rows(stacked: Any, num_replicas: int) -> list[Any]:
-    """The rows of `[replica, *shape]`, each on its replica's device; of this process only.
+    """Returns this process's rows of `[replica, *shape]`, each on its replica's device.
 
-    Of a replica with several logical devices, on the first. They are not bound to it: JAX takes
-    them to where it computes with other arrays.
+    If a replica has several logical devices, its row is on the first. The rows are not committed to
+    their devices: JAX moves them to where it computes with other arrays.
     """
     if isinstance(stacked, (jax.core.Tracer, np.ndarray)):
         return [stacked[i] for i in range(num_replicas)]
@@ -210,12 +211,10 @@ def _advice(value: DistributedValues) -> str:
 @final
 @jax.tree_util.register_pytree_node_class
 class Mirrored(DistributedValues, ArrayOperators):
-    """One value with a copy on every replica.
-
-    Behaves like the array it holds.
+    """A value with a copy on every replica. It behaves like the array it holds.
 
     Args:
-        value: The array or nest of arrays all replicas hold.
+        value: The array or nest of arrays that all replicas hold.
         num_replicas: Number of copies.
 
     Source: `tf.types.experimental.distributed.Mirrored`.
@@ -237,11 +236,11 @@ class Mirrored(DistributedValues, ArrayOperators):
         )
 
     def value(self) -> Any:
-        """The array or nest all replicas hold."""
+        """Returns the array or nest that all replicas hold."""
         return jax.tree.map(local_copy, self._value)
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array."""
+        """Returns the value as a NumPy array."""
         return np.array(self.value())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -271,7 +270,7 @@ def _copies(value: Any, num_replicas: int) -> list[Any]:
 
 
 def stack_components(value: PerReplica) -> PerReplica | None:
-    """The same value as rows of one array, or None if the components differ in shape or dtype.
+    """Returns the value as rows of one array, or None if components differ in shape or dtype.
 
     Raises:
         ReplicaMismatchError: if the components differ in structure.
@@ -296,15 +295,15 @@ def stack_components(value: PerReplica) -> PerReplica | None:
 
 
 def same_structure(first: Any, second: Any) -> bool:
-    """Whether two tree definitions of JAX are equal."""
+    """Returns whether two tree definitions of JAX are equal."""
     return bool(first == second)
 
 
 def _where_stacked(arrays: list[Any]) -> list[Any]:
-    """The arrays on the device that all of them lie on, or else as NumPy arrays.
+    """Returns the arrays unchanged if all are on one accelerator, otherwise as NumPy arrays.
 
-    Of a CPU's device they are NumPy arrays, too: NumPy looks at its memory, and JAX would compile a
-    program for each shape.
+    On a CPU, NumPy can use the memory directly, and JAX would compile a program for each shape.
+    Random keys are moved to one device instead.
     """
     given = [array for array in arrays if isinstance(array, jax.Array)]
     if any(isinstance(array, jax.core.Tracer) for array in given):
@@ -338,7 +337,7 @@ def _component_array(leaf: Any, replica: int) -> Any:
 
 
 def component_arrays(value: PerReplica) -> list[Any]:
-    """The components as trees of arrays, checked like in `stack_components`."""
+    """Returns the components as trees of arrays, with the same checks as `stack_components`."""
     return [
         jax.tree.map(lambda leaf, i=i: _component_array(leaf, i), component)
         for i, component in enumerate(value.values)

@@ -1,4 +1,4 @@
-"""Sparse rows of a table, the form in which gradients of `sparse_read` arrive."""
+"""Sparse rows of a table, the form of gradients of `sparse_read`."""
 
 from typing import Any, final
 
@@ -13,15 +13,16 @@ from distributary.errors import InvalidValueError
 class IndexedSlices:
     """Rows of a larger array: row `values[i]` belongs at index `indices[i]` of dim 0.
 
-    Equal indices add up. Reductions over replicas concatenate; nothing is made dense.
+    Rows with equal indices add up. Reductions over replicas concatenate the rows; they never create
+    the dense array.
 
     Args:
         values: Rows `[num_rows, *row_shape]`.
-        indices: Row numbers `[num_rows]`, integers.
-        dense_shape: Shape of the array the rows belong to, a tuple of ints, or None.
+        indices: Integer row numbers `[num_rows]`.
+        dense_shape: Shape of the array that the rows belong to, a tuple of ints, or None.
 
     Raises:
-        InvalidValueError: if `indices` is not one-dimensional or of another length than `values`.
+        InvalidValueError: if `indices` is not one-dimensional, or not as long as `values`.
 
     Source: `tf.IndexedSlices`.
     """
@@ -46,11 +47,11 @@ class IndexedSlices:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """`dense_shape`."""
+        """The same as `dense_shape`."""
         return self.dense_shape
 
     def to_dense(self) -> Any:
-        """The dense array `dense_shape`, equal indices summed.
+        """Returns the dense array of shape `dense_shape`, with rows of equal indices added up.
 
         Raises:
             InvalidValueError: if `dense_shape` is not known.

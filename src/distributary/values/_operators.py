@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 
 class ArrayOperators:
-    """Python's operators and the methods of `jax.Array`, on the array `__jax_array__` gives.
+    """Python's operators and the methods of `jax.Array`, applied to the array of `__jax_array__`.
 
     Comparison with `==` is element-wise, as for arrays.
     """
 
     __slots__ = ()
 
-    # NumPy arrays on the left leave the operation to us, instead of converting to NumPy.
+    # Makes NumPy arrays on the left leave the operation to us instead of converting to NumPy.
     __array_priority__ = 100
 
     def __jax_array__(self) -> Any:
@@ -25,10 +25,11 @@ class ArrayOperators:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Those of `jax.Array` are properties.
+            """Returns an attribute of the array. For type checkers only.
 
-            With this function Python would not cache where it found attributes: each would take
-            twice as long to read, those that a cached program reads of its variables as well.
+            At run time, the attributes of `jax.Array` are properties. With this function, Python
+            could not cache where it finds attributes, and each would take twice as long to read,
+            including those that a cached program reads of its variables.
             """
 
         def _operator(self, other: Any) -> Any: ...

@@ -1,4 +1,4 @@
-"""From the results of the replicas to one value, and back."""
+"""Conversion of nests with distributed values to components, and back to plain values."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from distributary.values._indexed_slices import IndexedSlices
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` is a leaf that has components per replica, or rows of a table."""
+    """Returns whether `value` is a leaf with a component per replica, or rows of a table."""
     return isinstance(value, (DistributedValues, IndexedSlices))
 
 
 def map_leaves(function: Any, tree: Any) -> Any:
-    """Maps over a nest, with distributed values and `IndexedSlices` as leaves."""
+    """Applies a function to a nest's leaves, including distributed values and `IndexedSlices`."""
     return jax.tree.map(function, tree, is_leaf=is_distributed)
 
 
 def local_results(value: Any) -> tuple[Any, ...]:
-    """The components of this process' replicas, in replica order; `(value,)` if it has none.
+    """Returns the components of this process's replicas, in order; `(value,)` if it has none.
 
     A nest that holds distributed values becomes one nest per replica.
 
@@ -39,5 +39,5 @@ def local_results(value: Any) -> tuple[Any, ...]:
 
 
 def unwrap_mirrored(tree: Any) -> Any:
-    """The nest with every `Mirrored` replaced by the value it holds."""
+    """Returns the nest with every `Mirrored` replaced by the value it holds."""
     return map_leaves(lambda leaf: leaf.value() if isinstance(leaf, Mirrored) else leaf, tree)

@@ -1,4 +1,4 @@
-"""State with an update rule: mirrored and sync-on-read variables."""
+"""Variables: mirrored, sync-on-read and sharded state that can be assigned."""
 
 from typing import TYPE_CHECKING
 

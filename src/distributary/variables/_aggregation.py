@@ -1,4 +1,4 @@
-"""What the aggregations of variables do to arrays."""
+"""The aggregations of variables, applied to arrays."""
 
 from collections.abc import Callable
 
@@ -18,11 +18,11 @@ def across_replicas(
     num_replicas: int,
     replica_id: Callable[[], Array],
 ) -> Array:
-    """Inside a replica program: the replicas' values combined, on every replica."""
+    """Combines the replicas' values inside a replica program; every replica gets the result."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
         return value
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        # The sum of replica 0's value and zeros.
+        # A sum of replica 0's value and zeros.
         is_bool = value.dtype == jnp.bool_
         number = value.astype(jnp.int32) if is_bool else value
         own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
@@ -41,7 +41,7 @@ def slices_across_replicas(
     num_replicas: int,
     replica_id: Callable[[], Array],
 ) -> IndexedSlices:
-    """Inside a replica program: the rows of all replicas that count."""
+    """Combines the replicas' rows inside a replica program; every replica gets the result."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
         return slices
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -59,7 +59,7 @@ def slices_across_replicas(
 
 
 def check_readable(aggregation: VariableAggregation, name: str) -> None:
-    """Refuses to read an ON_READ variable that says not how to combine its values."""
+    """Checks that an ON_READ variable has an aggregation, without which it cannot be read."""
     if aggregation is VariableAggregation.NONE:
         raise InvalidValueError(
             f"Variable {name!r} has synchronization ON_READ and aggregation NONE, so it has no"
@@ -69,7 +69,7 @@ def check_readable(aggregation: VariableAggregation, name: str) -> None:
 
 
 def of_rows(rows: Array, aggregation: VariableAggregation, name: str) -> Array:
-    """The aggregated value of `[replica, *shape]`."""
+    """Returns the aggregated value of an array `[replica, *shape]`."""
     check_readable(aggregation, name)
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return rows[0]
@@ -80,12 +80,12 @@ def of_rows(rows: Array, aggregation: VariableAggregation, name: str) -> Array:
 
 
 def parts_of(value: Array, aggregation: VariableAggregation, num_replicas: int) -> Array:
-    """Rows `[replica, *shape]` whose aggregated value is `value`."""
+    """Returns rows `[replica, *shape]` whose aggregated value is `value`."""
     rows = jnp.broadcast_to(value, (num_replicas, *value.shape))
     if aggregation is not VariableAggregation.SUM:
         return rows
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return rows / jnp.asarray(num_replicas, value.dtype)
-    # Integers: replica 0 takes the remainder, so that nothing is lost.
+    # With integers, replica 0 takes the remainder, so that nothing is lost.
     quotients = rows // num_replicas
     return quotients.at[0].add(value % num_replicas)

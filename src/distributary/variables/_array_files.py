@@ -1,9 +1,9 @@
-"""Arrays in files that several processes read, each some rows, and checksums of every byte.
+"""Files of arrays of which several processes read some rows each, with checksums of every byte.
 
-A file is one of safetensors (https://huggingface.co/docs/safetensors): a header that says where
-each array is, and their bytes. The header also has a checksum of every piece of the arrays, and
-whoever wrote the file keeps the checksum of the header. So what is read is what was written, and
-belongs to the checkpoint that says so.
+The format is safetensors (https://huggingface.co/docs/safetensors): a header with the place of each
+array, followed by their bytes. The header also has a checksum of every piece of the arrays, and the
+checkpoint has the checksum of the header. This proves that the bytes read are those that were
+written, and that the file belongs to the checkpoint.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ __all__ = ["SavedRows", "WrittenFile", "read_rows", "rows_between", "write_array
 _PIECE_BYTES = 4 << 20
 _MAX_THREADS = 4
 _FILE = re.compile(r"(arrays|ps-\d+)\.safetensors")
-_LENGTH_BYTES = 8  # of the header, which follows
+_LENGTH_BYTES = 8  # bytes of the length of the header, which follows
 _METADATA = "__metadata__"
 _CHECKSUM_DIGITS = 8
 _DTYPES = {
@@ -51,8 +51,8 @@ class SavedRows:
 
     Attributes:
         file: Name of the file in the folder of the checkpoint.
-        checksum: Of the header of the file.
-        name: Of the array in it.
+        checksum: Checksum of the header of the file.
+        name: Name of the array in the file.
         start: The first row. A scalar has one row.
         stop: The row after the last.
     """
@@ -70,8 +70,8 @@ class WrittenFile:
     """A file of arrays that is on disk.
 
     Attributes:
-        num_bytes: Its size.
-        checksum: Of its header, which has those of the arrays.
+        num_bytes: Size of the file.
+        checksum: Checksum of its header, which has the checksums of the arrays.
     """
 
     num_bytes: int
@@ -79,7 +79,7 @@ class WrittenFile:
 
 
 def rows_between(rows: Sequence[SavedRows], start: int, stop: int) -> list[SavedRows]:
-    """Rows `start` to `stop` of what consists of `rows`."""
+    """Returns rows `start` to `stop` of an array that consists of `rows`."""
     found = []
     for part in rows:
         size = part.stop - part.start
@@ -91,14 +91,14 @@ def rows_between(rows: Sequence[SavedRows], start: int, stop: int) -> list[Saved
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
-    """Writes arrays to a new file; returns when it is on disk.
+    """Writes arrays to a new file, and returns once it is on disk.
 
     Args:
-        path: Of the file.
-        arrays: By name. Nobody changes them meanwhile.
+        path: Path of the file.
+        arrays: The arrays, by name. They must not change meanwhile.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if the file cannot be written.
     """
     sources = {name: _bytes_of(array) for name, array in arrays.items()}
     ends = np.cumsum([source.size for source in sources.values()], dtype=np.int64).tolist()
@@ -138,12 +138,12 @@ def read_rows(
     """Fills arrays with rows of a checkpoint.
 
     Args:
-        path: Of the checkpoint.
-        arrays: What is filled; contiguous in memory.
-        rows: For every array the rows that it consists of, in order.
+        path: Path of the checkpoint.
+        arrays: The arrays to fill, contiguous in memory.
+        rows: For every array, the rows that it consists of, in order.
 
     Raises:
-        CheckpointError: if there are no such rows, or they are not what was written.
+        CheckpointError: if there are no such rows, or they differ from what was written.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -170,18 +170,18 @@ def read_rows(
 
 
 class _UnreadableError(Exception):
-    """Says what is wrong with a file."""
+    """A problem with a file; the text says which."""
 
 
 @final
 class _ArrayFile:
-    """A file of arrays whose header is what was written.
+    """A file of arrays whose header has been checked.
 
     Args:
-        file: Its name.
-        descriptor: To read it.
-        header: Its header.
-        first: Where the arrays begin.
+        file: Name of the file.
+        descriptor: Descriptor to read it with.
+        header: Header of the file.
+        first: Offset at which the arrays begin.
     """
 
     def __init__(self, file: str, descriptor: int, header: Mapping[str, Any], first: int) -> None:
@@ -203,8 +203,8 @@ class _ArrayFile:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, file: str, checksum: int) -> Iterator["_ArrayFile"]:
-        """The file of this name and checksum in the folder of a checkpoint."""
-        if not _FILE.fullmatch(file):  # it might lead out of the checkpoint
+        """Opens the file with this name and checksum in the folder of a checkpoint."""
+        if not _FILE.fullmatch(file):  # another name could lead out of the folder
             raise _UnreadableError(f"{file!r} is no file of a checkpoint")
         try:
             descriptor = os.open(path / file, os.O_RDONLY | os.O_CLOEXEC)
@@ -225,7 +225,7 @@ class _ArrayFile:
             os.close(descriptor)
 
     def calls(self, name: str, start: int, target: np.ndarray) -> list[tuple[Any, ...]]:
-        """Arguments of `read_piece` that fill a target with an array's bytes from `start` on."""
+        """Returns arguments of `read_piece` that fill a target with bytes of an array."""
         if name not in self._places:
             raise _UnreadableError(f"its file {self._file} has no array {name!r}")
         first, size, checksums = self._places[name]
@@ -251,7 +251,7 @@ class _ArrayFile:
         start: int,
         target: np.ndarray,
     ) -> None:
-        """Reads and checks bytes `low` to `high` of an array, and puts the wanted ones in place."""
+        """Reads and checks bytes `low` to `high` of an array, and copies the wanted ones."""
         is_wanted = start <= low and high <= start + target.size
         piece = target[low - start : high - start] if is_wanted else np.empty(high - low, np.uint8)
         num_read = _read_all(self._descriptor, piece, first + low)
@@ -266,7 +266,7 @@ class _ArrayFile:
 
 
 def _header(described: Mapping[str, Any], checksums: Iterable[int]) -> bytes:
-    """The header with its length, which does not depend on the checksums."""
+    """Returns the header with its length, which does not depend on the checksums."""
     digits = "".join(f"{checksum:0{_CHECKSUM_DIGITS}x}" for checksum in checksums)
     metadata = {"written_by": "distributary", "crc32c": digits}
     text = json.dumps({_METADATA: metadata, **described}).encode()
@@ -277,7 +277,7 @@ def _header(described: Mapping[str, Any], checksums: Iterable[int]) -> bytes:
 def _described(array: np.ndarray) -> dict[str, Any]:
     if array.dtype.name in _DTYPES and array.dtype.isnative:
         return {"dtype": _DTYPES[array.dtype.name], "shape": list(array.shape)}
-    return {"dtype": "U8", "shape": [array.nbytes]}  # safetensors does not know it
+    return {"dtype": "U8", "shape": [array.nbytes]}  # safetensors does not have this dtype
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
@@ -303,7 +303,7 @@ def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:
 
 
 def _read_all(descriptor: int, data: np.ndarray, start: int) -> int:
-    """Fills `data`; returns how many bytes there were."""
+    """Fills `data` with bytes of a file; returns how many there were."""
     rest = memoryview(data.data)
     while rest and (read := os.preadv(descriptor, [rest], start)):
         rest, start = rest[read:], start + read

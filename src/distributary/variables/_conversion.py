@@ -1,4 +1,4 @@
-"""What is accepted as the value of a variable, and how it is combined with the old one."""
+"""Conversion of the values that variables get, and operations that combine them with the old."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from distributary.tracing import Array
 from distributary.values import ArrayOperators, PerReplica
 from distributary.variables._layout import array_of
 
-# By the name of the method: from `array.at[ids]` and the rows to the new array.
+# For each method, a function from `array.at[ids]` and the rows to the new array.
 SCATTER: dict[str, Callable[[Any, Array], Array]] = {
     "scatter_add": lambda at, rows: at.add(rows, mode="drop"),
     "scatter_sub": lambda at, rows: at.add(-rows, mode="drop"),
@@ -26,7 +26,7 @@ NOT_LINEAR = ("scatter_min", "scatter_max", "scatter_update")
 
 
 def combine(kind: str, current: Any, value: Array) -> Array:
-    """The new value of `assign`, `assign_add` or `assign_sub`."""
+    """Returns the new value after `assign`, `assign_add` or `assign_sub`."""
     if kind == "assign":
         return value
     return current + value if kind == "assign_add" else current - value
@@ -34,12 +34,12 @@ def combine(kind: str, current: Any, value: Array) -> Array:
 
 def _divide_rows(at: Any, rows: Array) -> Array:
     divisors = jnp.ones_like(at.array).at[at.index].multiply(rows, mode="drop")
-    # Integers are divided as integers, rounded towards zero.
+    # Not `/`: integers are divided as integers, rounded towards zero.
     return jax.lax.div(at.array, divisors)
 
 
 def same_kind(source: Any, target: Any) -> bool:
-    """Whether dtype `source` fits into dtype `target` without losing a fraction or a part."""
+    """Returns whether dtype `source` fits `target` without losing a fraction or imaginary part."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
     def rank(dtype: Any) -> int:
@@ -49,11 +49,11 @@ def same_kind(source: Any, target: Any) -> bool:
 
 
 def initial_array(initial_value: Any, what: str) -> Any:
-    """The initial value of a variable as an array.
+    """Returns the initial value of a variable as an array.
 
     Raises:
         InvalidValueError: if it is missing or traced.
-        InvalidTypeError: if it is no array of numbers.
+        InvalidTypeError: if it is not an array of numbers.
     """
     if initial_value is None:
         raise InvalidValueError(
@@ -78,7 +78,7 @@ def initial_array(initial_value: Any, what: str) -> Any:
 
 
 def check_has_value(what: str, *arrays: Any) -> None:
-    """Refuses arrays that an eager `jax.grad` or `jax.vmap` traces: the variable would keep them.
+    """Checks that no eager `jax.grad` or `jax.vmap` traces arrays that a variable would keep.
 
     Raises:
         UnsupportedError: if one of the arrays is a tracer.
@@ -91,7 +91,7 @@ def check_has_value(what: str, *arrays: Any) -> None:
 
 
 def check_member(what: str, field: str, value: Any, kind: type) -> None:
-    """Refuses a value that is not a member of the enumeration `kind`."""
+    """Checks that a value is a member of the enumeration `kind`."""
     if not isinstance(value, kind):
         raise InvalidValueError(
             f"{what}: {field} is {value!r}, expected a member of distributary.{kind.__name__}."

@@ -26,7 +26,7 @@ from distributary.variables._variable import Variable
 
 
 class AggregatedVariable(Variable):
-    """A variable with one value for all replicas, which combine what they assign."""
+    """A variable with one value for all replicas. Values that they assign are combined."""
 
     def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
         if scope.kind != "replica" or current_mode().role != "replica":
@@ -68,11 +68,11 @@ class AggregatedVariable(Variable):
 
 
 class DistributedVariable(Variable, DistributedValues):
-    """What mirrored and sync-on-read variables share."""
+    """The base of mirrored and sync-on-read variables."""
 
     @property
     def values(self) -> tuple["VariableComponent", ...]:
-        """The copies of this process' replicas, for looking at."""
+        """The copies of this process's replicas, to look at but not to assign."""
         scope = current_scope()
         if scope is not None:
             self._check_strategy("read")
@@ -101,7 +101,7 @@ class DistributedVariable(Variable, DistributedValues):
 
 @final
 class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
-    """A variable with the same value on every replica; created by `Variable` in a scope."""
+    """A variable with the same value on every replica, created by `Variable` in a scope."""
 
     def _copies(self, state: Array) -> tuple[Any, ...]:
         return Mirrored(state, self._num_copies()).values
@@ -110,7 +110,7 @@ class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
         return len(self._layout.replicated.device_set)
 
     def __repr__(self) -> str:
-        # One copy for all replicas, as `CentralStorageStrategy` keeps it, is mirrored nowhere.
+        # With one copy for all replicas, as in `CentralStorageStrategy`, nothing is mirrored.
         if self._num_copies() == 1 < self._layout.num_replicas:
             return Variable.__repr__(self)
         return super().__repr__()
@@ -120,7 +120,7 @@ class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
 
 @final
 class SyncOnReadVariable(DistributedVariable, on_read=True):
-    """A variable with a value per replica, aggregated when read outside of `run`.
+    """A variable with a value per replica, aggregated when it is read outside of `run`.
 
     Its state is one array `[replica, *shape]`.
     """
@@ -163,12 +163,12 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
             rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
             if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 return self._layout.bring(rows.values[0])
-            # A program of all replicas, which must go through the strategy's dispatcher.
+            # This is a program of all replicas, so it must go through the strategy's dispatcher.
             op = ReduceOp.from_variable_aggregation(self._aggregation)
             return self._layout.strategy.extended.combine.reduce(op, rows, None)
 
     def _check_cross_change(self, kind: str) -> None:
-        # Before anything is changed: assign gives the new aggregated value.
+        # Checked before anything changes, because assign returns the new aggregated value.
         aggregation_rules.check_readable(self._aggregation, self._name)
         if self._aggregation is VariableAggregation.SUM and kind != "assign":
             raise InvalidValueError(
@@ -211,7 +211,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
 
 @final
 class VariableComponent(ArrayOperators):
-    """One replica's copy of a variable, as it was when looked at; cannot be assigned."""
+    """One replica's copy of a variable at the time of reading. It cannot be assigned."""
 
     def __init__(self, variable: Variable, replica: int, value: Any) -> None:
         suffix = f"/replica_{replica}" if replica else ""
@@ -232,17 +232,17 @@ class VariableComponent(ArrayOperators):
 
     @property
     def device(self) -> Any:
-        """The JAX device the copy lies on."""
+        """The JAX device that holds the copy."""
         return next(iter(self._array.devices()))
 
     def value(self) -> Array:
-        """The copy as a JAX array."""
+        """Returns the copy as a JAX array."""
         return self._array
 
     read_value = value
 
     def numpy(self) -> np.ndarray:
-        """The copy as a NumPy array."""
+        """Returns the copy as a NumPy array."""
         return np.array(self._array)
 
     def __jax_array__(self) -> Array:

@@ -1,15 +1,16 @@
-"""When the copies of a variable are brought together, and how."""
+"""The options that say when and how the copies of a variable are combined."""
 
 import enum
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are combined.
+    """The time at which the copies of a variable are combined.
 
-    * `AUTO`: ON_WRITE.
-    * `NONE`: never; refused by strategies with replicas.
+    * `AUTO`: the same as ON_WRITE.
+    * `NONE`: never. Strategies with replicas refuse it.
     * `ON_WRITE`: at every assignment, so that all copies are equal (mirrored).
-    * `ON_READ`: when read in a cross-replica context or saved; in `run` each replica has its own.
+    * `ON_READ`: when the variable is saved, or read in a cross-replica context. In `run`, each
+      replica has its own value.
 
     Source: `tf.VariableSynchronization`.
     """
@@ -21,11 +22,11 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values that replicas assign, or copies that are read, become one value.
+    """The way in which values that replicas assign, or copies that are read, become one value.
 
     * `NONE`: they are not combined.
     * `SUM`, `MEAN`: their sum or mean.
-    * `ONLY_FIRST_REPLICA`: the value of replica 0 counts.
+    * `ONLY_FIRST_REPLICA`: only the value of replica 0 counts.
 
     Source: `tf.VariableAggregation`.
     """

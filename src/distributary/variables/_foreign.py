@@ -9,23 +9,23 @@ from distributary.variables._variable import Variable
 
 
 class ForeignVariable:
-    """Stands for a variable of another library, which keeps the value."""
+    """A stand-in for a variable of another library, which keeps the value."""
 
     _handle: Handle
     _layout: VariableLayout
     _value: Any
     _stores_array = False
-    # Its library hands out values that it says become invalid at the next step.
+    # The library documents that the values it hands out become invalid at the next step.
     _shared = False
 
     @property
     def variable(self) -> Any:
-        """The variable itself."""
+        """The variable of the other library."""
         raise NotImplementedError
 
     @property
     def trainable(self) -> bool:
-        """Whether `GradientTape` watches it by itself."""
+        """True if `GradientTape` watches it automatically."""
         raise NotImplementedError
 
     @property
@@ -49,12 +49,12 @@ _openers: list[Callable[[Any], Mapping[str, Any] | None]] = []
 
 
 def register_foreign_variables(resolve: Callable[[Any], ForeignVariable | None]) -> None:
-    """Adds a library: `resolve(object)` gives what stands for its variables, None for the rest."""
+    """Adds a library: `resolve(object)` returns the stand-in for its variables, else None."""
     _resolvers.append(resolve)
 
 
 def as_variable(value: Any) -> Variable | ForeignVariable | None:
-    """`value` as something with a handle, if it is a variable."""
+    """Returns `value`, or a stand-in for it, with a handle; None if it is not a variable."""
     if isinstance(value, Variable):
         return value
     for resolve in _resolvers:
@@ -65,7 +65,7 @@ def as_variable(value: Any) -> Variable | ForeignVariable | None:
 
 
 def register_foreign_objects(parts_of: Callable[[Any], Mapping[str, Any] | None]) -> None:
-    """Adds a library: `parts_of(object)` gives an object's state by name, None for what is not its.
+    """Adds a library: `parts_of(object)` returns the state of its objects, by name, else None.
 
     The parts are variables or further objects. Their names must be the same in every process that
     builds the same object.
@@ -74,7 +74,7 @@ def register_foreign_objects(parts_of: Callable[[Any], Mapping[str, Any] | None]
 
 
 def foreign_parts(value: Any) -> Mapping[str, Any] | None:
-    """The parts of an object of another library that hold its state, by name; None for others."""
+    """Returns the parts that hold the state of another library's object, by name, or None."""
     for parts_of in _openers:
         parts = parts_of(value)
         if parts is not None:

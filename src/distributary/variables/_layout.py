@@ -1,4 +1,4 @@
-"""Where the value of a variable lies."""
+"""The placement of variables on devices."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,18 +29,19 @@ from distributary.values import ArrayOperators
 @final
 @dataclass(frozen=True, slots=True)
 class VariableLayout:
-    """How a strategy stores its variables.
+    """The layout in which a strategy stores its variables.
 
     Args:
-        strategy: The strategy; also kept alive by its variables.
+        strategy: The strategy, which its variables keep alive.
         num_replicas: Number of replicas.
-        mirrored: Whether variables are distributed values; False for strategies with one device.
-        replicated: Sharding of a value all replicas share, on all their devices or on one device
-            for all of them, perhaps in its host's memory; None leaves it to JAX.
+        mirrored: Whether variables are distributed values. False for strategies with one device.
+        replicated: Sharding of a value that all replicas share. The value is on all of their
+            devices, or on one device for all of them, possibly in host memory. None leaves it to
+            JAX.
         stacked: Sharding of values `[replica, *shape]`, one row per replica.
         first_replica: Number of the first replica of this process.
-        from_chief: Gives all workers the chief's arrays; None with one worker.
-        kind: Class of its variables; None for those that hold their value themselves.
+        from_chief: Returns the chief's arrays on all workers. None with one worker.
+        kind: Class of the variables. None if they hold their values themselves.
     """
 
     strategy: Any
@@ -53,11 +54,11 @@ class VariableLayout:
     kind: Any = None
 
     def initial(self, value: Any, what: str) -> Any:
-        """Returns an initial value: the chief's, where there are several workers.
+        """Returns the initial value of a variable: with several workers, the chief's.
 
         Args:
-            value: What it is without other workers.
-            what: The variable, with everything that has to be the same on all workers.
+            value: The value on this worker.
+            what: Description of the variable, with everything that must be the same on all workers.
 
         Raises:
             WorkerMismatchError: if the other workers create another variable.
@@ -68,26 +69,26 @@ class VariableLayout:
         return self.from_chief([host], f"the creation of {what}")[0]
 
     def assigned(self, what: str, value: Any) -> None:
-        """Says that a variable gets a value outside of a program, the same on all workers.
+        """Checks that all workers assign the same value to a variable outside of a program.
 
         Args:
-            what: What is done to which variable.
-            value: The array or number that is given.
+            what: Description of the assignment, with the name of the variable.
+            value: The array or number that is assigned.
 
         Raises:
-            WorkerMismatchError: if the other workers do something else, or give another value.
+            WorkerMismatchError: if the other workers do something else, or assign another value.
         """
         if self.from_chief is not None:
             job_programs.begin(JobEvent(what), (describe_value(value),))
 
     def place(self, value: Any, dtype: Any, stacked: bool = False) -> jax.Array:
-        """A copy of `value` nobody else holds, on the strategy's devices.
+        """Returns a copy of `value` on the strategy's devices that nobody else holds.
 
-        The copy matters: steps donate the buffers of the variables they write.
+        It must be a copy, because steps donate the buffers of the variables they write.
         """
         sharding = self.stacked if stacked else self.replicated
         if sharding is not None and not sharding.is_fully_addressable:
-            # All processes give the same value; what JAX does with it must be the same, too.
+            # All processes pass the same value, and JAX must do the same with it on each.
             host = np.array(local_copy(value), dtype=dtype)
             if stacked:
                 return put_stacked(host, sharding, self.first_replica)
@@ -106,7 +107,7 @@ class VariableLayout:
         return jax.device_put(host, sharding)
 
     def bring(self, value: Any, dtype: Any = None, stacked: bool = False) -> jax.Array:
-        """`value` where it can be combined with a variable; not necessarily a copy."""
+        """Returns `value` on the devices of the variables; not necessarily a copy."""
         array = jnp.asarray(value, dtype)
         if stacked:
             sharding = NamedSharding(self.stacked.mesh, P())
@@ -127,7 +128,7 @@ _state = _ThreadState()
 
 @contextmanager
 def colocated_with(variable: Any) -> Iterator[None]:
-    """Variables created inside lie where `variable` does, if a strategy has several places."""
+    """Runs the block; variables created in it are placed beside `variable`, on the same server."""
     before, _state.neighbor = _state.neighbor, variable
     try:
         yield
@@ -136,15 +137,15 @@ def colocated_with(variable: Any) -> Iterator[None]:
 
 
 def neighbor() -> Any:
-    """The variable beside which variables are created, or None."""
+    """Returns the variable beside which new variables are placed, or None."""
     return _state.neighbor
 
 
 def array_of(value: Any, what: str) -> Any:
-    """`value` as a NumPy or JAX array of a dtype that JAX can hold.
+    """Returns `value` as a NumPy or JAX array of a dtype that JAX can hold.
 
     Raises:
-        InvalidTypeError: for strings, objects and values that are no numbers.
+        InvalidTypeError: for strings, objects and anything else that is not made of numbers.
     """
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -164,11 +165,11 @@ def array_of(value: Any, what: str) -> Any:
             f"{what}: got {value!r}, a {type(value).__name__}; expected numbers."
         )
     if isinstance(value, (bool, int, float, complex, list, tuple)):
-        # Python numbers take JAX's default dtypes, float32 and int32.
+        # Python numbers get JAX's default dtypes, float32 and int32.
         return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
     return array
 
 
 def _is_traced(leaf: Any) -> bool:
-    """Whether `leaf` has no value that NumPy could take, or perhaps none."""
+    """Returns whether `leaf` may not have a value that NumPy could take."""
     return isinstance(leaf, (jax.core.Tracer, ArrayOperators))

@@ -1,8 +1,8 @@
-"""Locks, by which one job at a time saves under a name.
+"""Locks, which let only one job at a time save under a name.
 
-The lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is one on the file `.ckpt.distributary-lock`
-beside them. The operating system drops it with the process that has it, and the process removes the
-file when it ends. Nobody waits for a lock, and readers do not need it.
+The lock of the checkpoints `ckpt-1`, `ckpt-2`, ... is on the file `.ckpt.distributary-lock` beside
+them. The operating system releases it when its process ends, and the process then removes the file.
+Nobody waits for a lock, and readers do not need one.
 """
 
 import atexit
@@ -23,34 +23,34 @@ __all__ = ["check_free", "hold", "release"]
 _log = logging.getLogger(__name__)
 
 _MARK = "distributary"
-# Whoever looks whether a lock is free has it for a moment.
+# A process that checks whether a lock is free holds it for a moment, so it is worth trying again.
 _NUM_TRIES = 5
 _SECONDS_BETWEEN_TRIES = 0.05
-# Each needs a descriptor, of which a process often has 1024.
+# Each lock needs a file descriptor, and a process often has only 1024.
 _MAX_SINGLE = 64
 
-# Open descriptors by file; the lock is dropped when one is closed.
+# Open descriptors, by file. Closing one releases its lock.
 _of_series: dict[Path, int] = {}
 _of_single: dict[Path, int] = {}
 _lock = threading.Lock()
 
 
 def hold(directory: Path, name: str, is_series: bool) -> None:
-    """Makes this process the one that saves under a name, until it ends.
+    """Acquires the lock of a name, so that until it ends only this process saves under it.
 
     Args:
-        directory: Where.
-        name: Of one checkpoint, or of a series without the numbers.
-        is_series: Which of both. Only the last 64 locks of single ones are kept.
+        directory: Directory of the checkpoints.
+        name: Name of one checkpoint, or of a series without the numbers.
+        is_series: True for a series. Only the last 64 locks of single checkpoints are kept.
 
     Raises:
-        CheckpointError: if another process is that already, naming it.
-        OSError: if the file of the lock cannot be written.
+        CheckpointError: if another process has the lock; the error names the process.
+        OSError: if the lock file cannot be written.
     """
     file = _file(directory, name)
     with _lock:
         for held in (_of_series, _of_single):
-            if file in held and not _is_at(file, held[file]):  # somebody has removed it
+            if file in held and not _is_at(file, held[file]):  # the file has been removed
                 os.close(held.pop(file))
         if file in _of_series:
             return
@@ -64,7 +64,7 @@ def hold(directory: Path, name: str, is_series: bool) -> None:
 
 
 def release(directory: Path, name: str) -> None:
-    """Lets others save under a name."""
+    """Releases the lock of a name, so that other processes can save under it."""
     file = _file(directory, name)
     with _lock:
         for held in (_of_series, _of_single):
@@ -76,7 +76,7 @@ def check_free(directory: Path, name: str) -> None:
     """Checks that no other process saves under a name.
 
     Raises:
-        CheckpointError: if one does, naming it.
+        CheckpointError: if another process does; the error names it.
     """
     file = _file(directory, name)
     with _lock:
@@ -97,12 +97,12 @@ def _file(directory: Path, name: str) -> Path:
 
 
 def _acquired(file: Path) -> int:
-    """A descriptor with the lock."""
+    """Acquires the lock of a file, and returns its descriptor."""
     while True:
         descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
             _flock(file, descriptor, fcntl.LOCK_EX)
-            if _is_at(file, descriptor):  # and was not removed by the one who had it
+            if _is_at(file, descriptor):  # the previous holder has not removed the file meanwhile
                 found = os.pread(descriptor, 1000, 0)
                 if found and _MARK.encode() not in found:
                     raise CheckpointError(
@@ -146,7 +146,7 @@ def _flock(file: Path, descriptor: int, kind: int) -> None:
 def _say_who(descriptor: int) -> None:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     holder = {"lock_of": _MARK, "host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    with contextlib.suppress(OSError):  # on a full disk
+    with contextlib.suppress(OSError):  # raised if the disk is full
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
@@ -182,7 +182,7 @@ def _release_all() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: the locks are those of the one that it comes from."""
+    """Forgets the locks in a forked process: they belong to its parent."""
     global _lock
     _lock = threading.Lock()
     for held in (_of_series, _of_single):

@@ -1,4 +1,4 @@
-"""The state of variables as it is saved, and how it comes back."""
+"""Saving and restoring the state of variables."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -29,14 +29,14 @@ SavedVariable: TypeAlias = Variable | ForeignVariable | ShardedVariable
 
 
 class Keeper(Protocol):
-    """Other processes that keep variables, and save and restore the values by themselves."""
+    """Other processes that keep variables, and save and restore their values themselves."""
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """A context in which nobody changes the variables; raises why their training failed."""
+        """Returns a context in which nobody changes the variables; raises why training failed."""
         ...
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> "KeptCopy":
-        """A copy of the values that variables, by any names, have now."""
+        """Copies the current values of variables, which are given under any names."""
         ...
 
     def load(
@@ -45,50 +45,50 @@ class Keeper(Protocol):
         variables: Mapping[str, SavedVariable],
         rows: Mapping[str, Sequence[SavedRows]],
     ) -> "KeptCopy":
-        """Values for variables from a checkpoint.
+        """Loads values for variables from a checkpoint, without assigning them.
 
         Args:
-            path: Of the checkpoint.
-            variables: By any names.
-            rows: By the same names, all rows that the values consist of.
+            path: Path of the checkpoint.
+            variables: The variables, by any names.
+            rows: All rows that the values consist of, by the same names.
         """
         ...
 
 
 class KeptCopy(Protocol):
-    """Values for variables, kept beside those that they have."""
+    """A second set of values for variables, kept beside their current values."""
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
-        """Writes them below a folder, and returns where they are; raises if they are not."""
+        """Writes the values to files in a folder, and returns the places of their rows."""
         ...
 
     def adopt(self) -> None:
-        """Makes them the values that the variables have."""
+        """Assigns the values to the variables."""
         ...
 
     def drop(self) -> None:
-        """Frees the memory; called at the end, once."""
+        """Frees the memory. It is called once, at the end."""
         ...
 
 
 def keeper_of(variable: SavedVariable) -> Keeper | None:
-    """Who keeps the value of a variable elsewhere, if it has elements."""
+    """Returns the keeper of a variable's value; None if it is kept here or has no elements."""
     shards = getattr(variable, "_shards", ())
     keeper: Keeper | None = getattr(shards[0], "_keeper", None) if shards else None
     return None if 0 in variable.shape else keeper
 
 
 def is_per_replica(variable: SavedVariable) -> bool:
-    """Whether the replicas hold values of their own, so that the state is `[replica, *shape]`."""
+    """Returns whether each replica has its own value, so that the state is `[replica, *shape]`."""
     return not isinstance(variable, ShardedVariable) and bool(variable._handle.per_replica)
 
 
 def stored_arrays(variables: Sequence[SavedVariable]) -> list[Any]:
-    """The stored arrays, `[replica, *shape]` of variables with a value per replica.
+    """Returns the stored arrays; `[replica, *shape]` for variables with a value per replica.
 
-    All of them can be read by this process; NumPy arrays where devices hold parts. With several
-    workers all have to call it, because values of other workers' devices are fetched. Steps may
-    donate what is returned: the caller holds `topology.latest_program.lock` until it is done.
+    This process can read all of them. If devices hold parts of a value, its array is a NumPy array.
+    With several workers, all of them must call this, because it fetches values from other workers'
+    devices. Steps may donate the arrays, so hold `topology.latest_program.lock` while you use them.
     """
     arrays = [_stored(variable) for variable in variables]
     mirrored = [
@@ -109,7 +109,7 @@ def stored_arrays(variables: Sequence[SavedVariable]) -> list[Any]:
     ]
     if far:
         rows = [arrays[i] for i in far]
-        # No other program may be under way on the devices when this one meets its collectives.
+        # No other program may be running on the devices when this one gets to its collectives.
         jax.block_until_ready(rows)
         mesh = rows[0].sharding.mesh
         replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -138,18 +138,20 @@ def put_back(
     value: np.ndarray,
     rows_of: VariableAggregation | None,
 ) -> None:
-    """Gives a variable its saved state.
+    """Restores the saved state of a variable.
 
     Args:
         variable: The variable.
         value: Array of the variable's shape, or `[replica, *shape]`.
-        rows_of: None for one value, else the aggregation of the variable whose rows these are.
+        rows_of: None if `value` is a single value. Otherwise, the aggregation of the saved variable
+            whose rows these are.
 
-    With as many replicas as rows each gets its own back. Otherwise the aggregated value stays what
-    it was: of a SUM replica 0 holds all and the others zero, so that it is the same sum exactly.
+    If there are as many replicas as rows, each replica gets its own row back. Otherwise, the
+    aggregated value stays the same. With SUM, replica 0 then holds all of it and the others hold
+    zero, so that the sum is exactly the same.
 
     Raises:
-        InvalidValueError: for rows of aggregation NONE and another number of replicas.
+        InvalidValueError: for rows with aggregation NONE and another number of replicas.
     """
     if rows_of is not None:
         if is_per_replica(variable) and len(value) == variable._layout.num_replicas:

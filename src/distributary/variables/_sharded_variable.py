@@ -1,4 +1,4 @@
-"""A variable in shards, each a variable of its own on some server."""
+"""Variables that are divided into shards, each a variable on some server."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -16,20 +16,21 @@ __all__ = ["ShardedVariable", "embedding_lookup"]
 
 @final
 class ShardedVariable(ArrayOperators):
-    """Variables that are the shards of one along dim 0.
+    """A variable that is divided along dim 0 into shards.
 
-    It behaves like the whole array in expressions; `for shard in v` gives the shards. A step that
-    only looks up rows, by `v[ids]`, `jnp.take(v.value(), ids, axis=0)` or `embedding_lookup`, has
-    only these rows brought from the servers. Gradients are taken of `v.variables`, and each shard
-    has its own optimizer state.
+    It behaves like the whole array in expressions; `for shard in v` iterates over the shards. If a
+    step only looks up rows, by `v[ids]`, `jnp.take(v.value(), ids, axis=0)` or `embedding_lookup`,
+    only these rows are fetched from the servers. Take gradients with respect to `v.variables`; each
+    shard has its own optimizer state.
 
     Args:
-        variables: The shards, in order. All have one dtype and one shape but for dim 0.
+        variables: The shards, in order. All have the same dtype, and the same shape except for
+            dim 0.
         name: Name used in messages.
 
     Raises:
-        InvalidTypeError: if a shard is no variable.
-        InvalidValueError: if there are none, or they differ in dtype or in other dims.
+        InvalidTypeError: if a shard is not a variable.
+        InvalidValueError: if there are no shards, or they differ in dtype or in other dims.
 
     Source: `tf.distribute.experimental.ShardedVariable`.
     """
@@ -73,7 +74,7 @@ class ShardedVariable(ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Shape of the whole variable."""
         return self._shape
 
     @property
@@ -93,32 +94,32 @@ class ShardedVariable(ArrayOperators):
 
     @property
     def trainable(self) -> bool:
-        """Whether `GradientTape` watches the shards by itself."""
+        """True if `GradientTape` watches the shards automatically."""
         return self._variables[0].trainable
 
     # Reading
 
     def value(self) -> Array:
-        """The whole as a JAX array; errors as of `Variable.value`."""
+        """Returns the whole variable as a JAX array; raises the same errors as `Variable.value`."""
         return jnp.concatenate([shard.value() for shard in self._variables])
 
     def _peek(self) -> Array:
         return jnp.concatenate([shard._peek() for shard in self._variables])
 
     def read_value(self) -> Array:
-        """The same as `value()`."""
+        """Returns the same as `value()`."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
-        """The whole as a NumPy array; errors as of `Variable.numpy`."""
+        """Returns the whole variable as a NumPy array; raises as `Variable.numpy` does."""
         return np.concatenate([shard.numpy() for shard in self._variables])
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
-        """Rows of the whole, `[*indices.shape, *shape[1:]]`; see `embedding_lookup`.
+        """Returns rows, `[*indices.shape, *shape[1:]]`; see `embedding_lookup`.
 
         Args:
-            indices: Integers, numbers of rows along dim 0.
-            name: Without effect.
+            indices: Integer numbers of rows along dim 0.
+            name: Has no effect.
         """
         return embedding_lookup(self, indices)
 
@@ -147,7 +148,7 @@ class ShardedVariable(ArrayOperators):
     # Assigning
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
-        """Sets the value, every shard by itself; arguments and errors as of `Variable.assign`."""
+        """Sets the value, one shard after the other; see `Variable.assign`."""
         return self._change("assign", value, args, kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
@@ -159,7 +160,7 @@ class ShardedVariable(ArrayOperators):
         return self._change("assign_sub", delta, args, kwargs)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Adds rows by their number in the whole; arguments and errors as of `Variable`."""
+        """Adds rows, numbered as in the whole variable; see `Variable.scatter_add`."""
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
@@ -175,15 +176,15 @@ class ShardedVariable(ArrayOperators):
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Takes the smaller of row and value; otherwise like `scatter_add`."""
+        """Keeps the smaller of row and value; otherwise like `scatter_add`."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Takes the larger of row and value; otherwise like `scatter_add`."""
+        """Keeps the larger of row and value; otherwise like `scatter_add`."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Sets rows; of equal indices any one wins. Otherwise like `scatter_add`."""
+        """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
         return self._scatter("scatter_update", sparse_delta)
 
     def _change(self, kind: str, value: Any, args: Any, kwargs: Any) -> "ShardedVariable":
@@ -209,7 +210,7 @@ class ShardedVariable(ArrayOperators):
         ids = array_module.asarray(slices.indices)
         for shard, start, end in self._ranges():
             is_own = (ids >= start) & (ids < end)
-            # Rows out of range are dropped.
+            # Rows of other shards get an index out of range, so that they are dropped.
             own = IndexedSlices(slices.values, array_module.where(is_own, ids - start, end - start))
             getattr(shard, kind)(own)
         return self
@@ -228,23 +229,23 @@ class ShardedVariable(ArrayOperators):
 
 
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Array:
-    """Rows of a table, which may be in shards.
+    """Looks up rows of a table, which may be divided into shards.
 
-    In a scheduled function only these rows are brought from the servers, and the gradient with
-    respect to the table, or to its shards, is sent as rows, too.
+    In a scheduled function, only these rows are fetched from the servers. The gradient with respect
+    to the table, or to its shards, is also sent as rows.
 
     Args:
         params: The table `[num_rows, *row]`: a `ShardedVariable`, `Variable` or array, or a list of
-            the shards of one along dim 0.
-        ids: Integers, numbers of rows. Negative ones count from the end; out of range are NaN, or
-            the dtype's extreme value for integers.
-        max_norm: Rows with a larger Euclidean norm are scaled down to it.
+            shards along dim 0.
+        ids: Integer numbers of rows. Negative ones count from the end. For numbers out of range,
+            the rows are NaN, or the dtype's extreme value for integers.
+        max_norm: Largest Euclidean norm of a row; rows with a larger norm are scaled down to it.
 
     Returns:
         The rows, `[*ids.shape, *row]`.
 
     Raises:
-        InvalidTypeError: if the ids are no integers.
+        InvalidTypeError: if the ids are not integers.
 
     Source: `tf.nn.embedding_lookup` (which on CPUs raises for ids out of range).
     """
@@ -263,7 +264,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Ar
 
 
 def _dims_of(index: Any) -> Sequence[Any]:
-    """The indices of the first dims, as far as every one belongs to one."""
+    """Returns the leading indices that stand for one dim each."""
     indices = index if isinstance(index, tuple) else (index,)
     known = [isinstance(own, int | np.integer | slice) for own in indices]
     return indices[: known.index(False)] if False in known else indices

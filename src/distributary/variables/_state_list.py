@@ -1,28 +1,28 @@
-"""The arrays that variables store, in lists that programs take and give back whole."""
+"""Lists of the arrays that variables store, which programs take and return as a whole."""
 
 import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
-_DISSOLVED = -1  # the variables are in other lists
+_DISSOLVED = -1  # marks a list whose variables are in other lists now
 
 
 @final
 class StateList:
     """The stored arrays of some variables.
 
-    A variable has a list of its own until `joined` puts it into one with others: those that a
-    program writes, in the program's order. The program then takes one list and leaves another,
-    and looks at no variable.
+    At first, every variable has a list of its own. `joined` then makes one list for all variables
+    that a program writes, in the order of the program. The program takes this list and leaves
+    another in its place, without looking at any variable.
 
     Args:
-        arrays: One per variable.
+        arrays: One array per variable.
 
     Attributes:
-        arrays: One per variable.
-        withheld: Why the list must not be taken as it is: the numbers of arrays whose buffer
-            somebody else may hold, or whose variable is gone; `_DISSOLVED`.
+        arrays: One array per variable.
+        withheld: The reasons, if any, why the list must not be taken as it is: numbers of arrays
+            whose buffer is held elsewhere or whose variable is gone, or `_DISSOLVED`.
     """
 
     __slots__ = ("__weakref__", "_variables", "arrays", "withheld")
@@ -30,7 +30,7 @@ class StateList:
     def __init__(self, arrays: list[Any]) -> None:
         self.arrays = arrays
         self.withheld: set[int] = set()
-        self._variables: list[weakref.ref[Any]] = []  # if there are several
+        self._variables: list[weakref.ref[Any]] = []  # empty for the list of a single variable
 
     def _keep(self, variables: Sequence[Any]) -> None:
         forget, states = _forget, weakref.ref(self)
@@ -39,7 +39,7 @@ class StateList:
             for i, variable in enumerate(variables)
         ]
         for i, variable in enumerate(variables):
-            # One assignment: other threads read meanwhile.
+            # A single assignment, as other threads may be reading.
             variable._slot = self, i
 
     def _dissolve(self) -> None:
@@ -47,7 +47,7 @@ class StateList:
         self.withheld.add(_DISSOLVED)
         for i, reference in enumerate(self._variables):
             variable = reference()
-            # One may be elsewhere: Ctrl-C may have come while they were put here.
+            # A variable may be in another list, if Ctrl-C has interrupted `_keep`.
             if variable is not None and variable._slot[0] is self:
                 own = StateList([self.arrays[i]])
                 if i in self.withheld:
@@ -56,10 +56,10 @@ class StateList:
 
 
 def joined(variables: Sequence[Any]) -> StateList | None:
-    """One list for variables, which leave those that they are in; the variables keep it alive.
+    """Moves variables from their lists into a new common one, which they keep alive.
 
     Returns:
-        None if one of them does not store its array itself.
+        The list, or None if there are no variables or one of them does not store its array itself.
     """
     if not variables or not all(variable._stores_array for variable in variables):
         return None

@@ -1,4 +1,4 @@
-"""State that a strategy keeps for its replicas."""
+"""Variables, the state that a strategy keeps for its replicas."""
 
 import threading
 import warnings
@@ -59,37 +59,39 @@ from distributary.variables._state_list import StateList
 
 
 class Variable(ArrayOperators):
-    """A value that can be assigned, kept by the strategy in whose scope it is created.
+    """A value that you can assign, kept by the strategy in whose scope you create it.
 
-    Under a strategy with replicas this gives a `MirroredVariable` (all replicas hold one value) or,
-    with `synchronization=ON_READ`, a `SyncOnReadVariable` (each replica holds its own). It behaves
-    like an array in expressions and has the methods of one; NumPy and `jnp.asarray` convert it.
-    Most functions of `jax.numpy` and `jax.nn` are compiled by `jax.jit`, which takes arrays only:
-    give them `v.value()`.
+    Under a strategy with replicas, you get a `MirroredVariable`, whose value is the same on all
+    replicas. With `synchronization=ON_READ`, you get a `SyncOnReadVariable`, with a value per
+    replica. Both behave like an array in expressions and have the methods of one, and NumPy and
+    `jnp.asarray` convert them. Most functions of `jax.numpy` and `jax.nn` are compiled by
+    `jax.jit`, which accepts only arrays: pass them `v.value()`.
 
     Args:
-        initial_value: Array, number, nest of lists, or a function without arguments that gives
+        initial_value: Array, number, nest of lists, or a function without arguments that returns
             one. The value is copied.
-        trainable: Whether `GradientTape` watches it by itself. Default: True, False for ON_READ.
-        name: Name used in messages; default "Variable".
-        dtype: Dtype; default that of the initial value, 32 bits for Python numbers.
-        synchronization: `VariableSynchronization`; None is AUTO.
-        aggregation: `VariableAggregation`, how values assigned by several replicas are combined;
-            None is NONE.
-        shape: Accepted for compatibility; must be the initial value's shape.
+        trainable: Whether `GradientTape` watches the variable automatically. By default True, but
+            False for ON_READ.
+        name: Name used in messages; "Variable" by default.
+        dtype: Dtype; by default that of the initial value, or 32 bits for Python numbers.
+        synchronization: A `VariableSynchronization`. None means AUTO.
+        aggregation: A `VariableAggregation`, which says how to combine values that several replicas
+            assign. None means NONE.
+        shape: Accepted for compatibility; must be the shape of the initial value.
 
     Raises:
         InvalidValueError: for a missing initial value, an unknown synchronization or aggregation,
-            NONE synchronization under a strategy with replicas, and MEAN of a non-float dtype.
-        InvalidTypeError: if the initial value is no array of numbers.
+            synchronization NONE under a strategy with replicas, or aggregation MEAN with a dtype
+            that cannot hold a mean.
+        InvalidTypeError: if the initial value is not an array of numbers.
 
     Source: `tf.Variable` under `tf.distribute`.
     """
 
-    # The kinds that strategies with replicas create, by whether they synchronize on read.
+    # The classes that strategies with replicas create; the key is whether they are ON_READ.
     _kinds: ClassVar[dict[bool, type["Variable"]]] = {}
 
-    # Whether `_value` is what is stored here, and not read from somewhere else.
+    # False if `_value` is read from somewhere else and not stored here.
     _stores_array: ClassVar[bool] = True
 
     _layout: VariableLayout
@@ -154,7 +156,7 @@ class Variable(ArrayOperators):
             _note_creation(scope, self._name)
         with jax.ensure_compile_time_eval():
             initial = initial_array(initial_value, what)
-            # Only a wide NumPy dtype changes here: JAX holds 32 bits unless x64 is on.
+            # This changes only 64-bit NumPy dtypes: JAX holds 32 bits unless x64 is on.
             self._dtype = jnp.dtype(
                 jax.dtypes.canonicalize_dtype(initial.dtype if dtype is None else dtype)
             )
@@ -177,7 +179,7 @@ class Variable(ArrayOperators):
         )
 
     def _description(self) -> str:
-        """Returns what has to be the same on all workers."""
+        """Describes the properties that must be the same on all workers."""
         return (
             f"variable {self._name!r} {self._dtype}{list(self._shape)} with"
             f" {self._synchronization.name}, {self._aggregation.name},"
@@ -211,7 +213,7 @@ class Variable(ArrayOperators):
 
     @property
     def _shared(self) -> bool:
-        """Whether somebody else may hold the buffer, so that it must not be donated."""
+        """True if the buffer may be held elsewhere, so that it must not be donated."""
         states, number = self._slot
         return number in states.withheld
 
@@ -229,7 +231,7 @@ class Variable(ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value, of one replica's for ON_READ."""
+        """Shape of the value; for ON_READ, of one replica's value."""
         return self._shape
 
     @property
@@ -249,17 +251,17 @@ class Variable(ArrayOperators):
 
     @property
     def trainable(self) -> bool:
-        """Whether `GradientTape` watches it by itself."""
+        """True if `GradientTape` watches the variable automatically."""
         return self._trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When copies are combined; AUTO shows as ON_WRITE."""
+        """Time at which copies are combined; AUTO shows as ON_WRITE."""
         return self._synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How values of several replicas are combined."""
+        """Way in which values of several replicas are combined."""
         return self._aggregation
 
     @property
@@ -274,16 +276,17 @@ class Variable(ArrayOperators):
 
     @property
     def device(self) -> str:
-        """Canonical name of the device of the value, of replica 0's copy if there are several."""
+        """Canonical name of the device of the value; of replica 0's copy if there are several."""
         return self._layout.strategy.extended.variable_device()
 
     # Reading
 
     def value(self) -> jax.Array:
-        """The value as a JAX array.
+        """Returns the value as a JAX array.
 
-        In `run` a replica's own value; in a cross-replica context the value all replicas share, or
-        for ON_READ the aggregated one. The array stays valid when the variable is assigned.
+        In `run`, it is the replica's own value. In a cross-replica context, it is the value that
+        all replicas share, or the aggregated value for ON_READ. The array stays valid when the
+        variable is assigned.
 
         Raises:
             ContextError: inside a raw `jax.jit`, which would keep the value forever.
@@ -297,11 +300,11 @@ class Variable(ArrayOperators):
         return self._read_eager()
 
     def read_value(self) -> jax.Array:
-        """The same as `value()`."""
+        """Returns the same as `value()`."""
         return self.value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array of its own.
+        """Returns a copy of the value as a NumPy array.
 
         Raises:
             UnsupportedError: inside a traced function.
@@ -314,17 +317,17 @@ class Variable(ArrayOperators):
         check_not_frozen(self._name, "read")
         try:
             return np.array(self._peek())
-        except RuntimeError:  # a step of another thread consumed the buffer meanwhile
+        except RuntimeError:  # a step in another thread has just donated the buffer
             return np.array(self._read_eager())
 
     def sparse_read(self, indices: Any) -> Array:
-        """Rows of the variable, `[*indices.shape, *shape[1:]]`.
+        """Returns rows of the variable, `[*indices.shape, *shape[1:]]`.
 
-        The gradient with respect to a variable that is only read this way is an `IndexedSlices`.
+        If a variable is only read this way, the gradient with respect to it is an `IndexedSlices`.
         Rows out of range are NaN, or the dtype's extreme value for integers.
 
         Args:
-            indices: Integers, numbers of rows along dim 0.
+            indices: Integer numbers of rows along dim 0.
         """
         ids = jnp.asarray(indices)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -343,14 +346,14 @@ class Variable(ArrayOperators):
         return scope.read(self._handle)
 
     def _read_eager(self) -> Array:
-        # A program that another thread dispatches meanwhile must know before it donates the buffer.
+        # Under the lock, so that a program of another thread sees `_shared` before it donates.
         with latest_program.lock:
             value = in_device_memory(local_copy(self._value))
             self._shared = self._shared or not in_host_memory(self._layout.replicated)
         return value
 
     def _peek(self) -> Array:
-        """The eager value, for use before the next step only."""
+        """Returns the eager value, which is valid only until the next step."""
         return in_device_memory(local_copy(self._value))
 
     # Assigning
@@ -364,18 +367,18 @@ class Variable(ArrayOperators):
     ) -> Any:
         """Sets the value.
 
-        In `run` a mirrored variable first combines the replicas' values by its aggregation; with
-        aggregation NONE all replicas must assign the same value. An ON_READ variable sets this
-        replica's value.
+        In `run`, a mirrored variable first combines the replicas' values by its aggregation. With
+        aggregation NONE, all replicas must assign the same value. An ON_READ variable changes only
+        this replica's value.
 
         Args:
             value: Array or number of the variable's shape.
-            use_locking: Without effect.
-            name: Without effect.
-            read_value: False returns None.
+            use_locking: Has no effect.
+            name: Has no effect.
+            read_value: False makes this return None.
 
         Returns:
-            The new value inside `run` and `function`, else the variable.
+            Inside `run` and `function`, the new value; elsewhere, the variable.
 
         Raises:
             InvalidValueError: if the shape differs.
@@ -423,7 +426,7 @@ class Variable(ArrayOperators):
         return result if read_value else None
 
     def _own_component(self, scope: TraceScope, kind: str, value: PerReplica) -> Array:
-        """Of a value that a step took from outside: the component of the replica."""
+        """Returns the replica's component of a value that a step took from outside."""
         num_replicas = self._layout.num_replicas
         components = value.values
         with jax.ensure_compile_time_eval():
@@ -447,7 +450,7 @@ class Variable(ArrayOperators):
         self._shared = False
 
     def _store(self, new: Array) -> None:
-        """Keeps a new value where variables lie."""
+        """Stores a new value in the memory that the layout gives to variables."""
         sharding = self._layout.replicated
         self._value = jax.device_put(new, sharding) if in_host_memory(sharding) else new
 
@@ -459,7 +462,7 @@ class Variable(ArrayOperators):
         return new
 
     def _convert(self, kind: str, value: Any) -> Any:
-        """The assigned value as an array of the right shape and kind of dtype."""
+        """Returns the assigned value as an array of the right shape and kind of dtype."""
         what = f"Variable {self._name!r}: {kind}"
         if isinstance(value, PerReplica):
             if value.form == "local":
@@ -505,7 +508,7 @@ class Variable(ArrayOperators):
             )
 
     def _check_strategy(self, what: str) -> None:
-        """Refuses variables of one strategy under another; plain variables can be read anywhere."""
+        """Checks that the variable is not used under another strategy, unless it is a plain one."""
         if in_default_context():
             return
         strategy = current_mode().strategy
@@ -520,16 +523,16 @@ class Variable(ArrayOperators):
     # Scattering
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Adds rows: `self[indices[i]] += values[i]`, equal indices added up.
+        """Adds rows: `self[indices[i]] += values[i]`. Rows with equal indices add up.
 
-        In `run`, the rows of all replicas are combined first as the aggregation says: SUM and MEAN
+        In `run`, the rows of all replicas are first combined by the aggregation: SUM and MEAN
         concatenate them. Rows out of range are dropped.
 
         Args:
             sparse_delta: `IndexedSlices` of the variable's row shape.
 
         Returns:
-            As for `assign`.
+            The same as `assign`.
 
         Raises:
             InvalidValueError: if the rows do not have the variable's row shape.
@@ -554,15 +557,15 @@ class Variable(ArrayOperators):
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the smaller of row and value; otherwise like `scatter_add`."""
+        """Keeps the smaller of row and value; otherwise like `scatter_add`."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Takes the larger of row and value; otherwise like `scatter_add`."""
+        """Keeps the larger of row and value; otherwise like `scatter_add`."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Sets rows; of equal indices any one wins. Otherwise like `scatter_add`."""
+        """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
         return self._scatter("scatter_update", sparse_delta)
 
     def _scatter(self, kind: str, slices: Any) -> Any:
@@ -587,7 +590,7 @@ class Variable(ArrayOperators):
         return new
 
     def _convert_slices(self, kind: str, slices: Any) -> IndexedSlices:
-        """The rows as arrays of the variable's dtype."""
+        """Returns the rows as arrays of the variable's dtype."""
         what = f"Variable {self._name!r}: {kind}"
         if not isinstance(slices, IndexedSlices):
             raise InvalidTypeError(
@@ -620,7 +623,7 @@ class Variable(ArrayOperators):
     # Identity
 
     def ref(self) -> "VariableReference":
-        """A hashable reference; `==` of variables compares their elements."""
+        """Returns a hashable reference, since `==` of variables compares their elements."""
         return VariableReference(self)
 
     def __jax_array__(self) -> Array:
@@ -683,13 +686,13 @@ class Variable(ArrayOperators):
 
 @final
 class VariableReference:
-    """Hashable stand-in for a variable; equal if it is the same variable."""
+    """A hashable reference to a variable. Two references to the same variable are equal."""
 
     def __init__(self, variable: Variable) -> None:
         self._variable = variable
 
     def deref(self) -> Variable:
-        """The variable."""
+        """Returns the variable."""
         return self._variable
 
     def __hash__(self) -> int:

@@ -2,9 +2,9 @@
 
     import distributary.compat.tensorflow as tf
 
-Arrays are arrays of JAX, which importing this module gives the method `numpy()` of TensorFlow's; so
-have the arrays of NumPy that a loop over a `tf.data.Dataset` gets.
-Names that are not here raise an AttributeError that says what to use in their place.
+Arrays are JAX arrays. Importing this module adds TensorFlow's method `numpy()` to them, and to the
+NumPy arrays that a loop over a `tf.data.Dataset` yields. If you use a name that is not here, you
+get an AttributeError that says what to use instead.
 """
 
 import importlib
@@ -31,26 +31,26 @@ def __dir__() -> list[str]:
 
 
 def _numpy(array: jax.Array) -> np.ndarray:
-    """The values as an array of NumPy of its own; a number for a scalar, as with TensorFlow."""
+    """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
     return np.array(array)[()]
 
 
 @final
 class _Element(np.ndarray):
-    """What a loop over a dataset gets."""
+    """An array that a loop over a dataset yields."""
 
     def numpy(self) -> Any:
-        """The values as an array of NumPy of its own; a number for a scalar, as with TensorFlow."""
+        """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
         return np.array(self)[()]
 
 
 def as_element(array: Any) -> Any:
-    """An array as loops over datasets get it."""
+    """Returns an array in the form in which loops over datasets yield it."""
     return array.view(_Element) if type(array) is np.ndarray else array
 
 
-# Programs of TensorFlow call it everywhere, and JAX has nothing under this name.
+# TensorFlow programs call it everywhere, and JAX has no method of this name.
 jax.Array.numpy = _numpy  # type: ignore[attr-defined]
 show_arrays_by(as_element)
 _namespaces.install()
-expect_keras()  # `tf.random` in a step may be the first that needs it
+expect_keras()  # the first use of Keras may be `tf.random` inside a step

@@ -1,4 +1,4 @@
-"""Devices, as `tf.config` lists and sets them."""
+"""The functions of `tf.config` that list and configure devices."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ _KINDS = ("CPU", "GPU", "TPU")
 @final
 @dataclass(frozen=True)
 class PhysicalDevice:
-    """A device of this machine: `name` such as "/physical_device:CPU:0", and `device_type`."""
+    """A device of this machine, with a `name` like "/physical_device:CPU:0" and a `device_type`."""
 
     name: str
     device_type: str
@@ -28,7 +28,7 @@ class PhysicalDevice:
 @final
 @dataclass(frozen=True)
 class LogicalDevice:
-    """A device of JAX: `name` such as "/device:CPU:0", and `device_type`."""
+    """A JAX device, with a `name` like "/device:CPU:0" and a `device_type`."""
 
     name: str
     device_type: str
@@ -46,9 +46,9 @@ class LogicalDeviceConfiguration:
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """The devices of this machine that JAX uses; does not start JAX.
+    """Lists the devices of this machine that JAX uses; does not start JAX.
 
-    The CPU is one device. Before JAX has started, TPUs are not listed.
+    The CPU counts as one device. TPUs are listed only after JAX has started.
 
     Source: `tf.config.list_physical_devices`.
     """
@@ -63,7 +63,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """The devices of JAX in this process; starts JAX.
+    """Lists the JAX devices of this process; starts JAX.
 
     Source: `tf.config.list_logical_devices`.
     """
@@ -80,8 +80,8 @@ def set_logical_device_configuration(
     """Makes the CPU act as several devices, before JAX starts.
 
     Raises:
-        UnsupportedError: for other devices than the CPU, and for a memory limit.
-        BackendStartedError: if JAX has started with another number of devices.
+        UnsupportedError: for devices other than the CPU, and for a memory limit.
+        BackendStartedError: if JAX has already started with another number of devices.
 
     Source: `tf.config.set_logical_device_configuration`.
     """
@@ -100,7 +100,7 @@ def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
 
     Raises:
         UnsupportedError: for any other choice.
-        BackendStartedError: if JAX has started with GPUs.
+        BackendStartedError: if JAX has already started with GPUs.
 
     Source: `tf.config.set_visible_devices`.
     """
@@ -118,13 +118,13 @@ def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
 
 
 def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
-    """Whether JAX takes the memory of GPUs as it needs it; of all of them, before JAX starts.
+    """Makes JAX take GPU memory as needed, or all at once, on all GPUs; call before JAX starts.
 
     Sets the environment variable `XLA_PYTHON_CLIENT_PREALLOCATE`.
 
     Raises:
-        InvalidValueError: if the device is no GPU.
-        BackendStartedError: if JAX has started.
+        InvalidValueError: if the device is not a GPU.
+        BackendStartedError: if JAX has already started.
 
     Source: `tf.config.experimental.set_memory_growth`.
     """
@@ -149,8 +149,8 @@ def _chosen(device_type: str | None) -> tuple[str, ...]:
 
 
 def _num_gpus() -> int:
-    """How many GPUs JAX will find."""
-    # JAX adds its options to `config` as it defines them, unseen by type checkers.
+    """Returns the number of GPUs that JAX will find."""
+    # JAX adds options to `config` at run time, so type checkers do not see them.
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return 0

@@ -1,11 +1,11 @@
-"""What to use in the place of names of TensorFlow that are not there.
+"""Advice for names of TensorFlow that are not supported: what to use instead.
 
-A name of a module stands for everything in it.
+The name of a module stands for everything in it.
 """
 
 import importlib
 
-#: By the name after `tf.`; docs/migrating.md shows them.
+#: The advice, by the name after `tf.`. docs/migrating.md shows it.
 EQUIVALENTS: dict[str, str] = {
     # Programs and control flow.
     "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
@@ -219,12 +219,12 @@ EQUIVALENTS: dict[str, str] = {
     "quantization": "keras.quantizers",
 }
 
-# Where a function of the same name usually has the same meaning.
+# Modules in which a function of the same name usually has the same meaning.
 _SEARCHED = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy.special")
 
 
 def equivalent(name: str) -> str:
-    """What to use in the place of `tf.{name}`, for the end of an error message."""
+    """Returns what to use instead of `tf.{name}`, as the end of an error message."""
     if name in EQUIVALENTS:
         return EQUIVALENTS[name]
     last = name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Operations on arrays that JAX has with another meaning or other arguments."""
+"""Operations on arrays that have another meaning or other arguments in JAX."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Array = Any
 
 
 def constant(value: Any, dtype: Any = None, shape: Any = None, name: str | None = None) -> Array:
-    """`tf.constant`: numbers, not strings; a single one fills `shape`."""
+    """`tf.constant`: numbers, not strings; a single number fills `shape`."""
     made = array(value, dtype)
     if shape is None:
         return made
@@ -44,29 +44,29 @@ def range_(
 
 
 def shape(input: Any, out_type: Any = np.int32, name: str | None = None) -> np.ndarray:
-    """`tf.shape`: known while a step is traced, and so an array of NumPy."""
+    """`tf.shape`: a NumPy array, since it is known while a step is traced."""
     return np.array(np.shape(tensor(input)), out_type)
 
 
 def size(input: Any, out_type: Any = np.int32, name: str | None = None) -> Any:
-    """`tf.size`: known while a step is traced, and so a number of NumPy."""
+    """`tf.size`: a NumPy number, since it is known while a step is traced."""
     return np.dtype(out_type).type(np.size(tensor(input)))
 
 
 def argmax(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Array:
-    """`tf.argmax`: along dim 0 if none is given."""
+    """`tf.argmax`: along dim 0 by default."""
     return jnp.argmax(array(input), axis or 0).astype(canonical(output_type))
 
 
 def argmin(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Array:
-    """`tf.argmin`: along dim 0 if none is given."""
+    """`tf.argmin`: along dim 0 by default."""
     return jnp.argmin(array(input), axis or 0).astype(canonical(output_type))
 
 
 def reduce_mean(
     input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
 ) -> Array:
-    """`tf.reduce_mean`: of the dtype of the input, also of integers."""
+    """`tf.reduce_mean`: keeps the dtype of the input, even for integers."""
     values = array(input_tensor)
     mean = jnp.mean(values, axis, keepdims=keepdims)
     return jnp.trunc(mean).astype(values.dtype) if values.dtype.kind in "iu" else mean
@@ -132,7 +132,7 @@ def gather(
     batch_dims: int = 0,
     name: str | None = None,
 ) -> Array:
-    """`tf.gather`: rows of a variable come one by one, their gradient is `IndexedSlices`."""
+    """`tf.gather`: reads only these rows of a variable; their gradient is `IndexedSlices`."""
     dim = batch_dims if axis is None else axis
     ids = array(indices)
     if isinstance(params, ShardedVariable):
@@ -173,7 +173,7 @@ def norm(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Array:
-    """`tf.norm`: without an axis, of all elements."""
+    """`tf.norm`: over all elements by default."""
     values = array(tensor)
     if axis is None:
         flat = jnp.linalg.norm(values.ravel(), None if ord == "euclidean" else ord)
@@ -190,7 +190,7 @@ def squared_difference(x: Any, y: Any, name: str | None = None) -> Array:
 def boolean_mask(
     tensor: Any, mask: Any, axis: int | None = None, name: str | None = "boolean_mask"
 ) -> Array:
-    """`tf.boolean_mask`: the shape depends on the mask, so not inside a compiled step."""
+    """`tf.boolean_mask`: not inside a compiled step, as the shape depends on the mask."""
     return jnp.compress(np.ravel(mask), array(tensor), axis or 0)
 
 
@@ -214,7 +214,7 @@ def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: str | None = No
 
 
 def global_norm(t_list: Sequence[Any], name: str | None = None) -> Array:
-    """`tf.linalg.global_norm`; None counts nothing."""
+    """`tf.linalg.global_norm`; ignores None."""
     return jnp.sqrt(sum(jnp.sum(array(t) ** 2) for t in t_list if t is not None))
 
 

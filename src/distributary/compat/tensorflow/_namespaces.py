@@ -1,4 +1,4 @@
-"""The modules `tf`, `tf.distribute`, `tf.nn`, ... made from the tables."""
+"""The modules `tf`, `tf.distribute`, `tf.nn`, ..., which are made from the tables."""
 
 import sys
 from types import ModuleType
@@ -12,7 +12,7 @@ _ROOT = "distributary.compat.tensorflow"
 
 
 def names_in(space: str) -> list[str]:
-    """The names of a module, `"distribute.experimental"`; those of `tf` itself for `""`."""
+    """Returns the names in a module such as `"distribute.experimental"`; `""` is `tf` itself."""
     prefix = f"{space}." if space else ""
     known = (*TARGETS, *OPERATIONS, *CONSTANTS)
     found = (name.removeprefix(prefix) for name in known if name.startswith(prefix))
@@ -20,10 +20,10 @@ def names_in(space: str) -> list[str]:
 
 
 def lookup(name: str) -> Any:
-    """The object `tf.{name}`.
+    """Returns the object `tf.{name}`.
 
     Raises:
-        AttributeError: naming what to use in its place.
+        AttributeError: if it is not supported; the error says what to use instead.
     """
     if name in CONSTANTS:
         return CONSTANTS[name]
@@ -40,7 +40,7 @@ def lookup(name: str) -> Any:
 
 
 class Namespace(ModuleType):
-    """A module whose names are those of the tables that begin with its own."""
+    """A module with those names of the tables that begin with the module's own name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{_ROOT}.{name}", f"`tf.{name}`, without TensorFlow.")
@@ -56,7 +56,7 @@ class Namespace(ModuleType):
 
 
 def install() -> None:
-    """Makes every module importable: `from distributary.compat.tensorflow.nn import relu`."""
+    """Makes every module importable, as in `from distributary.compat.tensorflow.nn import relu`."""
     for name in (*TARGETS, *OPERATIONS, *CONSTANTS):
         space = name.rpartition(".")[0]
         while space and f"{_ROOT}.{space}" not in sys.modules:

@@ -1,4 +1,4 @@
-"""Losses and layers of `tf.nn`."""
+"""The losses and layers of `tf.nn`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,17 +19,17 @@ Array = Any
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
 ) -> Array:
-    """The replica's part of the mean loss of the global batch; sum it over the replicas.
+    """Returns the replica's part of the mean loss of the global batch; sum it over the replicas.
 
     Args:
         per_example_loss: Array `[examples, ...]` of this replica.
-        sample_weight: Array that can be multiplied with it.
-        global_batch_size: What the sum is divided by; default the number of examples of all
-            replicas, also where they have different numbers.
+        sample_weight: Array to multiply it with.
+        global_batch_size: Number to divide the sum by. By default, it is the number of examples of
+            all replicas, even if they have different numbers.
 
     Raises:
         ContextError: in a cross-replica context.
-        InvalidValueError: without `global_batch_size`, if the loss is a scalar.
+        InvalidValueError: if the loss is a scalar and you do not pass `global_batch_size`.
 
     Source: `tf.nn.compute_average_loss`.
     """
@@ -52,7 +52,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Array:
-    """The replica's part of a loss that does not depend on the batch.
+    """Returns the replica's part of a loss that does not depend on the batch.
 
     Raises:
         ContextError: in a cross-replica context.
@@ -83,7 +83,7 @@ def softmax_cross_entropy_with_logits(
 def sparse_softmax_cross_entropy_with_logits(
     labels: Any, logits: Any, name: str | None = None
 ) -> Array:
-    """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is no class."""
+    """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is not a class."""
     log_probabilities = jax.nn.log_softmax(array(logits))
     ids = array(labels)[..., None]
     return -jnp.take_along_axis(log_probabilities, ids, axis=-1, mode="fill")[..., 0]
@@ -123,7 +123,7 @@ def bias_add(
 def dropout(
     x: Any, rate: float, noise_shape: Any = None, seed: int | None = None, name: str | None = None
 ) -> Array:
-    """`tf.nn.dropout`: other numbers in every step and on every replica."""
+    """`tf.nn.dropout`: different random numbers in every step and on every replica."""
     drop = resolve("keras.random.dropout")
     return drop(array(x), rate, None if noise_shape is None else tuple(noise_shape), seed_of(seed))
 
@@ -186,7 +186,7 @@ def _pool(name: str, input: Any, ksize: Any, strides: Any, padding: str, data_fo
 
 
 def _of_space(sizes: int | Sequence[int], data_format: str) -> tuple[int, int]:
-    """Height and width of what TensorFlow takes as 1, 2 or 4 numbers."""
+    """Returns height and width, for which TensorFlow accepts 1, 2 or 4 numbers."""
     numbers = [sizes] if isinstance(sizes, int) else list(sizes)
     if len(numbers) == 4:
         first = data_format.index("H")

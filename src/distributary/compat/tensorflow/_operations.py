@@ -1,4 +1,4 @@
-"""Operations whose TensorFlow arguments a table maps to those of another function."""
+"""Operations that a table defines, by mapping TensorFlow's arguments to another function's."""
 
 import inspect
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from distributary.compat.tensorflow._resolving import resolve
 @final
 @dataclass(frozen=True)
 class Operation:
-    """A function of TensorFlow in terms of another one.
+    """A function of TensorFlow, defined by a call of another function.
 
     Args:
-        target: Full name of the function that is called.
-        tensors: Names of the arguments that are arrays, in order; they are passed by position.
-        options: Names of the others, with TensorFlow's defaults: `"axis=0 keepdims=False"`. They
-            are passed by name, by the one after a colon if there is one:
-            `"alpha=0.2:negative_slope"`.
+        target: Full name of the function to call.
+        tensors: Names of the arguments that are arrays, in order. They are passed by position.
+        options: Names of the other arguments, with TensorFlow's defaults, such as
+            `"axis=0 keepdims=False"`. They are passed by name. A name after a colon is the name in
+            the other function: `"alpha=0.2:negative_slope"`.
     """
 
     target: str
@@ -30,7 +30,7 @@ class Operation:
     options: str = ""
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function, with TensorFlow's name and arguments."""
+        """Returns the function, with TensorFlow's name and arguments."""
         tensors = self.tensors.split()
         options = [_Option.parse(option) for option in self.options.split()]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -75,7 +75,7 @@ class _Option:
 
 
 def _literal(text: str) -> Any:
-    """The default that stands in a table; without one, the argument must be given."""
+    """Returns the default written in a table. An argument without a default is required."""
     known = {"": inspect.Parameter.empty, "True": True, "False": False, "None": None}
     if text in known:
         return known[text]
@@ -83,9 +83,9 @@ def _literal(text: str) -> Any:
 
 
 def tensor(value: Any) -> Any:
-    """An argument as functions of JAX take it: variables become arrays, and lists one array.
+    """Converts an argument for a function of JAX: variables become arrays, and lists one array.
 
-    Numbers stay numbers, so that they take the dtype of what they are combined with.
+    Numbers stay numbers, so that they get the dtype of the arrays they are combined with.
     """
     if isinstance(value, (list, tuple)):
         return jnp.asarray(jax.tree.map(tensor, list(value)))
@@ -93,14 +93,14 @@ def tensor(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The array that a variable stands for; anything else as it is."""
+    """Returns the array of a variable, and anything else unchanged."""
     if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
 def array(value: Any, dtype: Any = None) -> jax.Array:
-    """An argument as an array of JAX."""
+    """Converts an argument to a JAX array."""
     return jnp.asarray(tensor(value), canonical(dtype))
 
 
@@ -109,5 +109,5 @@ def _option(value: Any) -> Any:
 
 
 def canonical(dtype: Any) -> Any:
-    """A dtype in the width that JAX has: 32 bits unless `jax_enable_x64` is set."""
+    """Returns a dtype in the width that JAX uses: 32 bits unless `jax_enable_x64` is set."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)

@@ -1,4 +1,4 @@
-"""What a program of TensorFlow is made of besides arrays."""
+"""Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
 
 import functools
 import inspect
@@ -30,16 +30,17 @@ def function(
     experimental_attributes: Any = None,
     experimental_follow_type_hints: bool | None = None,
 ) -> Any:
-    """`distributary.function` with the arguments of `tf.function`.
+    """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
 
-    `input_signature`, also with the `element_spec` of a distributed dataset, converts arguments to
-    its dtypes and checks their shapes; the rest is without effect. Functions are always compiled,
-    and once for every shape.
+    `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
+    `element_spec` of a distributed dataset. The other options have no effect: functions are always
+    compiled, once for every shape.
 
     Raises:
-        InvalidValueError: if an argument does not have a shape of `input_signature`, or as many
-            components.
-        InvalidTypeError: if it is not a `PerReplica` where `input_signature` has one's spec.
+        InvalidValueError: if an argument does not have the shape that `input_signature` gives, or
+            has another number of components.
+        InvalidTypeError: if an argument is not a `PerReplica` although `input_signature` has the
+            spec of one.
 
     Source: `tf.function`.
     """
@@ -91,7 +92,7 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Any) -> Any:
             f"tf.function {name}: an argument is {value!r}, but input_signature has the spec of a"
             f" PerReplica with {len(specs)} components. Pass an element of the distributed dataset."
         )
-    # [replica, *shape], also those of other workers; else the components of this one.
+    # A stacked value, [replica, *shape], has the components of all workers; others of this one.
     is_stacked = value.form == "stacked"
     num_components = value.num_replicas if is_stacked else len(value.values)
     if num_components % len(specs) or (num_components != len(specs) and not is_stacked):
@@ -118,15 +119,15 @@ def print_(
     end: str = "\n",
     name: str | None = None,
 ) -> None:
-    """`tf.print`: to stderr; inside a step each replica prints when it computes.
+    """`tf.print`: to stderr; inside a step, each replica prints when it computes.
 
     Args:
-        inputs: Arrays, variables and anything that can be printed.
-        output_stream: A text stream; default `sys.stderr`.
-        summarize: How many elements are shown at both ends of a dim; -1 for all.
+        inputs: Arrays, variables and anything else that can be printed.
+        output_stream: A text stream; `sys.stderr` by default.
+        summarize: Number of elements to show at each end of a dim; -1 for all.
         sep: Text between the inputs.
-        end: Text after the last one.
-        name: Without effect.
+        end: Text after the last input.
+        name: Has no effect.
 
     Source: `tf.print`.
     """
@@ -149,7 +150,7 @@ def print_(
 
 
 class _Shown:
-    """An array as `tf.print` writes it, also inside a list or dict."""
+    """An array as `tf.print` writes it, even inside a list or dict."""
 
     def __init__(self, array: np.ndarray, edge: int) -> None:
         self._text = np.array2string(
@@ -163,14 +164,14 @@ class _Shown:
 def cond(
     pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str | None = None
 ) -> Any:
-    """`tf.cond`: one of two functions without arguments, whose results have the same structure."""
+    """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
     return jax.lax.cond(tensor(pred), true_fn, false_fn)
 
 
 def while_loop(
     cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Any], **options: Any
 ) -> Any:
-    """`tf.while_loop`; options such as `shape_invariants` are without effect."""
+    """`tf.while_loop`; options such as `shape_invariants` have no effect."""
 
     def next_(values: tuple[Any, ...]) -> tuple[Any, ...]:
         after = body(*values)
@@ -187,7 +188,7 @@ def executing_eagerly() -> bool:
 
 
 def is_tensor(x: Any) -> bool:
-    """`tf.is_tensor`: whether it is an array of JAX or a variable."""
+    """`tf.is_tensor`: True for JAX arrays and variables."""
     return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
 
 

@@ -1,4 +1,4 @@
-"""Random numbers: other ones in every call, step and replica, the same for the same seed."""
+"""Random numbers that differ in every call, step and replica, and repeat with the same seed."""
 
 import random
 import weakref
@@ -23,11 +23,11 @@ _global_seed: int | None = None
 
 
 def set_seed(seed: int | None) -> None:
-    """Starts the random numbers of `tf.random` anew; they are not those of TensorFlow.
+    """Restarts the random numbers of `tf.random`, which are not the same as TensorFlow's.
 
-    With None they start from another number in every process.
+    With None, they start from a different number in every process.
 
-    Initial weights and dropout layers of Keras follow `keras.utils.set_random_seed`, as with
+    The initial weights and dropout layers of Keras depend on `keras.utils.set_random_seed`, as with
     TensorFlow.
 
     Source: `tf.random.set_seed`.
@@ -38,9 +38,9 @@ def set_seed(seed: int | None) -> None:
 
 
 def seed_of(seed: int | None) -> Any:
-    """What draws numbers for the current strategy: one generator for each `seed`.
+    """Returns the random generator of the current strategy for a `seed`.
 
-    Its state is a variable, so that a compiled step draws other numbers each time.
+    Its state is a variable, so that a compiled step draws different numbers each time.
 
     Raises:
         ContextError: inside a `jax.jit` of the user, which would repeat the same numbers.
@@ -90,7 +90,7 @@ def uniform(
     seed: int | None = None,
     name: str | None = None,
 ) -> Array:
-    """`tf.random.uniform`: from `minval` up to, without, `maxval`; integers need a `maxval`."""
+    """`tf.random.uniform`: from `minval` up to but excluding `maxval`; integers need `maxval`."""
     if _is_integer(dtype, maxval):
         draw = resolve("keras.random.randint")
         return draw(tuple(shape), minval, maxval, _name(dtype), seed_of(seed))
@@ -144,7 +144,7 @@ def stateless_uniform(
 
 
 def _is_integer(dtype: Any, maxval: Any) -> bool:
-    """Whether integers are drawn, which need a `maxval`."""
+    """Returns whether to draw integers, which need a `maxval`."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if is_integer and maxval is None:
         name = jnp.dtype(dtype).name

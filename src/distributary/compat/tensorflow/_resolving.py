@@ -1,4 +1,4 @@
-"""From the full name of an object to the object."""
+"""Lookup of objects by their full names."""
 
 import functools
 import importlib
@@ -9,13 +9,13 @@ from distributary.keras_bridge import import_keras
 
 @functools.cache
 def resolve(path: str) -> Any:
-    """The object that `path` names: `"jax.numpy.sum"`.
+    """Returns the object with a full name such as `"jax.numpy.sum"`.
 
-    Keras is imported by the first name of it, to run on JAX.
+    The first name of Keras imports it, to run on JAX.
 
     Raises:
-        AttributeError: if its module has no such name.
-        MissingPackageError: if it is one of Keras, which is not installed.
+        AttributeError: if the module has no such name.
+        MissingPackageError: if the name is one of Keras and Keras is not installed.
     """
     top, *names = path.split(".")
     found = import_keras() if top == "keras" else importlib.import_module(top)

@@ -1,6 +1,6 @@
-"""What every supported name of TensorFlow is, and what to use in the place of others.
+"""The supported names of TensorFlow, and the objects that they stand for.
 
-Keys are the names after `tf.`; the tables of docs/migrating.md are made from these.
+Keys are the names after `tf.`. A table of docs/migrating.md is made from these.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ _NN = f"{_COMPAT}._nn"
 _PROGRAMS = f"{_COMPAT}._programs"
 _CONFIG = f"{_COMPAT}._config"
 
-#: Full names of the objects.
+#: The full names of the objects.
 TARGETS: dict[str, str] = {
     **_same(_DISTRIBUTE, "distribute.", "distributary"),
     **_same(_DISTRIBUTE_EXPERIMENTAL, "distribute.experimental.", "distributary.experimental"),
@@ -159,7 +159,7 @@ TARGETS: dict[str, str] = {
 }
 
 _REDUCE = "axis=None keepdims=False"
-# With a name in `tf` and in `tf.math`.
+# Operations with a name both in `tf` and in `tf.math`.
 _EVERYWHERE = {
     "abs": Operation("jax.numpy.abs", "x"),
     "acos": Operation("jax.numpy.arccos", "x"),
@@ -221,7 +221,7 @@ _ACTIVATIONS = {
     "tanh": Operation("jax.numpy.tanh", "x"),
 }
 
-#: Operations on arrays.
+#: The operations on arrays.
 OPERATIONS: dict[str, Operation] = {
     **_EVERYWHERE,
     **{f"math.{name}": operation for name, operation in _EVERYWHERE.items()},
@@ -274,7 +274,7 @@ _DTYPES = (
     " uint32 uint64"
 )
 
-#: Constants. A dtype of 64 bits stands for that of 32 bits in arrays, as everywhere in JAX.
+#: The constants. In arrays, a dtype of 64 bits becomes one of 32 bits, as everywhere in JAX.
 CONSTANTS: dict[str, Any] = {
     "__version__": "2.21.0",
     "newaxis": None,
