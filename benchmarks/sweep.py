@@ -83,7 +83,7 @@ def _layers_of(family: str, choose: random.Random) -> tuple[tuple[int, ...], lis
     if family == "attention":
         features, heads = choose.choice([(32, 2), (128, 4)])
 
-        class Block(layers.Layer):  # type: ignore[misc]
+        class Block(layers.Layer):
             def __init__(self) -> None:
                 super().__init__()
                 self.attention = layers.MultiHeadAttention(heads, features // heads)

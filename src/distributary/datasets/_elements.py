@@ -73,7 +73,7 @@ class Map(Node):
             return Mapped(upstream, self.fn)
         return MappedInThreads(upstream, self.fn, self.threads)
 
-    def makes_arrays(self) -> bool:
+    def is_in_memory(self) -> bool:
         return False
 
     def label(self) -> str:
@@ -101,6 +101,9 @@ class Filter(Node):
 
     def spec(self) -> Any:
         return self.input.spec()
+
+    def is_in_memory(self) -> bool:
+        return False
 
     def label(self) -> str:
         return f"filter({_name(self.predicate)})"

@@ -75,6 +75,11 @@ class Node(abc.ABC):
         inputs = self.inputs()
         return bool(inputs) and all(node.makes_arrays() for node in inputs)
 
+    def is_in_memory(self) -> bool:
+        """Returns whether elements are made of arrays in memory, without files and user code."""
+        inputs = self.inputs()
+        return bool(inputs) and all(node.is_in_memory() for node in inputs)
+
     def inputs(self) -> tuple["Node", ...]:
         """Returns the nodes that it reads from."""
         found: list[Node] = []

@@ -15,6 +15,12 @@ _END: Any = object()
 _NOTHING_YET: Any = object()
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002
+# To hand an element from thread to thread takes 0.05 ms, and more while both execute Python.
+_SLOW_SECONDS = 0.0002
+# Slow elements until there is a thread. The first ones, and some on a busy machine, are slow for
+# other reasons, so each quick one makes up for a part of a slow one.
+_PATIENCE = 8.0
+_PATIENCE_REGAINED = 0.25
 
 
 @final
@@ -65,9 +71,12 @@ class Prefetched:
     Args:
         source: The iterator to read ahead; it belongs to the thread from then on.
         depth: Number of elements, 1 or more, that are made or being made and not taken yet.
+        only_if_slow: Makes elements in the thread that asks for them until some have taken longer
+            than a thread is worth. For sources that may be read by one thread and then by another.
     """
 
-    def __init__(self, source: Iterator[Any], depth: int) -> None:
+    def __init__(self, source: Iterator[Any], depth: int, only_if_slow: bool = False) -> None:
+        self._patience = _PATIENCE if only_if_slow else 0.0
         self._shared = _Shared(source, depth)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -96,6 +105,8 @@ class Prefetched:
         if self._over:
             raise StopIteration
         shared = self._shared
+        if self._patience > 0:
+            return self._make(waiting)
         if self._thread is None:
             self._start()
         try:
@@ -110,6 +121,23 @@ class Prefetched:
             raise element.error
         shared.free.release()
         return element
+
+    def _make(self, waiting: Callable[[float], None] | None) -> Any:
+        begin = time.perf_counter()
+        try:
+            return next(self._shared.source)
+        except StopIteration:
+            self._over = True
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            seconds = time.perf_counter() - begin
+            change = -1.0 if seconds > _SLOW_SECONDS else _PATIENCE_REGAINED
+            self._patience = min(self._patience + change, _PATIENCE)
+            if waiting is not None:
+                waiting(seconds)
 
     def _wait(self, waiting: Callable[[float], None]) -> Any:
         last = time.perf_counter()

@@ -84,6 +84,9 @@ class Slices(RowsNode):
     def is_batched(self) -> bool | None:
         return False
 
+    def is_in_memory(self) -> bool:
+        return True
+
     def label(self) -> str:
         return f"slices({self.cardinality()})"
 
@@ -135,6 +138,9 @@ class Range(RowsNode):
     def is_batched(self) -> bool | None:
         return False
 
+    def is_in_memory(self) -> bool:
+        return True
+
     def label(self) -> str:
         return f"range({self.start}, {self.stop}, {self.step})"
 
@@ -157,6 +163,9 @@ class Single(RowsNode):
 
     def spec(self) -> Any:
         return spec_of(self.element)
+
+    def is_in_memory(self) -> bool:
+        return True
 
     def label(self) -> str:
         return "tensors"
@@ -250,6 +259,9 @@ class Iterated(Node):
 
     def is_batched(self) -> bool | None:
         return self.batched
+
+    def makes_arrays(self) -> bool:
+        return True
 
     def label(self) -> str:
         return self.name
@@ -346,6 +358,9 @@ class Once(Node):
             return super().spec()
         self.items.give_back([first])
         return spec_of(first)
+
+    def makes_arrays(self) -> bool:
+        return True
 
     def label(self) -> str:
         return type(self.items.iterator).__name__

@@ -353,7 +353,7 @@ class DistributedIterator(DistributedInput):
             if depth:
                 once.read_ahead(depth)
         elif depth:
-            self._prefetched = Prefetched(self._steps, depth)
+            self._prefetched = Prefetched(self._steps, depth, source.is_in_memory())
 
     def _pass_name(self) -> str:
         return f"pass {self._number + 1} of {self._dataset._source.place}"

@@ -109,6 +109,10 @@ class Batches:
         """The iterator of a source that cannot start over, or else None."""
         return self.node.items if isinstance(self.node, Once) else None
 
+    def is_in_memory(self) -> bool:
+        """Returns whether the data are made of arrays in memory; see `Node.is_in_memory`."""
+        return self._node.is_in_memory()
+
     def cardinality(self) -> int:
         """Returns the number of steps, which is that of the worker with the most batches."""
         return self._of_worker.node.cardinality() if self.coworkers is None else self._longest
@@ -182,6 +186,10 @@ class Elements:
     @node.setter
     def node(self, node: Node) -> None:
         self._nodes = [node]
+
+    def is_in_memory(self) -> bool:
+        """Returns whether the data are made of arrays in memory; see `Node.is_in_memory`."""
+        return all(node.is_in_memory() for node in self._nodes)
 
     def cardinality(self) -> int:
         """Returns the number of steps, which is that of the worker with the most."""
