@@ -45,7 +45,7 @@ def test_wrong_sums_are_found(weights, problem):
     else:
         assert check.status == "problem"
         assert re.search(problem, check.detail), check.detail
-        assert "one device less at a time" in check.fix
+        assert "one device at a time" in check.fix
 
 
 def test_replicas_that_differ_are_found(monkeypatch):

@@ -207,7 +207,7 @@ def _text(
     host = f"hosts of {timing.num_replicas} replicas"
     rate = f"{network.bytes_per_second * 8e-9:.1f} Gbit/s"
     lines += [
-        f"predicted, not measured: {host}, in a ring whose transfers do not overlap with compute,",
+        f"predicted, not measured: {host} in a ring that overlaps with nothing,",
         f"{network.latency_seconds * 1e6:.0f} us one way and {rate} ({network.origin})",
         f"{'hosts':>8} {heads}",
         *map(_predicted_line, predictions),

@@ -92,7 +92,7 @@ class TPUClusterResolver(ClusterResolver):
             self._coordinator = {coordinator_name: [coordinator_address]}
         if not isinstance(job_name, str) or not job_name:
             raise InvalidTypeError(
-                f'{_WHO}: job_name is {job_name!r}, expected the type of a task, such as "worker".'
+                f'{_WHO}: job_name is {job_name!r}, expected a task type, such as "worker".'
             )
         self._job_name = job_name
         self._metadata = MetadataServer(metadata_server)
