@@ -95,8 +95,9 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", _implementation(self.implementation))
         if self.hierarchical and self.implementation is CommunicationImplementation.RING:
             raise InvalidValueError(
-                "CommunicationOptions: hierarchical=True with implementation='RING': a ring goes"
-                " over all replicas, a hierarchical reduction inside and across hosts. Choose one."
+                "CommunicationOptions: hierarchical=True does not work with implementation='RING':"
+                " a ring goes over all replicas, a hierarchical reduction inside and across hosts."
+                " Choose one."
             )
 
     def merge(self, other: "CommunicationOptions | None") -> "CommunicationOptions":
@@ -165,8 +166,8 @@ class InputOptions:
             )
         if self.experimental_place_dataset_on_device:
             raise InvalidValueError(
-                "InputOptions: experimental_place_dataset_on_device=True is not possible, the"
-                " dataset is Python code on the host. Leave it False; batches still go to the"
+                "InputOptions: experimental_place_dataset_on_device=True is not possible, because"
+                " the dataset is Python code on the host. Leave it False; batches still go to the"
                 " devices with experimental_fetch_to_device=True."
             )
         if self.experimental_per_replica_buffer_size < 0:

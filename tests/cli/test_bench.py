@@ -73,7 +73,7 @@ def test_the_step_of_a_script_is_found_and_its_all_reduce_measured(timed):
 def test_a_script_without_enough_steps(timed):
     with pytest.raises(InvalidValueError, match=r"train.py ended after 2 steps. Let it train"):
         timed(2)
-    with pytest.raises(InvalidValueError, match=r"train.py ended without 'no_step', a program"):
+    with pytest.raises(InvalidValueError, match=r"train.py ended without running 'no_step' under"):
         timed(2, "no_step")
 
 
@@ -104,7 +104,7 @@ def test_models_are_measured_and_hosts_predicted(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "measured: mlp, 8 examples, step 'step', CPU devices" in out
-    assert "predicted, not measured: hosts of 2 replicas, between them a ring" in out
+    assert "predicted, not measured: hosts of 2 replicas in a ring" in out
     assert "(the given latency and the given bandwidth)" in out
     assert "█" in out
 
@@ -125,7 +125,7 @@ def test_batches_must_be_divisible(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--replicas", "1,3", "--global-batch", "64"])
 
-    assert "--global-batch 64 cannot be divided by 3 replicas" in capsys.readouterr().err
+    assert "--global-batch 64 is not divisible by 3 replicas" in capsys.readouterr().err
 
 
 def test_a_host_alone_is_predicted_as_measured():

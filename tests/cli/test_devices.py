@@ -82,7 +82,7 @@ def test_a_cluster_with_parameter_servers_is_told_its_strategy(monkeypatch, caps
     assert code == 0
     several = found["strategies"]["MultiWorkerMirroredStrategy"]
     assert several["task"] == f"{task_type} 0"
-    assert several["description"].endswith("which ParameterServerStrategy is for")
+    assert several["description"].endswith("use ParameterServerStrategy")
 
 
 @pytest.mark.parametrize(

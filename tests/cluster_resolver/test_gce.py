@@ -124,8 +124,12 @@ def test_the_task_can_be_set():
             '"b" of instance group \'group\' .* is in the state "STOPPING"',
         ),
         ([[("a", {})]], {"addresses": {"a": {}}}, '"a" of .* has no internal address'),
-        ([[]], {"error": PermissionError("403")}, "listing its instances, .* 403.*compute.viewer"),
-        ([[("a", {})]], {"addresses": {"a": OSError("reset")}}, 'reading "a", .* OSError: reset'),
+        (
+            [[]],
+            {"error": PermissionError("403")},
+            "listing the instances of .* 403.*compute.viewer",
+        ),
+        ([[("a", {})]], {"addresses": {"a": OSError("reset")}}, 'reading "a" .* OSError: reset'),
     ],
 )
 def test_a_group_that_cannot_be_used_is_reported(pages, settings, message):

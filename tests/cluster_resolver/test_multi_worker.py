@@ -116,7 +116,7 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
             r'^task_type is "ps", but cluster_spec has no "ps", only "worker"',
         ),
         (_WORKERS_ONLY, "chief", 0, r'^task_type is "chief", but .* only "worker"'),
-        (_WORKERS_ONLY, "evaluator", 1, r"^task_id is 1.*one evaluator at most"),
+        (_WORKERS_ONLY, "evaluator", 1, r"^task_id is 1.*at most one evaluator"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, r'^cluster_spec\["chief"\] has 2 tasks.*one chief'),
         (
             {"evaluator": ["a:1", "b:1"]},
@@ -124,7 +124,12 @@ def test_a_peer_gives_host_and_port_as_sockets_take_them(address, host, port):
             0,
             r'\["evaluator"\] has 2 tasks.*expected one',
         ),
-        ({"tpu_worker": ["a:1"]}, "worker", 0, r'^cluster_spec has the key "tpu_worker".*no type'),
+        (
+            {"tpu_worker": ["a:1"]},
+            "worker",
+            0,
+            r'^cluster_spec has the key "tpu_worker".*not a task type',
+        ),
         ({"master": ["a:1"]}, "worker", 0, r'^cluster_spec has the key "master".*call it "chief"'),
         ({"coordinator": ["a:1"]}, "worker", 0, r'^cluster_spec has .*is of the type "chief"'),
         (

@@ -204,7 +204,7 @@ def test_an_address_for_two_tasks_is_refused():
 
 
 def test_a_union_of_nothing_is_refused():
-    with pytest.raises(InvalidValueError, match="UnionResolver: there are no arguments"):
+    with pytest.raises(InvalidValueError, match="UnionResolver: got no arguments"):
         UnionResolver()
 
 

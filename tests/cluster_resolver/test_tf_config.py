@@ -126,8 +126,14 @@ def test_the_answers_fit_a_multi_worker_strategy(set_config):
 _CLUSTER_MESSAGES = [
     ("", r"^TF_CONFIG is '', expected JSON such as \{.*Unset the variable"),
     ("  ", r"^TF_CONFIG is '  '"),
-    ("{'cluster': 1}", r"^TF_CONFIG is no JSON: .*line 1, column 2, near \"\{'cluster': 1\}\""),
-    ('{"cluster": {"worker": ["a:1"]}', r"^TF_CONFIG is no JSON: .*line 1.*json\.dumps writes"),
+    (
+        "{'cluster': 1}",
+        r"^TF_CONFIG is not valid JSON: .*line 1, column 2, near \"\{'cluster': 1\}\"",
+    ),
+    (
+        '{"cluster": {"worker": ["a:1"]}',
+        r"^TF_CONFIG is not valid JSON: .*line 1.*json\.dumps writes",
+    ),
     (
         '{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}',
         r'^TF_CONFIG has the key "worker" twice.*\[\'a:1\'\] and \[\'b:1\'\].*Keep one',
@@ -138,7 +144,7 @@ _CLUSTER_MESSAGES = [
     ),
     (
         {"cluster": {"worker": {"0": "a:1", "1": "b:x"}}},
-        r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is no port',
+        r'^TF_CONFIG\["cluster"\]\["worker"\]\["1"\] is \'b:x\': \'x\' is not a port',
     ),
     (
         {"cluster": {"worker": ["a:1", "a:1"]}},
@@ -147,7 +153,7 @@ _CLUSTER_MESSAGES = [
     ({"cluster": {"worker": []}}, r'^TF_CONFIG\["cluster"\]\["worker"\] is empty'),
     (
         {"cluster": {"chief": ["a:1", "b:1"]}},
-        r'^TF_CONFIG\["cluster"\]\["chief"\] has 2 tasks.*one chief at most.*others workers',
+        r'^TF_CONFIG\["cluster"\]\["chief"\] has 2 tasks.*at most one chief.*others workers',
     ),
     (
         {"cluster": {"Worker": ["a:1"]}},

@@ -120,7 +120,8 @@ def test_a_metadata_server_without_a_tpu_is_reported(serve):
     server = serve({})
 
     with pytest.raises(
-        ClusterError, match=rf"{server.address}/.*endpoints for the TPU .* it answers 404.*=\"local"
+        ClusterError,
+        match=rf"{server.address}/.*endpoints for the TPU .* it answered 404.*=\"local",
     ):
         TPUClusterResolver(metadata_server=server.address).cluster_spec()
     assert len(server.requests) == 1
@@ -137,7 +138,7 @@ def test_a_metadata_server_that_keeps_failing_is_given_up(serve, monkeypatch):
     monkeypatch.setattr(_metadata, "_RETRY_SECONDS", (0.0, 0.0))
     server = serve({_ATTRIBUTES + "agent-worker-number": (503, "busy")})
 
-    with pytest.raises(ClusterError, match="it answers 503"):
+    with pytest.raises(ClusterError, match="it answered 503"):
         _ = TPUClusterResolver(metadata_server=server.address).task_id
     assert len(server.requests) == 3
 
@@ -146,7 +147,9 @@ def test_a_metadata_server_that_keeps_failing_is_given_up(serve, monkeypatch):
 def test_hosts_that_cannot_be_read_are_refused(serve_metadata, hosts):
     server = serve_metadata(hosts=hosts)
 
-    with pytest.raises(ClusterError, match=r"^The attribute worker-network-endpoints .*is none"):
+    with pytest.raises(
+        ClusterError, match=r"^The attribute worker-network-endpoints .*is not a host"
+    ):
         TPUClusterResolver(metadata_server=server.address).cluster_spec()
 
 
@@ -258,13 +261,17 @@ def test_one_slice_is_no_obstacle(set_environ):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tpu": "my-tpu", "zone": "z"}, UnsupportedError, "tpu is 'my-tpu', the name of a TPU"),
+        (
+            {"tpu": "my-tpu", "zone": "z"},
+            UnsupportedError,
+            "tpu is 'my-tpu'. Names of TPUs are not",
+        ),
         ({"tpu": ["a:1", "b"]}, InvalidValueError, r"tpu\[1\] is 'b': the port is missing"),
         ({"tpu": "a:1,"}, InvalidValueError, r"tpu\[1\] is '': the host is missing"),
         ({"tpu": [7]}, InvalidTypeError, r"tpu\[0\] is 7 \(int\)"),
         ({"tpu": 7}, InvalidTypeError, r"tpu is 7 \(int\), expected None, \"local\""),
         ({"port": 0}, InvalidValueError, "port is 0, expected a port from 1 to 65535"),
-        ({"job_name": ""}, InvalidTypeError, "job_name is '', expected the type of a task"),
+        ({"job_name": ""}, InvalidTypeError, "job_name is '', expected a task type"),
         ({"coordinator_name": "c"}, InvalidValueError, "'c' and coordinator_address is None"),
         (
             {"coordinator_name": "c", "coordinator_address": "c"},

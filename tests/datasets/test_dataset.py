@@ -249,12 +249,12 @@ def test_generators_keep_to_their_signature():
     assert (x.dtype, y.dtype) == (np.float32, np.int32)
     for bad, error, message in [
         ((np.ones((3, 3), np.float32), 1), ValueError, r"element 0 has shape \(3, 3\)"),
-        ((1j * np.ones((3, 2)), 1), TypeError, "complex128, which does not fit the float32"),
+        ((1j * np.ones((3, 2)), 1), TypeError, "complex128, but output_signature has float32"),
         ((np.ones((3, 2), np.float32),), TypeError, "structure"),
         (
             (np.ones((3, 2), np.float32), 1.5),
             TypeError,
-            "element 0 is 1.5, of dtype float64, which",
+            "element 0 is 1.5 with dtype float64, but",
         ),
     ]:
         with pytest.raises(error, match=message):
@@ -289,7 +289,7 @@ def test_generators_keep_to_their_signature():
 def test_elements_of_generators_get_the_dtypes_of_the_signature(value, dtype, expected):
     dataset = Dataset.from_generator(lambda: [value], output_types=dtype)
     if expected is TypeError:
-        with pytest.raises(TypeError, match=r"element 0 is .* does not fit"):
+        with pytest.raises(TypeError, match=r"element 0 is .*, but output_signature has "):
             list(dataset)
         return
 

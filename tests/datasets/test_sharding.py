@@ -180,11 +180,13 @@ def test_policies_that_cannot_be_followed_say_why(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(3))
     files = Dataset.from_npy(str(tmp_path / "a.npy")).batch(2)
 
-    with pytest.raises(ValueError, match="1 files cannot be dealt to 2 workers"):
+    with pytest.raises(ValueError, match="1 files are too few for 2 workers"):
         _steps(_with_policy(files, AutoShardPolicy.FILE), 2, 1)
     with pytest.raises(ValueError, match=r"range\(0, 4, 1\) > batch.* reads no files"):
         _steps(_with_policy(Dataset.range(4).batch(2), AutoShardPolicy.FILE), 2, 1)
-    with pytest.raises(ValueError, match="global batch of 2 examples is less than one for each"):
+    with pytest.raises(
+        ValueError, match="global batch of 2 examples is less than one example for each"
+    ):
         _steps(_with_policy(Dataset.range(4).batch(2), AutoShardPolicy.OFF), 3, 1)
     # TensorFlow gives one worker an error and the other nothing.
     workers = _steps(files, 2, 1)

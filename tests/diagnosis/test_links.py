@@ -98,9 +98,9 @@ def test_the_slow_link_and_the_unreachable_task_are_named():
     problems = [check.detail for check in checks if check.status == "problem"]
     assert len(problems) == 2
     assert problems[0] == (
-        f"{peers[4]}, where nobody reaches it, did not come to {peers[0]} within 2 s"
+        f"{peers[4]}, which no other task reaches, did not connect to {peers[0]} within 2 s"
     )
-    assert problems[1].startswith(f"nobody reaches {peers[3]}: ")
+    assert problems[1].startswith(f"no task reaches {peers[3]}: ")
     (slow,) = [check for check in checks if check.detail.startswith("worker 1 to worker 2 is slow")]
     assert slow.status == "warning"
     (rate,) = [x.bytes_per_second for x in links if (x.source, x.target) == (1, 2)]
@@ -136,7 +136,7 @@ def test_a_task_that_does_not_reach_the_first_one():
 
     (problem,) = [x for x in link_checks(links, peers, 1.0) if x.status == "problem"]
     assert problem.detail == (
-        f"{peers[1]}, where others reach it, did not come to {peers[0]} within 1 s"
+        f"{peers[1]}, which other tasks reach, did not connect to {peers[0]} within 1 s"
     )
     assert peers[0].address in problem.fix
 
@@ -145,7 +145,7 @@ def test_a_port_that_is_taken_is_said_at_once():
     with socket.create_server(("127.0.0.1", 0)) as other:
         own = Peer("chief", 0, f"127.0.0.1:{other.getsockname()[1]}")
 
-        with pytest.raises(ClusterError, match=f"chief at {own.address}: this process cannot"):
+        with pytest.raises(ClusterError, match=f"chief cannot listen at {own.address}: "):
             Meeting([own], 0, 1.0, any_port=False)
 
 

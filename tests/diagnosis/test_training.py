@@ -31,8 +31,8 @@ class _Wrong(dist.CrossDeviceOps):
         ([1.0, 1.0], None),
         ([1.0, 0.9], r"its weights differ from those of one device by \d\.\de-0\d"),
         ([1.0, 0.0], r"its weights differ from those of one device by \d\.\de"),
-        ([0.0, 0.0], "it does not learn"),
-        ([1.0, float("nan")], "it does not learn"),
+        ([0.0, 0.0], "the network does not learn"),
+        ([1.0, float("nan")], "the network does not learn"),
     ],
 )
 def test_wrong_sums_are_found(weights, problem):
@@ -45,7 +45,7 @@ def test_wrong_sums_are_found(weights, problem):
     else:
         assert check.status == "problem"
         assert re.search(problem, check.detail), check.detail
-        assert "one device less at a time" in check.fix
+        assert "one device at a time" in check.fix
 
 
 def test_replicas_that_differ_are_found(monkeypatch):

@@ -131,7 +131,7 @@ def test_a_generator_loses_nothing_when_a_loop_over_it_stops(strategy_of):
     dataset = strategy_of(2).experimental_distribute_dataset(batches, _depth(3))
 
     first = [int(x.values[0][0]) for x in itertools.islice(dataset, 2)]
-    with pytest.warns(DistributaryWarning, match="goes on where it was left"):
+    with pytest.warns(DistributaryWarning, match="continues where it stopped"):
         rest = [int(x.values[0][0]) for x in dataset]
     assert (first, rest) == ([0, 1], [2, 3, 4, 5])
 

@@ -128,5 +128,5 @@ def test_messages_survive_the_way(message):
     "message", [Message("x", None), Message("Exit", []), Message("Exit", {"other": 1})]
 )
 def test_what_is_no_message_is_refused(message):
-    with pytest.raises(ValueError, match="is no message of the launcher"):
+    with pytest.raises(ValueError, match="is not a message of the launcher"):
         decode(message)

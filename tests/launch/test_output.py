@@ -129,7 +129,10 @@ time.sleep(0.1)
     result = launch(script)
 
     assert result.code == 0
-    assert result.stderr.count("worker 0 writes something else than lines of JSON") == 1
+    assert (
+        result.stderr.count("worker 0 writes lines to DISTRIBUTARY_STATUS_FD that are not JSON")
+        == 1
+    )
 
 
 def test_steps_over_datasets_are_reported_by_themselves():

@@ -104,7 +104,7 @@ run_forever()
 def test_a_server_that_ends_well_is_named(script, start):
     process = start("--ps", 1, script('if name != "ps0":\n    run_forever()'))
 
-    assert "[launcher] ps 0 has ended before the chief" in process.stderr.readline()
+    assert "[launcher] ps 0 ended before the chief" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
 

@@ -76,7 +76,7 @@ def test_a_second_ctrl_c_kills_at_once(script, start, pid_of, wait_until_gone):
 
     _, stderr = launcher.communicate(timeout=_SECONDS)
     assert launcher.returncode == 130
-    assert "SIGINT again: ending all workers at once." in stderr
+    assert "received SIGINT again; ending all workers at once." in stderr
     wait_until_gone(pid)
 
 

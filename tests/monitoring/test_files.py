@@ -83,7 +83,7 @@ def test_a_logger_that_cannot_log_says_so(strategy_of, tmp_path):
     strategy = strategy_of(1)
     logger = dist.experimental.StatisticsLogger
 
-    with pytest.raises(InvalidValueError, match="nothing to write to"):
+    with pytest.raises(InvalidValueError, match="nowhere to write to"):
         logger(strategy)
     with pytest.raises(InvalidValueError, match="seconds is 0"):
         logger(strategy, json_lines=tmp_path / "x", seconds=0)

@@ -28,8 +28,8 @@ from distributary.scaling import (
 __all__ = ["add_bench_command"]
 
 _EPILOG = """\
-A script runs once for each number of replicas, until enough of its steps are measured. It takes all
-devices that there are, as MirroredStrategy() does, and goes on for a few seconds.
+A script runs once for each number of replicas, until enough of its steps are measured. It must use
+all devices, as MirroredStrategy() does, and train for at least a few seconds.
 
 examples:
   distributary bench
@@ -43,16 +43,21 @@ def add_bench_command(commands: Any) -> None:
     """Adds the command to the parser's commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure what more replicas bring, and predict what more hosts would",
+        help="measure how training scales with replicas, and predict how it scales with hosts",
         description="Measures the training step of a built-in model or of a script on more and"
-        " more replicas of this machine, and how much of it the all-reduces take; predicts the"
-        " step on several hosts from latency and bandwidth.",
+        " more replicas of this machine, and how much of it the all-reduces take. Predicts the time"
+        " of the step on several hosts from latency and bandwidth.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", choices=MODELS, default="mlp", help="what is measured without a script (mlp)")
+    add(
+        "--model",
+        choices=MODELS,
+        default="mlp",
+        help="model to measure if you do not give a script (default: mlp)",
+    )
     add(
         "--replicas",
         type=_numbers,
@@ -61,10 +66,17 @@ def add_bench_command(commands: Any) -> None:
     )
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument(
-        "--batch", type=int, default=64, metavar="B", help="of a model, per replica (default: 64)"
+        "--batch",
+        type=int,
+        default=64,
+        metavar="B",
+        help="examples per replica, with --model (default: 64)",
     )
     batch.add_argument(
-        "--global-batch", type=int, metavar="B", help="of a model, shared by all replicas"
+        "--global-batch",
+        type=int,
+        metavar="B",
+        help="examples that all replicas share, with --model",
     )
     add("--step", metavar="FUNCTION", help="name of the script's step function")
     add(
@@ -72,11 +84,17 @@ def add_bench_command(commands: Any) -> None:
         type=float,
         default=5.0,
         metavar="S",
-        help="how long steps are measured for each number of replicas (default: 5)",
+        help="seconds to measure for each number of replicas (default: 5)",
     )
-    add("--hosts", type=_numbers, default=[2, 4, 8, 16], metavar="N,N", help="for the prediction")
+    add(
+        "--hosts",
+        type=_numbers,
+        default=[2, 4, 8, 16],
+        metavar="N,N",
+        help="numbers of hosts to predict (default: 2,4,8,16)",
+    )
     add("--gbit", type=float, metavar="G", help="bandwidth between hosts, Gbit/s")
-    add("--latency-us", type=float, metavar="U", help="latency between hosts, one way")
+    add("--latency-us", type=float, metavar="U", help="latency between hosts, one way, us")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
     add_json_argument(parser)
     add_script_arguments(parser, "Python script to measure instead of a model", required=False)
@@ -138,7 +156,7 @@ def _program(namespace: argparse.Namespace, num_replicas: int) -> Program:
         batch, rest = divmod(namespace.global_batch, num_replicas)
         if rest or not batch:
             namespace.parser.error(
-                f"--global-batch {namespace.global_batch} cannot be divided by {num_replicas}"
+                f"--global-batch {namespace.global_batch} is not divisible by {num_replicas}"
                 " replicas"
             )
     return Program(_MODULE, (namespace.model, str(batch)), is_module=True)
@@ -162,7 +180,7 @@ def _network(namespace: argparse.Namespace) -> Network:
         given.append("the given bandwidth")
     if len(given) < 2:
         link = loopback()
-        given.append("this machine's loopback, which is no network")
+        given.append("this machine's loopback, which is not a network")
         latency = link.round_trip_seconds / 2 * 1e6 if latency is None else latency
         rate = link.bytes_per_second * 8 / 1e9 if rate is None else rate
     return Network(latency / 1e6, rate * 1e9 / 8, " and ".join(given))
@@ -181,7 +199,7 @@ def _text(
         draw(rows),
     ]
     if timing.platform == "cpu":
-        lines += ["", "CPU devices share the cores: more of them are no more hardware."]
+        lines += ["", "CPU devices share the cores: more devices do not add hardware."]
     lines.append("")
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")
@@ -189,7 +207,7 @@ def _text(
     host = f"hosts of {timing.num_replicas} replicas"
     rate = f"{network.bytes_per_second * 8e-9:.1f} Gbit/s"
     lines += [
-        f"predicted, not measured: {host}, between them a ring that overlaps with nothing,",
+        f"predicted, not measured: {host} in a ring that overlaps with nothing,",
         f"{network.latency_seconds * 1e6:.0f} us one way and {rate} ({network.origin})",
         f"{'hosts':>8} {heads}",
         *map(_predicted_line, predictions),

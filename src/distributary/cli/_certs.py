@@ -16,8 +16,8 @@ def add_certs_command(commands: Any) -> None:
         "certs",
         help="make certificates for the tasks of a job with parameter servers",
         description="Makes a certificate authority for one job, and a certificate for each of the"
-        " roles chief, worker and ps, with which its tasks encrypt their connections and prove who"
-        " they are. DISTRIBUTARY_CERTS=DIR tells the tasks.",
+        " roles chief, worker and ps. The tasks use them to encrypt their connections and to prove"
+        " who they are. Set DISTRIBUTARY_CERTS=DIR for all tasks.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -28,7 +28,7 @@ def add_certs_command(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="HOST",
-        help="names and IP addresses of hosts for the certificates; the tasks do without",
+        help="host names and IP addresses to put into the certificates; the tasks do not need them",
     )
     parser.set_defaults(run=_run)
 

@@ -21,8 +21,8 @@ from distributary.errors import DistributaryError
 __all__ = ["add_compile_command", "add_script_arguments", "check_script"]
 
 _EPILOG = f"""\
-The script runs up to the first program under a strategy that updates a trainable variable. That is
-compiled for the topology, which this machine need not have, and the script ends there.
+The script runs up to the first program under a strategy that updates a trainable variable. That
+program is compiled for the topology, even if this machine does not have it, and the script ends.
 
 Known topologies are {known_topologies()}.
 
@@ -38,7 +38,7 @@ def add_compile_command(commands: Any) -> None:
         "compile",
         help="compile a script's training step for TPUs or GPUs that are not here",
         description="Reports what the TPU or GPU compiler makes of a script's training step: its"
-        " collectives, what it needs of a device's memory, and whether state is updated in place.",
+        " collectives, how much device memory it needs, and whether state is updated in place.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -49,7 +49,7 @@ def add_compile_command(commands: Any) -> None:
         action="append",
         required=True,
         metavar="NAME",
-        help="compile for these devices, v5e:2x4 or h100:8 for example; may be given several times",
+        help="devices to compile for, such as v5e:2x4 or h100:8; you can give it several times",
     )
     add(
         "--step",

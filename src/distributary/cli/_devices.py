@@ -32,7 +32,7 @@ def add_devices_command(commands: Any) -> None:
     """Adds the command to the subparsers of `distributary`."""
     parser = commands.add_parser(
         "devices",
-        help="print the devices of this machine and what strategies would use",
+        help="print the devices of this machine and which of them each strategy would use",
         description="Prints the devices that JAX finds here, and which of them each strategy would"
         " use. Starts JAX, which takes most of the memory of free GPUs for a moment.",
         allow_abbrev=False,
@@ -105,13 +105,15 @@ def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
         resolver = TFConfigClusterResolver()
         spec = resolver.cluster_spec()
         if not spec:
-            return {"description": "TF_CONFIG names no cluster: the same as MirroredStrategy"}
+            return {
+                "description": "TF_CONFIG does not name a cluster: the same as MirroredStrategy"
+            }
         place = multi_worker(spec, resolver.task_type, resolver.task_id)
     except DistributaryError as error:
         return {"error": str(error)}
     workers = {worker.name: worker.address for worker in place.workers}
     if "ps" in spec.jobs:
-        text = "the cluster has parameter servers, which ParameterServerStrategy is for"
+        text = "the cluster has parameter servers: use ParameterServerStrategy"
         return {"task": place.name, "workers": workers, "description": text}
     if not place.in_collective_group:
         text = f"this process is {place.name}, which does not train with the workers"

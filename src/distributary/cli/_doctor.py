@@ -12,7 +12,7 @@ from distributary.diagnosis import PARTS, Check, Link, Report, examine
 __all__ = ["add_doctor_command", "add_json_argument", "write_json"]
 
 _EPILOG = """\
-The exit code is 1 if there is a problem, something with which training would fail.
+The exit code is 1 if there is a problem that would make training fail.
 
 examples:
   distributary doctor
@@ -30,9 +30,9 @@ def add_doctor_command(commands: Any) -> None:
         "doctor",
         help="find out what is wrong or slow here, and how to fix it",
         description="Checks versions, devices, ports, threads and memory, times all-reduces"
-        " against what the hardware should give, and trains a small network. Run by all tasks of a"
-        " cluster at the same time, through the launcher for example, it measures the links"
-        " between them and names the slow or missing one.",
+        " against what the hardware should give, and trains a small network. If all tasks of a"
+        " cluster run it at the same time, for example through the launcher, it also measures the"
+        " links between them and names slow or missing ones.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     launch = commands.add_parser(
         "launch",
         help="run a script as several workers",
-        description="Runs a script as several workers that know of each other through TF_CONFIG,"
+        description="Runs a script as several workers, which find each other through TF_CONFIG,"
         " watches them, and leaves no process behind.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,7 +95,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="M",
-        help="parameter servers; if there are any, there is a chief, too (default: 0)",
+        help="parameter servers; with any, a chief runs, too (default: 0)",
     )
     add(
         "--devices-per-worker",
@@ -108,7 +108,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="M",
-        help="how often all workers, or with --ps the one that failed, are started again"
+        help="how often to restart all workers after a failure, or with --ps the one that failed"
         " (default: 0)",
     )
     add(
@@ -118,7 +118,7 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between TERM and KILL (default: 5)",
     )
-    add("--log-dir", type=Path, metavar="DIR", help="write a file per worker and attempt there")
+    add("--log-dir", type=Path, metavar="DIR", help="write a log file per worker and attempt")
     add("--evaluator", action="store_true", help='also run the task "evaluator", on host 0')
     add(
         "--no-tuning",
@@ -128,27 +128,27 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dashboard",
         action="store_true",
-        help="serve a page that shows the workers, on host 0 those of all hosts, at an address that"
-        " is printed",
+        help="serve a page that shows the workers, and print its address; on host 0, the page shows"
+        " the workers of all hosts",
     )
     add(
         "--dashboard-port",
         type=int,
         default=0,
         metavar="PORT",
-        help="its port (default: a free one)",
+        help="port of the page (default: a free one)",
     )
     add(
         "--dashboard-address",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="address of this host on which the page is served, without a password"
+        help="address of this host at which to serve the page, without a password"
         " (default: 127.0.0.1)",
     )
     hosts = parser.add_argument_group("several hosts")
     hosts.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of hosts")
     hosts.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
-    hosts.add_argument("--master", metavar="HOST:PORT", help="where host 0 listens")
+    hosts.add_argument("--master", metavar="HOST:PORT", help="address of host 0")
     hosts.add_argument(
         "--token-file",
         type=Path,
@@ -160,9 +160,9 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="S",
-        help="seconds within which all hosts must have joined (default: 300)",
+        help="seconds that all hosts have to join (default: 300)",
     )
-    hosts.add_argument("--address", help="address of this host for the others")
+    hosts.add_argument("--address", help="address at which the other hosts reach this one")
     add_script_arguments(parser, "Python script that every worker runs")
 
 
@@ -203,8 +203,8 @@ def _host_options(namespace: argparse.Namespace, environ: Mapping[str, str]) -> 
     if not token:
         raise InvalidValueError(
             "launch: several hosts need a secret, so that no stranger can join. Set"
-            f" {TOKEN_VARIABLE} to the same value on all of them, `openssl rand -hex 16` makes"
-            " one, or give --token-file."
+            f" {TOKEN_VARIABLE} to the same value on all of them, or give --token-file. `openssl"
+            " rand -hex 16` makes one."
         )
     return HostOptions(
         num_hosts=namespace.nnodes,

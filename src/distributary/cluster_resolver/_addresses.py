@@ -64,9 +64,9 @@ def parse_address(text: object, field: str) -> Address:
     if not host:
         raise _no_address(text, field, "the host is missing")
     if not _HOST.fullmatch(host):
-        raise _no_address(text, field, f"{host!r} is no name of a host and no IP address")
+        raise _no_address(text, field, f"{host!r} is neither a host name nor an IP address")
     if _LOOKS_LIKE_IPV4.fullmatch(host) and not _is_ip(host, version=4):
-        raise _no_address(text, field, f"{host} is no IPv4 address")
+        raise _no_address(text, field, f"{host} is not an IPv4 address")
     return Address(host, _port(colon + port, text, field))
 
 
@@ -97,7 +97,7 @@ def _port(text_with_colon: str, address: str, field: str) -> int:
         raise _no_address(address, field, "the port is missing")
     is_number = port.isascii() and port.isdecimal() and text_with_colon.startswith(":")
     if not is_number or not 1 <= int(port) <= MAX_PORT:
-        raise _no_address(address, field, f"{port!r} is no port from 1 to {MAX_PORT}")
+        raise _no_address(address, field, f"{port!r} is not a port from 1 to {MAX_PORT}")
     return int(port)
 
 
@@ -110,6 +110,6 @@ def _is_ip(text: str, *, version: int) -> bool:
 
 def _no_address(text: str, field: str, reason: str) -> InvalidValueError:
     return InvalidValueError(
-        f"{field} is {text!r}: {reason}. Write host:port, the address under which the other tasks"
+        f"{field} is {text!r}: {reason}. Write host:port, the address at which the other tasks"
         ' reach this one, such as "10.0.0.1:2222" or "[fd00::1]:2222".'
     )

@@ -125,8 +125,8 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
     """
     if not isinstance(cluster, Mapping):
         raise InvalidTypeError(
-            f"{field} is {cluster!r} ({type(cluster).__name__}), expected a dict from the type of a"
-            ' task to the addresses of its tasks, such as {"worker": ["10.0.0.1:2222",'
+            f"{field} is {cluster!r} ({type(cluster).__name__}), expected a dict from task types to"
+            ' the addresses of the tasks, such as {"worker": ["10.0.0.1:2222",'
             ' "10.0.0.2:2222"]}.'
         )
     jobs: dict[str, dict[int, str]] = {}
@@ -134,8 +134,8 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
     for job, tasks in cluster.items():
         if not isinstance(job, str) or not job:
             raise InvalidTypeError(
-                f"{field} has the key {job!r} ({type(job).__name__}), expected the type of a task,"
-                ' such as "worker".'
+                f"{field} has the key {job!r} ({type(job).__name__}), expected a task type, such as"
+                ' "worker".'
             )
         jobs[job] = {}
         for number, address, task_field in _listed(tasks, f'{field}["{job}"]'):
@@ -174,7 +174,7 @@ def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
     for number, _, task_field in listed:
         if number in seen:
             raise InvalidValueError(
-                f"{task_field} is there twice: as a number and as a string. Give each task one"
+                f"{task_field} appears twice: as a number and as a string. Give each task one"
                 " address."
             )
         seen.add(number)

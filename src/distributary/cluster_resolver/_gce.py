@@ -85,7 +85,7 @@ class GCEClusterResolver(TaskClusterResolver):
         )
         names = []
         while request is not None:
-            answer = self._execute(request, "listing its instances")
+            answer = self._execute(request, "listing the instances")
             for item in answer.get("items", ()):
                 name = item["instance"].rpartition("/")[2]
                 status = item.get("status", "RUNNING")
@@ -118,7 +118,7 @@ class GCEClusterResolver(TaskClusterResolver):
             answer: dict[str, Any] = request.execute()
         except Exception as error:  # its classes are unknown: googleapiclient is optional
             raise ClusterError(
-                f"{_WHO}: {what}, of {self._where()}, failed with {type(error).__name__}: {error}."
+                f"{_WHO}: {what} of {self._where()} failed with {type(error).__name__}: {error}."
                 " The service account must have the role roles/compute.viewer."
             ) from error
         return answer

@@ -12,7 +12,7 @@ from distributary.errors import ClusterError
 __all__ = ["GpuShare", "share", "visible_gpus"]
 
 _NVIDIA_SMI_SECONDS = 60.0
-_CURE = "Pass gpus_per_node to SlurmClusterResolver, 0 to compute on the CPU."
+_CURE = "Pass gpus_per_node to SlurmClusterResolver, or 0 to compute on the CPU."
 
 
 @final
@@ -81,7 +81,7 @@ def share(
     start = local_rank * gpus_per_task
     if start + gpus_per_task > len(names):
         raise ClusterError(
-            f"{who}: task {local_rank} of this node is to have the GPUs {start} to"
+            f"{who}: task {local_rank} of this node should get the GPUs {start} to"
             f" {start + gpus_per_task - 1}, but CUDA_VISIBLE_DEVICES lists only {len(names)}"
             f" ({','.join(names)}). Pass gpus_per_node={len(names)}, or auto_set_gpu=False and"
             " gpus_per_task if Slurm binds GPUs to tasks."

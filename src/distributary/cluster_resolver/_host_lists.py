@@ -33,7 +33,7 @@ def expand_hosts(text: str, field: str) -> list[str]:
     while True:
         part = _PART.match(text, position)
         if part is None or not part[0] or text[part.end() : part.end() + 1] not in ("", ","):
-            raise _no_host_list(text, field, f"it cannot be read from {text[position:]!r} on")
+            raise _no_host_list(text, field, f"it cannot be parsed from {text[position:]!r} on")
         names = [""]
         for ranges, literal in _PIECE.findall(part[0]):
             ends = _numbers(ranges, text, field) if ranges else [literal]
@@ -64,8 +64,8 @@ def expand_tasks_per_node(text: str, field: str) -> list[int]:
         repetitions = int(match[2] or 1) if match else 0
         if match is None or repetitions > _MAX_HOSTS:
             raise InvalidValueError(
-                f"{field} is {text!r}: {part!r} is no number of tasks. Expected numbers, repeated"
-                " ones as 4(x2), separated by commas, such as '4(x2),3'."
+                f"{field} is {text!r}: {part!r} is not a number of tasks. Expected numbers"
+                " separated by commas, repeated ones as 4(x2), such as '4(x2),3'."
             )
         counts += [int(match[1])] * repetitions
     return counts
@@ -76,7 +76,7 @@ def _numbers(ranges: str, text: str, field: str) -> list[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise _no_host_list(text, field, f"{part!r} is no number and no range of numbers")
+            raise _no_host_list(text, field, f"{part!r} is neither a number nor a range of numbers")
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise _no_host_list(text, field, f"the range {part!r} runs backwards")
@@ -89,6 +89,6 @@ def _numbers(ranges: str, text: str, field: str) -> list[str]:
 
 def _no_host_list(text: str, field: str, reason: str) -> InvalidValueError:
     return InvalidValueError(
-        f"{field} is {text!r}: {reason}. Expected names of hosts separated by commas, with ranges"
+        f"{field} is {text!r}: {reason}. Expected host names separated by commas, with ranges"
         " of numbers in brackets, such as 'node[001-003,7],gpu-a'."
     )

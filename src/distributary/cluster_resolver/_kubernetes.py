@@ -117,7 +117,7 @@ class KubernetesClusterResolver(TaskClusterResolver):
             raise ClusterError(
                 f"{_WHO}: listing the pods with the label {selector!r} in {where} failed with"
                 f" {type(error).__name__}: {error}. The service account of this pod must be allowed"
-                " to list pods; with a Role instead of a ClusterRole pass namespace."
+                " to list pods. If it has a Role instead of a ClusterRole, pass namespace."
             ) from error
         pods = sorted(answer.items, key=lambda pod: _in_numeric_order(pod.metadata.name))
         if not pods:
@@ -138,7 +138,7 @@ class KubernetesClusterResolver(TaskClusterResolver):
         ip = getattr(pod.status, "pod_ip", None) or getattr(pod.status, "host_ip", None)
         if not ip:
             raise ClusterError(
-                f'{_WHO}: pod "{pod.metadata.name}" runs but has no address yet. Ask again after a'
+                f'{_WHO}: pod "{pod.metadata.name}" runs but has no address yet. Try again in a'
                 " moment."
             )
         return join(ip, self._port)
@@ -152,7 +152,7 @@ def _checked_selectors(
         return {"worker": ["job-name=tensorflow"]}
     if not isinstance(job_to_label_mapping, Mapping) or not job_to_label_mapping:
         raise InvalidTypeError(
-            f"{field} is {job_to_label_mapping!r}, expected a dict from types of tasks to lists of"
+            f"{field} is {job_to_label_mapping!r}, expected a dict from task types to lists of"
             ' label selectors, such as {"worker": ["job-name=train"]}.'
         )
     for job, selectors in job_to_label_mapping.items():
@@ -181,7 +181,7 @@ def _make_client(location: KubernetesExecutableLocation) -> _Client:
     except config.ConfigException as error:
         raise ClusterError(
             f"{_WHO}: the configuration for {location.name} cannot be loaded: {error}. Outside of a"
-            " pod pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which reads"
+            " pod, pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which reads"
             " ~/.kube/config."
         ) from error
     return client.CoreV1Api()

@@ -43,7 +43,8 @@ class MetadataServer:
             if len(parts) not in (1, 3) or not parts[-1]:
                 raise ClusterError(
                     f"The attribute {key} of {self._url(key)} is {text!r}, expected hosts separated"
-                    f" by commas; {endpoint!r} is none. Pass the addresses of the hosts as tpu."
+                    f" by commas; {endpoint!r} is not a host. Pass the addresses of the hosts as"
+                    " tpu."
                 )
             hosts.append(parts[-1])
         return hosts
@@ -87,7 +88,7 @@ class MetadataServer:
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code not in _RETRIED or pause is None:
-                    raise self._no_answer(url, f"it answers {error.code}") from error
+                    raise self._no_answer(url, f"it answered {error.code}") from error
             except OSError as error:  # urllib.error.URLError is one
                 raise self._no_answer(url, str(getattr(error, "reason", error))) from error
             time.sleep(pause)
@@ -96,6 +97,6 @@ class MetadataServer:
     def _no_answer(self, url: str, reason: str) -> ClusterError:
         return ClusterError(
             f"TPUClusterResolver asked the metadata server at {url} for the TPU of this host, but"
-            f" {reason}. Outside of Cloud TPU VMs set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, as"
+            f" {reason}. Outside of Cloud TPU VMs, set TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, as"
             ' GKE does, or pass the addresses of the hosts as tpu, or tpu="local" for one host.'
         )

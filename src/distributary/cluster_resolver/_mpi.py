@@ -88,7 +88,7 @@ class OpenMPIClusterResolver(TaskClusterResolver):
             raise InvalidValueError(f'{_WHO}: map_by is {map_by!r}, expected "slot" or "node".')
         if hosts is not None and hostfile is not None:
             raise InvalidValueError(
-                f"{_WHO}: there are hosts ({hosts!r}) and a hostfile ({os.fspath(hostfile)!r}),"
+                f"{_WHO}: got both hosts ({hosts!r}) and hostfile ({os.fspath(hostfile)!r}),"
                 " expected one of the two."
             )
         names = _variables()
@@ -215,8 +215,8 @@ def _processes(
             return {"localhost": size}
         raise ClusterError(
             f"{_WHO}: {names.size} is {size} and {names.local_size} is {local_size}, so the job"
-            " runs on several hosts, and mpirun does not say which. Pass hosts or hostfile as to"
-            " mpirun; in a job of PBS hostfile=os.environ['PBS_NODEFILE']."
+            " runs on several hosts, and mpirun does not say which. Pass the hosts or hostfile that"
+            " you gave to mpirun; in a PBS job, pass hostfile=os.environ['PBS_NODEFILE']."
         )
     known = {host: slots if slots is not None else local_size for host, slots in slots_of.items()}
     if sum(known.values()) < size:

@@ -95,13 +95,13 @@ def checked_jobs_of_ranks(
         return {"worker": num_processes}
     if not isinstance(jobs, Mapping) or not jobs:
         raise InvalidTypeError(
-            f"{who}: jobs is {jobs!r}, expected a dict from types of tasks to how many there are,"
-            ' such as {"chief": 1, "worker": 3}.'
+            f"{who}: jobs is {jobs!r}, expected a dict from task types to numbers of tasks, such as"
+            ' {"chief": 1, "worker": 3}.'
         )
     for job, count in jobs.items():
         if not isinstance(job, str):
             raise InvalidTypeError(
-                f"{who}: jobs has the key {job!r}, expected the type of a task as a string."
+                f"{who}: jobs has the key {job!r}, expected a task type as a string."
             )
         checked_count(count, f'{who}: jobs["{job}"]', minimum=1)
     if sum(jobs.values()) != num_processes:

@@ -34,14 +34,14 @@ def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
     for job in cluster_spec.jobs:
         if job not in TASK_TYPES:
             raise InvalidValueError(
-                f'{field} has the key "{job}", which is no type of a task.{_hint(job)} The types'
-                f" are {_listing(TASK_TYPES)}."
+                f'{field} has the key "{job}", which is not a task type.{_hint(job)} The task'
+                f" types are {_listing(TASK_TYPES)}."
             )
         num_tasks = cluster_spec.num_tasks(job)
         if job in _SINGLE_TYPES and num_tasks > 1:
             raise InvalidValueError(
                 f'{field}["{job}"] has {num_tasks} tasks ({cluster_spec.as_dict()[job]}), expected'
-                f" one: a job has one {job} at most. Keep the first, and make the others workers."
+                f" one: a job has at most one {job}. Keep the first, and make the others workers."
             )
 
 
@@ -71,7 +71,7 @@ def check_task(
         if task_type == "evaluator":
             if task_id != 0:
                 raise InvalidValueError(
-                    f"{id_field} is {task_id}, but a job has one evaluator at most. Set it to 0."
+                    f"{id_field} is {task_id}, but a job has at most one evaluator. Set it to 0."
                 )
             return
         raise InvalidValueError(
@@ -101,8 +101,8 @@ def checked_task_type(task_type: object, field: str) -> str:
         )
     if task_type not in TASK_TYPES:
         raise InvalidValueError(
-            f'{field} is "{task_type}", which is no type of a task.{_hint(task_type)} The types are'
-            f" {_listing(TASK_TYPES)}."
+            f'{field} is "{task_type}", which is not a task type.{_hint(task_type)} The task types'
+            f" are {_listing(TASK_TYPES)}."
         )
     return task_type
 

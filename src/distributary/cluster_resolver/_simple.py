@@ -128,7 +128,9 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
     ) -> None:
         if not resolvers:
-            raise InvalidValueError("UnionResolver: there are no arguments, expected resolvers.")
+            raise InvalidValueError(
+                "UnionResolver: got no arguments, expected one or more resolvers."
+            )
         for number, resolver in enumerate(resolvers):
             if not isinstance(resolver, ClusterResolver):
                 raise InvalidTypeError(
@@ -202,7 +204,7 @@ def _checked_accelerators(num_accelerators: Mapping[str, int] | None) -> dict[st
         raise InvalidTypeError(
             f"SimpleClusterResolver: num_accelerators is {num_accelerators!r}"
             f" ({type(num_accelerators).__name__}), expected a dict from kinds of devices to"
-            ' numbers, such as {"GPU": 8}.'
+            ' numbers of devices, such as {"GPU": 8}.'
         )
     for kind, count in num_accelerators.items():
         if isinstance(count, bool) or not isinstance(count, int):

@@ -28,7 +28,7 @@ __all__ = ["SlurmClusterResolver"]
 _log = logging.getLogger(__name__)
 
 _CURE = (
-    "srun sets it for each process that it starts: start the program with srun, also in a script"
+    "srun sets it for each process that it starts: start the program with srun, even in a script"
     " for sbatch."
 )
 
@@ -136,17 +136,17 @@ def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str,
         raise ClusterError(
             f"{name} is {os.environ[name]!r}, which is {len(counts)} nodes, but"
             f" SLURM_STEP_NODELIST is {os.environ['SLURM_STEP_NODELIST']!r}, which is"
-            f" {len(hosts)}. Unset what another job step has left behind, or pass tasks_per_node"
-            " as a dict from nodes to numbers."
+            f" {len(hosts)}. Unset the variables that another job step has left behind, or pass"
+            " tasks_per_node as a dict from nodes to numbers."
         )
     if not all(counts):
-        raise ClusterError(f"{name} is {os.environ[name]!r}, expected a task or more per node.")
+        raise ClusterError(f"{name} is {os.environ[name]!r}, expected at least one task per node.")
     num_tasks = int_variable("SLURM_STEP_NUM_TASKS", cure=_CURE)
     if sum(counts) != num_tasks:
         raise ClusterError(
             f"{name} is {os.environ[name]!r}, which is {sum(counts)} tasks, but"
-            f" SLURM_STEP_NUM_TASKS is {num_tasks}. Unset what another job step has left behind, or"
-            " pass tasks_per_node."
+            f" SLURM_STEP_NUM_TASKS is {num_tasks}. Unset the variables that another job step has"
+            " left behind, or pass tasks_per_node."
         )
     return dict(zip(hosts, counts, strict=True))
 
@@ -209,8 +209,8 @@ def _check_place(rank: int, placement: Placement) -> None:
                 f"{name} is {os.environ[name]}, but with these numbers of tasks per node process"
                 f" {rank} would be number {placement.local_rank} on node {placement.host_number}"
                 f" ({placement.host}), so addresses would be wrong. Start the step with"
-                " srun --distribution=block or cyclic, and with tasks_per_node, if given, as Slurm"
-                " has it."
+                " srun --distribution=block or cyclic; if you pass tasks_per_node, it must match"
+                " Slurm's."
             )
 
 

@@ -88,7 +88,7 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             raise InvalidValueError(
-                f"{_TASK} is missing, so master() must be told which task is meant: pass task_type"
+                f"{_TASK} is missing, so master() does not know which task you mean: pass task_type"
                 ' and task_id, or add "task" to TF_CONFIG.'
             )
         address = spec.task_address(task_type, task_id)
@@ -171,9 +171,9 @@ def _load() -> _Json:
         config = json.loads(text, object_pairs_hook=_without_repeated_keys)
     except json.JSONDecodeError as error:
         raise InvalidValueError(
-            f"TF_CONFIG is no JSON: {error.msg} at line {error.lineno}, column {error.colno}, near"
-            f" {_excerpt(text, error.pos)!r}. Expected something like {_EXAMPLE}; json.dumps writes"
-            " it."
+            f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column"
+            f" {error.colno}, near {_excerpt(text, error.pos)!r}. Expected something like"
+            f" {_EXAMPLE}; json.dumps writes it."
         ) from None
     if not isinstance(config, dict):
         raise InvalidTypeError(

@@ -92,7 +92,7 @@ class TPUClusterResolver(ClusterResolver):
             self._coordinator = {coordinator_name: [coordinator_address]}
         if not isinstance(job_name, str) or not job_name:
             raise InvalidTypeError(
-                f'{_WHO}: job_name is {job_name!r}, expected the type of a task, such as "worker".'
+                f'{_WHO}: job_name is {job_name!r}, expected a task type, such as "worker".'
             )
         self._job_name = job_name
         self._metadata = MetadataServer(metadata_server)
@@ -201,9 +201,9 @@ def _explicit(tpu: str | Sequence[str]) -> list[str]:
         entries = [entry.strip() for entry in tpu.split(",")]
         if not any(":" in entry for entry in entries):
             raise UnsupportedError(
-                f"{field} is {tpu!r}, the name of a TPU, which is not looked up: JAX programs run"
-                " on the hosts of the TPU itself. Start the program on every host, without tpu on"
-                ' a Cloud TPU VM or GKE, or with the addresses of all hosts, "10.0.0.1:8482,'
+                f"{field} is {tpu!r}. Names of TPUs are not looked up, because JAX programs run on"
+                " the hosts of the TPU itself. Start the program on every host: without tpu on a"
+                ' Cloud TPU VM or GKE, elsewhere with the addresses of all hosts, "10.0.0.1:8482,'
                 '10.0.0.2:8482".'
             )
     elif isinstance(tpu, (list, tuple)):

@@ -117,7 +117,7 @@ class Dataset:
         if not callable(generator):
             raise InvalidTypeError(
                 f"from_generator: generator is {generator!r}, expected a function that returns an"
-                " iterable. A generator object can be passed as lambda: generator, once."
+                " iterable. You can pass a generator object once, as lambda: generator."
             )
         if output_signature is None and output_types is not None:
             output_signature = signature_of(output_types, output_shapes)

@@ -135,8 +135,8 @@ class _NpyArray:
             size = os.fstat(file.fileno()).st_size
         if self.dtype.hasobject:
             raise InvalidValueError(
-                f"from_npy: {name!r} holds Python objects, which only unpickling could read; that"
-                " can run code. Save arrays of numbers."
+                f"from_npy: {name!r} holds Python objects. Reading them would mean unpickling them,"
+                " which can run code. Save arrays of numbers."
             )
         if not self.shape:
             raise InvalidValueError(f"from_npy: {name!r} holds a scalar, which has no rows.")
@@ -144,7 +144,7 @@ class _NpyArray:
         expected = self._offset + self.shape[0] * self._row_bytes
         if size != expected or min(self.shape) < 0:
             raise InvalidValueError(
-                f"from_npy: {name!r} has {size} bytes, its header promises {expected}, for shape"
+                f"from_npy: {name!r} has {size} bytes, but its header promises {expected} for shape"
                 f" {self.shape} of {self.dtype}. The file is"
                 f" {'cut off' if size < expected else 'damaged, or holds more than one array'}."
             )
@@ -198,7 +198,9 @@ class _NpyArray:
         while left:
             done = os.preadv(self._descriptor, [left], position)
             if not done:
-                raise InvalidValueError(f"from_npy: {self.name!r} became shorter while it is read.")
+                raise InvalidValueError(
+                    f"from_npy: {self.name!r} became shorter while it was being read."
+                )
             left, position = left[done:], position + done
         return rows.view(self.dtype).reshape(count, *self.shape[1:])
 
@@ -268,7 +270,7 @@ def _arrays_of_archive(name: str) -> dict[str, np.ndarray]:
                 tail = file.read()
             count = int.from_bytes(tail[10:12], "little")
             if tail[:4] == b"PK\5\6" and count not in (len(archive.namelist()), 0xFFFF):
-                raise ValueError(f"of {count} members {len(archive.namelist())} are listed")
+                raise ValueError(f"it lists {len(archive.namelist())} of {count} members")
             for member in archive.infolist():
                 with archive.open(member) as content:
                     arrays[member.filename.removesuffix(".npy")] = np.lib.format.read_array(content)
@@ -321,7 +323,8 @@ class NumpyFiles(RowsNode):
             own = self._open(name).spec()
             if own != first:
                 raise InvalidValueError(
-                    f"from_npy: rows of {name!r} are {own}, those of {self.files[0]!r} {first}."
+                    f"from_npy: rows of {name!r} are {own}, but those of {self.files[0]!r} are"
+                    f" {first}."
                 )
 
     def spec(self) -> Any:
@@ -408,8 +411,8 @@ def _decompressed(what: str, name: str, compression_type: str | None) -> Iterato
         if isinstance(error, OSError) and error.errno is not None:  # from the system
             raise
         raise InvalidValueError(
-            f"{what}: {name!r} cannot be decompressed, it is damaged, cut off, or not compressed"
-            f" with {compression_type!r}: {error}."
+            f"{what}: {name!r} cannot be decompressed: {error}. It is damaged, cut off, or not"
+            f" compressed with {compression_type!r}."
         ) from error
 
 
@@ -465,8 +468,8 @@ def parquet_rows(files: tuple[str, ...], columns: Sequence[str] | None) -> Node:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise InvalidValueError(
-                f"ParquetDataset: {name!r} cannot be read, it is damaged, cut off, or has no such"
-                f" columns: {error}."
+                f"ParquetDataset: {name!r} cannot be read: {error}. It is damaged, cut off, or does"
+                " not have these columns."
             ) from error
 
     def read(name: str) -> Iterator[Any]:
@@ -484,8 +487,8 @@ def _column(name: str, column: str, values: Any) -> np.ndarray:
 
     if values.null_count:
         raise InvalidValueError(
-            f"ParquetDataset: column {column!r} of {name!r} has missing values, of which there are"
-            " no arrays. Fill or drop them, or leave the column out with columns=[...]."
+            f"ParquetDataset: column {column!r} of {name!r} has missing values, which arrays"
+            " cannot hold. Fill or drop them, or leave out the column with columns=[...]."
         )
     kind = values.type
     if pyarrow.types.is_fixed_size_list(kind):
@@ -495,8 +498,8 @@ def _column(name: str, column: str, values: Any) -> np.ndarray:
         sizes = np.diff(values.offsets.to_numpy())
         if len(set(sizes.tolist())) > 1:
             raise InvalidValueError(
-                f"ParquetDataset: column {column!r} of {name!r} holds lists of different length."
-                " Write lists of one length, or leave the column out with columns=[...]."
+                f"ParquetDataset: column {column!r} of {name!r} holds lists of different lengths."
+                " Write lists of one length, or leave out the column with columns=[...]."
             )
         flat = values.flatten().to_numpy(zero_copy_only=False)
         return flat.reshape(len(values), -1)

@@ -131,8 +131,8 @@ def _from_grain_map(source: Any) -> Node:
     def present(item: Any) -> Any:
         if item is None:
             raise InvalidValueError(
-                "The grain MapDataset leaves elements out, as filter does, so its elements have no"
-                " fixed numbers. Pass dataset.to_iter_dataset()."
+                "The grain MapDataset leaves out elements, as filter does, so its elements do not"
+                " have fixed numbers. Pass dataset.to_iter_dataset()."
             )
         return item
 

@@ -121,7 +121,9 @@ class Optional:
             InvalidValueError: if there is none.
         """
         if not self._value:
-            raise InvalidValueError("Optional.get_value: there is no value; ask has_value() first.")
+            raise InvalidValueError(
+                "Optional.get_value: there is no value; call has_value() first."
+            )
         return self._value[0]
 
 

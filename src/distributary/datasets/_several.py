@@ -81,12 +81,15 @@ def _common_spec(first: Any, second: Any) -> Any:
     others, own = flatten(second)
     if own != tree:
         raise InvalidValueError(
-            f"concatenate: the first dataset has elements of structure {tree}, another of {own}."
+            f"concatenate: the first dataset has elements of structure {tree}, another has {own};"
+            " all must have the same structure."
         )
     merged = []
     for spec, other in zip(leaves, others, strict=True):
         if spec.dtype != other.dtype or len(spec.shape) != len(other.shape):
-            raise InvalidValueError(f"concatenate: {spec} and {other} cannot follow each other.")
+            raise InvalidValueError(
+                f"concatenate: {spec} and {other} must have the same dtype and number of dims."
+            )
         shape = [a if a == b else None for a, b in zip(spec.shape, other.shape, strict=True)]
         merged.append(TensorSpec(tuple(shape), spec.dtype))
     return unflatten(tree, merged)

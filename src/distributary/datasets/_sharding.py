@@ -256,7 +256,7 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
         for source in sources:
             if len(source.files) < share.num_workers:
                 raise InvalidValueError(
-                    f"AutoShardPolicy.FILE: {len(source.files)} files cannot be dealt to"
+                    f"AutoShardPolicy.FILE: {len(source.files)} files are too few for"
                     f" {share.num_workers} workers: {list(source.files)[:3]}. Write at least"
                     f" {share.num_workers} files, or use AutoShardPolicy.DATA."
                 )
@@ -308,8 +308,9 @@ def _share_of(size: int, share: WorkerShare) -> int:
     count = own.stop - own.start
     if not count:
         raise InvalidValueError(
-            f"A global batch of {size} examples is less than one for each of {share.num_workers}"
-            " workers that read different data. Choose a larger batch, or AutoShardPolicy.DATA."
+            f"A global batch of {size} examples is less than one example for each of the"
+            f" {share.num_workers} workers, which read different data. Choose a larger batch, or"
+            " AutoShardPolicy.DATA."
         )
     return int(count)
 

@@ -106,7 +106,8 @@ def slices(tensors: Any) -> Node:
     sizes = sorted({len(array) for array in arrays})
     if len(sizes) > 1:
         raise InvalidValueError(
-            f"from_tensor_slices: the arrays have {sizes} rows (dim 0); all must have as many."
+            f"from_tensor_slices: the arrays have {sizes} rows (dim 0); all must have the same"
+            " number."
         )
     return Slices(tuple(arrays), tree)
 

@@ -119,8 +119,8 @@ def check_dense(leaf: Any) -> None:
     """
     if hasattr(leaf, "toarray") and not hasattr(leaf, "__array__"):
         raise InvalidTypeError(
-            f"A dataset holds the sparse matrix {_short(leaf)}; its arrays are dense. Give"
-            " matrix.toarray(); or, if that is too large, its rows from a generator,"
+            f"A dataset holds the sparse matrix {_short(leaf)}, but its arrays must be dense. Pass"
+            " matrix.toarray(). If that is too large, yield its rows from a generator, as"
             " matrix[i].toarray()[0]."
         )
 
@@ -146,8 +146,8 @@ def columns_of(elements: Sequence[Any]) -> tuple[list[Any], Any]:
             tree = own
         elif own != tree:
             raise InvalidValueError(
-                f"batch: element {number} of the batch has structure {own}, the first one {tree};"
-                " all elements of a dataset must have the same structure."
+                f"batch: element {number} of the batch has structure {own}, the first one has"
+                f" {tree}; all elements of a dataset must have the same structure."
             )
         rows.append(leaves)
     return list(zip(*rows, strict=True)), tree
@@ -164,13 +164,13 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
     for number, array in enumerate(arrays):
         if array.shape != first.shape:
             raise InvalidValueError(
-                f"batch: element {number} of the batch has shape {array.shape}, the first one"
+                f"batch: element {number} of the batch has shape {array.shape}, the first one has"
                 f" {first.shape}; the arrays of a batch must agree. Use padded_batch to fill them"
                 " up, or map them to one shape first."
             )
         if array.dtype != first.dtype and array.dtype.kind not in "US":
             raise InvalidTypeError(
-                f"batch: element {number} of the batch has dtype {array.dtype}, the first one"
+                f"batch: element {number} of the batch has dtype {array.dtype}, the first one has"
                 f" {first.dtype}. Convert them in map, or in the generator."
             )
     return np.stack(arrays)
@@ -193,7 +193,7 @@ def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
         if len({array.ndim for array in arrays}) > 1:
             raise InvalidValueError(
                 "padded_batch: arrays of a batch have"
-                f" {sorted({array.ndim for array in arrays})} dims; only sizes may differ."
+                f" {sorted({array.ndim for array in arrays})} dims; they may differ only in size."
             )
         largest = tuple(max(sizes) for sizes in zip(*(a.shape for a in arrays), strict=True))
         target = largest
@@ -236,8 +236,8 @@ def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) ->
         return [given] * tree.num_leaves
     if len(leaves) != tree.num_leaves:
         raise InvalidValueError(
-            f"padded_batch: {name} has structure {own}, the elements {tree}; give one for all"
-            " arrays, or a nest like the elements."
+            f"padded_batch: {name} has structure {own}, but the elements have {tree}. Give one"
+            " value for all arrays, or a nest like the elements."
         )
     return list(leaves)
 
@@ -298,7 +298,8 @@ def conform(element: Any, signature: Any, number: int) -> Any:
     leaves, own = flatten(element)
     if own != tree:
         raise InvalidTypeError(
-            f"from_generator: element {number} has structure {own}, output_signature has {tree}."
+            f"from_generator: element {number} has structure {own}, but output_signature has"
+            f" {tree}."
         )
     arrays = []
     for leaf, spec in zip(leaves, specs, strict=True):
@@ -306,13 +307,13 @@ def conform(element: Any, signature: Any, number: int) -> Any:
         converted = _converted(array, spec.dtype)
         if converted is None:
             raise InvalidTypeError(
-                f"from_generator: element {number} is {_short(leaf)}, of dtype {array.dtype}, which"
-                f" does not fit the {spec.dtype} of output_signature. Yield values of that dtype,"
-                " or name another one."
+                f"from_generator: element {number} is {_short(leaf)} with dtype {array.dtype}, but"
+                f" output_signature has {spec.dtype}. Yield values of that dtype, or change"
+                " output_signature."
             )
         if not spec.accepts(converted):
             raise InvalidValueError(
-                f"from_generator: element {number} has shape {array.shape} where output_signature"
+                f"from_generator: element {number} has shape {array.shape}, but output_signature"
                 f" has {spec.shape}."
             )
         arrays.append(converted)

@@ -32,14 +32,16 @@ def records_of(file: Any, name: str, compression_type: str | None) -> Iterator[b
 
     def damaged(how: str) -> InvalidValueError:
         return InvalidValueError(
-            f"TFRecordDataset: record {number} of {name!r}, at byte {position}, {how}. Is it a"
-            f" TFRecord file with compression_type={compression_type!r}? If it was, write or copy"
-            " it again."
+            f"TFRecordDataset: record {number} of {name!r}, at byte {position}, {how}. Check"
+            f" that it is a TFRecord file with compression_type={compression_type!r}; if it is,"
+            " write or copy it again."
         )
 
     while header := file.read(_HEADER.size):
         if len(header) < _HEADER.size:
-            raise damaged(f"is cut off: of its length and checksum {len(header)} bytes are there")
+            raise damaged(
+                f"is cut off: its length and checksum have {len(header)} of {_HEADER.size} bytes"
+            )
         size, checksum = _HEADER.unpack(header)
         if _masked(crc32c(header[:8])) != checksum:
             raise damaged(f"has a damaged length, {size}: its checksum differs")
@@ -47,7 +49,7 @@ def records_of(file: Any, name: str, compression_type: str | None) -> Iterator[b
         footer = file.read(_FOOTER.size)
         if len(data) < size or len(footer) < _FOOTER.size:
             there = len(data) + len(footer)
-            raise damaged(f"is cut off: of {size + _FOOTER.size} bytes {there} are there")
+            raise damaged(f"is cut off: it has {there} of {size + _FOOTER.size} bytes")
         if _masked(crc32c(data)) != _FOOTER.unpack(footer)[0]:
             raise damaged(f"is damaged: the checksum of its {size} bytes differs")
         yield data

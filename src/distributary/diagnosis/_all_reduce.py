@@ -43,7 +43,7 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
             one process.
     """
     if mesh.size == 1:
-        return Check("all-reduce", "skipped", "one replica has nobody to reduce with")
+        return Check("all-reduce", "skipped", "there is only one replica")
     bound, basis = _bound(mesh, network_bytes_per_second)
     rows: list[dict[str, Json]] = []
     for size in _SIZES:
@@ -151,7 +151,7 @@ def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | 
         rate_of_link = _NVLINK[device.device_kind]
         ring = 2 * (mesh.size - 1) / mesh.size
         return ring / rate_of_link, f"a ring over NVLink, {rate_of_link / 1e9:.0f} GB/s"
-    return None, f"what {device.device_kind} should give is not known"
+    return None, f"the expected speed of {device.device_kind} is not known"
 
 
 def _verdict(share: float | None, basis: str) -> str:
@@ -163,11 +163,12 @@ def _verdict(share: float | None, basis: str) -> str:
 def _fix_of_slow(mesh: Mesh, *, between_processes: bool) -> str:
     if between_processes:
         return (
-            "See `top` on every host for other programs; on GPUs NCCL_DEBUG=INFO tells the network"
+            "Look for other programs with `top` on every host; on GPUs, NCCL_DEBUG=INFO shows which"
+            " network NCCL uses"
         )
     if mesh.devices.flat[0].platform == "cpu":
-        return "See `top` for other programs; give the job a machine that is not busy"
-    return "See `nvidia-smi topo -m` for how the GPUs are connected, and NCCL_DEBUG=INFO"
+        return "Look for other programs with `top`, and use a machine that is not busy"
+    return "Run `nvidia-smi topo -m` to see how the GPUs are connected, and set NCCL_DEBUG=INFO"
 
 
 def _format_seconds(seconds: float) -> str:

@@ -78,7 +78,7 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
         place = _place()
     except DistributaryError as error:
         failed = Check(
-            "cluster", "problem", str(error), "Correct TF_CONFIG as it says, or unset it"
+            "cluster", "problem", str(error), "Correct TF_CONFIG as the message says, or unset it"
         )
         report = Report({"this process": [failed]}, ("this process",), ())
         use(report)
@@ -106,7 +106,7 @@ def _alone(parts: Sequence[str], place: MultiWorker | None) -> Report:
     name = "this process" if place is None else place.name
     checks = [*_before_jax(parts, place)]
     if "links" in parts:
-        checks.append(Check("links", "skipped", "one process has nobody to connect to"))
+        checks.append(Check("links", "skipped", "there is only one process"))
     num_devices = requested_cpu_devices()
     if num_devices == 1 and not {"all-reduce", "training"}.isdisjoint(parts):
         set_logical_cpu_devices(2)  # so that there is something to reduce
@@ -136,12 +136,17 @@ def _together(
     try:
         meeting = Meeting(peers, number, wait_seconds, any_port=reduces)
     except ClusterError as error:
-        return failed(error, "End the other program, see `ss -ltnp`, or choose another port")
+        return failed(
+            error, "End the other program, which `ss -ltnp` shows, or choose another port"
+        )
     with contextlib.closing(meeting):
         try:
             links = meeting.measure()
         except ClusterError as error:
-            fix = f"Is it running, does a firewall close its port? Look at the output of {tasks[0]}"
+            fix = (
+                f"Check that {tasks[0]} runs and that no firewall blocks its port, and look at its"
+                " output"
+            )
             report = failed(error, fix)
             meeting.stay()
             return report
@@ -172,7 +177,7 @@ def _after_links(
     why = (
         "the workers do not reach each other"
         if reduces
-        else "with parameter servers, workers do not"
+        else "workers of a job with parameter servers do not all-reduce"
     )
     if "all-reduce" in parts:
         yield Check("all-reduce", "skipped", why)
@@ -182,7 +187,8 @@ def _after_links(
 
 def _checks_of(report: Json) -> list[Check]:
     if report is None:
-        return [Check("links", "problem", "it ended before it was through", "Look at its output")]
+        text = "it ended before its checks were done"
+        return [Check("links", "problem", text, "Look at its output")]
     return [Check(**check) for check in report]
 
 
@@ -208,7 +214,7 @@ def _with_jax(
         prepare_local_devices()
         strategy = strategy_type()
     except (DistributaryError, RuntimeError) as error:
-        fix = "Do what the message says; JAX_PLATFORMS=cpu does without an accelerator"
+        fix = "Do what the message says, or set JAX_PLATFORMS=cpu to use only CPU devices"
         yield Check("devices", "problem", f"{type(error).__name__}: {error}", fix)
         return
     if "machine" in parts:

@@ -24,18 +24,18 @@ def link_checks(
         if number in sources:
             continue
         if any(link.error is None for link in links if link.target == number):
-            state = ", where others reach it"
+            state = "which other tasks reach"
             fix = (
                 "Compare the cluster in its TF_CONFIG with the one here, and open"
                 f" {peers[0].address} for it in the firewall"
             )
         else:
-            state = ", where nobody reaches it"
+            state = "which no other task reaches"
             fix = f"Start the doctor on {peer.name} too, and look at what it prints"
         yield Check(
             "links",
             "problem",
-            f"{peer}{state}, did not come to {peers[0]} within {wait_seconds:g} s",
+            f"{peer}, {state}, did not connect to {peers[0]} within {wait_seconds:g} s",
             fix,
         )
     broken = [link for link in links if link.error is not None and link.target in sources]
@@ -45,9 +45,9 @@ def link_checks(
             yield Check(
                 "links",
                 "problem",
-                f"nobody reaches {peer}: {to_it[0].error}",
-                f"Give {peer.name} in TF_CONFIG an address of its machine that the others know, and"
-                " open its ports in the firewall",
+                f"no task reaches {peer}: {to_it[0].error}",
+                f"Give {peer.name} in TF_CONFIG an address at which the other tasks reach its"
+                " machine, and open its ports in the firewall",
             )
             continue
         for link in to_it:
@@ -84,8 +84,8 @@ def _arrow(link: Link, peers: Sequence[Peer]) -> str:
 
 def _fix_of_slow(source: str, target: str) -> str:
     if source == target:
-        return f"See `top` on {source} for what else runs there, `tc qdisc` for a limit"
-    return f"Look at cable, switch, driver and bandwidth limit between {source} and {target}"
+        return f"Look on {source} for other programs with `top`, and for a limit with `tc qdisc`"
+    return f"Check cables, switches, drivers and bandwidth limits between {source} and {target}"
 
 
 def _speed(link: Link) -> str:

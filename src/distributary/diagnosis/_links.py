@@ -183,7 +183,7 @@ class Meeting:
                 try:
                     yield Link(**self._members[source].receive(_REPORT_SECONDS).content)
                 except (OSError, TypeError):
-                    yield Link(source, target, error=f"{self._peers[source].name} has ended")
+                    yield Link(source, target, error=f"{self._peers[source].name} ended")
 
     def _follow(self) -> list[Link]:
         self._leader = self._joined()
@@ -193,7 +193,7 @@ class Meeting:
             return [Link(**link) for link in order.content]
         except OSError as problem:
             raise ClusterError(
-                f"{self._peers[0]} has ended while links were measured: {problem}."
+                f"{self._peers[0]} ended while the links were being measured: {problem}."
             ) from None
 
     def _joined(self) -> Channel:
@@ -309,7 +309,7 @@ def _server(peer: Peer) -> socket.socket:
             return socket.create_server(where[:2], family=family)
         except OSError as error:
             problem = error
-    raise ClusterError(f"{peer}: this process cannot listen there: {_reason(problem)}.")
+    raise ClusterError(f"{peer.name} cannot listen at {peer.address}: {_reason(problem)}.")
 
 
 def _echo(connection: socket.socket) -> None:
@@ -344,7 +344,7 @@ def _measured(connection: socket.socket, peer: Peer, any_port: bool) -> tuple[fl
         except OSError as error:
             raise ConnectionError(
                 f"port {peer.port} answers, but port {port} does not ({_reason(error)}), and"
-                " workers connect at ports that the system chooses"
+                " workers also use ports that the system chooses"
             ) from error
     round_trips: list[float] = []
     end = time.perf_counter() + _PING_SECONDS
@@ -373,7 +373,7 @@ def _send(connection: socket.socket, num_bytes: int) -> float:
 def _received(connection: socket.socket, size: int) -> bytes:
     data = connection.recv(size, socket.MSG_WAITALL)
     if len(data) < size:
-        raise ConnectionError("it hung up; another program may listen there")
+        raise ConnectionError("it closed the connection; another program may be listening there")
     return data
 
 

@@ -65,7 +65,7 @@ def versions() -> Check:
 def keras(environ: Mapping[str, str]) -> Check:
     """Checks that Keras, if it is installed, would run on JAX."""
     if importlib.util.find_spec("keras") is None:
-        return Check("keras", "ok", "not installed; only models of Keras need it")
+        return Check("keras", "ok", "not installed; only Keras models need it")
     home = Path(environ.get("KERAS_HOME", "~/.keras")).expanduser() / "keras.json"
     backend, origin = "tensorflow", "the default"
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -78,7 +78,7 @@ def keras(environ: Mapping[str, str]) -> Check:
     return Check(
         "keras",
         "warning",
-        f"{detail}, and strategies distribute Keras models on JAX only",
+        f"{detail}, but strategies distribute Keras models only on JAX",
         "export KERAS_BACKEND=jax, or set it in os.environ before keras is imported",
     )
 
@@ -119,17 +119,17 @@ def host_name(place: MultiWorker | None) -> Check:
         return Check(
             "host name",
             "problem" if _has_other_hosts(place) else "warning",
-            f"{name} has no address: {error.strerror}; gloo, the all-reduce between CPUs of"
-            " several processes, needs one",
+            f"{name} has no address: {error.strerror}; gloo, which all-reduces between CPUs"
+            " of several processes, needs one",
             f"Add a line with this machine's address and {name} to /etc/hosts",
         )
     if _is_loopback(str(address)) and _has_other_hosts(place):
         return Check(
             "host name",
             "problem",
-            f"{name} is {address}, where only this machine reaches gloo, the all-reduce between"
-            " CPUs of several processes",
-            f"Give {name} in /etc/hosts the address by which the other hosts know this one",
+            f"{name} is {address}, which other machines cannot reach; gloo, which all-reduces"
+            " between CPUs of several processes, listens there",
+            f"Give {name} in /etc/hosts the address at which the other hosts reach this one",
         )
     return Check("host name", "ok", f"{name} is {address}")
 
@@ -187,17 +187,17 @@ def _memory() -> tuple[int | None, int | None]:
 def allocator(environ: Mapping[str, str]) -> Check:
     """Checks that glibc keeps the memory that XLA's CPU programs free after every step."""
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return Check("allocator", "skipped", "only glibc has the settings that matter")
+        return Check("allocator", "skipped", "only glibc has these settings")
     if local_devices_of("GPU") or local_devices_of("TPU"):
-        return Check("allocator", "skipped", "matters for CPU devices only")
+        return Check("allocator", "skipped", "it matters only for CPU devices")
     missing = {name: text for name, text in ALLOCATOR_SETTINGS.items() if name not in environ}
     if not missing:
         return Check("allocator", "ok", "glibc keeps freed memory for the next step")
     return Check(
         "allocator",
         "warning",
-        "glibc gives the memory that a step frees back to the system, and every step has to fetch"
-        " it again",
+        "glibc returns the memory that a step frees to the system, so every step has to request it"
+        " again",
         "Start with `distributary launch`, or export "
         + " ".join(f"{name}={value}" for name, value in missing.items()),
     )
@@ -244,9 +244,9 @@ def devices(num_wanted: int) -> Check:
 def _unused_accelerator() -> tuple[str, str] | None:
     """Returns an accelerator that JAX does not use, and the fix; None if there is none."""
     if Path("/proc/driver/nvidia/version").exists() and any(Path("/dev").glob("nvidia[0-9]*")):
-        what, extra = "an NVIDIA GPU is here", "cuda"
+        what, extra = "this machine has an NVIDIA GPU", "cuda"
     elif any(Path("/dev").glob("accel[0-9]*")):
-        what, extra = "a TPU is here", "tpu"
+        what, extra = "this machine has a TPU", "tpu"
     else:
         return None
     platforms = os.environ.get("JAX_PLATFORMS")
@@ -267,6 +267,6 @@ def thread_pool() -> Check:
     return Check(
         "thread pool",
         "problem",
-        f"{detail}, where devices can wait for each other for ever",
+        f"{detail}; with so few, devices can wait for each other forever",
         f"export PJRT_NPROC={2 * num_devices}",
     )

@@ -44,19 +44,19 @@ def training(strategy: Strategy) -> Check:
         "data": source,
     }
     if not losses[-1] < losses[0] / 2:
-        problem = "it does not learn"
+        problem = "the network does not learn"
     elif not same:
         problem = "the replicas have different weights"
     elif not difference < _MAX_DIFFERENCE:
         problem = f"its weights differ from those of one device by {difference:.1e}"
     else:
         agreement = (
-            f"all replicas have the same weights, within {difference:.0e} those of one device"
+            f"all replicas have the same weights, within {difference:.0e} of those of one device"
         )
         return Check("training", "ok", f"{detail}; {agreement}", numbers=numbers)
     fix = (
-        "Run again with one device less at a time, to find the one that computes wrongly; compare"
-        " the versions of jax and the driver with those that JAX supports"
+        "Leave out one device at a time to find the one that computes wrong results; compare the"
+        " versions of jax and the driver with those that JAX supports"
     )
     return Check("training", "problem", f"{detail}; {problem}", fix, numbers)
 

@@ -117,8 +117,8 @@ class AgreedSteps:
     def _check_known(self, own: str, announced: str) -> None:
         if own != announced:
             raise InvalidValueError(
-                f"Step {self._number} of {self._place} has the shapes {own or 'of no data'},"
-                f" announced was {announced}. Did its files or arrays change?"
+                f"Step {self._number} of {self._place} has the shapes {own or '(no data)'}, but"
+                f" {announced or '(no data)'} was announced. Did its files or arrays change?"
             )
 
     def _uneven(self, told: list[str], ready: Ready | None) -> Any:
@@ -132,7 +132,7 @@ class AgreedSteps:
             if other != tree:
                 raise ReplicaMismatchError(
                     f"Step {self._number - 1} of {self._place}: {name} has elements of structure"
-                    f" {other}, another worker of structure {tree}; all must have the same."
+                    f" {other}, another worker has {tree}; all must have the same structure."
                 )
         nothing: tuple[Leaves, ...] = ()
         if "" in told:
@@ -161,8 +161,8 @@ class AgreedSteps:
         if any(not shape for _, shape in leaves):
             raise InvalidValueError(
                 f"Step {self._number - 1} of {self._place}: a worker has no data left, and the"
-                " elements are scalars, of which there is no empty version. Batch them, or give"
-                " every worker as many."
+                " elements are scalars, which cannot be empty. Batch them, or give every worker the"
+                " same number of elements."
             )
         return tuple((dtype, (0, *shape[1:])) for dtype, shape in leaves)
 

@@ -136,9 +136,9 @@ class DistributedDataset(DistributedInput):
         once = self._source.once
         if once is not None and once.started:
             warnings.warn(
-                f"The distributed dataset {once.iterator!r} is a generator or iterator and goes on"
-                " where it was left, which may be its end. For several epochs distribute something"
-                " that starts over, such as a list or an object with __iter__.",
+                f"The distributed dataset {once.iterator!r} is a generator or iterator: it"
+                " continues where it stopped, which may be its end. For several epochs, distribute"
+                " something that starts over, such as a list or an object with __iter__.",
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
@@ -214,8 +214,8 @@ def _check_not_traced() -> None:
     refuse_in_trace(
         InvalidValueError(
             "A distributed dataset was iterated inside Strategy.run or ClusterCoordinator.schedule,"
-            " or beside a GradientTape in a distributary.function, where it would give one batch,"
-            " once, while the code is traced. Iterate outside and pass the batches to run."
+            " or beside a GradientTape in a distributary.function. There it would give only one"
+            " batch, while the code is traced. Iterate outside and pass the batches to run."
         )
     )
 

@@ -283,8 +283,8 @@ def _without_rows(element: Any) -> Any:
         if array.ndim == 0:
             raise InvalidValueError(
                 "distribute_datasets_from_function: the dataset ended in the middle of a step and"
-                " its elements are scalars, of which there is no empty version. Make their number a"
-                " multiple of the number of replicas, or batch them."
+                " its elements are scalars, which cannot be empty. Make their number a multiple of"
+                " the number of replicas, or batch them."
             )
         return array[:0]
 
@@ -325,8 +325,8 @@ def _batches(dataset: Any, what: str) -> Node:
     node = as_node(dataset, what)
     if node.is_batched() is False:
         raise InvalidValueError(
-            f"{what} the dataset {dataset!r} which yields single examples, which would be cut along"
-            " their own first dim. Call .batch(global_batch_size) first. If its elements are"
+            f"{what} the dataset {dataset!r}, which yields single examples; they would be split"
+            " along their own first dim. Call .batch(global_batch_size) first. If its elements are"
             " batches already, pass the array [batch, row, ...] itself, or a list of batches."
         )
     return node
@@ -343,10 +343,10 @@ def _rows_of(dataset: Any, what: str) -> list[Any]:
         )
     if any(leaf.ndim < 2 for leaf in leaves):
         raise InvalidValueError(
-            f"{what} an array that is taken as [batch, row, ...], its dim 0"
-            f" counting the batches, but one has shape"
-            f" {next(leaf.shape for leaf in leaves if leaf.ndim < 2)}. Reshape it to"
-            " (num_batches, global_batch_size, ...), or pass a list of batches."
+            f"{what} an array of shape"
+            f" {next(leaf.shape for leaf in leaves if leaf.ndim < 2)}, expected [batch, row, ...]:"
+            " dim 0 counts the batches. Reshape it to (num_batches, global_batch_size, ...), or"
+            " pass a list of batches."
         )
     lengths = {len(leaf) for leaf in leaves}
     if len(lengths) > 1:

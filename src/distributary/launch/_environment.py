@@ -81,8 +81,8 @@ def free_addresses(host: str, count: int) -> list[str]:
             ports.append(port)
     if len(ports) < count:
         raise ClusterError(
-            f"{host} has no {count} free ports between {_PORTS.start} and {_PORTS.stop}. Is it an"
-            " address of this machine?"
+            f"{host} does not have {count} free ports between {_PORTS.start} and {_PORTS.stop}. Is"
+            " it an address of this machine?"
         )
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
 

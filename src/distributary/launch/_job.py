@@ -211,7 +211,7 @@ def decode(message: Message) -> Any:
     try:
         return _TYPES[message.kind](**message.content)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"launch: {message!r:.200} is no message of the launcher.") from error
+        raise ValueError(f"launch: {message!r:.200} is not a message of the launcher.") from error
 
 
 class _State(enum.Enum):

@@ -150,12 +150,12 @@ class Master:
         try:
             hello, own_challenge, shown = message.content
         except (TypeError, ValueError):
-            raise _RefusedError("it speaks another language") from None
+            raise _RefusedError("it does not speak the launcher's protocol") from None
         token = self._hosts.token
         if not is_proof(shown, token, "host", challenge, own_challenge, hello):
-            raise _RefusedError("its token is not that of this job")
+            raise _RefusedError("its token is not the token of this job")
         if hello["protocol"] != PROTOCOL:
-            raise _RefusedError("another version of distributary runs there")
+            raise _RefusedError("it runs another version of distributary")
         host = int(hello["host_rank"])
         if hello["num_hosts"] != self._hosts.num_hosts:
             raise _RefusedError(
@@ -188,7 +188,8 @@ class Master:
         else:
             peer = self._channels.pop(host).peer
             self._tasks.pop(host, None)
-            self._send(self._job.lose(host, f"the launcher of host {host} ({peer}) has gone"))
+            text = f"lost the connection to the launcher of host {host} ({peer})"
+            self._send(self._job.lose(host, text))
 
     def _send(self, commands: list[tuple[int, Command]]) -> None:
         for host, command in commands:

@@ -22,8 +22,8 @@ _MAX_LINE_BYTES: Final = 16 * 2**20  # longer ones are printed in pieces
 _READ_BYTES = 2**16
 _NUM_LAST_LINES = 20
 _MAX_LAST_LINE_BYTES = 1000
-_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-_LAUNCHER_COLOUR = 1  # bold
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_LAUNCHER_COLOR = 1  # bold
 _ERASE_LINE = b"\r\x1b[K"
 _STATUS_SECONDS = 0.5
 _IDLE_SECONDS = 1.0
@@ -88,7 +88,7 @@ class Output:
     ) -> None:
         self._fds = (stdout_fd, stderr_fd)
         self._is_terminal = tuple(_is_terminal(fd) for fd in self._fds)
-        self._has_colour = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self._has_color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._has_status = self._is_terminal[_STDERR] and environ.get("TERM") != "dumb"
         self._is_closed = [False, False]
         self._status = status
@@ -178,20 +178,20 @@ class Output:
             if request is None:
                 return False
             if isinstance(request, str):
-                prefix = self._prefix("launcher", _LAUNCHER_COLOUR, _STDERR)
+                prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
                 lines = request.splitlines()
                 self.write(_STDERR, b"".join(prefix + line.encode() + b"\n" for line in lines))
                 continue
             task, *descriptors = request
             for stream, fd in zip((_STDOUT, _STDERR), descriptors, strict=True):
-                prefix = self._prefix(task.name, _COLOURS[task.number % len(_COLOURS)], stream)
+                prefix = self._prefix(task.name, _COLORS[task.number % len(_COLORS)], stream)
                 copier = _Copier(self, task, stream, fd, prefix)
                 self._selector.register(fd, selectors.EVENT_READ, copier)
         return True
 
-    def _prefix(self, name: str, colour: int, stream: int) -> bytes:
-        if self._has_colour and self._is_terminal[stream]:
-            return f"\x1b[{colour}m[{name}]\x1b[0m ".encode()
+    def _prefix(self, name: str, color: int, stream: int) -> bytes:
+        if self._has_color and self._is_terminal[stream]:
+            return f"\x1b[{color}m[{name}]\x1b[0m ".encode()
         return f"[{name}] ".encode()
 
     def read(self, fd: int) -> bytes:
@@ -228,7 +228,7 @@ class Output:
             except OSError:  # its reader, or its terminal, has gone
                 self._is_closed[stream] = True
                 if stream == _STDOUT:
-                    self.say("stdout is closed; what workers write there is dropped.")
+                    self.say("stdout is closed; the workers' output to it is dropped.")
                 break
         self._is_writing = False
 

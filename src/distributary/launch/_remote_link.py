@@ -52,8 +52,8 @@ class RemoteLink:
                 self._shake_hands(hosts, devices_per_worker)
             except OSError as error:
                 raise LaunchError(
-                    f"launch: {error}. Is another program than the launcher of host 0 listening"
-                    " there?"
+                    f"launch: {error}. Check that the launcher of host 0 listens there, and not"
+                    " another program."
                 ) from error
             stack.pop_all()
 
@@ -83,7 +83,9 @@ class RemoteLink:
                 commands.append(decode(message))
         except ChannelClosedError as error:
             if not commands:  # otherwise the next call raises
-                raise LaunchError(f"the launcher of host 0 at {self._master} has gone") from error
+                raise LaunchError(
+                    f"lost the connection to the launcher of host 0 at {self._master}"
+                ) from error
         return commands
 
     def end(self) -> None:
@@ -110,11 +112,13 @@ class RemoteLink:
             welcome, shown = answer
             wants_tasks = bool(welcome["wants_tasks"])
         except (KeyError, TypeError, ValueError):
-            raise ChannelClosedError(f"{self._channel.peer} has sent {answer!r:.100}") from None
+            raise ChannelClosedError(
+                f"{self._channel.peer} sent an unexpected message, {answer!r:.100}"
+            ) from None
         if not is_proof(shown, hosts.token, "master", own_challenge, challenge, welcome):
             raise LaunchError(
-                f"launch: what listens at {hosts.master} does not know the token of this job. Is"
-                " another job using the address?"
+                f"launch: the program that listens at {hosts.master} does not know the token of"
+                " this job. Does another job use this address?"
             )
         self.wants_tasks = wants_tasks
 
@@ -126,7 +130,9 @@ class RemoteLink:
                 f" {message.content}"
             )
         if message.kind != kind:
-            raise ChannelClosedError(f"{self._channel.peer} has sent {message.kind!r:.100}")
+            raise ChannelClosedError(
+                f"{self._channel.peer} sent an unexpected message, {message.kind!r:.100}"
+            )
         return message.content
 
 
@@ -136,7 +142,7 @@ def _connected(hosts: HostOptions) -> Channel:
     while True:
         try:
             connection = socket.create_connection(address, timeout=_TRY_SECONDS)
-            return Channel(connection, f"what listens at {hosts.master}", _MAX_LINE_BYTES)
+            return Channel(connection, f"the program at {hosts.master}", _MAX_LINE_BYTES)
         except OSError as error:
             if time.monotonic() >= end:
                 raise LaunchError(

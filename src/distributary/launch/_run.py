@@ -46,7 +46,10 @@ def run(
         OSError: if a worker cannot be started, or a log file cannot be opened.
     """
     if os.name != "posix":
-        raise UnsupportedError("launch: the launcher needs process groups, which Windows has not.")
+        raise UnsupportedError(
+            "launch: the launcher needs process groups, which Windows does not have. Run it on"
+            " Linux, or in WSL."
+        )
     environ = dict(os.environ if environ is None else environ)
     if options.log_dir is not None:
         options.log_dir.mkdir(parents=True, exist_ok=True)

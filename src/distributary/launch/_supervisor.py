@@ -181,7 +181,7 @@ class Supervisor:
             _, task = self._ended_early.pop(0)
             if self._stop is None and self._exit is None:
                 self._output.say(
-                    f"{task} has ended before the chief. Workers and servers call"
+                    f"{task} ended before the chief. Workers and servers must call"
                     " distributary.Server(...).join()."
                 )
 
@@ -331,8 +331,8 @@ class Supervisor:
         elif running.status.num_unreadable and not running.has_reported_nonsense:
             running.has_reported_nonsense = True
             self._output.say(
-                f"{running.worker.task} writes something else than lines of JSON with numbers to"
-                " DISTRIBUTARY_STATUS_FD; such lines are ignored."
+                f"{running.worker.task} writes lines to DISTRIBUTARY_STATUS_FD that are not JSON"
+                " with numbers; they are ignored."
             )
 
     def _on_signal(self) -> None:
@@ -344,7 +344,7 @@ class Supervisor:
                 self._link.send(Interrupted(128 + number, text))
                 self._link.end()
             else:
-                self._output.say(f"{name} again: ending all workers at once.")
+                self._output.say(f"received {name} again; ending all workers at once.")
                 for running in self._running:
                     running.worker.kill()
 

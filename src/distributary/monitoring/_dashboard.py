@@ -88,7 +88,9 @@ def serve(
         seconds: Seconds between samples.
     """
     if not 0 <= port < 1 << 16:
-        raise InvalidValueError(f"dashboard: port is {port}, expected 0 to 65535; 0 takes any.")
+        raise InvalidValueError(
+            f"dashboard: port is {port}, expected 0 to 65535; 0 takes any free port."
+        )
     recorder = Recorder(collect, seconds)
     try:
         server = HttpServer(
@@ -136,8 +138,8 @@ class StatisticsLogger(Closing):
         collect = _collect_from(strategy, "StatisticsLogger")
         if json_lines is None and tensorboard is None:
             raise InvalidValueError(
-                "StatisticsLogger: there is nothing to write to. Give json_lines=, the path of a"
-                " file, or tensorboard=, that of a folder."
+                "StatisticsLogger: there is nowhere to write to. Give json_lines=, the path of a"
+                " file, or tensorboard=, the path of a folder."
             )
         if not seconds > 0:
             raise InvalidValueError(
@@ -161,7 +163,7 @@ _TASK = "this process"
 def _collect_from(strategy: Any, caller: str) -> Callable[[], Tasks]:
     if not hasattr(strategy, "step_statistics"):
         raise InvalidTypeError(
-            f"{caller}: strategy is {strategy!r}, expected a strategy of distributary, such as"
+            f"{caller}: strategy is {strategy!r}, expected a distributary strategy, such as"
             " distributary.MirroredStrategy()."
         )
     return lambda: {_TASK: numbers_of(strategy.extended)}

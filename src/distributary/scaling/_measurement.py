@@ -128,8 +128,8 @@ def _timed(
     if timing.num_replicas != num_replicas:
         raise LaunchError(
             f"{program.script} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"
-            " strategy take all devices there are, MirroredStrategy(), and ask for no more replicas"
-            " than there are GPUs; a TPU can only be measured as a whole."
+            " strategy use all devices, as MirroredStrategy() does, and ask for at most as many"
+            " replicas as there are GPUs. A TPU can only be measured as a whole."
         )
     return timing
 

@@ -16,7 +16,7 @@ _BAR_WIDTH = 60
 def draw(rows: Sequence[Row]) -> str:
     """Returns a bar per number of replicas: the step's time, and in it that of its all-reduces."""
     longest = max(row.timing.seconds for row in rows)
-    lines = ["time of a step, █ of which ▒ is what its all-reduces take alone"]
+    lines = ["time of a step: ▒ what its all-reduces take alone, █ the rest"]
     for row in rows:
         width = max(1, round(_BAR_WIDTH * row.timing.seconds / longest))
         reducing = min(width, round(width * row.communication))

@@ -86,9 +86,8 @@ class StepTimer:
         if self._step is None:
             what = "a training step" if self._step_name is None else repr(self._step_name)
             raise InvalidValueError(
-                f"{script} ended without {what}, a program under a strategy. Strategies with"
-                " parameter servers or central storage cannot be measured; --step names another"
-                " function."
+                f"{script} ended without running {what} under a strategy. Strategies with parameter"
+                " servers or central storage cannot be measured; --step names another function."
             )
         if not self._blocks:
             raise InvalidValueError(
