@@ -1,4 +1,4 @@
-"""Who exists: device names, logical CPU devices, meshes, and the order of dispatches to them."""
+"""Device names, logical CPU devices, meshes, and the order in which programs reach devices."""
 
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,7 @@ __all__ = [
     "without_high_primitives",
 ]
 
-# What only TPUs need.
+# Imported on first use: only TPUs need these.
 __getattr__ = late_names(
     __name__,
     {

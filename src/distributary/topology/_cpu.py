@@ -22,7 +22,7 @@ __all__ = [
     "set_logical_cpu_devices",
 ]
 
-# More would cost minutes and tens of thousands of threads: a typing error.
+# A larger number is a typing error: it would cost minutes and tens of thousands of threads.
 _MAX_LOGICAL_CPU_DEVICES = 1024
 
 _threads = CpuThreads(os.environ)
@@ -31,13 +31,13 @@ _threads = CpuThreads(os.environ)
 def set_logical_cpu_devices(num_devices: SupportsIndex) -> None:
     """Makes JAX show the CPU of this machine as several devices.
 
-    Replicas on logical devices compute the same as on as many GPUs, which serves tests and
-    development. Call it at the top of the program, before anything uses JAX; until JAX starts, a
-    later call replaces an earlier one. Where the devices would otherwise wait for each other for
-    ever, it also sets the environment variable `PJRT_NPROC`, the size of XLA's thread pool.
+    Replicas on logical devices compute the same as on the same number of GPUs, which is useful for
+    tests and development. Call this at the top of the program, before anything uses JAX. Until JAX
+    starts, you can call it again to change the number. If the devices could otherwise deadlock, it
+    also sets the environment variable `PJRT_NPROC`, the size of XLA's thread pool.
 
     Args:
-        num_devices: How many CPU devices this process shall have, 1 to 1024.
+        num_devices: Number of CPU devices for this process, 1 to 1024.
 
     Raises:
         InvalidValueError: if the number is not an int from 1 to 1024.
@@ -61,10 +61,10 @@ def set_logical_cpu_devices(num_devices: SupportsIndex) -> None:
 
 
 def requested_cpu_devices() -> int:
-    """The number of CPU devices with which JAX would start now."""
-    # JAX adds its options to `config` as it defines them, unseen by type checkers.
+    """Returns the number of CPU devices with which JAX would start now."""
+    # Type checkers do not see the options of `config`: JAX adds them as it defines them.
     configured = int(jax.config.jax_num_cpu_devices)  # type: ignore[attr-defined]
-    if configured >= 1:  # -1 stands for: not set
+    if configured >= 1:  # -1 means that it is not set
         return configured
     flags = os.environ.get("XLA_FLAGS", "")
     counts: list[str] = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
@@ -74,16 +74,16 @@ def requested_cpu_devices() -> int:
 def prepare_cpu_threads(num_devices: int) -> None:
     """Gives XLA's CPU thread pool two threads per device, as long as JAX has not started.
 
-    Once JAX has started, a pool that looks too small is reported, once per process. May be called
-    any number of times.
+    Once JAX has started, it only warns, once per process, if the pool looks too small. You can call
+    it any number of times.
 
     Args:
-        num_devices: Number of CPU devices of this process that take part in one program; before
-            JAX has started, of all CPU devices that it will have.
+        num_devices: Number of CPU devices of this process that take part in one program. Before JAX
+            has started, the number of all CPU devices that it will have.
 
     Warns:
-        DistributaryWarning: if the user's `PJRT_NPROC` or `NPROC` is too small and replaced, or JAX
-            has started with a pool that is too small.
+        DistributaryWarning: if it replaces a `PJRT_NPROC` or `NPROC` of the user that is too small,
+            or JAX has started with a pool that is too small.
     """
     if backends_started():
         _threads.report(num_devices, num_existing=len(local_devices_of("CPU")))
@@ -97,12 +97,12 @@ def prepare_local_devices() -> None:
 
 
 def cpu_thread_pool_size() -> int:
-    """The number of threads on which XLA runs all CPU devices of this process."""
+    """Returns the number of threads on which XLA runs all CPU devices of this process."""
     return _threads.size(len(local_devices_of("CPU")))
 
 
 def cpu_threads_suffice(num_devices: int) -> bool:
-    """Whether XLA's CPU thread pool has two threads for each of `num_devices` CPU devices."""
+    """Returns whether XLA's CPU thread pool has two threads for each of `num_devices` devices."""
     return _threads.is_large_enough(num_devices, num_existing=len(local_devices_of("CPU")))
 
 

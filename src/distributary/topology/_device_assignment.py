@@ -1,4 +1,4 @@
-"""Which cores of a TPU make up the replicas."""
+"""Assignment of the cores of a TPU to replicas."""
 
 import enum
 import itertools
@@ -16,12 +16,13 @@ __all__ = ["DeviceAssignment", "DeviceOrderMode"]
 
 
 class DeviceOrderMode(enum.IntEnum):
-    """In which order the cores of a topology become logical devices and replicas.
+    """The order in which the cores of a topology become logical devices and replicas.
 
-    * `AUTO`: `RING` where it is possible, else `MESH`.
-    * `RING`: each one next to the one before, and the last next to the first, where the sizes of
+    * `AUTO`: `RING` if it is possible, else `MESH`.
+    * `RING`: every core is next to the one before. The last core is next to the first if the sizes
+    of
       the grid are even.
-    * `MESH`: in the order of the coordinates.
+    * `MESH`: the order of the coordinates.
 
     Source: `tf.tpu.experimental.DeviceOrderMode`.
     """
@@ -33,7 +34,7 @@ class DeviceOrderMode(enum.IntEnum):
 
 @final
 class DeviceAssignment:
-    """The cores of every replica, usually made by `build`.
+    """The cores of every replica; usually made with `build`.
 
     Args:
         topology: The topology.
@@ -41,8 +42,8 @@ class DeviceAssignment:
             core of every replica.
 
     Raises:
-        InvalidValueError: if that is no topology, the shape is another one, there is no device at a
-            place, or one is used twice.
+        InvalidValueError: if `topology` is not a topology, the shape is wrong, there is no device
+            at a place, or a place is used twice.
 
     Source: `tf.tpu.experimental.DeviceAssignment`.
     """
@@ -56,7 +57,7 @@ class DeviceAssignment:
                 f" [replica, core, {topology.mesh_rank}] without a 0."
             )
         self._core_assignment = places
-        #: By task and logical core.
+        #: Ids of replicas by task and logical core.
         self._replicas: dict[tuple[int, int], list[int]] = {}
         users: dict[tuple[int, ...], int] = {}
         for replica, cores in enumerate(places):
@@ -78,18 +79,18 @@ class DeviceAssignment:
         num_replicas: int = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
-        """Places replicas on a topology, each on a block of neighbouring cores.
+        """Places replicas on a topology, each on a block of neighboring cores.
 
         Args:
-            topology: A `Topology`, or what its `serialized()` returned.
+            topology: A `Topology`, or bytes from its `serialized()`.
             computation_shape: Size of the block of one replica, 4 numbers; None for one core.
             computation_stride: Distance between the cores of a replica, 4 numbers; None for 1.
             num_replicas: Number of replicas.
-            device_order_mode: The order of logical devices and replicas. Replicas always count host
-                by host.
+            device_order_mode: Order of logical devices and replicas. Replicas are always counted
+                host by host.
 
         Raises:
-            InvalidValueError: if the arguments do not fit together, or the topology.
+            InvalidValueError: if the arguments do not fit together, or do not fit the topology.
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
@@ -108,13 +109,13 @@ class DeviceAssignment:
             )
         else:
             replicas = grid.in_mesh_order(count)
-        # A sort keeps the order of equals.
+        # The sort is stable: on one host, replicas keep their order.
         replicas.sort(key=lambda cores: topology.task_ordinal_at_coordinates(cores[0]))
         return DeviceAssignment(topology, replicas)
 
     @property
     def topology(self) -> Topology:
-        """The topology."""
+        """Topology in which the cores lie."""
         return self._topology
 
     @property
@@ -129,14 +130,14 @@ class DeviceAssignment:
 
     @property
     def core_assignment(self) -> np.ndarray:
-        """The place of every logical core of every replica, int32 `[replica, core, 4]`."""
+        """Place of every logical core of every replica, int32 `[replica, core, 4]`."""
         return self._core_assignment
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
-        """The place of a logical core in the topology.
+        """Returns the place of a logical core in the topology.
 
         Raises:
-            InvalidValueError: if there is no such replica or core; so do the next methods.
+            InvalidValueError: if there is no such replica or core. The next methods raise it too.
         """
         for number, end, what in (
             (replica, self.num_replicas, "replica"),
@@ -149,10 +150,10 @@ class DeviceAssignment:
         return tuple(self._core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-        """The replicas of which a logical core is on a host, in ascending order.
+        """Returns the replicas whose logical core `logical_core` is on a host, in ascending order.
 
         Raises:
-            InvalidValueError: if there is none.
+            InvalidValueError: if there are none.
         """
         try:
             return self._replicas[task_id, logical_core]
@@ -164,17 +165,17 @@ class DeviceAssignment:
             ) from None
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-        """The number of a logical core's device on its host."""
+        """Returns the number of a logical core's device on its host."""
         place = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """The name of the CPU of a logical core's host."""
+        """Returns the name of the CPU of a logical core's host."""
         place = self.coordinates(replica, logical_core)
         return self._topology.cpu_device_name_at_coordinates(place, job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
-        """The name of a logical core's device."""
+        """Returns the name of a logical core's device."""
         place = self.coordinates(replica, logical_core)
         return self._topology.tpu_device_name_at_coordinates(place, job)
 
@@ -204,7 +205,7 @@ class _Grid:
                 f" {self._stride} takes {footprint}, and the topology has the size {self._mesh}."
             )
         self._footprint = footprint
-        #: How many replicas fit along each dim.
+        #: Number of replicas that fit along each dim.
         self._room = [
             mesh // size * stride
             for mesh, size, stride in zip(self._mesh, footprint, self._stride, strict=True)
@@ -222,13 +223,13 @@ class _Grid:
             )
 
     def in_task_order(self, num_replicas: int) -> list[list[_Place]]:
-        """Host by host, where devices are missing and blocks may have holes."""
+        """Places replicas host by host; if devices are missing, blocks may have holes."""
         size = math.prod(self._shape)
         places = self._topology.device_coordinates.reshape(-1, len(self._mesh)).tolist()
         return [[tuple(p) for p in places[i * size : (i + 1) * size]] for i in range(num_replicas)]
 
     def in_mesh_order(self, num_replicas: int) -> list[list[_Place]]:
-        """Cores of a chip first, then along x, y and z, with the replicas close to a cube."""
+        """Fills the cores of a chip first, then x, y and z; the replicas form nearly a cube."""
         sizes = _cube(self._room, num_replicas)
         steps = [range(0, a * b, b) for a, b in zip(self._shape, self._stride, strict=True)]
         block = list(itertools.product(*steps))
@@ -249,7 +250,7 @@ class _Grid:
         return full and self._shape[-1] == self._mesh[-1] and math.prod(self._stride) == 1
 
     def in_rings(self, num_replicas: int) -> list[list[_Place]]:
-        """Chips of a replica along a ring, and replicas along a ring."""
+        """Places the chips of a replica along a ring, and the replicas along another."""
         chips = list(_ring(self._shape[0], self._shape[1], self._shape[2]))
         blocks = _ring(self._room[0], self._room[1], self._room[2])
         return [
@@ -263,15 +264,16 @@ class _Grid:
 
 
 def _cube(room: list[int], count: int) -> list[int]:
-    """Sizes, at most `room`, of a block with space for `count`, as equal as possible.
+    """Returns sizes, at most `room`, of a block for `count` replicas, as equal as possible.
 
-    The dims with least room are filled first, of equal ones the cores of a chip, then x, y and z.
+    Dims with the least room are filled first. Among equal ones, the cores of a chip come first,
+    then x, y and z.
     """
     last = len(room) - 1
     sizes = [1] * len(room)
     order = sorted(range(len(room)), key=lambda dim: (room[dim], dim != last, dim))
     for position, dim in enumerate(order):
-        # The root may come out a little above a whole number.
+        # Rounded, because the root may come out slightly above a whole number.
         target = math.ceil(round(count ** (1 / (len(order) - position)), 9))
         sizes[dim] = min(target, room[dim])
         count = -(-count // sizes[dim])
@@ -279,10 +281,10 @@ def _cube(room: list[int], count: int) -> list[int]:
 
 
 def _ring(num_x: int, num_y: int, num_z: int) -> Iterator[tuple[int, int, int]]:
-    """All places of a box, each next to the one before; a ring where even sizes allow it."""
+    """Yields all places of a box, each next to the one before; a ring if even sizes allow it."""
     wide = [size for size in (num_x, num_y, num_z) if size > 1]
     if len(wide) < 2 or any(size % 2 for size in wide):
-        # A line, or a box without a ring of this form.
+        # A line, or a box that has no ring of this form.
         for z, y, x in itertools.product(range(num_z), range(num_y), range(num_x)):
             yield x, y, z
     elif num_x == 1:
@@ -290,7 +292,7 @@ def _ring(num_x: int, num_y: int, num_z: int) -> Iterator[tuple[int, int, int]]:
     elif num_y == 1:
         yield from ((x, 0, z) for x, z, _ in _ring(num_x, num_z, 1))
     else:
-        # Out through the layers without their corner, and back through the corners.
+        # The way out visits each layer without its corner; the way back visits the corners.
         layer = [(x, y) for y in range(num_y) for x in _snake(1, num_x, y)]
         layer += [(0, y) for y in range(num_y - 1, 0, -1)]
         yield 0, 0, 0

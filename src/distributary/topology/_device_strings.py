@@ -1,4 +1,4 @@
-"""Device strings as TensorFlow users write them, and the `jax.Device` behind them."""
+"""Device strings as TensorFlow users write them, and the `jax.Device` that each one names."""
 
 import re
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ _PATTERN = re.compile(
 @final
 @dataclass(frozen=True)
 class DeviceName:
-    """Names a device of this process.
+    """The name of a device of this process.
 
     Args:
-        kind: `"CPU"`, `"GPU"` (NVIDIA and AMD) or `"TPU"`; for other backends of JAX their
-            platform name in upper case.
+        kind: `"CPU"`, `"GPU"` (NVIDIA and AMD) or `"TPU"`. For other backends of JAX, the name of
+            the platform in upper case.
         index: Position among the local devices of this kind. It is not `jax.Device.id`, which
             counts over all processes.
     """
@@ -46,21 +46,22 @@ class DeviceName:
 
     @property
     def short(self) -> str:
-        """For messages and logs: `"CPU:0"`."""
+        """Short name, for messages and logs: `"CPU:0"`."""
         return f"{self.kind}:{self.index}"
 
     @property
     def canonical(self) -> str:
-        """As tf.distribute prints it: `"/job:localhost/replica:0/task:0/device:CPU:0"`."""
+        """Name in the style of tf.distribute: `"/job:localhost/replica:0/task:0/device:CPU:0"`."""
         return f"/job:localhost/replica:0/task:0/device:{self.short}"
 
 
 def parse_device(text: str) -> DeviceName:
-    """Parses a device string without looking whether the device exists.
+    """Parses a device string without checking that the device exists.
 
     Args:
-        text: In any case: `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"`, `"/cpu"` (index 0), or with
-            the job in front: `"/job:localhost/replica:0/task:0/device:CPU:0"`.
+        text: `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"`, `"/cpu"` (index 0), or with the job in
+            front: `"/job:localhost/replica:0/task:0/device:CPU:0"`. Upper and lower case are the
+            same.
 
     Returns:
         Kind and index.
@@ -89,14 +90,14 @@ def parse_device(text: str) -> DeviceName:
 
 
 def name_of(device: str | jax.Device) -> DeviceName:
-    """The name of a device of this process; for a string, whether or not it exists.
+    """Returns the name of a device of this process; for a string, even if it does not exist.
 
     Args:
         device: A device string or a `jax.Device`.
 
     Raises:
-        DeviceError: for a string that cannot be parsed, a device of another process, and anything
-            else that is not a device.
+        DeviceError: if the string cannot be parsed, the device belongs to another process, or
+            `device` is neither a string nor a device.
     """
     if isinstance(device, str):
         return parse_device(device)
@@ -118,19 +119,19 @@ def name_of(device: str | jax.Device) -> DeviceName:
 
 
 def canonical_name(device: str | jax.Device) -> str:
-    """`"/job:localhost/replica:0/task:0/device:CPU:0"` for a string or a device of this process.
+    """Returns `"/job:localhost/replica:0/task:0/device:CPU:0"` for a device of this process.
 
     Raises:
-        DeviceError: for a string that cannot be parsed and for a device of another process.
+        DeviceError: if the string cannot be parsed, or the device belongs to another process.
     """
     return name_of(device).canonical
 
 
 def short_name(device: str | jax.Device) -> str:
-    """`"CPU:0"` for a string or a device of this process.
+    """Returns `"CPU:0"` for a device of this process, or for a string that names one.
 
     Raises:
-        DeviceError: for a string that cannot be parsed and for a device of another process.
+        DeviceError: if the string cannot be parsed, or the device belongs to another process.
     """
     return name_of(device).short
 
@@ -139,9 +140,9 @@ def resolve_device(device: str | jax.Device, *, num_cpu_devices_wanted: int = 1)
     """Finds the device of this process that a string names; starts the JAX backends.
 
     Args:
-        device: A device string, or a `jax.Device`, which is returned as it is.
-        num_cpu_devices_wanted: The number of CPU devices that the caller needs altogether; only
-            the text of the error uses it.
+        device: A device string, or a `jax.Device`, which is returned unchanged.
+        num_cpu_devices_wanted: Number of CPU devices that the caller needs in total; only used in
+            the text of the error.
 
     Returns:
         The device.
@@ -164,13 +165,13 @@ def resolve_device(device: str | jax.Device, *, num_cpu_devices_wanted: int = 1)
 
 
 def local_devices_of(kind: str) -> tuple[jax.Device, ...]:
-    """The devices of one kind that this process has, by index; starts the JAX backends.
+    """Returns the devices of one kind that this process has, by index; starts the JAX backends.
 
     Args:
-        kind: As in `DeviceName`.
+        kind: Kind of device, as in `DeviceName`.
 
     Returns:
-        The devices; nothing if there are none of this kind.
+        The devices; an empty tuple if there are none of this kind.
     """
     target = current_target()
     if target is not None:

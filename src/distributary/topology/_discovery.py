@@ -47,8 +47,9 @@ def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
         The devices in replica-id order, which is the order of the list.
 
     Raises:
-        DeviceError: if the list is empty or no list, or one of the devices cannot be parsed, does
-            not exist, belongs to another process, comes twice, or is of another kind than the rest.
+        DeviceError: if `devices` is empty or not a list, or one of the devices cannot be parsed,
+            does not exist, belongs to another process, appears twice, or is of another kind than
+            the rest.
 
     Source: argument `devices` of `tf.distribute.MirroredStrategy`.
     """
@@ -61,25 +62,25 @@ def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
         _check_one_kind(elements, names)
         found = _resolve_all(elements, names)
     if found[0].platform == "cpu":
-        prepare_cpu_threads(len(found))  # JAX has started by now: only warns
+        prepare_cpu_threads(len(found))  # JAX has started by now, so this only warns
     return found
 
 
 def make_mesh(
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
 ) -> jax.sharding.Mesh:
-    """A mesh with the axis `REPLICA_AXIS`; replica `i` is on `devices[i]`.
+    """Makes a mesh with the axis `REPLICA_AXIS`; replica `i` is on `devices[i]`.
 
     Args:
-        devices: One device per replica, or as many logical devices for each, possibly of several
-            processes; in the same order in every process. Logical devices lie along further axes,
-            one for each prime factor of their number, so that arrays can be split over them in all
-            ways.
+        devices: One device per replica, or the same number of logical devices for each. The devices
+            may belong to several processes, and have to be in the same order in each. Logical
+            devices lie along further axes, one for each prime factor of their number, so that
+            arrays can be split over them in every possible way.
     """
     grid = np.array(devices, dtype=object)
     factors = _prime_factors(grid.size // len(grid))
     axes = (REPLICA_AXIS, *(f"core{i}" for i in range(len(factors))))
-    # Said, as JAX changes its defaults: that of abstract meshes has become Explicit in 0.11.
+    # Explicit, because JAX changes its defaults: since 0.11, abstract meshes default to `Explicit`.
     axis_types = (AxisType.Auto,) * len(axes)
     return jax.sharding.Mesh(grid.reshape(len(grid), *factors), axes, axis_types)
 
@@ -90,7 +91,7 @@ def make_abstract_mesh(num_replicas: int) -> jax.sharding.AbstractMesh:
 
 
 def num_logical_devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
-    """How many devices of a mesh each replica has."""
+    """Returns the number of devices that each replica has in a mesh."""
     return int(mesh.size // mesh.shape[REPLICA_AXIS])
 
 
@@ -106,15 +107,15 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:
-    """The replicas that are near to each other, if there are two levels of distance.
+    """Groups replicas that are close to each other, if devices have two levels of distance.
 
     Args:
         devices: One device per replica, in replica-id order.
 
     Returns:
-        Per slice, or per process if there is one slice, the ids of its replicas; empty unless
-        there are several groups, all of the same size, which is at least 2. The hosts of one TPU
-        slice are no groups: its chips are connected directly.
+        The replica ids of each slice, or of each process if there is one slice. Empty unless there
+        are several groups of the same size, which is at least 2. The hosts of one TPU slice are not
+        groups, because its chips are connected directly.
     """
     is_tpu = bool(devices) and devices[0].platform == "tpu"
     for attribute in ("slice_index",) if is_tpu else ("slice_index", "process_index"):

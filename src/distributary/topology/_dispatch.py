@@ -29,45 +29,47 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-# With a pool of two threads per device no number in flight was seen to starve a program; the window
-# then only keeps a loop from running far ahead. In a pool that is too small it is what protects.
+# With two threads per device in the pool, no number of programs in flight was seen to starve one.
+# The limit then only keeps a loop from running far ahead. In a pool that is too small, it prevents
+# deadlocks.
 _MAX_IN_FLIGHT = 32
 _MAX_IN_FLIGHT_IN_A_SMALL_POOL = 4
-# Both reentrant: a program may have to be dispatched while another one is being prepared.
+# Both are reentrant: while one program is prepared, another may have to be dispatched.
 _cpu_lock = threading.RLock()
 _accelerator_lock = threading.RLock()
 
 
 def _stride_of(max_in_flight: int) -> int:
-    """Every how many-th program keeps a token."""
+    """Returns the number of programs from one kept token to the next."""
     return max(1, max_in_flight // 4)
 
 
 @final
 class Dispatcher:
-    """Dispatches replica-wide programs so that their collectives cannot wait for each other.
+    """A dispatcher of replica-wide programs whose collectives cannot deadlock.
 
     A program with collectives needs all its devices at once. Two threads that dispatch such
-    programs could reach the devices in different order, so only one dispatches at a time. XLA:CPU
-    also runs all devices on one thread pool, where a program that waits for its last device can be
-    starved by the programs dispatched behind it, so few of those are in flight.
+    programs could reach the devices in a different order, so only one thread dispatches at a time.
+    XLA:CPU also runs all devices on one thread pool. There, a program that waits for its last
+    device can be starved by programs that were dispatched after it, so only a few are in flight.
 
-    Most callers want `dispatcher_for`, which shares one dispatcher between all meshes that share
-    a thread pool.
+    Programs with collectives end in the order in which they were dispatched. So if many may be in
+    flight, only every eighth keeps a token: checking a token costs as much as the rest of a
+    dispatch.
+
+    Most callers want `dispatcher_for`, which shares one dispatcher between all meshes that share a
+    thread pool.
 
     Args:
-        lock: Held during each dispatch; None if nothing has to be kept in order.
-        max_in_flight: How many programs may be dispatched and not finished, over all threads; None
-            for any number. Needs a lock.
-
-    Programs with collectives end in the order in which they were dispatched, so of a wide window
-    only every eighth keeps a token: to look at one costs as much as the rest of a dispatch.
+        lock: Held during each dispatch; None if there is no order to keep.
+        max_in_flight: Number of programs, over all threads, that may be dispatched and not
+            finished; None for no limit. Needs a lock.
 
     Attributes:
-        bounded: Whether the number in flight is bounded, so that `run` needs tokens.
+        bounded: Whether the number in flight is limited, so that `run` needs tokens.
 
     Raises:
-        InvalidValueError: if `max_in_flight` is below 1 or comes without a lock.
+        InvalidValueError: if `max_in_flight` is below 1, or is given without a lock.
     """
 
     __slots__ = ("_lock", "_max_in_flight", "_since_token", "_stride", "_tokens", "bounded")
@@ -84,17 +86,18 @@ class Dispatcher:
         self._lock = lock
         self._max_in_flight = max_in_flight or 0
         self._stride = _stride_of(self._max_in_flight)
-        # Guarded by `_lock`: outputs of every `_stride`-th of the latest programs, oldest first,
-        # and the number of programs after the last of them. All other programs have finished.
+        # Guarded by `_lock`: the outputs of every `_stride`-th of the latest programs, oldest
+        # first, and the number of programs after the last of them. All other programs have
+        # finished.
         self._tokens: deque[jax.Array] = deque()
         self._since_token = 0
 
     def narrow(self, max_in_flight: int) -> None:
-        """Lowers the number in flight to `max_in_flight`, if it is higher."""
+        """Lowers the limit of programs in flight to `max_in_flight`, if it is higher."""
         if max_in_flight >= self._max_in_flight:
             return
         with self._lock or nullcontext():
-            # The few programs after the last token stay uncounted; they need a smaller mesh.
+            # The few programs after the last token are not counted; they were for a smaller mesh.
             while self._tokens:
                 _wait_for(self._tokens.popleft())
             self._since_token = 0
@@ -104,22 +107,22 @@ class Dispatcher:
     def run(
         self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Any
     ) -> _T:
-        """Dispatches one program, after waiting for an earlier one if too many are in flight.
+        """Dispatches one program; if too many are in flight, waits for an earlier one first.
 
         Args:
             call: Dispatches the program and returns its outputs. Trace and compile beforehand:
                 other threads wait while it runs, so it must not wait for them.
-            token_of: From the outputs of `call`, a small array that has a shard on every device of
-                this process and is never donated to a later program; None for a program without
-                collectives. Not called unless `bounded`.
+            token_of: Returns, from the outputs of `call`, a small array that has a shard on every
+                device of this process and is never donated to a later program; None for a program
+                without collectives. Only called if `bounded`.
             *args: Arguments of `call`.
 
         Returns:
-            What `call` returns.
+            The outputs of `call`.
 
         Raises:
             JaxRuntimeError: if an earlier token was donated or deleted.
-            WorkerLostError: if the program has failed because another worker was lost.
+            WorkerLostError: if the program failed because another worker was lost.
         """
         made: list[_T] = []
         self.run_into(made, call, token_of, args)
@@ -134,9 +137,9 @@ class Dispatcher:
     ) -> None:
         """Like `run`, for programs that consume arguments: `made` gets what `call` returns.
 
-        It has it also if Ctrl-C comes while the program is dispatched: Python raises that between
-        two of its instructions, and between the call of a compiled function and the end of
-        `list.extend` there is none.
+        `made` gets the outputs even if Ctrl-C comes while the program is dispatched. Python raises
+        it only between two of its instructions, and there is none between the call of a compiled
+        function and the end of `list.extend`.
         """
         try:
             lock = self._lock
@@ -167,23 +170,23 @@ class Dispatcher:
             raise explained from error
 
 
-# One thread pool in the process, so one window over all meshes of CPU devices.
+# The process has one thread pool, so one limit holds for all meshes of CPU devices.
 _direct = Dispatcher(lock=None)
 _ordered = Dispatcher(lock=_accelerator_lock)
 _ordered_and_bounded = Dispatcher(lock=_cpu_lock, max_in_flight=_MAX_IN_FLIGHT)
 
 
 def dispatcher_for(mesh_devices: tuple[jax.Device, ...]) -> Dispatcher:
-    """The dispatcher of programs that run on all of the given devices.
+    """Returns the dispatcher of programs that run on all of the given devices.
 
     Args:
-        mesh_devices: The devices of a mesh, those of other processes included.
+        mesh_devices: The devices of a mesh, including those of other processes.
 
     Returns:
-        With one device in this process, a dispatcher that only calls; with several CPU devices, the
-        one that all such meshes share, with at most 32 programs in flight, 4 once a mesh has more
-        devices than XLA's thread pool has room for; with several GPUs or TPUs, the one that keeps
-        their order.
+        With one device in this process, a dispatcher that only calls. With several CPU devices, the
+        one that all such meshes share: at most 32 programs are in flight, and at most 4 once a mesh
+        has more devices than XLA's thread pool has room for. With several GPUs or TPUs, the one
+        that keeps their order.
     """
     this_process = jax.process_index()
     platforms = [d.platform for d in mesh_devices if d.process_index == this_process]
@@ -200,8 +203,8 @@ def _wait_for(token: jax.Array) -> None:
     try:
         token.block_until_ready()
     except jax.errors.JaxRuntimeError:
-        # A program that failed is finished, too: whoever reads its outputs gets the error. But a
-        # token that is gone would leave the number in flight without a bound.
+        # A program that failed has finished, too: the error is raised where its outputs are read.
+        # But without this token, the number in flight would have no limit.
         if token.is_deleted():
             raise
 
@@ -212,11 +215,11 @@ class LatestProgram:
 
     Attributes:
         count: Number of programs dispatched so far.
-        output: An array it makes, a list with one per replica, or None.
-        lock: Held while a program is dispatched that may consume that array.
-        dispatched_at: When it was on its way, by `time.perf_counter`.
-        blocked_seconds: How long dispatches have waited for earlier programs so far.
-        timer: What times programs, while a step is a sample.
+        output: An array that the program makes, a list with one per replica, or None.
+        lock: Held while a program that may consume that array is dispatched.
+        dispatched_at: Time at which it had been dispatched, by `time.perf_counter`.
+        blocked_seconds: Time that dispatches have waited for earlier programs so far.
+        timer: Timer of programs, while a step is a sample.
     """
 
     __slots__ = ("blocked_seconds", "count", "dispatched_at", "lock", "output", "timer")
@@ -230,12 +233,12 @@ class LatestProgram:
         self.timer: ProgramTimer | None = None
 
     def wait(self) -> None:
-        """Waits until devices are no longer at work on it."""
+        """Waits until the devices have finished it."""
         with self.lock:
             wait_for_output(self.output)
 
     def begin(self) -> None:
-        """To be called before a program is dispatched if there is a timer."""
+        """Starts the timer if there is one; call it before a program is dispatched."""
         timer = self.timer
         if timer is not None and timer.is_over:
             self.timer = None
@@ -243,11 +246,11 @@ class LatestProgram:
             self.blocked_seconds += timer.start(self.output)
 
     def end(self, output: Any, result: Any) -> None:
-        """To be called when one was dispatched.
+        """Records a program; call it after the program was dispatched.
 
         Args:
-            output: An array it makes, a list with one per replica, or None.
-            result: Likewise, of those that no later program consumes, if there are any.
+            output: An array that the program makes, a list with one per replica, or None.
+            result: The same, but of outputs that no later program consumes, if there are any.
         """
         self.count += 1
         self.output = output
@@ -257,8 +260,8 @@ class LatestProgram:
         self.dispatched_at = time.perf_counter()
 
     def is_running(self) -> bool:
-        """Whether devices are still at work on it."""
-        # jaxlib 0.10.2 ends the process when a deleted array is asked whether it is ready.
+        """Returns whether the devices are still at work on it."""
+        # jaxlib 0.10.2 ends the process if you ask a deleted array whether it is ready.
         with self.lock:
             output = self.output[0] if isinstance(self.output, list) else self.output
             return output is not None and not output.is_deleted() and not output.is_ready()
@@ -269,15 +272,15 @@ latest_program = LatestProgram()
 
 @final
 class JobEvent:
-    """Something that all workers of a job do together: a program, an assignment, a new epoch.
+    """An event of a job: all workers do it together, such as a program, an assignment, a new epoch.
 
     Args:
-        name: What it is, for people.
-        describe: Returns what it consists of: texts, which have to be the same on every worker,
-            each with the place of the script that it comes from, or "".
+        name: Name of the event, for people.
+        describe: Returns the parts of the event as texts, which have to be the same on every
+            worker. Each comes with the place in the script that it comes from, or "".
 
     Attributes:
-        key: The same for events of the same name and texts, on every worker.
+        key: Hash of the name and the texts, the same on every worker.
     """
 
     __slots__ = ("describe", "key", "name")
@@ -295,16 +298,16 @@ class JobEvent:
 
 @final
 class JobPrograms:
-    """What all workers of a job do together, in the order in which they do it.
+    """The events of a job, which all workers begin in the same order.
 
     Attributes:
         position: Number of events that this process has begun; the same on every worker that has
-            got as far.
-        num_meetings: Number of those at which it has waited for the others.
-        error: Why no further one can begin.
-        explain: From an error of a program to the one that is raised, while a job is watched.
-        enter: Makes sure that the others do the same, while there are others.
-        latest: The event that was begun last, with its values.
+            come as far.
+        num_meetings: Number of events at which this process has waited for the others.
+        error: Reason why no further event can begin.
+        explain: Turns an error of a program into the one to raise, while a job is watched.
+        enter: Makes sure that the other workers do the same, as long as there are any.
+        latest: The last event that was begun, with its values.
     """
 
     __slots__ = ("_is_alone", "enter", "error", "explain", "latest", "num_meetings", "position")
@@ -319,12 +322,12 @@ class JobPrograms:
         self._is_alone = False
 
     def explained(self, error: Exception) -> Exception:
-        """Returns the error to raise for `error`: its reason, if another worker is behind it."""
+        """Returns the error to raise for `error`; if another worker caused it, that reason."""
         return error if self.explain is None else self.explain(error)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lets this process do what the others do not, such as reading a file for all of them."""
+        """Lets this process do something that others do not, such as reading a file for all."""
         self._is_alone, before = True, self._is_alone
         try:
             yield
@@ -332,10 +335,10 @@ class JobPrograms:
             self._is_alone = before
 
     def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> None:
-        """Says what this process does next with all others; call it before.
+        """Announces what this process and all others do next; call it before doing it.
 
         Args:
-            event: What it is.
+            event: The event.
             values: Python numbers that belong to it, which may be others next time.
 
         Raises:
@@ -354,13 +357,13 @@ job_programs = JobPrograms()
 
 @final
 class Progress:
-    """How far this process is, for somebody who watches it.
+    """The progress of this process, for someone who watches it.
 
     Attributes:
-        is_watched: Whether somebody does; nothing is counted otherwise.
-        num_steps: Steps of `fit` and of loops over distributed datasets, and closures.
-        num_examples: Examples in them, of this process.
-        values: Numbers that a program has of its own, such as its loss, the latest by name.
+        is_watched: Whether someone watches; otherwise nothing is counted.
+        num_steps: Number of steps of `fit` and of loops over distributed datasets, and of closures.
+        num_examples: Number of examples in them, in this process.
+        values: Latest numbers of the program itself, such as its loss, by name.
     """
 
     __slots__ = ("is_watched", "num_examples", "num_steps", "values")
@@ -377,7 +380,7 @@ class Progress:
         self.num_examples += num_examples
 
     def note_logs(self, logs: Any) -> None:
-        """Takes the numbers in the logs of Keras, which are there already."""
+        """Takes the numbers from the logs of Keras; they are computed already."""
         if isinstance(logs, dict):
             kinds = (jax.Array, np.ndarray, np.generic, float, int)
             numbers = {k: v for k, v in logs.items() if isinstance(v, kinds) and np.ndim(v) == 0}

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a step is raised when the step's result is kept."""
+"""Ctrl-C that waits until the result of a step is stored."""
 
 import signal
 import threading
@@ -11,19 +11,19 @@ __all__ = ["interrupts"]
 
 @final
 class _Interrupts:
-    """In a `with interrupts:` block Ctrl-C waits for its end, where `watched` is entered.
+    """A `with interrupts:` block delays Ctrl-C to the end of the block, inside of `watched`.
 
-    Python handles signals in its main thread; in other threads both do nothing.
+    Python handles signals in its main thread; in other threads, both do nothing.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None  # of the program
+        self._handler: Any = None  # the program's own
         self._is_held = False
         self._caught: tuple[Any, ...] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Entered once for many steps: it takes 20 us."""
+        """Makes `with interrupts:` work. Enter it once for many steps, because it takes 20 us."""
         is_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGINT) if is_main and self._handler is None else None
         if not callable(handler):
@@ -58,4 +58,4 @@ class _Interrupts:
 
 
 interrupts = _Interrupts()
-"""Those of this process."""
+"""Object that delays Ctrl-C in this process."""

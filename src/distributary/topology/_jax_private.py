@@ -1,4 +1,4 @@
-"""The one place that uses private names of JAX."""
+"""The only module that uses private names of JAX."""
 
 import functools
 from collections.abc import Mapping
@@ -26,13 +26,15 @@ __all__ = [
 
 
 def inside_jax_trace() -> bool:
-    """Whether the caller is being traced by `jax.jit` or JAX control flow.
+    """Returns whether `jax.jit` or JAX control flow is tracing the caller.
 
-    True below `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`, False below an eager `grad` or
-    `vmap`. jax 0.10.2 has it in `jax.extend.core` under a name that says not to rely on it; a
-    better one is asked for in https://github.com/jax-ml/jax/issues/18544, open as of that version.
-    It builds a string each time, so the usual case, no trace at all, is looked up before, as
-    `core.trace_ctx.is_top_level` does with three more calls.
+    True inside `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`; False inside an eager `grad`
+    or `vmap`. In jax 0.10.2 this is in `jax.extend.core`, under a name that says not to rely on it.
+    https://github.com/jax-ml/jax/issues/18544 asks for a better one, and is open as of that
+    version.
+
+    That function builds a string on each call. So the usual case, no trace at all, is checked
+    first, in the same way as in `core.trace_ctx.is_top_level`, which needs three more calls.
     """
     if (
         core.trace_state_strong_ref.value is core.eval_trace
@@ -43,7 +45,7 @@ def inside_jax_trace() -> bool:
 
 
 def is_left_over(tracer: Any) -> bool:
-    """Whether a traced value belongs to a compiled function whose trace has ended.
+    """Returns whether a traced value belongs to a compiled function whose trace has ended.
 
     `jax.grad` and `jax.vmap`, which also run eagerly, have tracers of other classes; checked with
     jax 0.10.2.
@@ -54,8 +56,8 @@ def is_left_over(tracer: Any) -> bool:
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many operands of a `scan` are constants, and how many the loop carries.
 
-    Up to jax 0.10 the equation's parameters hold both numbers; from 0.11 on they hold a tree of the
-    operands, whose class is private.
+    Up to jax 0.10, the parameters of the equation contain both numbers. From 0.11 on, they contain
+    a tree of the operands, whose class is private.
     """
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
@@ -66,7 +68,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def all_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parameters of an equation, with those of its high-level primitive if it has one.
 
-    From jax 0.11 on some functions (`jax.lax.custom_root`, in 0.12 also `jnp.searchsorted`,
+    From jax 0.11 on, some functions (`jax.lax.custom_root`, in 0.12 also `jnp.searchsorted`,
     `jnp.nonzero`, `jnp.ldexp` and `jnp.frexp`) stay one equation, `call_hi_primitive`, until JAX
     compiles them. Its only parameter is an object that holds the jaxprs.
     """
@@ -74,39 +76,39 @@ def all_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_high_primitives(closed: Any) -> Any:
-    """Returns a closed jaxpr with the equations of its high-level primitives; see `all_params`.
+    """Replaces the high-level primitives of a closed jaxpr by their equations; see `all_params`.
 
-    `jax.jit` does the same before it compiles. Derivatives have to be taken before.
+    `jax.jit` does the same before it compiles. Take derivatives before you call this.
     """
     return partial_eval.lower_jaxpr2(closed) if getattr(closed, "is_high", False) else closed
 
 
 def backends_started() -> bool:
-    """Whether JAX has started its backends; the question itself starts nothing.
+    """Returns whether JAX has started its backends, without starting them.
 
-    JAX has no public name for this: https://github.com/jax-ml/jax/issues/23320, open as of
-    jax 0.10.2, the version in which this place of the private name was checked.
+    JAX has no public name for this: https://github.com/jax-ml/jax/issues/23320, open as of jax
+    0.10.2. The private name was checked with that version.
     """
     return bool(xla_bridge.backends_are_initialized())
 
 
 def coordination_client() -> Any:
-    """The client of the service that connects the processes of a job; None in a process alone.
+    """Returns the client of the service that connects the processes of a job; None for one process.
 
-    Of it are used `key_value_set`, `blocking_key_value_get` and `key_value_delete`, with which
-    processes exchange texts with a time limit and without their devices. What JAX has a public name
-    for, `jax.experimental.multihost_utils`, are collectives of devices without a limit; checked
+    We use its methods `key_value_set`, `blocking_key_value_get` and `key_value_delete`. With them,
+    processes exchange texts with a time limit and without using their devices. The public module,
+    `jax.experimental.multihost_utils`, only has collectives of devices, without a limit; checked
     with jax 0.10.2.
     """
     return distributed.global_state.client
 
 
 def uncommitted(array: jax.Array) -> jax.Array:
-    """The same array of one device, in the same memory, for computing with arrays of others.
+    """Returns the same array of one device, in the same memory, to combine with arrays of others.
 
-    JAX refuses to compute with arrays that are committed to different devices, and brings others to
-    where it computes. Public functions either commit what they give or copy it; checked with
-    jax 0.10.2.
+    JAX refuses to compute with arrays that are committed to different devices, but moves
+    uncommitted ones to where it computes. Public functions either commit the arrays that they
+    return or copy them; checked with jax 0.10.2.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = uncommitted(jax.random.key_data(array))
@@ -118,12 +120,13 @@ def uncommitted(array: jax.Array) -> jax.Array:
 def put_rows(
     array: np.ndarray, sharding: Any, devices: list[jax.Device], axis: int = 0
 ) -> jax.Array:
-    """The rows of this process' replicas, as many for each, as an array sharded over dim `axis`.
+    """Returns the rows of this process's replicas as an array that is sharded over dim `axis`.
 
-    `devices` are theirs, as many for each replica and next to each other.
+    Every replica has the same number of rows. `devices` are the devices of these replicas, the same
+    number for each, with those of one replica next to each other.
 
-    The same as `jax.device_put`, which takes 90 us for two devices and 150 us for four in
-    jax 0.10.2, nearly all of it Python; its last step alone takes 16 and 47 us.
+    The result is that of `jax.device_put`. In jax 0.10.2, that takes 90 us for two devices and 150
+    us for four, nearly all of it in Python; its last step alone takes 16 and 47 us.
     """
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     if dtype != array.dtype:
@@ -137,7 +140,7 @@ def put_rows(
 def _parts_of_rows(
     shape: tuple[int, ...], dtype: np.dtype, sharding: Any, num_devices: int, axis: int
 ) -> tuple[Any, list[tuple[slice, ...]]]:
-    """What the array is on all devices, and what of it each of this process gets."""
+    """Returns the whole array's shape, and the slice for each device of this process."""
     per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
     before, size = shape[:axis], shape[axis] * per_replica // num_devices
     num_rows = sharding.mesh.shape[sharding.spec[axis]] * size

@@ -1,4 +1,4 @@
-"""Arrays on all devices of a mesh, also of one that spans processes."""
+"""Arrays on all devices of a mesh, even if the mesh spans processes."""
 
 import functools
 from typing import Any, final
@@ -26,23 +26,23 @@ __all__ = [
 _CALLS_BEFORE_COMPILING = 3  # shapes that come rarely are not worth a program
 
 HOST_MEMORY = "pinned_host"
-"""JAX's memory kind of the memory of a device's host, as far as the device reaches it itself."""
+"""JAX's memory kind for the part of the host's memory that a device can access directly."""
 
 
 def has_host_memory(device: jax.Device) -> bool:
-    """Whether arrays of a device can lie in the memory of its host."""
+    """Returns whether arrays of a device can be stored in the memory of its host."""
     return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
 
 
 def in_host_memory(sharding: Any) -> bool:
-    """Whether arrays of a sharding lie in the memory of their device's host."""
+    """Returns whether arrays with this sharding are in the memory of their device's host."""
     return getattr(sharding, "memory_kind", None) == HOST_MEMORY
 
 
 def in_device_memory(value: Any) -> Any:
-    """A value with which JAX computes: of an array in host memory, a copy on its device.
+    """Returns an array that JAX can compute with: for one in host memory, a copy on its device.
 
-    For shardings, that of such a copy.
+    For a sharding, returns the sharding of such a copy.
     """
     if isinstance(value, jax.sharding.Sharding):
         return value.with_memory_kind("device") if in_host_memory(value) else value
@@ -52,12 +52,12 @@ def in_device_memory(value: Any) -> Any:
 
 
 def local_devices(sharding: Any) -> list[jax.Device]:
-    """The devices of a mesh that belong to this process, in the order of the mesh."""
+    """Returns the devices of a mesh that belong to this process, in the order of the mesh."""
     return _local_devices_of(sharding.mesh)
 
 
 def num_local_replicas(sharding: Any) -> int:
-    """How many replicas of a mesh belong to this process."""
+    """Returns the number of replicas of a mesh that belong to this process."""
     return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
 
 
@@ -68,10 +68,11 @@ def _local_devices_of(mesh: jax.sharding.Mesh) -> list[jax.Device]:
 
 
 def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays again, in buffers that nobody else holds.
+    """Copies arrays into buffers that nothing else refers to.
 
-    The runtime copies them; `jnp.copy` would compile a program for each shape. Of several processes
-    each copies its parts, as jax 0.10.2 makes no copies of arrays it cannot reach as a whole.
+    The runtime copies them; `jnp.copy` would compile a program for each shape. With several
+    processes, each one copies its own parts, because jax 0.10.2 cannot copy arrays that are not
+    fully addressable.
     """
     parts = [
         array if array.is_fully_addressable else [shard.data for shard in array.addressable_shards]
@@ -117,7 +118,7 @@ def _put(value: Any, sharding: Any) -> Any:
 
 
 def put_replicated(value: Any, sharding: Any) -> Any:
-    """A value on every device of a sharding; all processes of the mesh give the same.
+    """Puts a value on every device of a sharding; all processes of the mesh pass the same value.
 
     Args:
         value: Array, or nest of arrays, that this process can read.
@@ -138,11 +139,11 @@ def put_replicated(value: Any, sharding: Any) -> Any:
 
 
 def put_own(value: Any, sharding: Any) -> jax.Array:
-    """What this process has of a value whose devices belong to several processes.
+    """Puts this process's part of a value on a mesh whose devices belong to several processes.
 
     Args:
-        value: Its rows, along the partitioned dim, of this process' replicas, as many of each; all
-            of it if no dim is partitioned.
+        value: The rows, along the partitioned dim, for this process's replicas, the same number for
+            each; the whole value if no dim is partitioned.
         sharding: Sharding with at most one partitioned dim.
     """
     axes = [axis for axis, name in enumerate(sharding.spec) if name is not None]
@@ -153,11 +154,11 @@ def put_own(value: Any, sharding: Any) -> jax.Array:
 
 
 def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
-    """An array `[replica, ...]` with every row on the devices of its replica.
+    """Makes an array `[replica, ...]`, with every row on the devices of its replica.
 
     Args:
-        rows: The rows of this process' replicas, or of all replicas.
-        sharding: Sharding of one replica per row.
+        rows: The rows of this process's replicas, or of all replicas.
+        sharding: Sharding with one replica per row.
         first: Number of the first replica of this process.
     """
     if isinstance(rows, np.ndarray):
@@ -174,7 +175,7 @@ def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
 
 
 def local_copy(value: Any) -> Any:
-    """Of an array that is the same on devices of several processes, one of this process."""
+    """Returns this process's copy of an array that is replicated across processes."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         spans_processes = not value.is_fully_addressable
         return value.addressable_data(0) if spans_processes and value.is_fully_replicated else value

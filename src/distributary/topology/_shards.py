@@ -1,7 +1,7 @@
-"""Arrays of which every device of a mesh holds a part.
+"""Arrays that are stored in parts, one on every device of a mesh.
 
-A part is a slice along one dim. Where the dim does not divide by the number of devices, the array
-is stored with zeros at its end; only what is computed in a program knows that.
+A part is a slice along one dim. If the size of the dim is not a multiple of the number of devices,
+the array is stored with zeros at its end. Only code that runs in a program sees this padding.
 """
 
 import functools
@@ -31,9 +31,9 @@ __all__ = [
 
 
 def shard_spec(shape: Sequence[int], num_shards: int) -> P:
-    """The sharding with the smallest parts: along the dim that needs the least padding.
+    """Returns the sharding with the smallest parts: along the dim that needs the least padding.
 
-    Nothing is partitioned of scalars and empty arrays.
+    Scalars and empty arrays are not partitioned.
     """
     if num_shards == 1 or not shape or 0 in shape:
         return P()
@@ -42,7 +42,7 @@ def shard_spec(shape: Sequence[int], num_shards: int) -> P:
 
 
 def shard_dim(sharding: Any) -> int | None:
-    """The dim that a sharding or its spec partitions over the replicas; None for all others."""
+    """Returns the dim that a sharding or its spec partitions over the replicas; None if none."""
     spec = getattr(sharding, "spec", sharding)
     if not isinstance(spec, P) or REPLICA_AXIS not in spec:
         return None
@@ -50,29 +50,29 @@ def shard_dim(sharding: Any) -> int | None:
 
 
 def stored_shards(value: Any, sharding: NamedSharding) -> Any:
-    """In a program: a whole value as it is stored, a dim that is partitioned padded."""
+    """Returns a whole value as it is stored, with the partitioned dim padded; call in a program."""
     dim = shard_dim(sharding)
     stored = value if dim is None else padded(value, dim, sharding.mesh.shape[REPLICA_AXIS])
     return jax.lax.with_sharding_constraint(stored, sharding)
 
 
 def whole_shards(stored: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
-    """In a program: the whole value, without its padding; its parts stay where they are."""
+    """Returns the whole value without its padding; its parts do not move. Call in a program."""
     if shard_dim(sharding) is None or stored.shape == tuple(shape):
         return stored
     return jax.lax.with_sharding_constraint(_cut(stored, shape), sharding)
 
 
 def padded(value: Any, dim: int, num_shards: int) -> Any:
-    """In a program: `value` with zeros at the end of `dim`, so that it divides."""
+    """Appends zeros to `dim`, so that `num_shards` divides its size; call in a program."""
     return jnp.pad(value, _padding(value.shape, dim, num_shards))
 
 
 def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A whole value, the same in all processes, stored in parts.
+    """Stores a whole value, which is the same in all processes, in parts.
 
     Args:
-        value: Array that this process can read, or that is stored like this already.
+        value: Array that this process can read, or one that is already stored in this way.
         sharding: Sharding that partitions one dim.
     """
     if isinstance(value, jax.Array) and value.sharding == sharding:
@@ -90,12 +90,12 @@ def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
-    """The whole value of an array that is stored in parts; its shape is `shape`.
+    """Returns the whole value, of shape `shape`, of an array that is stored in parts.
 
-    With several processes all have to call it, at the same point: it is a collective.
+    This is a collective: with several processes, all of them have to call it at the same point.
     """
     if not stored.is_fully_addressable and not stored.is_fully_replicated:
-        # No other program may be under way on the devices when this one meets its collectives.
+        # No other program may be in flight on the devices when this one meets its collectives.
         stored.block_until_ready()
         mesh = stored.sharding.mesh  # type: ignore[attr-defined]
         job_programs.begin(JobEvent(f"reading an array in parts, {stored.dtype}{list(shape)}"))

@@ -1,8 +1,8 @@
-"""Devices of another machine, for which programs are compiled and which cannot run them.
+"""Devices of another machine: programs are compiled for them, but cannot run on them.
 
-`distributary compile` sets a target before it runs a script. From then on this process has the
-target's devices and no others; values lie on one CPU device, and every program goes to the target
-instead of to its devices. Without a target the functions here change nothing.
+`distributary compile` sets a target before it runs a script. From then on, this process has only
+the target's devices. All values lie on one CPU device, and every program goes to the target instead
+of to the devices it is written for. Without a target, the functions here change nothing.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class ProgramKind:
-    """What a program is, for a target that compiles one of several.
+    """Description of a program, so that a target that compiles one of several can choose.
 
     Args:
         name: Name of the function that the user wrote, or of the Keras method.
-        trains: Whether it updates a trainable variable.
+        trains: Whether the program updates a trainable variable.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Target:
     """The devices of another machine.
 
     Args:
-        name: What messages call it, such as `"v5e:2x4"`.
+        name: Name of the target in messages, such as `"v5e:2x4"`.
         kind: Kind of the devices, as in `DeviceName`.
         hosts: The devices, host by host.
-        wrap: Called with a jitted function, the mesh it is written for and what it is; returns what
-            is called, with arrays of `home`, in its place.
+        wrap: Called with a jitted function, the mesh it is written for and its `ProgramKind`.
+            Returns the function to call in its place, whose arguments are arrays on `home`.
 
     Attributes:
         home: The one CPU device on which all values lie.
@@ -71,17 +71,17 @@ class Target:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices of all hosts, host by host."""
+        """Devices of all hosts, host by host."""
         return tuple(device for host in self.hosts for device in host)
 
     def local_devices(self, kind: str) -> tuple[jax.Device, ...]:
-        """The devices that this process has of one kind."""
+        """Returns the devices of one kind that this process has."""
         if kind != self.kind:
             return ()
         return tuple(d for host in self.hosts[: self._num_hosts_here] for d in host)
 
     def stand_for_all_hosts(self) -> tuple[jax.Device, ...]:
-        """Gives this process the devices of all hosts; returns them."""
+        """Gives this process the devices of all hosts, and returns them."""
         self._num_hosts_here = len(self.hosts)
         return self.devices
 
@@ -97,27 +97,28 @@ def aim_at(target: Target | None) -> None:
 
 
 def current_target() -> Target | None:
-    """The target, None without one."""
+    """Returns the target, or None if there is none."""
     return _target
 
 
 def devices_are_given() -> bool:
-    """Whether who runs the script has decided which devices it gets: with a target or a watcher."""
+    """Returns whether a target or a watcher decides which devices the script gets."""
     return _target is not None or _watcher is not None
 
 
 def devices_of_all_hosts() -> tuple[jax.Device, ...] | None:
-    """With a target, the devices of the whole job, which become those of this process; else None.
+    """Gives this process the devices of the whole job, if there is a target, and returns them.
 
-    For strategies whose processes would connect now.
+    Called by strategies at the point where their processes would connect. Returns None without a
+    target.
     """
     return None if _target is None else _target.stand_for_all_hosts()
 
 
 def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
-    """The mesh on which values lie that programs on `mesh` take: `mesh` itself without a target.
+    """Returns the mesh that holds the arguments of programs on `mesh`; without a target, `mesh`.
 
-    Shardings of both have the same specs.
+    Shardings on the two meshes have the same specs.
     """
     if _target is None:
         return mesh
@@ -127,12 +128,12 @@ def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
-    """What to call instead of a jitted function: itself without a target and a watcher.
+    """Returns the function to call instead of a jitted one; the same without target and watcher.
 
     Args:
         call: The jitted function.
         mesh: The mesh it is written for; None if it runs on JAX's default device.
-        kind: What it is.
+        kind: Description of the program.
     """
     if _target is not None and mesh is not None:
         return _target.wrap(call, mesh, kind)
@@ -142,11 +143,11 @@ def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> 
 def watch_programs(
     watcher: Callable[[Any, jax.sharding.Mesh | None, ProgramKind], Any] | None,
 ) -> None:
-    """Puts something in the place of every program made from now on, on the devices here.
+    """Replaces every program made from now on, on the devices of this machine.
 
     Args:
-        watcher: Called with the arguments of `for_target`; returns what is called instead, which
-            has the method `lower` of the jitted function. None ends it.
+        watcher: Called with the arguments of `for_target`. Returns the function to call instead,
+            which has the method `lower` of the jitted function. None ends the watch.
     """
     global _watcher
     _watcher = watcher
@@ -156,8 +157,8 @@ def compile_ahead(call: Any, *args: Any) -> Any:
     """Compiles a jitted function before it is called; a target compiles when it is called.
 
     Returns:
-        What JAX has traced, a `jax.stages.Traced`; None for a target and where a watcher has put
-        something in the place of the function.
+        The `jax.stages.Traced` of the function; None for a target, and if a watcher has replaced
+        the function.
     """
     if _target is not None:
         return None

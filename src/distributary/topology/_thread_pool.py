@@ -18,25 +18,25 @@ __all__ = ["SHARE_VARIABLE", "CpuThreads", "num_cores", "threads_needed"]
 # deadlocked at R = 2, 4 and 8 devices, pools of 2R never did; larger ones only cost time.
 _THREADS_PER_DEVICE = 2
 
-# The value of PJRT_NPROC that `distributary launch` chose: this process' share of the cores.
+# The value of PJRT_NPROC that `distributary launch` chose: this process's share of the cores.
 SHARE_VARIABLE: Final = "DISTRIBUTARY_NPROC"
 
-# In the order in which XLA looks; the first that is an integer counts.
+# In the order in which XLA looks; the first one that is an integer counts.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 
 _FRAMES_TO_CALLER_OF_PREPARE = 4
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # as XLA counts them, where it can
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # XLA counts them in the same way if it can
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 @final
 class CpuThreads:
-    """Sets the size of the pool before JAX starts, and remembers what it has set.
+    """The size of the thread pool, set before JAX starts; remembers what it has set.
 
     Args:
         environ: Environment to read and to change.
@@ -56,8 +56,9 @@ class CpuThreads:
     def enlarge(self, num_devices: int) -> None:
         """Sets `PJRT_NPROC` if the pool would have fewer than two threads per device.
 
-        To the number of cores, or to what the devices need if that is more, or if a launcher has
-        given this process a share of the cores.
+        The new value is the number of cores, or the number of threads that the devices need if that
+        is higher. If a launcher has given this process a share of the cores, the value is always
+        the number of threads that the devices need.
 
         Args:
             num_devices: Number of CPU devices with which JAX will start.
@@ -68,7 +69,7 @@ class CpuThreads:
         with self._lock:
             share = self._environ.get(SHARE_VARIABLE)
             if self._written is not None and self._environ.get("PJRT_NPROC") == self._written:
-                del self._environ["PJRT_NPROC"]  # for an earlier number of devices
+                del self._environ["PJRT_NPROC"]  # was for an earlier number of devices
                 if share is not None:
                     self._environ["PJRT_NPROC"] = share
             self._written = None
@@ -118,7 +119,7 @@ class CpuThreads:
             )
 
     def is_large_enough(self, num_devices: int, *, num_existing: int) -> bool:
-        """Whether the pool has two threads per device, as far as the environment tells.
+        """Returns whether the pool has two threads per device, as far as the environment tells.
 
         Args:
             num_devices: Number of CPU devices that take part in one program.
@@ -133,7 +134,7 @@ class CpuThreads:
         return self.size(num_existing) >= threads_needed(num_devices)
 
     def size(self, num_existing: int) -> int:
-        """The size of the pool, as far as the environment tells.
+        """Returns the size of the pool, as far as the environment tells.
 
         Args:
             num_existing: Number of all CPU devices of this process.
@@ -152,6 +153,6 @@ class CpuThreads:
 
 
 def threads_needed(num_devices: int) -> int:
-    """The number of threads below which that many CPU devices can wait for each other for ever."""
-    # A device alone waits for nobody.
+    """Returns the number of threads below which that many CPU devices can deadlock."""
+    # A single device waits for no other.
     return _THREADS_PER_DEVICE * num_devices if num_devices > 1 else 0

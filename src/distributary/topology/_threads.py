@@ -1,4 +1,4 @@
-"""Threads that end before Python does, and what is ended with an object."""
+"""Threads that end before Python does, and functions that run when an object is collected."""
 
 import atexit
 import threading
@@ -10,21 +10,21 @@ __all__ = ["call_when_collected", "start_thread"]
 
 _EXIT_SECONDS = 5.0
 
-_stops: dict[threading.Thread, Callable[[], object]] = {}  # of those that run
+_stops: dict[threading.Thread, Callable[[], object]] = {}  # of the threads that still run
 
 
 def start_thread(
     run: Callable[[], object], stop: Callable[[], object], name: str
 ) -> threading.Thread:
-    """Starts a daemon thread that is ended when the program ends; for threads that use JAX.
+    """Starts a daemon thread that ends when the program ends; for threads that use JAX.
 
-    Left alone, a daemon thread is cut off while the interpreter shuts down, wherever it is; in
-    JAX's C++ code that aborts the process ("FATAL: exception not rethrown").
+    Python cuts daemon threads off while the interpreter shuts down, wherever they are. If a thread
+    is in JAX's C++ code at that moment, the process aborts ("FATAL: exception not rethrown").
 
     Args:
-        run: What the thread does.
-        stop: Makes `run` return soon. Called when the program ends, which waits some seconds. Both
-            are kept as long as the thread runs.
+        run: Function that the thread runs.
+        stop: Makes `run` return soon. Called when the program ends, which then waits a few seconds.
+            Both functions are kept alive while the thread runs.
         name: Name of the thread.
     """
 
@@ -41,9 +41,10 @@ def start_thread(
 
 
 def call_when_collected(owner: object, function: Callable[[], object]) -> None:
-    """Calls a function, which must not keep `owner`, when `owner` is collected; not at the end.
+    """Calls a function when `owner` is collected, but not when the program ends.
 
-    In a thread, as whoever collects garbage may be one of those that the function ends.
+    The function must not hold a reference to `owner`. It runs in a thread of its own, because
+    garbage may be collected in one of the threads that the function ends.
     """
     thread = threading.Thread(target=function, name="distributary-close", daemon=True)
     weakref.finalize(owner, thread.start).atexit = False

@@ -1,4 +1,4 @@
-"""Times what devices do, and marks steps in a profile."""
+"""Timing of programs on devices, and marks for steps in a profile."""
 
 import contextlib
 import time
@@ -14,35 +14,35 @@ _MAX_PROGRAMS = 16
 
 @final
 class ProgramTimer:
-    """Times some programs, each with nothing else under way.
+    """A timer for a number of programs, each of which runs with nothing else in flight.
 
     Attributes:
-        seconds: How long they took, from the dispatch until their results were there.
+        seconds: Time of all programs together, each from its dispatch until its results are there.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._num_left = _MAX_PROGRAMS
-        self._begin: float | None = None  # set while one is under way
+        self._begin: float | None = None  # set while a program is in flight
 
     @property
     def is_over(self) -> bool:
-        """Whether there were too many: a loop that was left has forgotten its timer."""
+        """True after too many programs: the loop has ended without taking its timer away."""
         return not self._num_left
 
     def start(self, before: Any) -> float:
-        """Waits for the output of an earlier program; returns for how long."""
+        """Waits for the output of an earlier program; returns the seconds that this took."""
         begin = time.perf_counter()
         wait_for_output(before)
         self._begin = now = time.perf_counter()
         return now - begin
 
     def stop(self, output: Any) -> float:
-        """Waits for the output of the program dispatched since `start`; returns for how long."""
+        """Waits for the output of the program dispatched since `start`; returns the seconds."""
         begin = time.perf_counter()
         wait_for_output(output)
         end = time.perf_counter()
-        if self._begin is not None:  # it was there when the program was dispatched
+        if self._begin is not None:  # `start` was called before the program was dispatched
             self.seconds += end - self._begin
             self._num_left -= 1
         self._begin = None
@@ -50,8 +50,8 @@ class ProgramTimer:
 
 
 def wait_for_output(output: Any) -> None:
-    """Waits for an array, all of a list, or nothing."""
-    # Whoever reads the output of a program that has failed gets the error.
+    """Waits for an array or for all arrays of a list; does nothing for None."""
+    # If a program has failed, the error is raised where its output is read.
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, ValueError):
         for array in output if isinstance(output, list) else [output]:
             if array is not None and not array.is_deleted():
@@ -60,11 +60,11 @@ def wait_for_output(output: Any) -> None:
 
 @final
 class ProfiledSteps:
-    """Tells a profile where steps begin.
+    """A hook through which a profile learns where steps begin.
 
     Attributes:
-        begin_step: Called where one begins, with whether it is the first one of a loop, while a
-            profile is wanted; else None.
+        begin_step: Called at the beginning of a step while a profile is wanted, with True for the
+            first step of a loop. None otherwise.
     """
 
     __slots__ = ("begin_step",)

@@ -1,4 +1,4 @@
-"""Where the cores of a TPU lie, and which devices of JAX they are."""
+"""The places of the cores of a TPU, and the JAX device at each."""
 
 import json
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ Coordinates = tuple[int, int, int, int]
 class Topology:
     """The places of devices in a grid of chips with cores.
 
-    Comes from `distributary.tpu.experimental.initialize_tpu_system`, or from `of_devices`.
+    Get one from `distributary.tpu.experimental.initialize_tpu_system`, or make one with
+    `of_devices`.
 
     Args:
-        serialized: What `serialized()` returned; the other arguments are then ignored.
-        mesh_shape: Size of the grid: three numbers for the chips, one for the cores of a chip.
-        device_coordinates: Integers `[task, device, 4]`: the place of every device of every task,
-            of which all have as many.
+        serialized: Bytes from `serialized()`. If you pass them, the other arguments are ignored.
+        mesh_shape: Size of the grid: three numbers for the chips, and one for the cores of a chip.
+        device_coordinates: Integers `[task, device, 4]`: the place of every device of every task.
+            All tasks have the same number of devices.
 
     Raises:
-        InvalidValueError: for shapes that are no topology, and for coordinates that lie outside of
-            the grid or come twice.
+        InvalidValueError: if the shapes do not describe a topology, or coordinates lie outside of
+            the grid or appear twice.
 
-    Source: `tf.tpu.experimental.Topology`; `serialized()` is of a format of its own.
+    Source: `tf.tpu.experimental.Topology`; `serialized()` uses a format of its own.
     """
 
     def __init__(
@@ -56,20 +57,21 @@ class Topology:
     def of_devices(
         cls, devices: Sequence[jax.Device], mesh_shape: Sequence[int] | None = None
     ) -> "Topology":
-        """The topology of devices that JAX has; tf.distribute has no such method.
+        """Makes the topology of devices that JAX has; tf.distribute has no such method.
 
-        With it programs for several cores per replica run on any devices, also on logical CPU
+        With it, programs for several cores per replica run on any devices, even on logical CPU
         devices.
 
         Args:
-            devices: The devices, as many of every process.
-            mesh_shape: Size of the grid, which the devices fill in their order, the last number
-                fastest; None for the places that TPU devices have themselves (the slices of a job
-                lie behind each other along z), and for others `[number, 1, 1, 1]`.
+            devices: The devices, the same number from every process.
+            mesh_shape: Size of the grid. The devices fill it in their order, with the last number
+                changing fastest. None uses the places that TPU devices report (the slices of a job
+                lie behind each other along z), and `[number, 1, 1, 1]` for other devices.
 
         Raises:
-            DeviceError: if the processes have different numbers of devices, or there are none.
-            InvalidValueError: if the grid is of another size than the devices.
+            DeviceError: if the processes have different numbers of devices, or there are no
+                devices.
+            InvalidValueError: if the grid has another size than the number of devices.
         """
         found = list(devices)
         by_process: dict[int, list[int]] = {}
@@ -110,7 +112,7 @@ class Topology:
 
     @property
     def device_coordinates(self) -> np.ndarray:
-        """The place of every device of every task, int32 `[task, device, 4]`."""
+        """Place of every device of every task, int32 `[task, device, 4]`."""
         return self._device_coordinates
 
     @property
@@ -131,45 +133,46 @@ class Topology:
         return int(self._device_coordinates.shape[1])
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number of the host to which a place belongs.
+        """Returns the number of the host to which a place belongs.
 
         Raises:
-            InvalidValueError: if there is no device at these coordinates; so do the next methods.
+            InvalidValueError: if there is no device at these coordinates. The next methods raise it
+                too.
         """
         return self._place(device_coordinates)[0]
 
     def tpu_device_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
-        """The number of the device on its host."""
+        """Returns the number of the device on its host."""
         return self._place(device_coordinates)[1]
 
     def cpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """The name of the CPU of a device's host: `"/task:0/device:CPU:0"`."""
+        """Returns the name of the CPU of a device's host: `"/task:0/device:CPU:0"`."""
         task, _ = self._place(device_coordinates)
         return f"{_job(job)}/task:{task}/device:CPU:0"
 
     def tpu_device_name_at_coordinates(
         self, device_coordinates: Sequence[int], job: str | None = None
     ) -> str:
-        """The name of a device: `"/task:0/device:TPU:1"`."""
+        """Returns the name of a device: `"/task:0/device:TPU:1"`."""
         task, ordinal = self._place(device_coordinates)
         return f"{_job(job)}/task:{task}/device:TPU:{ordinal}"
 
     @property
     def has_devices(self) -> bool:
-        """Whether it was made of devices of JAX."""
+        """True if the topology was made from JAX devices."""
         return bool(self._devices)
 
     def jax_device(self, device_coordinates: Sequence[int]) -> jax.Device:
-        """The device at a place of a topology that was made of devices."""
+        """Returns the device at a place; only if the topology was made from devices."""
         self._place(device_coordinates)
         return self._devices[_coordinates(device_coordinates)]
 
     def serialized(self) -> bytes:
-        """The topology as bytes, from which `Topology(serialized)` makes it again.
+        """Returns the topology as bytes, which `Topology(serialized)` reads.
 
-        The devices of JAX are not part of it.
+        The bytes do not include the JAX devices.
         """
         content = {
             "mesh_shape": self._mesh_shape.tolist(),
@@ -201,14 +204,14 @@ class Topology:
 
 
 class TPUSystemMetadata(NamedTuple):
-    """How many TPU cores there are, and where.
+    """The TPU cores of a job: how many there are, and where.
 
     Attributes:
-        num_cores: Number of cores (devices of JAX) of the job.
+        num_cores: Number of cores (JAX devices) of the job.
         num_hosts: Number of hosts.
-        num_of_cores_per_host: Number of cores of each.
-        topology: Where they lie.
-        devices: The devices of JAX, host by host.
+        num_of_cores_per_host: Number of cores of each host.
+        topology: Places of the cores.
+        devices: The JAX devices, host by host.
 
     Source: `tf.tpu.experimental.TPUSystemMetadata`.
     """
@@ -230,10 +233,10 @@ def _job(job: str | None) -> str:
 
 
 def _places_of_tpus(devices: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The grid of TPU devices, and the place of each, `[device, 4]`."""
+    """Returns the size of the grid of TPU devices, and the place of each, `[device, 4]`."""
     places = np.array([(*d.coords, getattr(d, "core_on_chip", 0)) for d in devices], np.int32)
     slices = np.array([getattr(d, "slice_index", None) or 0 for d in devices], np.int32)
-    # A host of a larger TPU may run alone.
+    # Coordinates need not start at 0: one host of a larger TPU may run alone.
     shape = places.max(axis=0) - places.min(axis=0) + 1
     places -= places.min(axis=0)
     places[:, 2] += shape[2] * slices
