@@ -155,7 +155,7 @@ class CrossReplica:
         )[0]
 
     def _rows(self, leaf: Any) -> PerReplica | None:
-        """Returns a leaf with one value per replica as a `PerReplica`, stacked if possible; else None."""
+        """Returns a leaf with one value per replica as a `PerReplica`, stacked if possible."""
         if isinstance(leaf, SyncOnReadVariable):
             scope = current_scope()
             if scope is None:

@@ -261,7 +261,7 @@ class ReplicaRunner:
     def _run_inside_replica(
         self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role
     ) -> Any:
-        """Runs the function in place: the code that is being traced is already that of one replica."""
+        """Runs the function in place: the trace in progress is already that of one replica."""
         args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
         with in_role(role):
             result = call_on_replica(self._strategy, function, args, kwargs, role)
