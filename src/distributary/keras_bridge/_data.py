@@ -42,7 +42,7 @@ class Call:
 
     Args:
         method: Name of the method.
-        data: Adapter of the data; if there is validation data, too, that of the training data.
+        data: Adapter of its data; with validation data, the adapter of the training data.
     """
 
     method: str
@@ -54,7 +54,7 @@ current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 
 
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Keras accept datasets of ours, of Hugging Face, and those that `Strategy` returns."""
+    """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_per_worker(x):
@@ -125,7 +125,7 @@ def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UnknownSizes(DataAdapter):
-    """An adapter for batches of which Keras knows nothing in advance."""
+    """A data adapter that knows nothing about its batches in advance."""
 
     @property
     def num_batches(self) -> int | None:
@@ -158,7 +158,7 @@ class DatasetAdapter(UnknownSizes):
         self._skip = 0
 
     def start_at(self, epoch: int, steps: int | None) -> None:
-        """Starts the next pass at an epoch of `steps` steps, as if the epochs before it had run."""
+        """Makes the next pass that of an epoch of `steps` steps, as if earlier epochs had run."""
         if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
             self._skip = epoch * steps
         else:
@@ -196,7 +196,9 @@ class DatasetAdapter(UnknownSizes):
 
 
 def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
-    """Returns the batches of an epoch, on the host; of even batches, only this worker's rows.
+    """Returns the batches of an epoch, on the host.
+
+    If all replicas can split a batch evenly, it has only this worker's rows.
 
     Args:
         adapter: Keras' data adapter.

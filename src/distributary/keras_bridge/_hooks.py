@@ -35,7 +35,7 @@ SUPPORTED = ((3, 15), (3, 16))
 
 #: Module and path of each function to replace, and a function from the original to the replacement.
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    # Places of variables.
+    # Storage of variables.
     ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", _variables.initialize_layout),
     ("keras.src.backend.jax.core", "JaxVariable._initialize", _variables.initialize),
     (
@@ -147,8 +147,7 @@ def install() -> None:
     """Replaces the functions in `HOOKS`; only the first call does anything.
 
     Raises:
-        UnsupportedError: if the version of Keras is not supported and does not have one of the
-            functions.
+        UnsupportedError: if this version of Keras does not have one of the functions.
     """
     global _installed
     if _installed:

@@ -2,8 +2,8 @@
 
 In a step of `fit`, gradients are averaged over the replicas, so a replica's part of the loss counts
 `num_replicas` times. In `Strategy.run`, they are summed, as in tf.distribute. Divisors are those of
-the whole batch, so the result equals that of one device, even with masks and weights. tf.distribute
-takes the mean of the replicas' means there.
+the whole batch, so the result equals that of one device, even with masks and weights. In
+tf.distribute, it is the mean of the replicas' means.
 """
 
 from collections.abc import Callable

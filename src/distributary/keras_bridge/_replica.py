@@ -172,7 +172,7 @@ class Sums:
             return self._context.all_reduce(op, values) if values else []
 
     def note_of_all(self, values: list[Any]) -> None:
-        """Remembers results that were computed from sums, and so are those of all replicas."""
+        """Remembers results that were computed from sums, and so hold for all replicas."""
         self._of_all.update({id(value): value for value in values})
 
     def is_of_all(self, value: Any) -> bool:

@@ -32,7 +32,7 @@ from distributary.topology import job_programs
 from distributary.variables import hold, release
 
 _WAIT_SECONDS = 600.0
-# The attribute of the weights' file for what a backup knows about training besides the weights.
+# Attribute of the weights file, in which a backup keeps the progress of training.
 _PROGRESS = "distributary_progress"
 _SEAL = b"\ndistributary crc32c %08x"
 _LOCK = "latest"
@@ -97,7 +97,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps the optimizer that Keras makes while it saves out of the strategy."""
+    """Leaves the strategy while Keras creates an optimizer in order to save a model."""
 
     def get_attr_skipset(*args: Any, **kwargs: Any) -> Any:
         mode = default_mode()

@@ -14,7 +14,7 @@ from distributary.tracing import cut, opened
 def in_stages(
     step: Callable[..., Any], mesh: Any, is_split: bool, gives_rows: bool
 ) -> Callable[..., Any]:
-    """Turns the step of one replica into a step of all, in which shared work follows the replicas.
+    """Turns the step of one replica into one for all: first the replicas, then what they share.
 
     Args:
         step: Function from state and the replica's part of a batch to outputs and new state.

@@ -46,7 +46,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     @property
     def step_statistics(self) -> StepStatistics:
-        """Times and waits of the steps of `fit` and of loops over distributed datasets."""
+        """Times and waits of steps, in `fit` and in loops over distributed datasets."""
         return self._extended.step_counts.snapshot()
 
     def scope(self) -> AbstractContextManager[Self]:

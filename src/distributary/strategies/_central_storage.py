@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 class CentralStorageStrategy(Strategy):
     """One replica per device of this machine, and one copy of each variable on one device.
 
-    At the start of a step, the variables that the replicas read are copied once, to all their
-    devices. At its end, the gradients are reduced there, and one copy goes to the parameter device,
-    which computes the rest of the step. So the slots of optimizers are never on the replicas'
-    devices, and other variables only while the replicas compute. Variables with
-    `synchronization=ON_READ` have one value per replica, each on the device of its replica.
+    A step first copies the variables that the replicas read, once, to all their devices. It then
+    reduces the gradients there and sends one copy to the parameter device, which computes the rest
+    of the step. So the slots of optimizers are never on the replicas' devices, and other variables
+    only while the replicas compute. Variables with `synchronization=ON_READ` have one value per
+    replica, each on the device of its replica.
 
     The replicas' devices compute everything that depends on the batch, on other arrays with dims
     that are passed to the step, or on the replica id, and everything that such values need. The

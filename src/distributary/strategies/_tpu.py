@@ -29,9 +29,8 @@ _log = logging.getLogger(__name__)
 class TPUStrategy(Strategy):
     """One replica per core of a TPU, or per block of cores, with variables mirrored on all of them.
 
-    Run the same program on every host of the TPU. In tf.distribute, on the other hand, one program
-    controls all hosts. Several hosts are like the workers of `MultiWorkerMirroredStrategy`, with
-    the same rules.
+    Run the same program on every host of the TPU. In tf.distribute, one program controls all hosts
+    instead. Each host is a worker, with the same rules as in `MultiWorkerMirroredStrategy`.
 
     With several cores per replica, a step can split its arrays over them with
     `experimental_split_to_logical_devices`. XLA then partitions the computation and adds the
@@ -142,7 +141,7 @@ class TPUStrategy(Strategy):
         return constrained(array, self._extended.mesh, P())
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Returns the array if there is one logical device; several run one program, so it raises.
+        """Returns the array; raises an error with several logical devices, which run one program.
 
         Args:
             tensor: An array inside `run`.
@@ -189,7 +188,7 @@ def _devices_of(
 
 
 def _check_hosts(devices: list[list[jax.Device]], num_workers: int) -> None:
-    """Checks that every replica is on one host, that hosts have equal numbers, and their order."""
+    """Checks that no replica spans hosts, and that each host has equally many, in host order."""
     for replica, cores in enumerate(devices):
         hosts = sorted({device.process_index for device in cores})
         if len(hosts) > 1:
