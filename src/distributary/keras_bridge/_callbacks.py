@@ -115,7 +115,7 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
                 super().on_predict_batch_end(batch, logs)
 
     class Choice(type):
-        """The type of the stand-in: Keras calls the stand-in, and also uses it with `isinstance`."""
+        """The type of the stand-in: Keras calls the stand-in and uses it with `isinstance`."""
 
         def __call__(cls, *args: Any, model: Any = None, **kwargs: Any) -> Any:
             kind = base if strategy_of(model) is None else LeanCallbackList

@@ -81,8 +81,8 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     if is_for_servers() and current_mode().role != "replica":
         reduced = [push(value) for value in present]
     elif is_sharing():
-        # All replicas have equal values, but XLA knows this only after a collective. Everything
-        # that follows it is computed once.
+        # All replicas have equal values, but only a collective marks them as shared, so that
+        # everything after it is computed once.
         is_first = lax.axis_index(REPLICA_AXIS) == 0
         parts = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
         reduced = lax.psum(parts, REPLICA_AXIS)

@@ -122,7 +122,7 @@ class Compiled:
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
-        # The arrays of the written variables, if these store them together and keep them alive.
+        # The list in which the written variables keep their arrays together, if they do.
         self._states: Callable[[], StateList | None] = _no_states
         self._num_single_runs = 0
         self._call: Any

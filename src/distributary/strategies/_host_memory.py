@@ -9,7 +9,7 @@ import jax
 
 from distributary.tracing import Array, in_order_of_outputs, part_of_program, variables_of
 
-# So much state may come to the device before the results of earlier state have gone back.
+# This much state may come to the device before the results of earlier state have gone back.
 _PART_BYTES = 1 << 26
 
 
