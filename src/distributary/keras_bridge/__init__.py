@@ -1,7 +1,7 @@
-"""Lets Keras 3 models and variables take part in strategies.
+"""Support for Keras 3 models and variables in strategies.
 
-Nothing of Keras is imported before the user does. `connect` runs when a strategy's scope is entered
-and installs the hooks, see `_hooks`, once Keras is there.
+This package imports nothing from Keras before the user does. `connect` runs when a strategy's scope
+is entered, and installs the hooks (see `_hooks`) as soon as Keras is imported.
 """
 
 import importlib
@@ -41,14 +41,17 @@ def connect() -> bool:
 
 
 def import_keras() -> Any:
-    """The package `keras`, which runs on JAX; may be called first in the scope of a strategy.
+    """Imports the package `keras` on the JAX backend; also works in the scope of a strategy.
 
-    Sets the environment variable `KERAS_BACKEND` to "jax" if Keras is yet to be imported and the
-    variable is not set.
+    Sets the environment variable `KERAS_BACKEND` to "jax", unless Keras is already imported or the
+    variable is set.
+
+    Returns:
+        The package.
 
     Raises:
         MissingPackageError: if Keras is not installed.
-        UnsupportedError: if Keras runs on another backend, or is to.
+        UnsupportedError: if Keras runs on another backend, or would.
     """
     if "keras" in sys.modules:
         where, backend = "runs", sys.modules["keras"].backend.backend()
@@ -73,9 +76,9 @@ def import_keras() -> Any:
 
 
 def expect_keras() -> None:
-    """Lets functions that are traced be the first that call `import_keras`.
+    """Allows traced functions to be the first to call `import_keras`.
 
-    Keras is then imported before such a trace, if it is installed and runs on JAX.
+    Keras is then imported before such a trace, if it is installed and would run on JAX.
     """
     global _expected
     _expected = True
@@ -93,7 +96,7 @@ def _around_trace() -> AbstractContextManager[object]:
 
 
 def _can_be_imported() -> bool:
-    """Whether Keras is yet to be imported, and would run on JAX."""
+    """Returns whether Keras has not been imported yet, and would run on JAX."""
     return (
         "keras" not in sys.modules
         and os.environ.get("KERAS_BACKEND", "jax") == "jax"
@@ -102,12 +105,12 @@ def _can_be_imported() -> bool:
 
 
 def uses_jax() -> bool:
-    """Whether Keras, which has been imported, runs on JAX."""
+    """Returns whether Keras, which has been imported, runs on JAX."""
     return bool(sys.modules["keras"].backend.backend() == "jax")
 
 
 def _resolve(value: Any) -> ForeignVariable | None:
-    """What stands for a Keras variable in programs."""
+    """Returns the object that stands for a Keras variable in programs."""
     if "keras" not in sys.modules or not uses_jax():
         return None
     from distributary.keras_bridge._custom_loops import resolve
@@ -116,7 +119,7 @@ def _resolve(value: Any) -> ForeignVariable | None:
 
 
 def _parts_of(value: Any) -> Mapping[str, Any] | None:
-    """What holds the state of a Keras object, for checkpoints."""
+    """Returns the objects that hold the state of a Keras object, for checkpoints."""
     if "keras" not in sys.modules or not uses_jax():
         return None
     from distributary.keras_bridge._state import parts_of
@@ -125,7 +128,7 @@ def _parts_of(value: Any) -> Mapping[str, Any] | None:
 
 
 class _ScopeListener:
-    """Watches for Keras being imported when a scope is already open."""
+    """A listener that notices when Keras is imported while a scope is open."""
 
     def entered(self, strategy: Any) -> bool:
         return connect()

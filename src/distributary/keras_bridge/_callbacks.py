@@ -1,4 +1,4 @@
-"""Callbacks cost nothing at steps none of them looks at, and only the first worker reports."""
+"""Makes callbacks free in steps that none of them observes; only the first worker reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +11,17 @@ from distributary.context import get_strategy, has_strategy
 from distributary.job import consensus, copies
 from distributary.topology import JobEvent, job_programs
 
-# What they write or send belongs to the job, not to a worker.
+# These write or send data of the whole job, not of a single worker.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 
 
 def is_silent() -> bool:
-    """Whether this process leaves printing and writing to the first worker of its strategy."""
+    """Returns whether this process leaves printing and writing to the first worker."""
     return has_strategy() and get_strategy().extended.worker_number > 0
 
 
 def print_msg(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Progress is printed by the first worker."""
+    """Makes only the first worker print progress."""
 
     def print_msg(*args: Any, **kwargs: Any) -> None:
         if not is_silent():
@@ -44,15 +44,16 @@ def compare_copies(model: Any, what: str) -> None:
 
 
 def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
-    """A stand-in for Keras' `CallbackList`: a leaner one for models under a strategy."""
+    """Makes a stand-in for Keras' `CallbackList`, which is leaner for models under a strategy."""
 
     def wanted(callback: Any, *names: str) -> bool:
         return any(not is_default(getattr(callback, name)) for name in names)
 
     class LeanCallbackList(base):
-        """Calls per-batch hooks only if some callback has them.
+        """A list of callbacks that calls per-batch hooks only if some callback has them.
 
-        Keras starts a thread's task for every batch to convert logs nobody asked for.
+        For every batch, Keras starts a task in a thread to convert logs, even if no callback uses
+        them.
         """
 
         def __init__(self, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +75,8 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
             if copies.is_half_due:
                 compare_copies(self._model, f"at the end of epoch {epoch + 1}")
             super().on_epoch_end(epoch, logs)
-            # A callback may have decided it by what only its worker knows, such as the time.
+            # A callback may decide this from something that only its worker knows, such as the
+            # time.
             job = consensus()
             if get_strategy().extended.num_workers > 1 and job is not None:
                 stops = job.agree("the end of an epoch", lambda: bool(self._model.stop_training))
@@ -113,7 +115,7 @@ def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
                 super().on_predict_batch_end(batch, logs)
 
     class Choice(type):
-        """Keras both calls the class and asks whether what the user gave is an instance of it."""
+        """The type of the stand-in: Keras calls the stand-in and uses it with `isinstance`."""
 
         def __call__(cls, *args: Any, model: Any = None, **kwargs: Any) -> Any:
             kind = base if strategy_of(model) is None else LeanCallbackList

@@ -1,4 +1,4 @@
-"""What the workers compare before a call of `fit`, `evaluate` or `predict` begins."""
+"""Comparison of the workers before a call of `fit`, `evaluate` or `predict` begins."""
 
 import inspect
 import json
@@ -10,7 +10,7 @@ import keras
 
 from distributary.topology import JobEvent, job_programs
 
-# Arguments that decide how many steps a worker takes, and which.
+# Arguments that decide how many steps a worker takes, and which ones.
 _NUMBERS = (
     "batch_size",
     "epochs",
@@ -23,8 +23,8 @@ _NUMBERS = (
     "validation_steps",
 )
 _PRESENCE = ("class_weight", "sample_weight", "validation_data", "y")
-# What may differ between workers: where an object comes from, and seeds, as the values of the chief
-# count.
+# Entries that may differ between workers: the origin of an object, and seeds, because all workers
+# use the values of the chief.
 _IGNORED = frozenset(
     {"build_config", "input_cached_tensor", "module", "registered_name", "seed", "shared_object_id"}
 )
@@ -33,13 +33,13 @@ Line = tuple[str, str]
 
 
 def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Makes sure that all workers call a method of the same model with the same arguments.
+    """Checks that all workers call a method of the same model with the same arguments.
 
     Args:
         model: The model.
         method: `fit`, `evaluate` or `predict`.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         WorkerMismatchError: if they do not.
@@ -49,7 +49,7 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
     try:
         given = inspect.signature(method).bind(model, *args, **kwargs)
     except TypeError:
-        return  # Keras says what is wrong
+        return  # Keras reports the error
     given.apply_defaults()
 
     lines = _lines_of(model)
@@ -64,7 +64,7 @@ def begin_call(model: Any, method: Callable[..., Any], args: Any, kwargs: Any) -
     job_programs.begin(JobEvent(f"{method.__name__} of {model.name}", describe))
 
 
-# What has been described of a model, and when it has to be done anew.
+# The description of a model, and the state for which it holds.
 _described: weakref.WeakKeyDictionary[Any, tuple[Any, list[Line]]] = weakref.WeakKeyDictionary()
 
 
@@ -93,7 +93,7 @@ def _of_model(model: Any) -> Iterator[Line]:
 
 
 def _text(value: Any) -> str:
-    """Returns a text for a configuration, the same for equal ones on every worker."""
+    """Returns a text for a configuration; equal ones have the same text on every worker."""
     try:
         config = keras.saving.serialize_keras_object(value)
         return json.dumps(_cleaned(config), sort_keys=True)

@@ -1,8 +1,8 @@
 """Keras variables inside `Strategy.run` and `distributary.function`.
 
-Keras asks the current `StatelessScope` for the value of a variable and hands it every assignment.
-While a function is traced, ours passes both on to the trace, where a Keras variable is a variable
-like any other: its value goes in and out of the compiled program.
+Keras asks the current `StatelessScope` for the value of a variable, and passes every assignment to
+it. While a function is traced, our scope passes both on to the trace. There, a Keras variable is
+like any other variable: its value goes in and out of the compiled program.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from distributary.variables import ForeignVariable, VariableAggregation, across_
 
 @final
 class KerasVariable(ForeignVariable):
-    """What stands for one Keras variable in programs; kept by the variable itself.
+    """A stand-in for one Keras variable in programs; the variable itself keeps it alive.
 
     Args:
         variable: The Keras variable.
@@ -38,7 +38,7 @@ class KerasVariable(ForeignVariable):
         self._reference: Callable[[], Any] = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
-        #: Whether its value stands for a sum over replicas or workers, as those of metrics.
+        #: Whether the value stands for a sum over replicas or workers, like the values of metrics.
         self.is_sum = variable.synchronization == "on_read" and variable.aggregation == "sum"
         self._handle = Handle(
             weakref.ref(self),
@@ -56,12 +56,12 @@ class KerasVariable(ForeignVariable):
 
     @property
     def trainable(self) -> bool:
-        """Whether `GradientTape` watches it by itself."""
+        """True if `GradientTape` watches the variable automatically."""
         return bool(self.variable.trainable)
 
     @property
     def _value(self) -> Any:
-        # Not through `variable`: programs read and write all variables in every run.
+        # Does not use `variable`, because programs read and write all variables in every run.
         return self._reference()._value
 
     @_value.setter
@@ -70,13 +70,13 @@ class KerasVariable(ForeignVariable):
 
     @property
     def _shards(self) -> list[Any]:
-        """The variables on servers that keep it."""
+        """Variables on servers that keep the value."""
         shards: list[Any] = getattr(self._value, "_shards", [])
         return shards
 
 
 def resolve(value: Any) -> KerasVariable | None:
-    """What stands for `value` in programs, if it is a Keras variable."""
+    """Returns the stand-in for `value` in programs, if `value` is a Keras variable."""
     return _stand_in(value) if isinstance(value, keras.Variable) else None
 
 
@@ -105,7 +105,7 @@ def _stand_in(variable: Any) -> KerasVariable:
 
 @final
 class TracedVariables(keras.StatelessScope):
-    """Sends reads and assignments of Keras variables to the function that is being traced."""
+    """A scope that sends reads and assignments of Keras variables to the trace in progress."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
@@ -142,9 +142,9 @@ class TracedVariables(keras.StatelessScope):
 
 
 def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
-    """Whether what is assigned to a variable is what one of several replicas has computed.
+    """Returns whether a value that is assigned comes from only one of several replicas.
 
-    Gradients are combined before an optimizer applies them, so that what it assigns is the same
+    Gradients are combined before an optimizer applies them, so an optimizer assigns the same value
     everywhere.
     """
     is_replica = current_mode().role == "replica" and stand_in._layout.num_replicas > 1
@@ -152,10 +152,10 @@ def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:
 
 
 def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
-    """What is assigned to a variable that has one value for all replicas.
+    """Returns the value to assign to a variable that has one value for all replicas.
 
-    State that layers keep, such as moving averages, becomes the mean. Where the replicas of
-    anything else would differ, the trace ends with an error.
+    State that layers keep, such as moving averages, becomes the mean. If the replicas would assign
+    different values to anything else, the trace ends with an error.
     """
     context = current_mode().replica_context
     assert context is not None
@@ -175,6 +175,6 @@ def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
     scope = current_scope()
     if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):
         return combined(value)
-    # Servers add what a step changes, so that the steps of all workers take part.
+    # Servers add the change of a step, so that the steps of all workers count.
     before = scope.read(stand_in._handle)
     return before + combined(value - before)

@@ -38,23 +38,23 @@ from distributary.options import InputOptions
 @final
 @dataclasses.dataclass
 class Call:
-    """A call of `fit`, `evaluate` or one of their relatives.
+    """A call of `fit`, `evaluate` or a related method.
 
     Args:
-        method: Its name.
-        data: The adapter of its data; of training data where there is validation data, too.
+        method: Name of the method.
+        data: Adapter of its data; with validation data, the adapter of the training data.
     """
 
     method: str
     data: Any = None
 
 
-#: The innermost call that runs.
+#: The innermost call in progress.
 current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 
 
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Accepts datasets of ours, of Hugging Face, and what `Strategy` distributed."""
+    """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
     def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_per_worker(x):
@@ -62,15 +62,16 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
 
             given = dict(zip(("y", "sample_weight"), args, strict=False))
             return PerWorkerAdapter(x, {**given, **kwargs})
-        if isinstance(x, DistributedInput) and callable(x):  # made by whoever needs it
+        if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
             x = x()
         if isinstance(x, Dataset) or is_hugging_face(x):
             extended = get_strategy().extended
-            # Several workers read their rows; one splits the batches in the step.
+            # Several workers read their own rows; with one worker, the step splits the batches.
             share = extended.worker_share() if extended.num_workers > 1 else WorkerShare()
             call = current_call.get()
             if isinstance(x, Dataset) and call is not None and call.method == "predict":
-                # Predictions come in the order of the dataset, not in that of the workers' files.
+                # Predictions come in the order of the dataset, not in the order of the workers'
+                # files.
                 options = Options()
                 options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
                 x = x.with_options(options)
@@ -114,7 +115,7 @@ def _noted(adapter: Any) -> Any:
 
 
 def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of a dataset whose length nobody knew before is no interruption."""
+    """Makes Keras not warn at the end of a dataset whose length was unknown before."""
 
     def _interrupted_warning(self: Any) -> None:
         if not isinstance(self.data_adapter, DatasetAdapter) or self.steps_per_epoch:
@@ -124,7 +125,7 @@ def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UnknownSizes(DataAdapter):
-    """What Keras' adapters tell about their batches, of which nothing is known."""
+    """A data adapter that knows nothing about its batches in advance."""
 
     @property
     def num_batches(self) -> int | None:
@@ -149,7 +150,7 @@ class UnknownSizes(DataAdapter):
 
 @final
 class DatasetAdapter(UnknownSizes):
-    """Yields the global batches of a distributed dataset, which steps split in the same way."""
+    """An adapter for global batches of a distributed dataset, which steps split in the same way."""
 
     def __init__(self, dataset: DistributedDataset, class_weight: Any) -> None:
         self._dataset = dataset
@@ -157,18 +158,18 @@ class DatasetAdapter(UnknownSizes):
         self._skip = 0
 
     def start_at(self, epoch: int, steps: int | None) -> None:
-        """Makes the next pass the one of an epoch, of so many steps, as after earlier epochs."""
+        """Makes the next pass that of an epoch of `steps` steps, as if earlier epochs had run."""
         if steps and self._dataset.cardinality == INFINITE_CARDINALITY:
             self._skip = epoch * steps
         else:
             self._dataset.skip_passes(epoch)
 
     def get_numpy_iterator(self) -> Iterator[Any]:
-        """Global batches as NumPy arrays."""
+        """Returns an iterator over global batches as NumPy arrays."""
         return (jax.tree.map(np.asarray, batch) for batch in self.get_jax_iterator())
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """Global batches, on the host unless the dataset has them elsewhere."""
+        """Returns an iterator over global batches, on the host unless the dataset moves them."""
         return DatasetBatches(self._batches, self._dataset.share)
 
     def _batches(self) -> Iterator[Any]:
@@ -195,11 +196,13 @@ class DatasetAdapter(UnknownSizes):
 
 
 def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
-    """The batches of an epoch, on the host; the worker's own rows of those that all can split.
+    """Returns the batches of an epoch, on the host.
+
+    If all replicas can split a batch evenly, it has only this worker's rows.
 
     Args:
         adapter: Keras' data adapter.
-        extended: Of the strategy.
+        extended: The `extended` of the strategy.
     """
     if type(adapter) is ArrayDataAdapter and adapter._shuffle != "batch":
         sliceables = array_slicing.convert_to_sliceable(adapter._inputs, target_backend="jax")
@@ -209,7 +212,7 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
             return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle), extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
     if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
-        # Arrays of nonzero elements have no rows of which each replica could have its part.
+        # Arrays of nonzero elements do not have rows that could be split over the replicas.
         iterator = map(_with_dense, iterator)
     if extended.num_workers > 1 and not isinstance(adapter, DatasetAdapter):
         return _same_everywhere(iterator, extended)
@@ -217,7 +220,7 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
 
 
 def _with_dense(batch: Any) -> Any:
-    """A batch with NumPy arrays in the place of JAX's sparse ones."""
+    """Replaces JAX's sparse arrays in a batch by NumPy arrays."""
     leaves, tree = jax.tree.flatten(batch, is_leaf=is_jax_sparse)
     dense = [np.asarray(leaf.todense()) if is_jax_sparse(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(tree, dense)
@@ -227,18 +230,18 @@ def _with_dense(batch: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """A nest of the rows of this worker's replicas, of a batch that all replicas split evenly."""
+    """The rows of this worker's replicas, for a batch that all replicas split evenly."""
 
     rows: Any
 
 
 @final
 class DatasetBatches:
-    """Batches of a dataset, or what a worker has read of them.
+    """The batches of a dataset, or the rows of them that a worker has read.
 
     Args:
-        begin: Begins a pass, when the first batch is needed: Keras makes iterators that it does not
-            use.
+        begin: Begins a pass. Called when the first batch is needed, because Keras makes iterators
+            that it does not use.
         share: Number of replicas here and elsewhere.
     """
 
@@ -255,11 +258,11 @@ class DatasetBatches:
         return batch.rows if isinstance(batch, WorkerBatch) else batch
 
     def next_own(self) -> Any:
-        """The next batch; `OwnRows` of one that the replicas of several workers split evenly."""
+        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
         batch = self._next()
         if not isinstance(batch, WorkerBatch):
             return batch
-        # Of an uneven batch all workers have all rows.
+        # For an uneven batch, all workers have all rows.
         return OwnRows(batch.rows) if len(batch.sizes) == self._num_own else batch.rows
 
     def _next(self) -> Any:
@@ -269,12 +272,12 @@ class DatasetBatches:
 
 
 def next_own(batches: Any) -> Any:
-    """The next batch for a step, as `OwnRows` if the iterator knows what belongs to this worker."""
+    """Returns the next batch for a step, as `OwnRows` if the iterator knows this worker's rows."""
     return batches.next_own() if hasattr(batches, "next_own") else next(batches)
 
 
 def own_rows(batch: Any, share: WorkerShare, axis: int) -> Any:
-    """This worker's rows, along dim `axis`, of a global batch."""
+    """Returns this worker's rows, along dim `axis`, of a global batch."""
 
     def own(array: Any) -> Any:
         return array[(slice(None),) * axis + (share.rows(array.shape[axis]),)]
@@ -293,7 +296,7 @@ def check_same(batch: Any, extended: Any) -> None:
     """Compares the first batch of a pass on all workers.
 
     Raises:
-        InvalidValueError: on all of them, if it is not the same.
+        InvalidValueError: on all workers, if the batches differ.
     """
     leaves, tree = jax.tree.flatten(batch)
     seen = zlib.crc32(str(tree).encode())
@@ -323,10 +326,10 @@ class ArrayBatches:
     Args:
         arrays: Arrays `[row, ...]` with the same number of rows.
         tree: Structure of a batch.
-        batch_size: Rows per batch; the last one has what is left.
-        shuffle: Whether the rows come in random order, drawn from NumPy's global generator, the
-            chief's with several workers.
-        extended: Of the strategy.
+        batch_size: Rows per batch; the last batch has the rest.
+        shuffle: Whether the rows come in random order. The order is drawn from NumPy's global
+            generator; with several workers, from the chief's.
+        extended: The `extended` of the strategy.
     """
 
     def __init__(
@@ -349,7 +352,7 @@ class ArrayBatches:
         return self._next(self._size(), None)
 
     def next_own(self) -> Any:
-        """The next batch; `OwnRows` of one that the replicas of several workers split evenly."""
+        """Returns the next batch; `OwnRows` if the replicas of several workers split it evenly."""
         return self._next(self._size(), None, own=True)
 
     def _size(self) -> int:
@@ -358,12 +361,12 @@ class ArrayBatches:
         return min(self._batch_size, self._num_rows - self._start)
 
     def take(self, count: int) -> tuple[Any, int]:
-        """Up to `count` full batches as one nest `[batch, row, ...]`, and how many they are."""
+        """Returns up to `count` full batches as one nest `[batch, row, ...]`, and their number."""
         count = min(count, (self._num_rows - self._start) // self._batch_size)
         return (self._next(self._batch_size, count, own=True), count) if count else (None, 0)
 
     def _next(self, size: int, count: int | None, own: bool = False) -> Any:
-        """The next batch, of `size` rows; the next `count` batches, stacked, if it is not None."""
+        """Returns the next batch, of `size` rows; if `count` is given, so many batches, stacked."""
         if self._start == 0:
             self._begin()
         rows = slice(self._start, self._start + size * (count or 1))
@@ -383,7 +386,7 @@ class ArrayBatches:
         return OwnRows(batch) if own else batch
 
     def _begin(self) -> None:
-        # Not before it is needed, as in `DatasetBatches`.
+        # Only when the first batch is needed, as in `DatasetBatches`.
         if self._shuffle:
             self._order = _permutation(self._num_rows, self._extended)
         if self._share.num_workers > 1:
@@ -394,7 +397,7 @@ class ArrayBatches:
 
 
 def _permutation(num_rows: int, extended: Any) -> Any:
-    """The next permutation of NumPy's global generator, the chief's with several workers."""
+    """Draws the next permutation of NumPy's global generator; with several workers, the chief's."""
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
     _, key, position, *_ = np.random.get_state(legacy=True)
@@ -410,7 +413,7 @@ def _permutation(num_rows: int, extended: Any) -> Any:
 
 
 def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:
-    """Up to `count` batches, stacked where their shapes are equal, with their numbers."""
+    """Yields up to `count` batches, stacked if their shapes are equal, each with their number."""
     if isinstance(iterator, ArrayBatches):
         stacked, taken = iterator.take(count)
         if taken:

@@ -1,11 +1,11 @@
-"""The one place where distributary hooks into Keras.
+"""The only module that hooks into Keras.
 
-Keras has no public way to bring its trainer under another strategy, so `install` replaces the
-functions listed in `HOOKS`, once per process. Every replacement calls the original unless a
-strategy is involved, so models without one behave as without distributary.
+Keras has no public way to run its trainer under another strategy. So `install` replaces the
+functions in `HOOKS`, once per process. Every replacement calls the original unless a strategy is
+involved, so models without a strategy work as they do without distributary.
 
-Supported are the Keras versions in `SUPPORTED`; `tests/keras_bridge/test_hooks.py` fails when a new
-version moves one of the places.
+`SUPPORTED` has the supported versions of Keras. `tests/keras_bridge/test_hooks.py` fails if a new
+version moves one of the functions.
 """
 
 import functools
@@ -30,12 +30,12 @@ from distributary.keras_bridge import (
     _variables,
 )
 
-#: First supported version of Keras, and the first that is not.
+#: First supported version of Keras, and the first one that is not supported.
 SUPPORTED = ((3, 15), (3, 16))
 
-#: What is replaced, as module and attribute, and what makes the replacement from the original.
+#: Module and path of each function to replace, and a function from the original to the replacement.
 HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    # Where variables lie.
+    # Storage of variables.
     ("keras.src.backend.jax.core", "JaxVariable._initialize_layout", _variables.initialize_layout),
     ("keras.src.backend.jax.core", "JaxVariable._initialize", _variables.initialize),
     (
@@ -46,7 +46,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.core", "JaxVariable._direct_assign", _variables.direct_assign),
     ("keras.src.backend.jax.distribution_lib", "distribute_tensor", _variables.distribute_tensor),
     ("keras.src.backend.common.variables", "Variable.value", _variables.value),
-    # Models know their strategy and train under it.
+    # Models have a strategy and train under it.
     ("keras.src.backend.jax.trainer", "JAXTrainer.__init__", _models.init),
     ("keras.src.trainers.trainer", "Trainer.compile", _models.compile_),
     ("keras.src.backend.jax.trainer", "JAXTrainer.fit", _models.in_scope),
@@ -85,7 +85,7 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         _saving.training_ended,
     ),
     ("keras.src.utils.io_utils", "print_msg", _callbacks.print_msg),
-    # Numbers of a replica that belong to the whole batch.
+    # Turn numbers of one replica into those of the whole batch.
     ("keras.src.losses.loss", "reduce_values", _losses.reduce_values),
     ("keras.src.losses.loss", "apply_mask", _losses.apply_mask),
     ("keras.src.trainers.trainer", "Trainer.get_metrics_result", _metrics.get_metrics_result),
@@ -147,8 +147,7 @@ def install() -> None:
     """Replaces the functions in `HOOKS`; only the first call does anything.
 
     Raises:
-        UnsupportedError: if Keras runs on another backend than JAX, or its version is not supported
-            and a place is not where it was.
+        UnsupportedError: if this version of Keras does not have one of the functions.
     """
     global _installed
     if _installed:
@@ -157,7 +156,8 @@ def install() -> None:
         if _installed:
             return
         if keras.backend.backend() != "jax":
-            # Nothing to distribute; creating a model or variable in a scope raises.
+            # There is nothing to distribute. Creating a model or variable in a scope raises an
+            # error.
             hooks: Any = (
                 ("keras.src.backend.common.variables", "Variable.__init__", _variables.refuse),
                 ("keras.src.layers.layer", "Layer.__init__", _variables.refuse),
@@ -171,7 +171,7 @@ def install() -> None:
 
 
 def find(module: str, path: str) -> tuple[Any, str]:
-    """The object that has the last part of `path` as its own attribute, and the part's name.
+    """Returns the object that has the last part of `path` as its own attribute, and that part.
 
     Raises:
         UnsupportedError: if this version of Keras does not have it.

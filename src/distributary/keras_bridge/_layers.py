@@ -19,17 +19,18 @@ from distributary.tracing import OWN_STATISTICS
 _logger = logging.getLogger(__name__)
 _noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies
 
-# Odd, so that distinct replicas have distinct seeds for all of 2**32 replicas.
+# An odd number, so that up to 2**32 replicas get distinct seeds.
 _SEED_STRIDE = 0x9E3779B1
 
 
 def next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives every replica a seed of its own; the generator's state advances alike on all."""
+    """Gives every replica its own seed; the state of the generator advances equally on all."""
 
     def next(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
         if is_for_servers():
-            # Workers may have read the same state; a step that is repeated draws the same numbers.
+            # Workers may have read the same state. A step that is repeated draws the same numbers
+            # again.
             from distributary.coordinator import closure_number
 
             number = closure_number()
@@ -49,7 +50,7 @@ def _spread(number: Any, dtype: Any) -> Any:
 
 
 def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Accepts `synchronized=True`, which Keras has for TensorFlow only."""
+    """Accepts `synchronized=True`, which Keras supports only for TensorFlow."""
 
     def __init__(self: Any, *args: Any, synchronized: bool = False, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
@@ -59,10 +60,10 @@ def batch_normalization_init(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With `synchronized=True` the mean and variance of the whole batch."""
+    """Uses the mean and variance of the whole batch, with `synchronized=True`."""
 
     def _moments(self: Any, inputs: Any, mask: Any) -> Any:
-        # Both are meant to relate rows: nobody is warned of that.
+        # Both kinds of statistics relate rows on purpose, so there is no warning.
         with jax.named_scope(OWN_STATISTICS):
             return moments(self, inputs, mask)
 
@@ -83,7 +84,7 @@ def batch_normalization_moments(original: Callable[..., Any]) -> Callable[..., A
         if mask is not None or is_uneven():
             everything = total(context, count)
             weight = count / jnp.maximum(everything, 1)
-        # The part of a replica without entries is not defined.
+        # Without entries, a replica's own mean and variance are undefined.
         wide_mean, wide_variance = (
             jnp.where(count > 0, x.astype(jnp.float32), 0.0) for x in (mean, variance)
         )
@@ -108,7 +109,7 @@ def _note_own_statistics(layer: Any) -> None:
 
 
 def _count(layer: Any, inputs: Any, mask: Any) -> Any:
-    """Entries a replica's statistics are taken over."""
+    """Returns the number of entries in a replica's statistics."""
     channels = inputs.shape[layer.axis]
     if mask is None:
         return jnp.float32(inputs.size / channels)

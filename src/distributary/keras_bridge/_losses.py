@@ -1,9 +1,9 @@
-"""Losses of one replica as its part of the loss of the whole batch.
+"""The loss of one replica as its part of the loss of the whole batch.
 
-In a step of `fit` gradients are averaged over the replicas, so a replica's part of the loss counts
-`num_replicas` times; in `Strategy.run` they are summed, as with tf.distribute. Divisors are those
-of the whole batch: the result equals one device, also with masks and weights, where tf.distribute
-takes the mean of the replicas' means.
+In a step of `fit`, gradients are averaged over the replicas, so a replica's part of the loss counts
+`num_replicas` times. In `Strategy.run`, they are summed, as in tf.distribute. Divisors are those of
+the whole batch, so the result equals that of one device, even with masks and weights. In
+tf.distribute, it is the mean of the replicas' means.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the division by the replica's own count or weight."""
+    """Divides by the count or weight of the whole batch instead of the replica's own."""
 
     def reduce_values(
         values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
@@ -46,7 +46,7 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights valid entries by total over valid of the whole batch, not of the replica."""
+    """Scales weights of valid entries by total over valid, of the whole batch, not the replica."""
 
     def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
         context = replica_context()

@@ -1,4 +1,4 @@
-"""Results of metrics inside a step of one replica are those of the whole batch."""
+"""Makes the results of metrics in a step of one replica those of the whole batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from distributary.keras_bridge._replica import in_trainer, replica_context, sums
 
 
 def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
-    """In a step the results of metrics are those of all replicas."""
+    """Makes the results of metrics in a step those of all replicas."""
 
     def get_metrics_result(self: Any) -> Any:
         if replica_context() is None or not in_trainer():
@@ -27,7 +27,7 @@ def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stateless_result(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a metric whose state a step of the user's handles itself."""
+    """Does the same for a metric whose state the user's own step handles."""
 
     def stateless_result(self: Any, metric_variables: Any) -> Any:
         if replica_context() is None or not in_trainer():
@@ -40,7 +40,7 @@ def stateless_result(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A number for the whole batch, such as its loss, counts once and not once per replica."""
+    """Counts a number for the whole batch, such as its loss, once instead of once per replica."""
 
     def reduce_to_samplewise_values(
         values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any

@@ -1,4 +1,4 @@
-"""Models under a strategy: where `fit` and its relatives become distributed."""
+"""Models under a strategy: makes `fit` and related methods distributed."""
 
 import types
 import warnings
@@ -28,12 +28,12 @@ _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def strategy_of(model: Any) -> Any:
-    """The strategy in whose scope a model was created or compiled, or None."""
+    """Returns the strategy in whose scope a model was created or compiled, or None."""
     return getattr(model, "_distributary_strategy", None)
 
 
 def init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model belongs to the strategy in whose scope it is created."""
+    """Gives a model the strategy in whose scope it is created."""
 
     def __init__(self: Any) -> None:  # noqa: N807
         original(self)
@@ -43,7 +43,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model without a strategy joins the one in whose scope it is compiled."""
+    """Gives a model without a strategy the one in whose scope it is compiled."""
 
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         _join(self, "compile")
@@ -63,7 +63,7 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _join(model: Any, what: str) -> None:
-    """Checks that model and scope belong together; a model without a strategy joins the scope's."""
+    """Checks that model and scope belong together; gives a model without a strategy the scope's."""
     if not has_strategy():
         return
     own, current = strategy_of(model), get_strategy()
@@ -105,13 +105,13 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 current_call.reset(token)
                 for function in _step_functions(self):
-                    function.latest = None  # keeps no old weights alive
+                    function.latest = None  # so that it keeps no old weights alive
 
     return method
 
 
 def _restore(model: Any) -> None:
-    """After an exception: gives the variables the state of the last step that was finished."""
+    """Gives the variables the state of the last finished step, after an exception."""
     for function in _step_functions(model):
         if function.latest is None:
             continue
@@ -140,7 +140,7 @@ def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
 
 
 def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the hook of `make_train_function` and its relatives."""
+    """Makes the hook of `make_train_function` or a related method."""
     name = f"{kind}_function"
 
     def hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,9 +158,10 @@ def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Before a step, variables created elsewhere move to the devices of the strategy.
+    """Moves variables that were created elsewhere to the devices of the strategy, before a step.
 
-    Keras then takes the values out of the variables. They are kept where an exception finds them.
+    Keras then takes the values out of the variables. They are kept here so that they can be
+    restored after an exception.
     """
 
     def _get_jax_state(
@@ -199,7 +200,7 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """After steps, variables take the arrays of the state as they are, in parts or not."""
+    """Puts the arrays of the state into the variables after steps, whether in parts or not."""
 
     def jax_state_sync(self: Any) -> None:
         strategy = strategy_of(self)
@@ -223,7 +224,7 @@ def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def setattr_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras stores the state after every step; it need not be searched for layers each time."""
+    """Makes Keras store the state after a step without searching it for layers each time."""
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
         if name == "_jax_state" and strategy_of(self) is not None:
@@ -235,7 +236,7 @@ def setattr_(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under a strategy batches stay on the host until a step splits them."""
+    """Keeps batches on the host until a step splits them, under a strategy."""
 
     def _get_iterator(self: Any) -> Any:
         if has_strategy():
@@ -246,7 +247,7 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for `train_on_batch` and its relatives."""
+    """Does the same as `get_iterator` for `train_on_batch` and related methods."""
 
     def _distribute_data(data: Any, layouts: Any = None) -> Any:
         if has_strategy():
@@ -262,7 +263,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 def callbacks_module(original: Any) -> Any:
-    """Keras' callbacks, with a list that does nothing per step unless a callback wants to."""
+    """Copies Keras' callbacks module; its list does nothing per step unless a callback needs it."""
     replacement = types.SimpleNamespace(**vars(original))
     replacement.CallbackList = make_callback_list(original.CallbackList, strategy_of)
     return replacement

@@ -1,6 +1,6 @@
-"""Gradients are combined over the replicas where an optimizer receives them.
+"""Combines gradients over the replicas at the point where an optimizer receives them.
 
-That is before clipping, loss-scale checks, accumulation and averages, so that all of these see the
+This is before clipping, loss-scale checks, accumulation and averages. So all of these see the
 gradients of the whole batch, as on one device.
 """
 
@@ -28,7 +28,7 @@ from distributary.variables import colocated_with
 
 
 def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Under a strategy that shards optimizers' state, every device holds a part of a variable."""
+    """Makes every device hold a part of a variable, if the strategy shards optimizer state."""
 
     def add_variable(
         self: Any,
@@ -47,7 +47,7 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On servers, what an optimizer keeps for a variable lies beside it."""
+    """Puts an optimizer's variable next to the variable that it belongs to, on the same server."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -57,31 +57,32 @@ def add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., A
             return original(self, reference_variable, name, initializer)
         with colocated_with(beside):
             variable = original(self, reference_variable, name, initializer)
-        variable._distributary_beside = beside  # while a function is traced it is created later
+        variable._distributary_beside = beside  # used if a trace delays its creation
         return variable
 
     return add_variable_from_reference
 
 
 def _must_combine() -> bool:
-    """Whether the gradients an optimizer is given are those of one replica."""
+    """Returns whether an optimizer receives the gradients of a single replica."""
     if in_optimizer():
         return False
     return replica_context() is not None or is_sharing() or is_for_servers()
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of all replicas: their mean in a step of `fit`, their sum in `Strategy.run`.
+    """Combines the gradients of all replicas: mean in a step of `fit`, sum in `Strategy.run`.
 
-    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`. Of replicas that share a
-    whole batch those of the first one count.
+    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`. If replicas share a whole
+    batch, the gradients of the first one are used.
     """
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     present = [gradients[i] for i in given]
     if is_for_servers() and current_mode().role != "replica":
         reduced = [push(value) for value in present]
     elif is_sharing():
-        # All are equal, but only a collective says so: what follows it is computed once.
+        # All replicas have equal values, but only a collective marks them as shared, so that
+        # everything after it is computed once.
         is_first = lax.axis_index(REPLICA_AXIS) == 0
         parts = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
         reduced = lax.psum(parts, REPLICA_AXIS)
@@ -96,7 +97,7 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
 
 
 def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Combines the gradients; inside another optimizer they are combined already."""
+    """Combines the gradients; inside another optimizer, they are already combined."""
 
     def stateless_apply(
         self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -110,7 +111,7 @@ def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Combines the gradients; inside another optimizer they are combined already."""
+    """Combines the gradients; inside another optimizer, they are already combined."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if not _must_combine():
@@ -124,8 +125,8 @@ def apply(original: Callable[..., Any]) -> Callable[..., Any]:
 def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     """Scales the loss of a replica as its part of the whole batch.
 
-    In a step of `fit` the loss of a replica counts `num_replicas` times. Its gradients would be
-    larger than those of one device, and leave the range of float16 sooner.
+    In a step of `fit`, the loss of a replica counts `num_replicas` times. Its gradients would be
+    larger than those of one device, and would leave the range of float16 sooner.
     """
 
     def scale_loss(self: Any, loss: Any) -> Any:

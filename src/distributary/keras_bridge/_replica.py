@@ -1,4 +1,4 @@
-"""What the hooks need to know about the replica whose code is being traced."""
+"""The replica whose code is being traced, as far as the hooks need to know it."""
 
 import threading
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _state = _ThreadState()
 
 
 def replica_context() -> ReplicaContext | None:
-    """The context of the replica that is being traced, if there are several replicas."""
+    """Returns the context of the replica that is being traced, if there are several replicas."""
     if in_default_context():
         return None
     mode = current_mode()
@@ -47,37 +47,38 @@ def replica_context() -> ReplicaContext | None:
 
 
 def in_trainer() -> bool:
-    """Whether a step of `fit`, `evaluate` or `predict` is being traced.
+    """Returns whether a step of `fit`, `evaluate` or `predict` is being traced.
 
-    Its gradients are averaged over the replicas, those of a custom loop in `Strategy.run` summed.
+    In such a step, gradients are averaged over the replicas. In a custom loop with `Strategy.run`,
+    they are summed.
     """
     return _state.sums is not None
 
 
 def in_optimizer() -> bool:
-    """Whether an optimizer applies gradients that all replicas share."""
+    """Returns whether an optimizer is applying gradients that all replicas share."""
     return _state.in_optimizer
 
 
 def is_sharing() -> bool:
-    """Whether the replicas compute the same on a whole batch, and one optimizer updates for all."""
+    """Returns whether all replicas compute the same whole batch, with one optimizer for all."""
     return _state.is_sharing
 
 
 def is_for_servers() -> bool:
-    """Whether what is traced is a step whose updates are computed by parameter servers."""
+    """Returns whether the step that is traced gets its updates computed by parameter servers."""
     return current_scope() is not None and keeps_on_servers(current_mode().strategy)
 
 
 def is_uneven() -> bool:
-    """Whether the replicas may have batches of different sizes."""
+    """Returns whether the replicas may have batches of different sizes."""
     scope = current_scope()
     return scope is not None and scope.uneven is not None
 
 
 @contextmanager
 def optimizing() -> Iterator[None]:
-    """Marks what runs inside as the work of an optimizer."""
+    """Runs the block as the work of an optimizer."""
     _state.in_optimizer = True
     try:
         yield
@@ -87,7 +88,7 @@ def optimizing() -> Iterator[None]:
 
 @contextmanager
 def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
-    """Makes the code inside that of one replica of a step of `fit`, `evaluate` or `predict`."""
+    """Runs the block as the code of one replica of a step of `fit`, `evaluate` or `predict`."""
     number = lambda: lax.axis_index(REPLICA_AXIS)
     context = ReplicaContext(strategy, number, averages_gradients=True)
     mode = Mode(strategy, "replica", context)
@@ -102,9 +103,10 @@ def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
 
 @contextmanager
 def sole_replica(strategy: Any) -> Iterator[None]:
-    """Makes the code inside that of the only replica, also of a strategy that has several.
+    """Runs the block as the code of the only replica, even if the strategy has several.
 
-    With several, each of them computes the same: what a last batch that cannot be split needs.
+    If it has several, each of them computes the same. This is for a last batch that cannot be
+    split.
     """
     mode = default_mode()
     if strategy.num_replicas_in_sync == 1:
@@ -118,7 +120,7 @@ def sole_replica(strategy: Any) -> Iterator[None]:
 
 @contextmanager
 def sharing_a_batch(strategy: Any) -> Iterator[None]:
-    """Like `sole_replica`, where one optimizer updates for all replicas; see `is_sharing`."""
+    """Runs the block like `sole_replica`, with one optimizer for all replicas; see `is_sharing`."""
     before, _state.is_sharing = _state.is_sharing, True
     try:
         with sole_replica(strategy):
@@ -128,13 +130,13 @@ def sharing_a_batch(strategy: Any) -> Iterator[None]:
 
 
 def sums() -> "Sums":
-    """The sums over replicas of the step of `fit`, `evaluate` or `predict` that is traced."""
+    """Returns the sums over replicas for the step of `fit` or a related method that is traced."""
     assert _state.sums is not None
     return _state.sums
 
 
 def is_summed(variable: Any) -> bool:
-    """Whether the value of a metric's variable is the sum of those of the replicas."""
+    """Returns whether the value of a metric's variable is the sum of the replicas' values."""
     return variable.aggregation not in ("mean", "only_first_replica")
 
 
@@ -148,11 +150,11 @@ class Sums:
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
-        self._known: dict[int, tuple[Any, Any]] = {}  # by id, with the value itself
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id, together with the value itself
         self._of_all: dict[int, Any] = {}
 
     def of(self, values: list[Any], variables: list[Any]) -> list[Any]:
-        """Values of metrics' variables, combined as the variables say."""
+        """Combines values of metrics' variables over the replicas, as each variable specifies."""
         new: dict[str, list[Any]] = {"sum": [], "mean": [], "only_first_replica": []}
         for value, variable in zip(values, variables, strict=True):
             if id(value) not in self._known:
@@ -170,32 +172,32 @@ class Sums:
             return self._context.all_reduce(op, values) if values else []
 
     def note_of_all(self, values: list[Any]) -> None:
-        """Remembers results that were computed from sums, and so belong to all replicas."""
+        """Remembers results that were computed from sums, and so hold for all replicas."""
         self._of_all.update({id(value): value for value in values})
 
     def is_of_all(self, value: Any) -> bool:
-        """Whether `value` is such a result."""
+        """Returns whether `value` is such a result."""
         return id(value) in self._of_all
 
 
 def total(context: ReplicaContext, value: Any) -> Any:
-    """The sum of `value` over all replicas."""
+    """Returns the sum of `value` over all replicas."""
     return context.all_reduce(ReduceOp.SUM, value)
 
 
 def agreed_state(
     context: ReplicaContext, variables: list[Any], before: list[Any], after: list[Any]
 ) -> list[Any]:
-    """State that a step changed, the same on all replicas: the mean of floats, else replica 0's.
+    """Makes changed state the same on all replicas: the mean of floats, else replica 0's values.
 
-    Values that the step left alone, the same object before and after, stay as they are, and so do
-    the states of seed generators, which advance alike everywhere.
+    Values that the step did not change (the same object before and after) are returned unchanged.
+    So are the states of seed generators, which advance in the same way on all replicas.
 
     Args:
         context: The replica whose step is traced.
-        variables: The Keras variables whose values they are.
+        variables: The Keras variables to which the values belong.
         before: Values before the step.
-        after: Values after it.
+        after: Values after the step.
     """
     result = list(after)
     changed = [
@@ -214,7 +216,7 @@ def agreed_state(
 
 
 def of_first_replica(context: ReplicaContext, value: Any) -> Any:
-    """The value of replica 0, on all replicas."""
+    """Returns the value of replica 0 on all replicas."""
     return across_replicas(
         value,
         VariableAggregation.ONLY_FIRST_REPLICA,

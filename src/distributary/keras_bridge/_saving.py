@@ -1,8 +1,8 @@
 """Saving and loading models of a strategy: one writer, complete files, the same values everywhere.
 
-With several workers all of them call `save`, with one path or a path each. The first one writes its
-file; the others wait for it and write only what has another path. Of what is loaded the values of
-the first worker count, so the files need not be there on the others.
+With several workers, all of them call `save`, with the same path or with a path each. The first
+worker writes its file. The others wait for it, and write only if their path is another one. When a
+model is loaded, all workers get the values of the first one, so the others do not need the files.
 """
 
 import errno
@@ -32,7 +32,7 @@ from distributary.topology import job_programs
 from distributary.variables import hold, release
 
 _WAIT_SECONDS = 600.0
-# What a backup knows about training besides the weights, as an attribute of their file.
+# Attribute of the weights file, in which a backup keeps the progress of training.
 _PROGRESS = "distributary_progress"
 _SEAL = b"\ndistributary crc32c %08x"
 _LOCK = "latest"
@@ -40,7 +40,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Files of models of a strategy appear complete, and are written by one worker."""
+    """Makes saved files of a strategy's models appear complete, written by one worker."""
     signature = inspect.signature(original)
 
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights are read by the first worker, for all."""
+    """Makes the first worker read weights for all workers."""
 
     def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
@@ -82,7 +82,7 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A model that is loaded has the first worker's weights on all workers."""
+    """Gives a loaded model the first worker's weights on all workers."""
 
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not has_strategy() or get_strategy().extended.num_workers == 1:
@@ -97,7 +97,7 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras makes an optimizer while it saves, which is none of the strategy's."""
+    """Leaves the strategy while Keras creates an optimizer in order to save a model."""
 
     def get_attr_skipset(*args: Any, **kwargs: Any) -> Any:
         mode = default_mode()
@@ -116,7 +116,7 @@ def take_over(model: Any, strategy: Any) -> None:
     values = strategy.extended.from_chief(
         [np.asarray(v.value) for v in variables], f"the loaded weights of {model.name}"
     )
-    with job_programs.alone():  # they are the same
+    with job_programs.alone():  # the values are the same on all workers
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
@@ -129,7 +129,8 @@ def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
         return
     job = consensus()
     assert job is not None
-    # The first worker may save files that the others do not: these ask for those of this place.
+    # The first worker may save files that the others do not. So they ask for files of this
+    # position.
     position = job_programs.position
     topic = f"file {job.count(f'files at {position}')} saved at place {position}"
     place = path if file_utils.is_remote_path(path) else os.path.abspath(path)
@@ -158,14 +159,14 @@ def _once(strategy: Any, path: str, write: Callable[[], None]) -> None:
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[Path]:
-    """A path to write to; the file takes its place at the end, or is removed after an error."""
-    path = path.resolve()  # what a link leads to is replaced, and not the link
+    """Yields a path to write to; at the end, it replaces the file, or is removed after an error."""
+    path = path.resolve()  # of a link, so that its target is replaced and not the link
     temporary = _temporary(path)
     try:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        # HDF5 has the file open, and crashes when this process ends if it cannot write the rest.
+        # HDF5 has the file open. If it cannot write the rest, it crashes when this process ends.
         with suppress(OSError):
             os.truncate(temporary, 0)
         temporary.unlink(missing_ok=True)
@@ -183,8 +184,8 @@ def complete_file(path: Path) -> Iterator[Path]:
 
 
 def _temporary(path: Path) -> Path:
-    """A name of this process; files of those that were killed on this host are removed."""
-    # It keeps its end, by which Keras knows the format.
+    """Returns a name for this process; removes files of processes of this host that were killed."""
+    # The name keeps its ending, from which Keras knows the format.
     stem, dot, end = path.name.partition(".")
     start, end = f".{stem}.distributary-{socket.gethostname()}-", f"{dot}{end}"
     pattern = re.compile(rf"{re.escape(start)}(\d+){re.escape(end)}")
@@ -200,17 +201,17 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # of another user
+    except OSError:  # the process belongs to another user
         return True
     return True
 
 
-# BackupAndRestore: weights and progress are one file, so that they belong together after a kill. At
-# its end is a checksum, which HDF5 ignores.
+# BackupAndRestore: weights and progress are in one file, so that they match even after a kill. The
+# file ends with a checksum, which HDF5 ignores.
 
 
 def backup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A backup is written by the first worker, and also has the state of the random numbers."""
+    """Makes the first worker write a backup, which includes the state of the random numbers."""
 
     def _save_model(self: Any) -> None:
         model = self.model
@@ -244,11 +245,10 @@ def _write_backup(callback: Any) -> None:
 
 
 def _take_folder(callback: Any) -> None:
-    """Makes sure that the folder is this job's, and that nothing else has the names of its files.
+    """Checks that the folder belongs to this job, and that nothing else uses its file names.
 
     Raises:
-        InvalidValueError: if not. Of an OSError Keras thinks that the backup is damaged, and would
-            replace it.
+        InvalidValueError: if not. Keras would take an OSError for a damaged backup, and replace it.
     """
     weights, metadata = Path(callback._weights_path), Path(callback._training_metadata_path)
     try:
@@ -256,7 +256,7 @@ def _take_folder(callback: Any) -> None:
     except CheckpointError as error:
         raise InvalidValueError(f"BackupAndRestore: {error}") from None
     foreign = None
-    if _seal_of(weights) is None:  # or it is one by Keras without a strategy
+    if _seal_of(weights) is None:  # or Keras has made it without a strategy
         if metadata.exists():
             try:
                 int(json.loads(metadata.read_bytes())["epoch"])
@@ -272,7 +272,7 @@ def _take_folder(callback: Any) -> None:
 
 
 def _seal_of(path: Path) -> bytes | None:
-    """The last bytes of a backup that was made with a strategy."""
+    """Returns the last bytes of a backup that was made with a strategy."""
     try:
         with path.open("rb") as file:
             file.seek(-len(_SEAL % 0), os.SEEK_END)
@@ -283,7 +283,7 @@ def _seal_of(path: Path) -> bytes | None:
 
 
 def _check_seal(path: Path) -> None:
-    """Checks that a backup is what was written."""
+    """Checks that a backup is complete and unchanged."""
     seal = _seal_of(path)
     if seal is not None and seal != _SEAL % _checksum(path, len(seal)):
         raise CheckpointError(
@@ -293,7 +293,7 @@ def _check_seal(path: Path) -> None:
 
 
 def _checksum(path: Path, num_last_bytes: int = 0) -> int:
-    """The checksum of a file, but for its last bytes."""
+    """Returns the checksum of a file, except for its last bytes."""
     left, checksum = path.stat().st_size - num_last_bytes, 0
     with path.open("rb") as file:
         while data := file.read(min(left, _PIECE_BYTES)):
@@ -302,7 +302,7 @@ def _checksum(path: Path, num_last_bytes: int = 0) -> int:
 
 
 def restore(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Training goes on where the first worker's backup was made, on all workers."""
+    """Makes all workers continue training from the first worker's backup."""
 
     def _load_model(self: Any) -> None:
         model = self.model
@@ -332,7 +332,7 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_backup(callback: Any) -> int:
-    """Loads weights and random state; returns the epoch that comes next, -1 without a backup."""
+    """Loads weights and random state; returns the next epoch, or -1 without a backup."""
     path = callback._weights_path
     if not file_utils.is_remote_path(path):
         _take_folder(callback)
@@ -359,7 +359,7 @@ def _read_backup(callback: Any) -> int:
 
 
 def _random_state(model: Any) -> dict[str, Any]:
-    """What decides the order of the examples, and dropout, whose seeds Keras does not save."""
+    """Returns the random state of shuffling and of dropout, whose seeds Keras does not save."""
     _, key, *others = np.random.get_state(legacy=True)
     seeds = [np.asarray(state.value).tolist() for state in _seed_states(model)]
     return {"numpy": [np.asarray(key).tolist(), *others], "seeds": seeds}
@@ -370,7 +370,7 @@ def _seed_states(model: Any) -> list[Any]:
 
 
 def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The backup is removed by the first worker, and what else is in its folder stays."""
+    """Makes the first worker remove the backup; other files in its folder stay."""
 
     def on_train_end(self: Any, logs: Any = None) -> None:
         strategy = strategy_of(self.model)
@@ -387,7 +387,7 @@ def training_ended(original: Callable[..., Any]) -> Callable[..., Any]:
                     Path(path).unlink(missing_ok=True)
             release(Path(self.backup_dir), _LOCK)
             if self.delete_checkpoint:
-                with suppress(OSError):  # something else is in it
+                with suppress(OSError):  # the folder has other files
                     os.rmdir(self.backup_dir)
 
     return on_train_end

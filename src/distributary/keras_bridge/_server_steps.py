@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` with parameter servers: a batch is a step of some worker."""
+"""`fit`, `evaluate` and `predict` with parameter servers: each batch is a step of one worker."""
 
 import itertools
 from collections import deque
@@ -30,14 +30,14 @@ _MAX_AHEAD_PER_WORKER = 32
 
 @final
 class ServerSteps:
-    """`train_function`, `test_function` or `predict_function` of a model with servers.
+    """The `train_function`, `test_function` or `predict_function` of a model with servers.
 
     A call schedules steps and does not wait for them; `join` does.
 
     Args:
         trainer: The model.
-        kind: Which of the three.
-        strategy: The model's strategy.
+        kind: Selects one of the three functions.
+        strategy: The strategy of the model.
     """
 
     def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
@@ -57,13 +57,13 @@ class ServerSteps:
         self._steps = max(1, int(trainer.steps_per_execution))
         self._running: deque[RemoteValue] = deque()
         self._logs: Any = None
-        self._outputs: Any = None  # their structure
+        self._outputs: Any = None  # structure of the predictions
 
         def on_batch(batch: Any) -> Any:
             if self._num_replicas == 1:
                 return strategy.run(self._step, args=(batch,))
             parts = _parts_of(batch, self._num_replicas)
-            if parts is None:  # one device computes it
+            if parts is None:  # one device computes the whole batch
                 return self._step(_whole(batch))
             result = strategy.run(self._step_of_replica, args=(parts,))
             if self._kind == "predict":
@@ -73,20 +73,20 @@ class ServerSteps:
         def on_next_batch(batches: Any) -> Any:
             return on_batch(next(batches))
 
-        # The coordinator knows functions by their identity.
+        # The coordinator identifies functions by object, so keep these two.
         self._on_batch = on_batch
         self._on_next_batch = on_next_batch
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
-        """Schedules `steps_per_execution` steps, fewer where the data ends.
+        """Schedules `steps_per_execution` steps, or fewer at the end of the data.
 
         Returns:
-            What there is of logs, or stand-ins for the predictions; and `state`.
+            The latest logs, or stand-ins for the predictions; and `state`.
 
         Raises:
             StopIteration: if there is no batch left.
         """
-        # One by one: the next batch may be in the memory of this one.
+        # One by one, because the next batch may reuse the memory of this one.
         batches = itertools.islice(iterator, self._steps)
         scheduled = [self._schedule(iterator, batch) for batch in batches]
         if not scheduled:
@@ -96,7 +96,7 @@ class ServerSteps:
         return self._latest_logs(scheduled[-1]), state
 
     def join(self) -> None:
-        """Waits until all steps have ended; raises the first error of one."""
+        """Waits until all steps have ended; raises the first error of a step."""
         last = self._running[-1] if self._running else None
         self._running.clear()
         self._coordinator.join()
@@ -114,13 +114,13 @@ class ServerSteps:
         return value
 
     def _step_of_replica(self, data: Any) -> Any:
-        """The part of a step that one of several replicas of a worker runs."""
+        """Runs the part of a step that belongs to one of several replicas of a worker."""
         with trainer_replica(self._strategy) as context:
             out = self._step(data)
             return out if self._kind == "predict" else logs_of_all(context, out)
 
     def _step(self, data: Any) -> Any:
-        """A step as a worker and the servers run it; assigns what it changes."""
+        """Runs a step on a worker and the servers; assigns the variables that it changes."""
         trainer = self._trainer
         variables = [variables_of_part(trainer, part) for part in PARTS[self._kind]]
         state = [[v.value for v in part] for part in variables]
@@ -133,7 +133,7 @@ class ServerSteps:
             out, non_trainable = trainer.predict_step(tuple(given), data)
             new = given[0], non_trainable
         for name, part, before, after in zip(PARTS[self._kind], variables, state, new, strict=True):
-            # Of trainable variables, too, the optimizer has made the new values.
+            # An optimizer has made the new values of trainable variables, too.
             with optimizing() if name in ("trainable", "optimizer") else nullcontext():
                 for variable, old, value in zip(part, before, after, strict=True):
                     if value is not old:
@@ -141,7 +141,7 @@ class ServerSteps:
         return out
 
     def _latest_logs(self, last: RemoteValue) -> Any:
-        """Logs of the latest step that has ended, of this one for `train_on_batch`."""
+        """Returns the logs of the latest step that ended; `train_on_batch` waits for its own."""
         call = current_call.get()
         if self._logs is None or (call is not None and call.method.endswith("_on_batch")):
             self._set_logs(last.fetch())
@@ -154,7 +154,7 @@ class ServerSteps:
     def _set_logs(self, logs: Any) -> None:
         if self._kind == "train":
             progress.note_logs(logs)
-        # In place: `fit` keeps what it got for the last batch, and uses it after `join`.
+        # In place, because `fit` keeps the logs of the last batch, and uses them after `join`.
         if isinstance(self._logs, dict) and isinstance(logs, dict):
             self._logs.update(logs)
         else:
@@ -171,7 +171,7 @@ class ServerSteps:
 
 
 def _parts_of(batch: Any, num_replicas: int) -> Any:
-    """A batch split over the replicas; None if it cannot be."""
+    """Splits a batch over the replicas; returns None if this is not possible."""
     leaves = jax.tree.leaves(batch, is_leaf=_is_per_replica)
     if all(_is_per_replica(leaf) for leaf in leaves):
         return batch if all(leaf.form == "stacked" for leaf in leaves) else None
@@ -187,7 +187,7 @@ def _parts_of(batch: Any, num_replicas: int) -> Any:
 
 
 def _whole(nest: Any) -> Any:
-    """The nest with the parts of all replicas joined along dim 0."""
+    """Joins the parts of all replicas along dim 0, in every array of a nest."""
     return map_leaves(
         lambda leaf: jnp.concatenate(leaf.values) if _is_per_replica(leaf) else leaf, nest
     )
@@ -207,7 +207,7 @@ def _is_per_replica(leaf: Any) -> bool:
 
 @final
 class _Prediction:
-    """An output of steps, an array once they have ended; what NumPy converts is waited for."""
+    """A prediction of scheduled steps; converting it to a NumPy array waits for them."""
 
     def __init__(self, values: list[RemoteValue], number: int) -> None:
         self._values = values
@@ -220,12 +220,12 @@ class _Prediction:
 
 @final
 class WorkerBatches:
-    """Stands for batches that the workers have of their own.
+    """A stand-in for batches that the workers read themselves.
 
     Args:
-        of_workers: Their iterators.
+        of_workers: The iterators of the workers.
 
-    Iterating gives the shapes and dtypes of what the first worker has next.
+    An iterator over it yields the shapes and dtypes of the first worker's next batch.
     """
 
     def __init__(self, of_workers: PerWorkerIterator) -> None:
@@ -240,14 +240,14 @@ class WorkerBatches:
 
 @final
 class PerWorkerAdapter(UnknownSizes):
-    """Batches of a per-worker dataset; all passes go on with the same iterators.
+    """An adapter for a per-worker dataset; all passes continue with the same iterators.
 
     Args:
-        dataset: Made by `ClusterCoordinator.create_per_worker_dataset`.
+        dataset: Dataset from `ClusterCoordinator.create_per_worker_dataset`.
         given: Other arguments of `fit`, `evaluate` or `predict`.
 
     Raises:
-        InvalidValueError: without `steps_per_epoch`, and with arguments that belong to arrays.
+        InvalidValueError: without `steps_per_epoch`, or with arguments that are only for arrays.
     """
 
     def __init__(self, dataset: Any, given: dict[str, Any]) -> None:
@@ -265,5 +265,5 @@ class PerWorkerAdapter(UnknownSizes):
         self._batches = WorkerBatches(iter(dataset))
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """See `WorkerBatches`."""
+        """Returns the `WorkerBatches`."""
         return self._batches

@@ -1,4 +1,4 @@
-"""Steps whose variables lie on one device and whose replicas compute on others."""
+"""Steps whose variables are on one device and whose replicas compute on others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +14,17 @@ from distributary.tracing import cut, opened
 def in_stages(
     step: Callable[..., Any], mesh: Any, is_split: bool, gives_rows: bool
 ) -> Callable[..., Any]:
-    """The step of one replica as a step of all, with what they share after the replicas.
+    """Turns the step of one replica into one for all: first the replicas, then what they share.
 
     Args:
-        step: From state and the replica's part of a batch to outputs and new state.
+        step: Function from state and the replica's part of a batch to outputs and new state.
         mesh: Mesh of the replicas' devices.
-        is_split: Whether replicas have parts of the batch; else each has all of it.
-        gives_rows: Whether the outputs are parts of arrays; else all replicas have the same.
+        is_split: Whether each replica has a part of the batch; else each has all of it.
+        gives_rows: Whether the outputs are parts of arrays; else all replicas have the same
+            outputs.
 
     Returns:
-        From state and batch to outputs and new state.
+        A function from state and batch to outputs and new state.
     """
 
     def several(state: Any, data: Any) -> Any:
@@ -37,7 +38,7 @@ def in_stages(
         shared, batch = [*closed.consts, *jax.tree.leaves(state)], jax.tree.leaves(data)
         is_batch = [*[False] * len(shared), *[True] * len(batch)]
         rows = range(len(jax.tree.leaves(shapes[0]))) if gives_rows else ()
-        # The batch comes to the replicas, be it one that sees all of it.
+        # The batch goes to the replicas, even if there is only one.
         stages = cut(opened(closed), is_batch, max(2, mesh.size), rows)
         values = [*shared, *batch]
         replica = stages.replica
@@ -70,17 +71,17 @@ def staged_call(
     storage: Any,
     look: Callable[[Any, Any], None],
 ) -> Callable[..., Any]:
-    """A step that reads and leaves its state on the parameter device.
+    """Makes a step that reads its state from the parameter device and leaves it there.
 
     Args:
-        function: From state and data to outputs and new state.
+        function: Function from state and data to outputs and new state.
         state: The state, for its shapes.
         data: The data, for its shapes.
-        sharding: Where the data is put.
+        sharding: Sharding of the data.
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
         storage: Sharding of the state there.
-        look: Is given the closed jaxpr and the shapes of the results.
+        look: Called with the closed jaxpr and the shapes of the results.
 
     Returns:
         The same function, compiled for these shapes. It consumes the state.

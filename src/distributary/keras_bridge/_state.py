@@ -1,4 +1,4 @@
-"""The state of Keras objects under names that every process gives them alike."""
+"""The state of Keras objects, under names that are the same in every process."""
 
 import re
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from distributary.keras_bridge._models import strategy_of
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
-    """The variables and parts of a Keras object by name; None for everything else.
+    """Returns the variables and parts of a Keras object by name; None for other objects.
 
-    Keras numbers the names of objects through the whole process, `dense_7`. Here they are numbered
-    within the object they belong to.
+    Keras numbers objects over the whole process, as in `dense_7`. Here, they are numbered within
+    the object that contains them.
 
     Raises:
         InvalidValueError: for a model that is not built.
@@ -34,7 +34,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
-        layer.jax_state_sync()  # during fit the values are elsewhere
+        layer.jax_state_sync()  # during fit, the values are not in the variables
         if not layer.built and not layer.variables:
             raise InvalidValueError(
                 f"Checkpoint: the Keras model {layer.name!r} has no variables yet, so there is"
@@ -56,7 +56,7 @@ def _of_layer(layer: Any) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Its variables; those that belong to one of the model as `momentum.3`, the model's fourth."""
+    """Names an optimizer's variables: `momentum.3` belongs to the fourth variable of the model."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     prefixes = {
         f"{reference.path.replace('/', '_')}_": number
@@ -78,7 +78,7 @@ def _name(layer: Any) -> str:
 
 
 def _numbered(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The parts by name; the second `dense` is `dense_1`."""
+    """Returns the parts by name; the second `dense` becomes `dense_1`."""
     result: dict[str, Any] = {}
     for name, part in parts:
         unique, number = name, 0

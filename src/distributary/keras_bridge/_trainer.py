@@ -1,9 +1,9 @@
 """The compiled steps behind `fit`, `evaluate` and `predict`.
 
-Keras' JAX trainer calls `train_function(state, iterator)` and hands the state it returns to the
-next call. A `StepFunction` is such a function for a model under a strategy: it takes batches from
-the iterator, splits them over the replicas and calls the model's own `train_step`, `test_step` or
-`predict_step` once per replica, in one program.
+Keras' JAX trainer calls `train_function(state, iterator)`, and passes the state that it returns to
+the next call. A `StepFunction` is such a function for a model under a strategy. It takes batches
+from the iterator, splits them over the replicas, and calls the model's own `train_step`,
+`test_step` or `predict_step` once per replica, in one program.
 """
 
 import functools
@@ -68,7 +68,7 @@ from distributary.tracing import (
 Kind = Literal["train", "test", "predict"]
 _warned_of_relations: weakref.WeakSet[Any] = weakref.WeakSet()  # models
 _METHODS: dict[Kind, str] = {"train": "fit", "test": "evaluate", "predict": "predict"}
-# What Keras hands from step to step, in this order.
+# The state that Keras passes from step to step, in this order.
 PARTS: dict[Kind, tuple[str, ...]] = {
     "train": ("trainable", "non_trainable", "optimizer", "metrics"),
     "test": ("trainable", "non_trainable", "metrics"),
@@ -77,7 +77,7 @@ PARTS: dict[Kind, tuple[str, ...]] = {
 
 
 def variables_of_part(trainer: Any, part: str) -> list[Any]:
-    """The variables of a model that belong to a part of the state; see `PARTS`."""
+    """Returns the variables of a model that belong to a part of the state; see `PARTS`."""
     owner = trainer.optimizer if part == "optimizer" else trainer
     variables: list[Any] = getattr(
         owner, "variables" if part == "optimizer" else f"{part}_variables"
@@ -88,7 +88,7 @@ def variables_of_part(trainer: Any, part: str) -> list[Any]:
 @final
 @jax.tree_util.register_pytree_node_class
 class Values:
-    """Values of variables; like a tuple, but Keras does not walk through it at every step."""
+    """Values of variables; like a tuple, but Keras does not walk through it in every step."""
 
     __slots__ = ("_values",)
 
@@ -113,12 +113,12 @@ class Values:
 
 @final
 class StepFunction:
-    """`train_function`, `test_function` or `predict_function` of a model under a strategy.
+    """The `train_function`, `test_function` or `predict_function` of a model under a strategy.
 
     Args:
         trainer: The model.
-        kind: Which of the three.
-        strategy: The model's strategy.
+        kind: Selects one of the three functions.
+        strategy: The strategy of the model.
     """
 
     def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
@@ -138,11 +138,11 @@ class StepFunction:
         self._dispatcher = dispatcher_for(devices)
         self._share = extended.worker_share()
         self._counts = extended.step_counts
-        self._loop: Loop | None = None  # over the data, unless that has its own
+        self._loop: Loop | None = None  # over the data, unless the data counts its own
         self._loops_over: Callable[[], Any] = lambda: None
         self._steps = max(1, int(trainer.steps_per_execution))
-        # Then every step runs on the whole batch, operation by operation, as with one replica:
-        # nobody can step through the code of one replica while the others wait.
+        # If eager, every step runs on the whole batch, operation by operation, as with one replica.
+        # You cannot step through the code of one replica while the others wait.
         self._eager = bool(trainer.run_eagerly)
         self._programs: dict[Any, _Program] = {}
         self._fusible: bool | None = None
@@ -152,7 +152,7 @@ class StepFunction:
         self.latest: tuple[Any, Any] | None = None
 
     def __call__(self, state: Any, iterator: Any) -> tuple[Any, Any]:
-        """Runs `steps_per_execution` steps, fewer where the data ends.
+        """Runs `steps_per_execution` steps, or fewer at the end of the data.
 
         Raises:
             StopIteration: if there is no batch left.
@@ -188,7 +188,7 @@ class StepFunction:
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs), state
 
     def _wait(self, get: Callable[..., Any], *args: Any) -> Any:
-        """What `get` returns, a batch or several for which the devices may have to wait."""
+        """Calls `get` for one or several batches, and counts the time as a wait of the devices."""
         if self._loop is None:
             return get(*args)
         begin = time.perf_counter()
@@ -198,11 +198,11 @@ class StepFunction:
         return batch
 
     def variables(self) -> list[list[Any]]:
-        """The variables whose values make up the state, in its order."""
+        """Returns the variables whose values make up the state, in the order of the state."""
         return [variables_of_part(self._trainer, part) for part in PARTS[self._kind]]
 
     def _dispatch(self, state: Any, data: Any, count: int = 1) -> tuple[Any, Any]:
-        """One step on a batch, or `count` steps on as many stacked ones."""
+        """Runs one step on a batch, or `count` steps on as many stacked batches."""
         if self._num_replicas == 1:
             return self._run(("one", count), state, data)
         axis = 0 if count == 1 else 1
@@ -221,7 +221,7 @@ class StepFunction:
         return self._run(("whole", count), state, data)
 
     def _run_eagerly(self, state: Any, data: Any) -> tuple[Any, Any]:
-        # Operations of one worker's own need arrays of its own. All compute the same.
+        # Operations of a single worker need arrays of its own. All workers compute the same.
         if self._share.num_workers == 1:
             data = jax.device_put(data, self._home or self._stored)
         out, new = self._run(("one", 1), self._for_all(whole_value, state), data)
@@ -229,16 +229,16 @@ class StepFunction:
         return self.latest
 
     def _for_all(self, function: Callable[[Any, Any], Any], state: Any) -> Any:
-        """`function` of every variable and its value in `state`."""
+        """Applies `function` to every variable and its value in `state`."""
         parts = zip(self.variables(), state, strict=True)
         return tuple([Values(map(function, variables, values)) for variables, values in parts])
 
     def _fuses(self, state: Any, stacked: Any) -> bool:
-        """Whether several steps become one program.
+        """Returns whether several steps become one program.
 
-        XLA:CPU runs convolutions inside a loop many times slower than outside of one, and compiles
-        an unrolled loop for minutes, so there such steps stay single. So do steps that fetch their
-        variables.
+        XLA:CPU runs convolutions many times slower inside a loop than outside, and takes minutes to
+        compile an unrolled loop, so steps with convolutions stay separate on CPUs. Steps that fetch
+        their variables stay separate, too.
         """
         if self._eager or self._home is not None:
             return False
@@ -258,7 +258,7 @@ class StepFunction:
         return bool(self._mesh.devices.flat[0].platform == "cpu")
 
     def _note_uneven(self, size: int | None) -> None:
-        """Warns once if it is not only the last batch that cannot be split."""
+        """Warns once if batches other than the last cannot be split."""
         self._uneven_in_a_row += 1
         if self._kind != "train" or self._warned or self._uneven_in_a_row < 2:
             return
@@ -284,11 +284,11 @@ class StepFunction:
                 self._mesh,
                 self._replicated if self._layouts is None else self._layouts,
                 self._sharding(*key),
-                # Predictions of one worker may lie as XLA likes.
+                # The predictions of a single worker may lie wherever XLA puts them.
                 None
                 if self._kind == "predict" and self._share.num_workers == 1
                 else self._replicated,
-                # Parts of arrays exist in compiled programs only.
+                # Arrays are stored in parts only in compiled programs.
                 self._eager and (key[0] == "one" or self._layouts is None),
                 kind,
                 stages,
@@ -300,7 +300,7 @@ class StepFunction:
             job_programs.begin(program.event)
         if latest_program.timer is not None:
             latest_program.begin()
-        # The call consumes the state, so its result must be kept before anything is raised.
+        # The call consumes the state, so keep its result before anything is raised.
         with interrupts:
             result: tuple[Any, Any] = self._dispatcher.run(call, _token, state, data)
             self.latest = result
@@ -323,7 +323,7 @@ class StepFunction:
         return result
 
     def _compare_copies(self, state: Any) -> None:
-        """Compares what the workers hold of the state."""
+        """Compares the state that the workers hold."""
         held = [
             (variable.path, value)
             for variables, values in zip(self.variables(), state, strict=True)
@@ -334,7 +334,7 @@ class StepFunction:
         copies.compare(f"after a step of {self._trainer.name}", names, values)
 
     def _warn_of_relations(self, closed: Any, results: Any) -> None:
-        """Warns once per model if its loss relates rows, of which a replica has only its own."""
+        """Warns once per model if its loss relates rows; a replica has only its own rows."""
         if self._kind == "predict" or self._trainer in _warned_of_relations:
             return
         num_data = len(closed.jaxpr.invars) - len(jax.tree.leaves(results[1]))
@@ -351,14 +351,14 @@ class StepFunction:
             )
 
     def _sharding(self, way: str, count: int) -> Any:
-        """Where a batch lies; None leaves it to JAX."""
+        """Returns the sharding of a batch; None leaves it to JAX."""
         if way == "whole" or (way == "one" and self._home is not None):
             return self._replicated
         if way == "one":
             return None
         return self._split if count == 1 else NamedSharding(self._split.mesh, P(None, REPLICA_AXIS))
 
-    # What is compiled
+    # Functions to compile
 
     def _function(self, way: str, count: int) -> Callable[..., Any]:
         if way != "one" and self._layouts is not None:
@@ -398,13 +398,13 @@ class StepFunction:
 
     @functools.cached_property
     def _layouts(self) -> Any:
-        """Where the values of the state lie, if devices hold parts of some of them, else None."""
+        """Shardings of the state if devices hold only parts of some of it, else None."""
         layouts = tuple([Values(v._layout for v in part) for part in self.variables()])
         is_divided = any(shard_dim(layout) is not None for part in layouts for layout in part)
         return layouts if is_divided else None
 
     def _divided_step(self, way: str, layouts: Any) -> Callable[..., Any]:
-        """One step in which every device updates its part of the optimizer's state."""
+        """Returns a step in which every device updates its own part of the optimizer's state."""
         rows = P(REPLICA_AXIS) if way == "split" else P()
         parts = jax.tree.map(lambda layout: layout.spec, layouts)
         body = self._replica_step if way == "split" else self._shared_step
@@ -418,12 +418,12 @@ class StepFunction:
         return divided
 
     def _shared_step(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """One step on a whole batch, of which every replica computes the gradients."""
+        """Runs one step on a whole batch, whose gradients every replica computes."""
         with sharing_a_batch(self._strategy):
             return self._call_trainer(state, data)
 
     def _step(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """One step on a whole batch, as the only replica."""
+        """Runs one step on a whole batch, as the only replica."""
         with sole_replica(self._strategy):
             return self._call_trainer(state, data)
 
@@ -440,11 +440,12 @@ class StepFunction:
         return out, tuple([Values(part) for part in new])
 
     def _replica_step(self, state: Any, data: Any) -> tuple[Any, Any]:
-        """One step of one replica on its part of the batch."""
+        """Runs one step of one replica on its part of the batch."""
         parts = dict(zip(PARTS[self._kind], state, strict=True))
         with trainer_replica(self._strategy) as context:
             if "metrics" in parts:
-                # Of sums, replica 0 goes on with the state and the others start from nothing.
+                # Metrics that are sums: replica 0 continues with the state, the others start from
+                # zero.
                 first = context.replica_id_in_sync_group == 0
                 metrics = self._trainer.metrics_variables
                 own = [
@@ -477,7 +478,7 @@ class StepFunction:
 
 
 def logs_of_all(context: Any, logs: Any) -> Any:
-    """Logs of one replica as those of the whole batch; results of metrics are that already."""
+    """Turns logs of one replica into those of the whole batch; results of metrics already are."""
     leaves, tree = jax.tree.flatten(logs)
     own = [i for i, leaf in enumerate(leaves) if not sums().is_of_all(leaf)]
     numbers = [jnp.asarray(leaves[i]) for i in own]
@@ -493,17 +494,17 @@ class _Program:
     """A function that is compiled before it is called with new shapes.
 
     Args:
-        function: From state and data to logs and new state.
-        mesh: The devices it runs on; None for JAX's default device.
-        layouts: Where the state lies.
-        sharding: Where the data is put; None leaves both to JAX.
-        out_sharding: Where the logs go; None leaves it to XLA.
+        function: Function from state and data to logs and new state.
+        mesh: Devices on which it runs; None for JAX's default device.
+        layouts: Shardings of the state.
+        sharding: Sharding of the data; None leaves both to JAX.
+        out_sharding: Sharding of the logs; None leaves it to XLA.
         eager: Whether it runs operation by operation.
-        kind: What it is.
-        stages: Mesh of the replicas, sharding of the parameter device and that of the state, if it
-            lies there.
-        counts: Where its runs count.
-        look: Is given what was traced, a closed jaxpr and the shapes of its results.
+        kind: Description of the program.
+        stages: Mesh of the replicas, sharding of the parameter device and sharding of the state, if
+            the state lies there.
+        counts: Object that counts its runs.
+        look: Called with the result of the trace, a closed jaxpr, and the shapes of its results.
     """
 
     def __init__(
@@ -526,7 +527,7 @@ class _Program:
         self._eager = eager
         self._sharding = sharding
         self._stages = stages
-        # From state, which it consumes, and data to logs and new state.
+        # Maps state, which it consumes, and data to logs and new state.
         self._call: Any
         if eager or stages is not None:
             self._call = function
@@ -537,7 +538,8 @@ class _Program:
             )
             self._call = for_target(jitted, mesh, kind)
         else:
-            # NumPy arrays go to the devices with the call, for a third of what device_put costs.
+            # The call itself moves NumPy arrays to the devices, for a third of the cost of
+            # device_put.
             jitted = jax.jit(
                 with_cpu_rewrites(function, mesh),
                 donate_argnums=0,
@@ -547,7 +549,7 @@ class _Program:
             self._call = for_target(jitted, mesh, kind)
         self._known: dict[Any, Any] = {}
         self._name = f"a step of {kind.name}"
-        #: What other workers have to run, too; of the shapes that were prepared last.
+        #: The event that other workers have to begin, too, for the shapes that were prepared last.
         self.event = JobEvent(self._name)
         self._events: dict[Any, JobEvent] = {}
 
@@ -555,8 +557,8 @@ class _Program:
         """Compiles the function for these shapes, unless that was done before.
 
         Returns:
-            What to call, and the data, with arrays that lie on devices already where they are
-            taken.
+            The function to call, and the data. Arrays that are already on devices are moved to
+            where the function takes them.
         """
         if self._eager:
             return self._call, data
@@ -591,7 +593,7 @@ class _Program:
         return call, data
 
     def collective_bytes(self) -> int:
-        """Size of the arrays that one run sends through collectives."""
+        """Returns the size of the arrays that one run sends through collectives."""
         if self._avals is None:
             return 0
         from distributary.compilation import collective_bytes
@@ -608,12 +610,12 @@ def _do_nothing(closed: Any, results: Any) -> None:
 
 
 def _is_loss(path: Any) -> bool:
-    """Whether a log, by its path, is a loss, as Keras names these."""
+    """Returns whether a log is a loss; Keras shows this in its path."""
     return bool(path) and str(getattr(path[-1], "key", "")).endswith("loss")
 
 
 def _on(mesh: Any, shardings: Any) -> Any:
-    """Where values lie, as shardings of the mesh on which the programs run."""
+    """Returns shardings on the mesh on which the programs run."""
 
     def on(sharding: Any) -> Any:
         if isinstance(sharding, NamedSharding):
@@ -624,7 +626,7 @@ def _on(mesh: Any, shardings: Any) -> Any:
 
 
 def _repeated(step: Callable[..., Any], keep_all: bool) -> Callable[..., Any]:
-    """`step` on every row of stacked data, as one loop; returns all outputs or the last."""
+    """Makes a loop of `step` over the rows of stacked data; it returns all outputs or the last."""
 
     def several(state: Any, stacked: Any) -> tuple[Any, Any]:
         def body(state: Any, data: Any) -> tuple[Any, Any]:
@@ -647,28 +649,28 @@ def _has_convolution(jaxpr: Any) -> bool:
 
 
 def _token(outputs: Any) -> Any:
-    """A small array of every step that no later step consumes: one of the logs."""
+    """Returns a small array of a step that no later step consumes: one of the logs."""
     logs, _ = outputs
     leaves = jax.tree.leaves(logs)
     return leaves[0] if leaves else None
 
 
 def num_rows(data: Any, axis: int = 0) -> int:
-    """Size of dim `axis` of the first array of a batch, 0 if it has none or nobody knows."""
+    """Returns the size of dim `axis` of the first array of a batch; 0 if unknown or missing."""
     leaves = jax.tree.leaves(data)
     shape = np.shape(leaves[0]) if leaves else ()
     return int(shape[axis] or 0) if len(shape) > axis else 0
 
 
 def _num_examples(data: Any, way: str, count: int, share: WorkerShare) -> int:
-    """How many examples of the data of a program this process computes."""
+    """Returns the number of examples that this process computes in a run of a program."""
     size = count * num_rows(data, axis=int(count > 1))
-    # Split data counts the rows of all workers, and what is not split is computed by each.
+    # Split data counts the rows of all workers. Data that is not split is computed by each of them.
     return size // share.num_workers if way == "split" else size
 
 
 def common_size(batch: Any, axis: int = 0) -> int | None:
-    """Size of dim `axis` of all arrays of a batch; None if they differ."""
+    """Returns the size of dim `axis` of all arrays of a batch; None if they differ."""
     sizes = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
     if len(sizes) != 1 or sizes == {()}:
         return None

@@ -29,12 +29,12 @@ from distributary.topology import (
 from distributary.tracing import describe_value
 from distributary.variables import ShardedVariable, Variable, colocated_with
 
-# What keeps the values of Keras variables on servers.
+# The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)
 
 
 def sharding_of(strategy: Any) -> Any:
-    """Where the variables of a strategy lie; None leaves it to JAX."""
+    """Returns the sharding of the variables of a strategy; None leaves it to JAX."""
     sharding = strategy.extended.variable_layout().replicated
     if sharding is None or isinstance(sharding, NamedSharding):
         return sharding
@@ -43,12 +43,12 @@ def sharding_of(strategy: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _with_mesh(sharding: Any) -> NamedSharding:
-    # Keras asks shardings for their mesh.
+    # Keras needs the mesh of a sharding.
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
 def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Variables created in a scope get a copy on every device, and keep it when assigned."""
+    """Gives variables created in a scope a copy on every device, which assignments keep."""
 
     def _initialize_layout(self: Any) -> None:
         original(self)
@@ -57,7 +57,7 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
             self._distributary_strategy = strategy
             if keeps_on_servers(strategy):
                 return
-            # With several workers the value is computed by each, see `initialize`.
+            # With several workers, each one computes the value, see `initialize`.
             if strategy.extended.num_workers == 1:
                 self._layout = sharding_of(strategy)
 
@@ -65,7 +65,7 @@ def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Variables created in a scope start with the chief's value on all workers."""
+    """Gives variables created in a scope the chief's value on all workers."""
 
     def _initialize(self: Any, value: Any) -> None:
         if has_strategy() and keeps_on_servers(get_strategy()):
@@ -84,7 +84,7 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _description(variable: Any) -> str:
-    """Returns what has to be the same on all workers."""
+    """Returns a text that has to be the same on all workers."""
     return (
         f"Keras variable {variable.path!r} {variable.dtype}{list(variable.shape or ())} with"
         f" {variable.synchronization}, {variable.aggregation}, trainable={variable.trainable}"
@@ -92,7 +92,7 @@ def _description(variable: Any) -> str:
 
 
 def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Values that are stored in parts are computed as a whole, and then divided."""
+    """Computes values that are stored in parts as a whole, and splits them afterwards."""
 
     def _initialize_with_initializer(self: Any, initializer: Any) -> None:
         if shard_dim(self._layout) is None:
@@ -104,10 +104,10 @@ def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., A
 
 
 def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Values that are assigned are taken to be equal on all workers.
+    """Places values that are assigned; they have to be equal on all workers.
 
-    They get their layout in any case. Keras leaves a value on its device if the layout has only
-    this one, but to `jax.jit` it is another type then, for which it compiles a step once more.
+    Values always get their layout. If the layout has only one device, Keras leaves a value that is
+    already there as it is. But `jax.jit` sees another type then, and compiles the step once more.
     """
 
     def distribute_tensor(tensor: Any, layout: Any) -> Any:
@@ -121,9 +121,10 @@ def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def value(original: property) -> property:
-    """Outside of a step, a variable of several workers has the value of this one's copy.
+    """Makes a variable of several workers read this worker's copy, outside of a step.
 
-    One in host memory comes to its device for every read, one stored in parts is put together.
+    A variable in host memory is copied to its device for every read. One that is stored in parts is
+    put together.
     """
     assert original.fget is not None
     read = original.fget
@@ -135,7 +136,7 @@ def value(original: property) -> property:
         scope = get_stateless_scope() if in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)
         if current is None:
-            # Only shapes are asked for, not what would have to be fetched.
+            # In a symbolic scope only shapes matter, so do not fetch the value.
             current = jnp.zeros(kept.shape, kept.dtype) if in_symbolic_scope() else kept._peek()
         return self._maybe_autocast(current)
 
@@ -143,7 +144,7 @@ def value(original: property) -> property:
 
 
 def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is assigned to a variable on servers goes there; all workers assign the same."""
+    """Sends assignments of a variable on servers to them; all workers assign the same value."""
 
     def _direct_assign(self: Any, value: Any) -> None:
         current = getattr(self, "_value", None)
@@ -160,19 +161,19 @@ def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keeps_on_servers(strategy: Any) -> bool:
-    """Whether variables of a strategy are kept elsewhere than in this process."""
+    """Returns whether the variables of a strategy are kept elsewhere than in this process."""
     return strategy.extended.variable_layout().kind is not None
 
 
 def on_servers(variable: Any, value: Any) -> Any:
-    """What keeps the value of a Keras variable of a strategy with servers."""
+    """Makes the variable that keeps the value of a Keras variable, for strategies with servers."""
     beside = getattr(variable, "_distributary_beside", None)
     with get_strategy().scope(), nullcontext() if beside is None else colocated_with(beside):
         return Variable(value, bool(variable._trainable), variable.path, variable._dtype)
 
 
 def whole_value(variable: Any, value: Any) -> Any:
-    """The value of a variable as this process can use it, from the array that is stored."""
+    """Turns the stored array of a variable into a value that this process can use."""
     layout = variable._layout
     if (
         shard_dim(layout) is None
@@ -189,7 +190,7 @@ def whole_value(variable: Any, value: Any) -> Any:
 
 
 def stored_value(variable: Any, value: Any) -> Any:
-    """The array that is stored for a value that is the same on all workers."""
+    """Returns the array to store for a value that is the same on all workers."""
     if shard_dim(variable._layout) is not None:
         return put_sharded(value, variable._layout)
     return put_replicated(value, variable._layout)
@@ -197,13 +198,14 @@ def stored_value(variable: Any, value: Any) -> Any:
 
 @contextmanager
 def together(model: Any) -> Iterator[None]:
-    """Lets each worker read and assign the optimizer's variables of a model by itself.
+    """Runs the block with whole values in the variables of a model's optimizer, on every worker.
 
-    All workers enter and leave it together. What is assigned must be the same on all of them at the
-    end, or be replaced by what is.
+    There, each worker can read and assign these variables by itself. All workers enter and leave
+    the block together. At the end, assigned values must be the same on all workers, or be replaced
+    by such values.
     """
     if hasattr(model, "jax_state_sync"):
-        model.jax_state_sync()  # during fit the values are elsewhere
+        model.jax_state_sync()  # during fit, the values are not in the variables
     variables = getattr(getattr(model, "optimizer", None), "variables", ())
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
     divided = [v for v in divided if shard_dim(v._layout) is not None]
@@ -219,7 +221,7 @@ def together(model: Any) -> Iterator[None]:
 
 
 def place(variable: Any, strategy: Any) -> None:
-    """Moves a variable created elsewhere to the devices or servers of a strategy."""
+    """Moves a variable that was created elsewhere to the devices or servers of a strategy."""
     if keeps_on_servers(strategy):
         value = variable._value
         if value is not None and not isinstance(value, ON_SERVERS):
@@ -237,9 +239,9 @@ def place(variable: Any, strategy: Any) -> None:
     )
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
-    # On its one device a value can lie in two ways, see `distribute_tensor`.
+    # On a single device, a value can have two layouts, see `distribute_tensor`.
     if is_elsewhere or (value is not None and _lies_otherwise(value, sharding)):
-        with jax.ensure_compile_time_eval():  # a function may be being traced
+        with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))
             variable._value = put_replicated(initial, sharding)
@@ -251,7 +253,7 @@ def _lies_otherwise(value: Any, sharding: NamedSharding) -> bool:
 
 
 def place_in_parts(variable: Any, strategy: Any) -> None:
-    """Divides a variable of an optimizer that was built elsewhere, if the strategy does that."""
+    """Splits a variable of an optimizer that was built elsewhere, if the strategy does that."""
     place(variable, strategy)
     sharding = strategy.extended.optimizer_layout(variable.shape)
     if sharding is None or variable._layout == sharding:
@@ -262,7 +264,7 @@ def place_in_parts(variable: Any, strategy: Any) -> None:
 
 
 def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With another backend than JAX, variables cannot be created in a scope."""
+    """Refuses to create variables in a scope if Keras runs on another backend than JAX."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if has_strategy():

@@ -1,4 +1,4 @@
-"""Policy: which topology, variables, collectives and inputs go together."""
+"""Strategies: the choice of devices, variables, collectives and inputs that go together."""
 
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-# With most of them come the cluster resolvers; few programs need any.
+# Imported on first use: most of them import the cluster resolvers, which few programs need.
 __getattr__ = late_names(
     __name__,
     {

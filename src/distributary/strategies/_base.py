@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are constructed)
-    """How a computation is spread over devices.
+    """A policy for spreading a computation over devices.
 
-    Create variables in `scope()`, call `run` with a step function, and combine what the replicas
-    return with `reduce` or `gather`.
+    Create variables in `scope()`, call `run` with a step function, and combine the values that the
+    replicas return with `reduce` or `gather`.
 
     Source: `tf.distribute.Strategy`.
     """
@@ -36,26 +36,27 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas over which gradients are combined, of all processes."""
+        """Number of replicas over which gradients are combined, counting all processes."""
         return self._extended.num_replicas
 
     @property
     def cluster_resolver(self) -> "ClusterResolver | None":
-        """The cluster resolver of strategies that span processes, else None."""
+        """Cluster resolver of a strategy that spans processes, else None."""
         return None
 
     @property
     def step_statistics(self) -> StepStatistics:
-        """What the steps of `fit` and of loops over distributed datasets took, and waited for."""
+        """Times and waits of steps, in `fit` and in loops over distributed datasets."""
         return self._extended.step_counts.snapshot()
 
     def scope(self) -> AbstractContextManager[Self]:
-        """Context manager that makes this strategy current: variables created in it are its own.
+        """Makes this strategy current in a `with` block: variables created there belong to it.
 
-        `with` binds the strategy. The scope holds for this thread and may be entered repeatedly.
+        `with strategy.scope() as s` binds the strategy to `s`. The scope holds for the current
+        thread, and you can enter it repeatedly.
 
         Raises:
-            ContextError: on entering it inside another strategy's scope or inside `run`.
+            ContextError: when you enter it inside another strategy's scope or inside `run`.
 
         Source: `tf.distribute.Strategy.scope`.
         """
@@ -70,26 +71,27 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     ) -> Any:
         """Calls `fn` once per replica, as one compiled program on all devices.
 
-        `fn` is traced once, for all replicas together, and again only when shapes, dtypes, the
-        structure of the arguments or static arguments change. Python side effects happen while it
-        is traced. Variables that it assigns keep their new values.
+        `fn` is traced once, for all replicas together. It is traced again only when shapes, dtypes,
+        the structure of the arguments or static arguments change. Python side effects happen only
+        during a trace. Variables that `fn` assigns keep their new values.
 
         Args:
-            fn: The step of one replica. Inside, `get_replica_context()` gives the replica's id
-                and the collectives.
-            args: Positional arguments, a list or tuple. Of a `PerReplica` each replica receives its
-                component, of a variable the variable; other arrays and numbers are the same for
-                all. Strings, booleans and other objects are part of the compiled program.
-            kwargs: Keyword arguments, likewise.
-            options: Without effect.
+            fn: The step of one replica. Inside it, `get_replica_context()` gives you the id of the
+                replica and the collectives.
+            args: Positional arguments, a list or tuple. Each replica receives its own component of
+                a `PerReplica`. Variables are passed as variables; other arrays and numbers are the
+                same for all replicas. Strings, booleans and other objects become part of the
+                compiled program.
+            kwargs: Keyword arguments, treated in the same way.
+            options: No effect.
 
         Returns:
-            The nest `fn` returns with a `PerReplica` in the place of every array; the arrays
-            themselves with one replica.
+            The nest that `fn` returns, with a `PerReplica` in place of every array. With one
+            replica, the arrays themselves.
 
         Raises:
             ContextError: inside another `run` or another strategy's scope.
-            InvalidValueError: if `args` is no list or tuple.
+            InvalidValueError: if `args` is not a list or tuple.
             InvalidTypeError: if `fn` returns something that cannot leave a compiled program.
             ReplicaDivergenceError: if copies of a mirrored variable would differ.
 
@@ -105,22 +107,22 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Combines the replicas' values to one.
+        """Combines the values of all replicas into one.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `MEAN`, or its name.
             value: `PerReplica` from `run`, a SyncOnRead variable, or a nest of them.
-            axis: None to combine element by element, for which all components must have the same
-                shape; or a dim, or tuple of dims, that is reduced within each component first. The
-                mean over dims counts every element the same, also on uneven batches.
+            axis: None combines element by element, and all components must have the same shape. A
+                dim, or a tuple of dims, is reduced within each component first. A mean over dims
+                gives every element the same weight, even on uneven batches.
 
         Returns:
             The combined arrays, on all devices of the strategy.
 
         Raises:
             ContextError: inside `run`.
-            InvalidValueError: for unknown operations, and a SUM of values that are the same on all
-                replicas.
+            InvalidValueError: for unknown operations, and for a SUM of values that are the same on
+                all replicas.
             ReplicaMismatchError: if shapes differ and `axis` is None.
 
         Source: `tf.distribute.Strategy.reduce`.
@@ -129,18 +131,18 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values along dim `axis`, in replica order.
+        """Concatenates the values of all replicas along dim `axis`, in replica order.
 
         Args:
-            value: `PerReplica` whose components differ in dim `axis` only, or a nest of them.
-            axis: The dim; negative counts from the end.
+            value: `PerReplica` whose components differ only in dim `axis`, or a nest of them.
+            axis: The dim; a negative number counts from the end.
 
         Returns:
-            The concatenated arrays; values that are not distributed come back as they are.
+            The concatenated arrays. Values that are not distributed are returned unchanged.
 
         Raises:
             ContextError: inside `run`; use `ReplicaContext.all_gather` there.
-            InvalidValueError: for scalars and dims out of range.
+            InvalidValueError: for scalars, and for dims that are out of range.
             UnsupportedError: for `IndexedSlices`.
 
         Source: `tf.distribute.Strategy.gather`.
@@ -149,10 +151,12 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return self._extended.combine.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of this process' replicas, in replica order; `(value,)` without any.
+        """Returns the components of this process's replicas, in replica order.
 
-        Each lies on the device of its replica and is not bound to it: what is computed from several
-        of them, `sum(...)` for example, is computed on JAX's default device.
+        A value that is not distributed comes back as `(value,)`.
+
+        Each component lies on the device of its replica, but is not bound to it: if you compute
+        with several of them, as in `sum(...)`, JAX uses its default device.
 
         Source: `tf.distribute.Strategy.experimental_local_results`.
         """
@@ -164,20 +168,21 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """Splits global batches over the replicas.
 
         Args:
-            dataset: A `distributary.data.Dataset` of batches; or one of tf.data, grain, torch
-                (DataLoader), Hugging Face (batched) or a `keras.utils.PyDataset`; or an iterable or
-                generator of batches, nests of arrays that share the size of dim 0; or an array
-                `[num_batches, global_batch_size, ...]`, or a dict of them.
+            dataset: One of these: a `distributary.data.Dataset` of batches; a dataset of tf.data,
+                grain, torch (DataLoader) or Hugging Face (batched); a `keras.utils.PyDataset`; an
+                iterable or generator of batches, which are nests of arrays that share the size of
+                dim 0; or an array `[num_batches, global_batch_size, ...]`, or a dict of them.
             options: Input options.
 
         Returns:
-            A `DistributedDataset`. A batch that does not divide by the number of replicas gives
-            parts whose sizes differ by one, or are 0; nothing is dropped or repeated. Of several
-            workers each reads what `auto_shard_policy` says, until all have nothing left.
+            A `DistributedDataset`. If the size of a batch is not a multiple of the number of
+            replicas, the sizes of the parts differ by one, and may be 0; no example is dropped or
+            repeated. With several workers, each one reads the part that `auto_shard_policy` assigns
+            to it, until all have nothing left.
 
         Raises:
-            ClusterError: if the datasets of several workers do not fit together, or one cannot be
-                distributed; then that worker's error says why.
+            ClusterError: if the datasets of several workers do not fit together, or the dataset of
+                one worker cannot be distributed. In this case, the error on that worker says why.
 
         Source: `tf.distribute.Strategy.experimental_distribute_dataset`.
         """
@@ -191,9 +196,9 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """Distributes a dataset whose elements are batches of one replica.
 
         Args:
-            dataset_fn: From an `InputContext` to an iterable of per-replica batches. Each step
-                takes as many consecutive elements as this worker has replicas. Every worker calls
-                it once, and steps go on until all have nothing left.
+            dataset_fn: Function from an `InputContext` to an iterable of per-replica batches. Each
+                step takes one element for every replica of this worker. Every worker calls the
+                function once, and steps go on until all workers have nothing left.
             options: Input options; `PER_REPLICA` calls `dataset_fn` once per replica.
 
         Returns:
@@ -217,10 +222,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """Makes a `PerReplica` by calling `value_fn(ValueContext)` once per replica.
 
         Args:
-            value_fn: Gives the value of one replica, a nest of arrays or numbers.
+            value_fn: Returns the value of one replica, a nest of arrays or numbers.
 
         Returns:
-            A nest of `PerReplica`; on strategies with one device the value itself.
+            A nest of `PerReplica`. On strategies with one device, the value itself.
 
         Source: `tf.distribute.Strategy.experimental_distribute_values_from_function`.
         """
@@ -233,7 +238,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         )
 
     def __deepcopy__(self, memo: Any) -> "Strategy":
-        # A strategy is immutable, and variables of a copied model must stay with it.
+        # A strategy is immutable, and the variables of a copied model must keep belonging to it.
         return self
 
     def __repr__(self) -> str:

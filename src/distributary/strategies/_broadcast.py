@@ -1,4 +1,4 @@
-"""What the chief holds, on every worker."""
+"""Broadcasts arrays of the chief to every worker."""
 
 import functools
 from typing import Any
@@ -15,20 +15,21 @@ from distributary.topology import (
     put_stacked,
 )
 
-# Up to this size the host is faster, also because nothing is compiled.
+# Up to this size, sending through the host is faster, also because nothing is compiled.
 _MAX_HOST_BYTES = 1 << 16
 
 
 def broadcast(values: list[np.ndarray], what: str, sharding: Any) -> list[np.ndarray]:
-    """Returns what the chief holds, on every worker.
+    """Returns the chief's arrays on every worker.
 
     Args:
         values: Arrays of the same shapes and dtypes on all workers.
-        what: What they are, for people.
+        what: Name of the arrays, for people.
         sharding: Sharding of values `[replica, ...]`.
 
     Raises:
-        WorkerMismatchError: if another worker does something else, or its arrays are others.
+        WorkerMismatchError: if another worker does something else, or its arrays have other shapes
+            or dtypes.
     """
     num_bytes = sum(value.nbytes for value in values)
     own = b"".join([np.ascontiguousarray(v).tobytes() for v in values])
@@ -49,8 +50,8 @@ def broadcast(values: list[np.ndarray], what: str, sharding: Any) -> list[np.nda
 
 
 def _sum(own: bytes, num_bytes: int, sharding: Any) -> np.ndarray:
-    """Returns bytes to which only the chief gives its own; at least `num_bytes`."""
-    # A power of two of words, so that few sizes are compiled.
+    """Sums bytes over workers, of which only the chief has any; returns at least `num_bytes`."""
+    # A power of two of words, so that only a few sizes are compiled.
     num_words = 1 << max(4, (max(1, -(-num_bytes // 4)) - 1).bit_length())
     rows = np.zeros((num_local_replicas(sharding), num_words), np.uint32)
     rows[0].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)

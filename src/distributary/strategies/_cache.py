@@ -20,10 +20,11 @@ _TRACES_BEFORE_WARNING = 8
 
 @final
 class ProgramCache:
-    """Programs of one strategy or of one `distributary.function`.
+    """The programs of one strategy or of one `distributary.function`.
 
-    An entry goes when its function is collected. Bound methods count as their function and object,
-    and functions that a `distributary.function` defines anew in every call as one, see `Inner`.
+    An entry is removed when its function is collected. A bound method is identified by its function
+    and its object. If a `distributary.function` defines a function anew in every call, all of these
+    count as one, see `Inner`.
 
     Args:
         what: Name of the caller in warnings.
@@ -42,7 +43,7 @@ class ProgramCache:
         return sum(map(len, of_functions + of_methods))
 
     def programs_of(self, function: Callable[..., Any]) -> dict[Any, Any]:
-        """The programs of a function, by key; to be filled by the caller."""
+        """Returns the programs of a function, by key; the caller adds new ones."""
         owner = getattr(function, "__self__", None)
         if owner is not None and hasattr(function, "__func__"):
             return self._methods[function.__func__][owner]
@@ -80,9 +81,9 @@ _inner: "contextvars.ContextVar[Inner | None]" = contextvars.ContextVar("_inner"
 
 @final
 class Inner:
-    """The functions that are defined inside of a function whose Python code runs in every call.
+    """The functions that are defined in a function whose Python code runs in every call.
 
-    Two of them are the same if they have the same code, and capture the same objects.
+    Two of them are the same if they have the same code and capture the same objects.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Inner:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Lets every `ProgramCache` know while the code runs."""
+        """Makes this object known to every `ProgramCache` while the block runs."""
         token = _inner.set(self)
         try:
             yield
@@ -98,10 +99,10 @@ class Inner:
             _inner.reset(token)
 
     def same(self, function: Callable[..., Any]) -> object:
-        """An object that stands for all functions that are the same as this one."""
+        """Returns an object that stands for all functions that are the same as this one."""
         try:
             key = _captured(function, [])
-        except (TypeError, ValueError):  # the second is that of a variable without a value
+        except (TypeError, ValueError):  # ValueError: a captured variable has no value yet
             return function
         stand_in = self._stand_ins.get(key)
         if stand_in is None:
@@ -111,14 +112,14 @@ class Inner:
 
 
 class _StandIn:
-    """Can be referenced weakly."""
+    """An object that can be referenced weakly."""
 
 
 def _captured(value: Any, outer: list[Any]) -> Any:
-    """What identifies a value that a function captures, without keeping it alive.
+    """Returns a key for a value that a function captures, without keeping the value alive.
 
     Raises:
-        TypeError: for data, which differs in every call, and for objects without weak references.
+        TypeError: for arrays, which differ in every call, and for objects without weak references.
     """
     if isinstance(value, types.FunctionType):
         if any(value is function for function in outer):  # it calls itself
@@ -149,7 +150,7 @@ _V = TypeVar("_V")
 
 @final
 class ByIdentity(Generic[_V]):
-    """A value for each object, made when first asked for and dropped when the object is collected.
+    """A value for each object, made on first use and dropped when the object is collected.
 
     Objects that cannot be referenced weakly get a new value each time.
 
@@ -179,13 +180,13 @@ class ByIdentity(Generic[_V]):
         return value
 
     def values(self) -> list[_V]:
-        """The values of the objects that are alive."""
+        """Returns the values of the objects that are alive."""
         return [value for _, value in list(self._entries.values())]
 
 
 @final
 class WeakIdentity:
-    """Key of an object by identity, which need not be hashable and is not kept alive.
+    """A key for an object by identity; the object need not be hashable and is not kept alive.
 
     Args:
         value: The object.
@@ -201,7 +202,7 @@ class WeakIdentity:
         self._reference = weakref.ref(value)
 
     def __call__(self) -> Any:
-        """The object, or None if it was collected."""
+        """Returns the object, or None if it was collected."""
         return self._reference()
 
     def __hash__(self) -> int:

@@ -24,28 +24,29 @@ _log = logging.getLogger(__name__)
 class CentralStorageStrategy(Strategy):
     """One replica per device of this machine, and one copy of each variable on one device.
 
-    A step fetches the variables that the replicas read once, to all their devices, reduces the
-    gradients there, and sends one copy to the parameter device, where the rest of the step is
-    computed: optimizers' slots never lie on the replicas' devices, other variables as long as the
-    replicas compute. Variables with `synchronization=ON_READ` have a value per replica, each on the
-    device of its replica.
+    A step first copies the variables that the replicas read, once, to all their devices. It then
+    reduces the gradients there and sends one copy to the parameter device, which computes the rest
+    of the step. So the slots of optimizers are never on the replicas' devices, and other variables
+    only while the replicas compute. Variables with `synchronization=ON_READ` have one value per
+    replica, each on the device of its replica.
 
-    What is computed from the batch, from other arrays with dims that a step is given and from the
-    number of the replica runs on the replicas' devices, like all that such values need. What
-    depends on variables, scalar arguments and reduced values only runs on the parameter device.
+    The replicas' devices compute everything that depends on the batch, on other arrays with dims
+    that are passed to the step, or on the replica id, and everything that such values need. The
+    parameter device computes everything that depends only on variables, scalar arguments and
+    reduced values.
 
     Args:
         compute_devices: Devices of the replicas, like `devices` of `MirroredStrategy`. None takes
             all GPUs, else all TPUs, else all CPU devices.
         parameter_device: Device of the variables, such as `"CPU:0"`. A
-            `jax.sharding.SingleDeviceSharding` with `memory_kind="pinned_host"` names the memory
-            of a device's host instead of its own: the device computes updates, and keeps nothing.
-            None takes the only compute device, host memory of the first of several GPUs or TPUs
-            if JAX has it there, and else `"CPU:0"`.
+            `jax.sharding.SingleDeviceSharding` with `memory_kind="pinned_host"` keeps the variables
+            in the memory of the device's host: the device computes updates, but stores nothing.
+            None takes the compute device if there is only one. With several GPUs or TPUs, it takes
+            the host memory of the first if JAX has it there; otherwise `"CPU:0"`.
 
     Raises:
-        DeviceError: for devices that do not exist, are named twice or mixed, and for other kinds
-            of memory.
+        DeviceError: for devices that do not exist, are named twice or are of different kinds, and
+            for other kinds of memory.
         UnsupportedError: under `distributary compile`.
 
     Source: `tf.distribute.experimental.CentralStorageStrategy`.

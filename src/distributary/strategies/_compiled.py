@@ -44,10 +44,10 @@ from distributary.variables import StateList, Variable, joined
 
 
 class VariableGoneError(Exception):
-    """A variable of a cached program was collected; the caller traces the function again."""
+    """Raised if a variable of a cached program was collected; the caller traces again."""
 
 
-# An output up to this size may be kept until the program that made it has finished.
+# An output of at most this size may be kept until the program that made it has finished.
 _MAX_TOKEN_BYTES = 1 << 16
 
 
@@ -57,14 +57,14 @@ class Compiled:
 
     Args:
         program: The traced program.
-        replicated: Sharding of values all replicas share; None for JAX's default device.
+        replicated: Sharding of values that all replicas share; None for JAX's default device.
         stacked: Sharding of `[replica, *shape]`; None on one device.
-        mesh: The devices the program runs on; None for JAX's default device.
-        dispatcher: Bounds the programs in flight.
-        rebuild: From the program's outputs to the function's result.
-        name: What is run, for people.
-        counts: Where its runs count.
-        home: Sharding of the device of the variables; None if they lie where replicas compute.
+        mesh: Devices on which the program runs; None for JAX's default device.
+        dispatcher: Limits the number of programs in flight.
+        rebuild: Function from the outputs of the program to the result of the function.
+        name: Name of the program, for people.
+        counts: Object that counts its runs.
+        home: Sharding of the device of the variables; None if they lie where the replicas compute.
         storage: Sharding of the variables there.
     """
 
@@ -111,18 +111,18 @@ class Compiled:
         self._name = name
         self._rebuild = rebuild
         self._replicated = replicated
-        # None among them stands for arguments without a sharding, which go anywhere.
+        # None is the sharding of arguments that have none; they can go anywhere.
         self._shardings = None if replicated is None else (stacked, replicated, None)
         self._has_collectives = replicated is not None and home is None
         self._is_of_job = replicated is not None and not replicated.is_fully_addressable
-        # What other workers have to run, too, and which of the arguments are then numbers.
+        # The event that the other workers have to begin, too, and the arguments that are numbers.
         self._event: JobEvent | None = None
         self._numbers: list[int] = []
         self._is_staged = home is not None
         self._dispatcher = dispatcher
         self._written = [handle.cell for handle in program.written]
         self._read_only = [handle.cell for handle in program.read_only]
-        # Of what it writes, if these store their arrays together; they keep it alive.
+        # The list in which the written variables keep their arrays together, if they do.
         self._states: Callable[[], StateList | None] = _no_states
         self._num_single_runs = 0
         self._call: Any
@@ -139,8 +139,8 @@ class Compiled:
         ]
         written_shardings = [_sharding_of(handle) for handle in program.written]
         read_shardings = [_sharding_of(handle) for handle in program.read_only]
-        # Inside the bounded dispatcher, an output on every device tells when the program has
-        # finished: the first result if it is small, else one made for it.
+        # The bounded dispatcher needs an output on every device to see when the program has
+        # finished: the first result if it is small, else one that is made for this.
         has_token = dispatcher.bounded and not _has_small_first_output(program)
         token_sharding = stacked if has_token else None
         read = set(program.handles)
@@ -165,7 +165,7 @@ class Compiled:
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
 
     def _place(self, value: Any) -> Any:
-        """A value where the program can take it."""
+        """Puts a value where the program can take it."""
         if isinstance(value, jax.core.Tracer):
             raise _traced(value, "Strategy.run or a distributary.function")
         if self._replicated is None or not isinstance(value, jax.Array):
@@ -175,13 +175,13 @@ class Compiled:
         return put_replicated(value, self._replicated)
 
     def lowered(self, args: Sequence[Any]) -> Any:
-        """The program lowered for `args`, for looking at what XLA compiles."""
+        """Returns the program lowered for `args`, to inspect what XLA compiles."""
         written = [cell()._value for cell in self._written]
         read_only = [cell()._value for cell in self._read_only]
         return self._call.lower(self._captures, written, read_only, args)
 
     def collective_bytes(self) -> int:
-        """Size of the arrays that one run sends through collectives."""
+        """Returns the size of the arrays that one run sends through collectives."""
         if not self._has_collectives:
             return 0
         from distributary.compilation import collective_bytes
@@ -189,7 +189,7 @@ class Compiled:
         return collective_bytes(self.lowered(self._avals).compile().as_text())
 
     def __call__(self, args: Sequence[Any]) -> Any:
-        """Runs the program once and returns the function's result.
+        """Runs the program once and returns the result of the function.
 
         Raises:
             VariableGoneError: if one of its variables does not exist any more.
@@ -203,7 +203,7 @@ class Compiled:
                 if getattr(arg, "sharding", None) not in shardings:
                     args = [self._place(arg) for arg in args]
                     break
-        # Reading, donating and replacing the state is one step for other threads.
+        # For other threads, reading, donating and replacing the state has to be one step.
         with latest_program.lock:
             states = self._states()
             if states is not None and states.withheld:
@@ -237,8 +237,9 @@ class Compiled:
                 else:
                     self._dispatcher.run_into(made, self._call, self._token_of, given)
             finally:
-                # The program has consumed what they had. Ctrl-C may have come, or come now: Python
-                # raises it at calls and at the end of each round of a loop.
+                # The program has consumed the old values, so the new ones must be stored. Ctrl-C
+                # may have come already, or may come here: Python raises it at calls and at the end
+                # of each round of a loop.
                 if made:
                     new, outs, _ = made[0]
                     if states is not None:
@@ -267,7 +268,7 @@ class Compiled:
         return self._rebuild(outs)
 
     def _begin(self, args: Sequence[Any]) -> None:
-        """Makes sure that all workers run this program now, with the same numbers."""
+        """Checks that all workers run this program now, with the same numbers."""
         event = self._event
         if event is None:
             arrays = [
@@ -283,7 +284,7 @@ class Compiled:
         job_programs.begin(event, tuple([args[i] for i in self._numbers]))
 
     def _compare_copies(self, new: Sequence[Any]) -> None:
-        """Compares what the workers have written to mirrored variables."""
+        """Compares the values that the workers have written to mirrored variables."""
         mirrored = [
             (handle.name, value)
             for handle, value in zip(self.program.written, new, strict=True)
@@ -301,10 +302,11 @@ class Compiled:
         return lines + self.program.describe()
 
     def _join(self, variables: Sequence[Any]) -> None:
-        """Has the variables store their arrays together, after 2, 4, 8, ... runs one by one.
+        """Makes the variables store their arrays together, after 2, 4, 8, ... separate runs.
 
-        Of several programs that write a variable, one at a time can have it so. As each waits twice
-        as long for the next time, programs that take turns do not spend their time on it.
+        If several programs write a variable, its arrays can be stored together for only one of them
+        at a time. The wait doubles each time, so that programs that take turns do not spend their
+        time on it.
         """
         self._num_single_runs = number = self._num_single_runs + 1
         if number > 1 and not number & (number - 1):
@@ -314,7 +316,7 @@ class Compiled:
 
 
 def _is_number(arg: Any) -> bool:
-    """Whether an argument is a number that the script computes, which is to be the same."""
+    """Returns whether an argument is a number from the script, which all workers must agree on."""
     if isinstance(arg, (np.ndarray, np.generic)):
         return arg.ndim == 0
     return isinstance(arg, (int, float, complex))
@@ -325,7 +327,7 @@ def _no_states() -> None:
 
 
 def _traced(value: Any, what: str) -> ContextError:
-    """The error of a traced value that a program is given."""
+    """Returns the error for a traced value that is passed to a program."""
     if not is_left_over(value):
         return _inside_jax(what)
     return ContextError(
@@ -343,7 +345,7 @@ def _inside_jax(what: str) -> ContextError:
 
 
 def _has_small_first_output(program: ReplicaProgram | FunctionProgram) -> bool:
-    """Whether the first output comes out of the program itself, on all devices, and is small."""
+    """Returns whether the first output is small, on all devices, and made by the program itself."""
     if not isinstance(program, ReplicaProgram) or program.uneven or not program.num_outs:
         return False
     aval = program.pures[0].jaxpr.outvars[0].aval
@@ -369,23 +371,24 @@ def _sharding_of(handle: Handle) -> Any:
 
 
 def _whole(value: Any, handle: Handle, sharding: Any) -> Any:
-    """In a program: the whole value of a variable that is stored as `value`."""
+    """Returns the whole value of a variable that is stored as `value`; call in a program."""
     if shard_dim(handle.parts) is None:
         return value
     return whole_shards(value, handle.shape, sharding)
 
 
-# What one argument looks like to the cache: cheap to make and to compare.
+# The key of one argument in the cache: cheap to make and to compare.
 
-# Arrays that are no tracers. JAX decides in Python whether an object is an array.
+# Types of arrays that are not tracers. JAX checks in Python whether an object is an array.
 _array_types: set[type] = set()
 
 
 def signature_of(leaf: Any, what: str) -> Any:
-    """Key of an argument; equal keys mean that the same program can be used.
+    """Returns the key of an argument; if keys are equal, the same program can be used.
 
-    Arrays count by shape and dtype, Python numbers by type; everything else is static and counts
-    by value, or by identity where it can be referenced weakly.
+    The key of an array is its shape and dtype, that of a Python number its type. Everything else is
+    static: hashable objects are compared by value, others by identity. The key does not keep an
+    object alive if it can be referenced weakly.
     """
     kind = type(leaf)
     if kind in _array_types or isinstance(leaf, jax.Array):
@@ -409,7 +412,7 @@ def signature_of(leaf: Any, what: str) -> Any:
         return leaf._handle
     if kind in (bool, str, bytes) or leaf is None:
         return kind, leaf
-    if kind is DatasetIterator:  # what it gives is looked at in every call
+    if kind is DatasetIterator:  # every call looks at the elements that it gives
         return kind
     try:
         hash(leaf)
@@ -431,24 +434,24 @@ def signature_of(leaf: Any, what: str) -> Any:
 
 
 def _is_extension(dtype: Any) -> bool:
-    """Whether a dtype NumPy shows as void is one of JAX's, such as bfloat16."""
+    """Returns whether a dtype that NumPy shows as void is one of JAX's, such as bfloat16."""
     return dtype.kind == "V" and dtype.names is None and jnp.issubdtype(dtype, jnp.number)
 
 
 def is_dynamic(leaf: Any) -> bool:
-    """Whether an argument is data, and not part of the program."""
+    """Returns whether an argument is data, rather than part of the program."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float, complex)) and (
         not isinstance(leaf, bool)
     )
 
 
 def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]:
-    """Arrays of a function's result, and how the result is rebuilt from their values.
+    """Returns the arrays of a function's result, and a function that rebuilds it from their values.
 
-    Python numbers, strings and variables are part of the program and come back as they are.
+    Python numbers, strings and variables are part of the program and are returned unchanged.
 
     Raises:
-        InvalidTypeError: for anything else that is no array.
+        InvalidTypeError: for anything else that is not an array.
     """
     leaves, tree = jax.tree.flatten(
         result, is_leaf=lambda x: isinstance(x, (DistributedValues, IndexedSlices))
@@ -498,13 +501,13 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
 
 
 def replica_shardings(mesh: Any) -> tuple[Any, Any]:
-    """Shardings of values all replicas share, and of `[replica, *shape]`."""
+    """Returns the shardings of values that all replicas share, and of `[replica, *shape]`."""
     mesh = mesh_of_values(mesh)
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(REPLICA_AXIS))
 
 
 def placed_struct_of(leaf: Any) -> Any:
-    """Shape, dtype and place of an array; a Python number as it is."""
+    """Returns shape, dtype and place of an array; a Python number is returned unchanged."""
     if isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.aval.weak_type
@@ -513,7 +516,7 @@ def placed_struct_of(leaf: Any) -> Any:
 
 
 def struct_of(leaf: Any) -> Any:
-    """Shape and dtype of an array or number, without the place where it lies."""
+    """Returns shape and dtype of an array or number, without its place."""
     if hasattr(leaf, "dtype") and not isinstance(leaf, jax.Array):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     aval = jax.typeof(leaf)

@@ -1,4 +1,4 @@
-"""Combining the values of the replicas in a cross-replica context."""
+"""Combines the values of the replicas in a cross-replica context."""
 
 import functools
 from collections.abc import Callable
@@ -50,15 +50,15 @@ class CrossReplica:
     """Reductions and gathers over the replicas of one strategy.
 
     Args:
-        strategy: The strategy, named in messages.
+        strategy: The strategy, for messages.
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`; None on one device.
         ops: The reduction algorithm.
-        options: The strategy's communication options.
-        dispatcher: Bounds the programs in flight.
+        options: The communication options of the strategy.
+        dispatcher: Limits the number of programs in flight.
         place_rows: Puts a stacked `PerReplica` on the replicas' devices.
-        home: Sharding of the device that results go to; None leaves them on the replicas'.
-        workers_mesh: The mesh of functions that are traced for other processes.
+        home: Sharding of the device to which results go; None leaves them on the replicas' devices.
+        workers_mesh: Mesh of functions that are traced for other processes.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CrossReplica:
     def reduce(
         self, op: ReduceOp, value: Any, axis: Any, options: CommunicationOptions | None = None
     ) -> Any:
-        """Sum or mean of every leaf of a nest over the replicas, see `Strategy.reduce`."""
+        """Sums or averages every leaf of a nest over the replicas, see `Strategy.reduce`."""
         axes = _check_axis(axis)
         merged = self._options.merge(options)
         leaves, tree = jax.tree.flatten(
@@ -100,7 +100,7 @@ class CrossReplica:
         }
         results: dict[int, Any] = {}
         if together:
-            # All of them in one collective.
+            # One collective for all of them.
             key = ("reduce", op, axes, merged)
             reduced = self._on_replicas(
                 key,
@@ -126,7 +126,7 @@ class CrossReplica:
         )
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenation of every leaf of a nest in replica order, see `Strategy.gather`."""
+        """Concatenates every leaf of a nest in replica order, see `Strategy.gather`."""
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise InvalidTypeError(f"gather: axis is {axis!r}, expected an int.")
         return self._at_home(map_leaves(lambda leaf: self._gather_leaf(leaf, axis), value))
@@ -155,7 +155,7 @@ class CrossReplica:
         )[0]
 
     def _rows(self, leaf: Any) -> PerReplica | None:
-        """The leaf as a `PerReplica` where it has a value per replica, stacked if possible."""
+        """Returns a leaf with one value per replica as a `PerReplica`, stacked if possible."""
         if isinstance(leaf, SyncOnReadVariable):
             scope = current_scope()
             if scope is None:
@@ -178,7 +178,7 @@ class CrossReplica:
     def _on_replicas(
         self, key: Any, function: Callable[[list[Any]], list[Any]], rows: list[PerReplica]
     ) -> list[Any]:
-        """Calls `function` with this replica's trees, in a program of all replicas."""
+        """Calls `function` with the trees of one replica, in a program of all replicas."""
         trees = [row.payload for row in rows]
         if rows[0].form == "local":
             return function(trees)
@@ -245,7 +245,7 @@ class CrossReplica:
         return jax.tree.map(total, *components)
 
     def _reduce_whole(self, op: ReduceOp, axes: tuple[int, ...] | None, leaf: Any) -> Any:
-        """Reduces a value that is not distributed, or the same on all replicas."""
+        """Reduces a value that is not distributed, or that is the same on all replicas."""
         num_replicas = self._num_replicas
         same_everywhere = isinstance(leaf, (Mirrored, MirroredVariable))
         value = jnp.asarray(leaf) if same_everywhere else leaf
@@ -310,7 +310,7 @@ def _sum(array: Any, axes: tuple[int, ...]) -> Any:
 
 
 def _widened(array: Any) -> Any:
-    """The array in a dtype in which the sum for a mean does not overflow."""
+    """Converts an array to a dtype in which the sum for a mean does not overflow."""
     narrow = array.dtype in (jnp.float16, jnp.bfloat16)
     if narrow or not jnp.issubdtype(array.dtype, jnp.inexact):
         return array.astype(jnp.float32)
@@ -318,7 +318,7 @@ def _widened(array: Any) -> Any:
 
 
 def _divide(total: Any, count: Any, dtype: Any) -> Any:
-    """The mean of values of `dtype`; float32 for integers."""
+    """Returns the mean of values of `dtype`; float32 for integers."""
     mean = total / jnp.asarray(count, total.dtype)
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
@@ -331,7 +331,7 @@ def _reduce_tree(
     num_replicas: int,
     options: CommunicationOptions,
 ) -> Any:
-    """Inside a replica program: this replica's tree, reduced over `axes` and the replicas."""
+    """Reduces this replica's tree over `axes` and the replicas; call in a replica program."""
     if axes is None:
         return reduce_nest(ops, op, tree, num_replicas, options)
 
@@ -349,7 +349,7 @@ def _reduce_tree(
 
 
 def check_gather_axis(array: Any, axis: int) -> int:
-    """`axis` counted from the start."""
+    """Returns `axis` counted from the start."""
     if array.ndim == 0:
         raise InvalidValueError(
             "gather: a component is a scalar and has no dim to concatenate. Give it one,"
@@ -375,7 +375,7 @@ def _check_gather_shapes(parts: list[Any], axis: int) -> None:
 
 
 def gather_nest(tree: Any, axis: int, num_replicas: int) -> Any:
-    """Inside a replica program: every array of the nest concatenated over the replicas."""
+    """Concatenates every array of a nest over the replicas; call in a replica program."""
 
     def gather(leaf: Any) -> Any:
         if isinstance(leaf, IndexedSlices):
@@ -390,7 +390,7 @@ def gather_nest(tree: Any, axis: int, num_replicas: int) -> Any:
 
 
 def reduce_alone(op: ReduceOp, tree: Any) -> Any:
-    """The nest reduced over one replica."""
+    """Reduces a nest over a single replica."""
 
     def alone(leaf: Any) -> Any:
         if isinstance(leaf, IndexedSlices):

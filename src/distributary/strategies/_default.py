@@ -1,4 +1,4 @@
-"""The strategy outside of every scope."""
+"""The strategy that is current outside of every scope."""
 
 from typing import Any, final
 
@@ -10,7 +10,7 @@ from distributary.strategies._extended import StrategyExtended
 
 @final
 class DefaultStrategy(Strategy):
-    """One replica, on the device JAX chooses; what `get_strategy()` gives outside of scopes.
+    """One replica on the device that JAX chooses; `get_strategy()` returns it outside of scopes.
 
     Source: the default strategy of `tf.distribute`.
     """

@@ -1,4 +1,4 @@
-"""The methods of a strategy that libraries use, and the parts it is assembled from."""
+"""The methods of a strategy for libraries, and the parts from which a strategy is assembled."""
 
 import functools
 import logging
@@ -86,26 +86,26 @@ _log = logging.getLogger(__name__)
 
 @final
 class StrategyExtended:
-    """Methods of a strategy for library authors; reached as `strategy.extended`.
+    """The methods of a strategy for library authors; you reach them as `strategy.extended`.
 
     Args:
         strategy: The strategy.
-        devices: One JAX device per replica, in replica-id order, or for each as many, its logical
-            devices.
-        cross_device_ops: The reduction algorithm; None for one XLA all-reduce of all arrays, or of
+        devices: One JAX device per replica, in replica-id order, or the logical devices of each
+            replica, the same number for all.
+        cross_device_ops: The reduction algorithm. None uses one XLA all-reduce of all arrays, or of
             one vector between the CPUs of several processes.
         options: Communication options.
-        distributed: Whether variables and results are distributed values; False for strategies
-            that stand for a single device.
+        distributed: Whether variables and results are distributed values; False for strategies that
+            stand for a single device.
         is_default: Whether this is the strategy outside of every scope.
-        workers: The processes whose devices these are, worker by worker, as many of each; None for
-            this process alone.
-        kind_of_variables: Their class, if they do not hold their value themselves.
-        shard_optimizer_state: Whether every device holds a part of what optimizers keep.
-        parameter_device: The device of the variables; None if they lie where the replicas compute.
+        workers: The processes to which the devices belong, in the order of `devices`, the same
+            number of devices for each; None for this process alone.
+        kind_of_variables: Class of the variables, if they do not hold their value themselves.
+        shard_optimizer_state: Whether every device holds a part of the state of optimizers.
+        parameter_device: Device of the variables; None if they lie where the replicas compute.
         in_host_memory: Whether the variables lie in the host memory of `parameter_device`.
-        workers_mesh: The replicas of functions that are traced for other processes; `devices` is
-            then the one of this process.
+        workers_mesh: Mesh of the replicas of functions that are traced for other processes.
+            `devices` then has the one device of this process.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -133,14 +133,14 @@ class StrategyExtended:
         if not is_default:
             warn_of_untested_jax(jax.__version__)
         self._strategy = strategy
-        #: What else counts for the strategy, by name: each returns a dataclass of numbers.
+        #: Further counts of the strategy, by name: each function returns a dataclass of numbers.
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
         cores = [] if devices is None else [d if isinstance(d, Sequence) else (d,) for d in devices]
         self._devices = None if devices is None else tuple(own[0] for own in cores)
         self.num_logical_devices = len(cores[0]) if cores else 1
         self.num_replicas = len(devices or (None,)) if workers_mesh is None else workers_mesh.size
         self._workers = workers
-        #: Number of processes, and which of them this one is.
+        #: Number of processes, and the number of this one.
         self.num_workers = 1 if workers is None else workers.num_workers
         self.worker_number = 0 if workers is None else workers.worker_number or 0
         self._replicas_per_worker = self.num_replicas // self.num_workers
@@ -163,7 +163,7 @@ class StrategyExtended:
         self._parameter_device = parameter_device
         #: Sharding of the device of the variables; None if they lie where the replicas compute.
         self.home = home
-        #: Sharding of the variables themselves, there.
+        #: Sharding of the variables on that device.
         self.storage = home.with_memory_kind(HOST_MEMORY) if in_host_memory else home
         if mesh is not None and (self.num_replicas > 1 or distributed or home):
             replicated, stacked = replica_shardings(mesh)
@@ -172,7 +172,7 @@ class StrategyExtended:
         elif mesh is not None:
             (device,) = mesh_of_values(mesh).devices.flat
             replicated = jax.sharding.SingleDeviceSharding(device)
-        #: The devices on which programs run; None where JAX chooses the device.
+        #: The devices on which programs run; None if JAX chooses the device.
         self.mesh = mesh
         dispatcher = dispatcher_for(() if mesh is None else tuple(mesh.devices.flat))
         self._layout = VariableLayout(
@@ -217,7 +217,7 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """Canonical names of this process' replicas' devices, in replica order.
+        """Canonical names of the devices of this process's replicas, in replica order.
 
         Raises:
             ContextError: for the default strategy, which leaves the device to JAX.
@@ -231,35 +231,35 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """Canonical names of the devices variables lie on; see `worker_devices`."""
+        """Canonical names of the devices that hold the variables; see `worker_devices`."""
         if self._parameter_device is not None:
             return (canonical_name(self._parameter_device),)
         return self.worker_devices
 
     def variable_device(self) -> str:
-        """Canonical name of the device that is asked for the value of a variable."""
+        """Returns the canonical name of the device from which a variable is read."""
         if self._parameter_device is not None:
             return canonical_name(self._parameter_device)
         return self.device_names()[0]
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """False: a batch of another shape is compiled anew."""
+        """False: batches of any shape work, and each new shape is compiled."""
         return False
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process is the one that writes checkpoints."""
+        """True in the process that writes checkpoints."""
         return self.worker_number == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process is the one that writes summaries."""
+        """True in the process that writes summaries."""
         return self.worker_number == 0
 
     @contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """Does nothing where replicas have one logical device; with several it is not possible.
+        """Does nothing if replicas have one logical device; with several, you cannot choose one.
 
         Raises:
             InvalidValueError: if there is no such logical device, or if there are several.
@@ -270,7 +270,7 @@ class StrategyExtended:
         yield
 
     def check_logical_device(self, logical_device_id: int) -> None:
-        """Refuses logical devices that do not exist, and to choose one of several."""
+        """Raises an error if the logical device does not exist, or is one of several."""
         count = self.num_logical_devices
         if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < count:
             raise InvalidValueError(
@@ -286,12 +286,12 @@ class StrategyExtended:
             )
 
     def device_names(self) -> tuple[str, ...]:
-        """Canonical names of the replicas' devices; of JAX's default device without any."""
+        """Returns the canonical names of the replicas' devices, or that of JAX's default device."""
         devices = self._local_devices() or (jax.local_devices()[0],)
         return tuple(canonical_name(device) for device in devices)
 
     def describe(self) -> str:
-        """One line for people: the devices and the reduction."""
+        """Describes the devices and the reduction in one line, for people."""
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self._parameter_device is not None:
@@ -316,11 +316,11 @@ class StrategyExtended:
         return devices[self._local_replicas.start : self._local_replicas.stop]
 
     def from_chief(self, values: list[np.ndarray], what: str) -> list[np.ndarray]:
-        """Returns arrays of the chief on every worker.
+        """Returns the chief's arrays on every worker.
 
         Args:
-            values: Of the same shapes and dtypes on all workers, which call it together.
-            what: What they are, for people.
+            values: Arrays of the same shapes and dtypes on all workers, which call this together.
+            what: Name of the arrays, for people.
 
         Raises:
             WorkerMismatchError: if another worker does something else.
@@ -332,18 +332,18 @@ class StrategyExtended:
     # Variables
 
     def variable_layout(self) -> VariableLayout:
-        """How variables created in this strategy's scope are stored."""
+        """Returns the layout of variables that are created in this strategy's scope."""
         return self._layout
 
     def optimizer_layout(self, shape: Sequence[int]) -> Any:
-        """The sharding of an optimizer's variable if devices hold parts of it, else None."""
+        """Returns the sharding of an optimizer's variable if it is stored in parts, else None."""
         if not self._shard_optimizer_state:
             return None
         spec = shard_spec(shape, self.num_replicas)
         return None if shard_dim(spec) is None else NamedSharding(self.mesh, spec)
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether variable `v` belongs to this strategy.
+        """Returns whether variable `v` belongs to this strategy.
 
         Raises:
             InvalidTypeError: if `v` is not a variable.
@@ -375,11 +375,11 @@ class StrategyExtended:
             yield
 
     def value_container(self, value: Any) -> Any:
-        """The variable a component belongs to; everything else as it is."""
+        """Returns the variable to which a component belongs, and anything else unchanged."""
         return value.variable if isinstance(value, VariableComponent) else value
 
     def read_var(self, v: Variable) -> Any:
-        """The value of a variable, aggregated for ON_READ."""
+        """Returns the value of a variable, aggregated for ON_READ."""
         return v.value()
 
     def update(
@@ -394,15 +394,15 @@ class StrategyExtended:
 
         Args:
             var: A variable of this strategy.
-            fn: Assigns to its first argument. Of a `PerReplica` argument it receives the component
-                of the copy's replica; what it writes to a mirrored variable must be the same for
-                all copies.
+            fn: Function that assigns to its first argument. It receives the component of the copy's
+                replica for a `PerReplica` argument. It must write the same value to all copies of a
+                mirrored variable.
             args: Further positional arguments.
             kwargs: Keyword arguments.
-            group: False gives a tuple with one result per copy.
+            group: False returns a tuple with one result per copy.
 
         Returns:
-            What `fn` returned, `Mirrored` where it is the same for all copies.
+            The results of `fn`, as `Mirrored` if they are the same for all copies.
 
         Raises:
             InvalidValueError: if `var` is not a variable of this strategy.
@@ -434,7 +434,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The same as `Strategy.run`."""
+        """Does the same as `Strategy.run`."""
         require_cross_replica(self._strategy, "call_for_each_replica")
         return self.runner.run(fn, tuple(args), dict(kwargs or {}), "replica")
 
@@ -444,7 +444,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The program `Strategy.run(fn, args, kwargs)` would run, as a `jax.stages.Lowered`.
+        """Lowers the program of `Strategy.run(fn, args, kwargs)`; returns a `jax.stages.Lowered`.
 
         `strategy.extended.lower(step, args).compile().as_text()` shows the collectives.
         """
@@ -458,17 +458,17 @@ class StrategyExtended:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combines `value` of the replicas and leaves the result at `destinations`.
+        """Combines the values of all replicas and puts the result on `destinations`.
 
         Args:
             reduce_op: `ReduceOp` or its name.
             value: `PerReplica`, or a nest of them.
-            destinations: A device string, or a value or variable whose devices are meant.
+            destinations: A device string, or a value or variable; this stands for its devices.
             options: Overrides of the communication options.
 
         Returns:
-            `Mirrored` if `destinations` has several devices, else the array. In a step and in a
-            `distributary.function` it lies on the devices of the replicas until these end.
+            `Mirrored` if `destinations` has several devices, else the array. In a step or a
+            `distributary.function`, the array stays on the replicas' devices until the end.
 
         Raises:
             ContextError: inside `run`.
@@ -511,8 +511,8 @@ class StrategyExtended:
         """Copies one value to all `destinations`.
 
         Returns:
-            `Mirrored` if `destinations` has several devices, else the array; Python numbers as
-            they are.
+            `Mirrored` if `destinations` has several devices, else the array. Python numbers are
+            returned unchanged.
 
         Source: `tf.distribute.StrategyExtended.broadcast_to`.
         """
@@ -526,7 +526,7 @@ class StrategyExtended:
         return self._at(array, destinations)
 
     def _at(self, value: Any, destinations: Any) -> Any:
-        """What `reduce_to` and `broadcast_to` return of a value that the replicas have."""
+        """Turns a value of all replicas into the result of `reduce_to` and `broadcast_to`."""
         if not _spans_replicas(destinations):
             device = only_device(destinations)
             return value if device is None else at_device(value, device)
@@ -535,19 +535,19 @@ class StrategyExtended:
         return Mirrored(value, self.num_replicas)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """See `Strategy.experimental_local_results`."""
+        """Returns the local components, see `Strategy.experimental_local_results`."""
         if not self._distributed:
             return (value,)
         results = local_results(value)
         if self.num_workers > 1 and len(results) == self.num_replicas:
-            # Of an uneven batch every worker has all parts.
+            # For an uneven batch, every worker has all parts.
             return results[self._local_replicas.start : self._local_replicas.stop]
         return results
 
     # Input
 
     def distribute_dataset(self, dataset: Any, options: InputOptions | None) -> Any:
-        """See `Strategy.experimental_distribute_dataset`."""
+        """Distributes a dataset, see `Strategy.experimental_distribute_dataset`."""
         from distributary.inputs import Batches
 
         options = _input_options(options)
@@ -570,7 +570,7 @@ class StrategyExtended:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
-        """See `Strategy.distribute_datasets_from_function`."""
+        """Distributes datasets, see `Strategy.distribute_datasets_from_function`."""
         from distributary.inputs import Elements
 
         options = _input_options(options)
@@ -595,7 +595,7 @@ class StrategyExtended:
 
     @functools.cached_property
     def coworkers(self) -> Any:
-        """All workers, for what they tell each other of their data; None without others."""
+        """Connection between all workers for messages about their data; None for one worker."""
         from distributary.inputs import Coworkers
 
         job = consensus()
@@ -604,7 +604,7 @@ class StrategyExtended:
         return Coworkers(job, self._replicas_per_worker, self.runner.place_rows)
 
     def worker_share(self) -> Any:
-        """Which of the replicas of a dataset's batches are those of this process."""
+        """Returns which replicas of a dataset's batches belong to this process."""
         from distributary.datasets import WorkerShare
 
         return WorkerShare(self.num_workers, self.worker_number, self._replicas_per_worker)
@@ -612,7 +612,7 @@ class StrategyExtended:
     def _distributed_dataset(self, source: Any, options: InputOptions) -> Any:
         from distributary.inputs import DistributedDataset
 
-        # Other processes reach the parts on devices only.
+        # Other processes can reach the parts only on devices.
         fetch = options.experimental_fetch_to_device is not False or self.num_workers > 1
         return DistributedDataset(
             source,
@@ -623,7 +623,7 @@ class StrategyExtended:
         )
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """See `Strategy.experimental_distribute_values_from_function`."""
+        """Makes a `PerReplica`, see `Strategy.experimental_distribute_values_from_function`."""
         if not self._distributed:
             return value_fn(ValueContext(0, 1))
         values = [value_fn(ValueContext(i, self.num_replicas)) for i in self._local_replicas]
@@ -638,7 +638,7 @@ class StrategyExtended:
         return jax.tree.unflatten(flat[0][1], self._place_values(columns, flat[0][1]))
 
     def _place_values(self, columns: list[list[Any]], tree: Any) -> list[PerReplica]:
-        """The values of this process' replicas, and of all where their shapes differ."""
+        """Places the values of this process's replicas, and of all if their shapes differ."""
         values = [PerReplica(column) for column in columns]
         are_arrays = [all(map(_is_array_like, column)) for column in columns]
         specs: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in columns]
@@ -674,7 +674,7 @@ class StrategyExtended:
                 values[i] = self.runner.place_rows(stacked)
         return values
 
-    # What `context` calls
+    # Called by `context`
 
     def _scope_mode(self) -> Mode:
         return Mode(self._strategy, "cross")
@@ -714,7 +714,7 @@ class StrategyExtended:
             reduced = reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
         if current_scope() is None:
             return reduced
-        # What follows a collective is computed where the variables lie.
+        # Everything after a collective is computed where the variables lie.
         if self._layout.kind is not None:
             return jax.tree.map(push_to_servers, reduced)
         if self.num_replicas == 1 and self.home is not None:
@@ -724,7 +724,7 @@ class StrategyExtended:
     def reduce_gradients(self, reduce_op: ReduceOp, gradients: Sequence[Any]) -> list[Any]:
         """Combines the gradients of all replicas for an optimizer, inside `run`.
 
-        If optimizers' state is sharded each gradient is a sum of its own, which the program then
+        If optimizer state is sharded, each gradient gets a sum of its own, which the program then
         scatters.
         """
         if not self._shard_optimizer_state:

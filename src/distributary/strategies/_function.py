@@ -31,7 +31,7 @@ from distributary.tracing import (
 )
 
 _INPUTS = (Dataset, DatasetIterator, DistributedInput)
-# Structure, signature of the leaves and outcomes of what was taken, role, kind of context.
+# Structure, signature of the leaves with the outcomes of what was taken, role, kind of context.
 _Key = tuple[Any, tuple[Any, ...], Any, bool]
 
 
@@ -42,30 +42,33 @@ def function(
     reduce_retracing: bool = False,
     autograph: bool = True,
 ) -> Any:
-    """Compiles a function with everything in it, several `run`s and `reduce`s included.
+    """Compiles a function with everything in it, including several calls of `run` and `reduce`.
 
-    The function is traced on the first call and whenever shapes, dtypes, structures, static
+    The function is traced on the first call, and again whenever shapes, dtypes, structures, static
     arguments or the current strategy change. Variables that it assigns keep their new values.
-    Of an iterator over a `distributary.data.Dataset`, given or captured, every call takes what
-    comes next, and a loop over such a dataset is a new pass. Other iterators that it would take
-    elements from while it is traced are refused.
-    A function that takes from a distributed dataset or iterator, takes more than 100 elements, or
-    returns a dataset, runs its Python code each time, and compiles each `Strategy.run` in it, once
-    for a step function that it defines itself.
+
+    The function can take elements from an iterator over a `distributary.data.Dataset` that you pass
+    or that it captures: every call takes the next ones. A loop over such a dataset starts a new
+    pass in every call. Taking elements from any other iterator during a trace is an error.
+
+    Some functions cannot be compiled as a whole: those that take from a distributed dataset or
+    iterator, take more than 100 elements, or return a dataset. They run their Python code in every
+    call, and compile each `Strategy.run` in it. A step function that they define themselves is
+    compiled only once.
 
     Args:
-        func: The function; without it a decorator is returned.
-        jit_compile: Accepted for compatibility; it is always compiled.
-        reduce_retracing: Accepted for compatibility, without effect.
-        autograph: Accepted for compatibility; Python control flow is not converted, use
-            `jax.lax.cond`, `scan` and `while_loop` where it depends on array values.
+        func: The function. Without it, `function` returns a decorator.
+        jit_compile: Accepted for compatibility; the function is always compiled.
+        reduce_retracing: Accepted for compatibility; no effect.
+        autograph: Accepted for compatibility. Python control flow is not converted. If it depends
+            on array values, use `jax.lax.cond`, `scan` and `while_loop`.
 
     Returns:
-        The compiled function; usable as a method.
+        The compiled function, which you can also use as a method.
 
     Raises:
         InvalidTypeError: if `func` is not callable.
-        InvalidValueError: when it is called, if it takes from another iterator.
+        InvalidValueError: when you call the function, if it takes from another iterator.
 
     Source: `tf.function`.
     """
@@ -97,7 +100,7 @@ class Function:
         programs = self._programs.setdefault(mode.strategy, {})
         signature = [signature_of(leaf, "distributary.function") for leaf in leaves]
         iterators = [leaf for leaf in leaves if type(leaf) is DatasetIterator]
-        if len(iterators) > 1:  # one that is given twice takes turns with itself
+        if len(iterators) > 1:  # an iterator that is passed twice takes turns with itself
             signature += map(iterators.index, iterators)
         key: _Key = tree, tuple(signature), mode.role, in_default_context()
         entry = programs.get(key)
@@ -115,10 +118,10 @@ class Function:
     def _take_and_call(
         self, leaves: list[Any], tree: Any, key: "_Key", programs: "_Programs", strategy: Any
     ) -> Any:
-        """Calls the program for what is taken from iterators now; makes it if there is none.
+        """Calls the program for the elements that iterators give now; makes it if there is none.
 
         Raises:
-            LeaveTrace: if the function has to run on the host; it has taken nothing then.
+            LeaveTrace: if the function has to run on the host; it has taken no elements then.
         """
         feeds = Feeds(leaves)
         of_course = key
@@ -172,7 +175,7 @@ class Function:
             args, kwargs = jax.tree.unflatten(tree, parts)
             result = self.python_function(*args, **kwargs)
             if any(isinstance(leaf, _INPUTS) for leaf in jax.tree.leaves(result)):
-                raise LeaveTrace  # no data to compute with, but where it comes from
+                raise LeaveTrace  # a source of data is not data that a program can return
             outs, rebuild = split_result(result, "distributary.function")
             results[:] = [rebuild]
             return outs
@@ -180,12 +183,12 @@ class Function:
         avals = [struct_of(leaves[i]) for i in picks]
         with refused_if_consumed(self.python_function, static, "distributary.function"):
             program = FunctionProgram(flat, avals, feeds)
-        # The devices are those of the strategies whose replicas run in the function.
+        # The program runs on the devices of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]
         used += [s for s in owners if s.num_replicas_in_sync > 1]
         owner = used[0] if used else (owners or [strategy])[0]
-        program.strategies.clear()  # a function keeps no strategy alive
+        program.strategies.clear()  # so that a function does not keep strategies alive
         (rebuild,) = results
         name = getattr(self.python_function, "__name__", repr(self.python_function))
         return _Entry(owner.extended.runner.compiled(program, rebuild, name), picks)
@@ -196,7 +199,7 @@ class Function:
 
 @final
 class _Entry:
-    """One compiled version of a function."""
+    """A compiled version of a function."""
 
     __slots__ = ("compiled", "picks")
 
@@ -205,8 +208,9 @@ class _Entry:
         self.picks = picks
 
 
-# By the key of a call what is taken first, and so on, by all that was taken; at the end the
-# program. "host" for calls that run on the host.
+# Under the key of a call is the origin of the element that is taken first. Under that key and its
+# outcome is the next origin, and so on. The last one holds the program, or "host" if the call runs
+# on the host.
 _Programs = dict[_Key, _Entry | Origin | Literal["host"]]
 
 

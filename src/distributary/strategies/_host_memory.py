@@ -1,4 +1,4 @@
-"""Updates of state that lies in the host memory of the device that computes them."""
+"""Updates of state that is kept in the host memory of the device that computes them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,17 +9,17 @@ import jax
 
 from distributary.tracing import Array, in_order_of_outputs, part_of_program, variables_of
 
-# So much state may come to the device before what was made of it has gone back.
+# This much state may come to the device before the results of earlier state have gone back.
 _PART_BYTES = 1 << 26
 
 
 @final
 @dataclass(slots=True)
 class _Part:
-    """Equations that run between a transfer to the device and one back.
+    """The equations that run between one transfer to the device and one back.
 
     Attributes:
-        reads: State that they are the first to need.
+        reads: State that these equations are the first to need.
         eqns: The equations.
         stores: New state that they make.
         num_bytes: Size of `reads`.
@@ -34,18 +34,18 @@ class _Part:
 def update_in_parts(
     closed: Any, stored_inputs: Sequence[bool], stored_outputs: Sequence[bool]
 ) -> Callable[..., list[Array]]:
-    """A program that brings state from host memory part by part, and every part back before more.
+    """Makes a program that fetches state from host memory in parts, each put back before the next.
 
-    Without an order XLA brings as much as there is room for, and libtpu 0.0.42.1 even more: then it
-    says that the device is out of memory.
+    Without this order, XLA fetches as much as there is room for. libtpu 0.0.42.1 fetches even more,
+    and then fails because the device is out of memory.
 
     Args:
         closed: Closed jaxpr without side effects.
-        stored_inputs: For every input, whether it is in host memory.
-        stored_outputs: For every output, whether it is wanted there.
+        stored_inputs: Whether each input is in host memory.
+        stored_outputs: Whether each output is wanted there.
 
     Returns:
-        From the inputs to the outputs, for `jax.jit`.
+        A function from the inputs to the outputs, for `jax.jit`.
     """
     jaxpr = closed.jaxpr
     state = {v for v, stored in zip(jaxpr.invars, stored_inputs, strict=True) if stored}

@@ -15,7 +15,7 @@ from distributary.topology import replica_devices
 
 
 def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
-    """The devices of all workers, worker by worker, of the kind this worker would use."""
+    """Returns the devices of all workers, worker by worker, of the kind this worker would use."""
     own = replica_devices(None)
     platform = own[0].platform
     devices: list[list[jax.Device]] = [[] for _ in range(place.num_workers)]
@@ -40,14 +40,14 @@ def extended_of_job(
     options: CommunicationOptions | None,
     shard_optimizer_state: bool = False,
 ) -> StrategyExtended:
-    """The methods of a strategy of connected processes, which all call this together.
+    """Makes the methods of a strategy that spans processes; all of them call this together.
 
     Args:
         strategy: The strategy.
         place: The processes.
-        devices: As in `StrategyExtended`.
+        devices: Like `devices` of `StrategyExtended`.
         options: Communication options.
-        shard_optimizer_state: As in `StrategyExtended`.
+        shard_optimizer_state: Like `shard_optimizer_state` of `StrategyExtended`.
     """
     extended = StrategyExtended(
         strategy,
@@ -56,7 +56,8 @@ def extended_of_job(
         workers=place,
         shard_optimizer_state=shard_optimizer_state,
     )
-    # The first collective connects the workers, for which gloo waits 30 s. They are together now;
-    # by their first step one may have read data for longer than that.
+    # The first collective connects the workers, and gloo waits 30 s for this. Run one now, while
+    # all workers are at the same point: before their first step, one may read data for longer than
+    # that.
     extended.from_chief([np.zeros(1 << 15, np.int32)], f"the start of {type(strategy).__name__}")
     return extended

@@ -20,18 +20,17 @@ class MirroredStrategy(Strategy):
     """One replica per device of this machine, with variables mirrored on all of them.
 
     Args:
-        devices: Device strings such as `"GPU:0"` or `"/cpu:1"`, or `jax.Device` objects; their
-            order gives the replica ids. None takes all GPUs, else all TPUs, else all CPU devices.
+        devices: Device strings such as `"GPU:0"` or `"/cpu:1"`, or `jax.Device` objects. Replica
+            ids follow their order. None takes all GPUs, else all TPUs, else all CPU devices.
             `["CPU:0", "CPU:1"]` makes logical CPU devices if JAX has not started yet.
-        cross_device_ops: How gradients are combined: `NcclAllReduce` (the default),
-            `HierarchicalCopyAllReduce`, `ReductionToOneDevice` or a subclass of
-            `CrossDeviceOps`.
-        experimental_shard_optimizer_state: Whether every device holds and updates one part of the
-            state of Keras optimizers, rather than all of it. Gradients are reduce-scattered and new
-            weights all-gathered; the numbers are those of mirrored state, to rounding.
+        cross_device_ops: Algorithm that combines gradients: `NcclAllReduce` (the default),
+            `HierarchicalCopyAllReduce`, `ReductionToOneDevice` or a subclass of `CrossDeviceOps`.
+        experimental_shard_optimizer_state: Whether every device holds and updates only one part of
+            the state of Keras optimizers. Gradients are then reduce-scattered, and new weights
+            all-gathered. The results are those of mirrored state, up to rounding.
 
     Raises:
-        DeviceError: for devices that do not exist, are named twice or mixed.
+        DeviceError: for devices that do not exist, are named twice or are of different kinds.
         InvalidTypeError: if `cross_device_ops` is not a `CrossDeviceOps`.
         InvalidValueError: for `cross_device_ops` together with sharded state.
 

@@ -24,32 +24,33 @@ _log = logging.getLogger(__name__)
 class MultiWorkerMirroredStrategy(Strategy):
     """One replica per device of every worker of a cluster, with variables mirrored on all of them.
 
-    The same program runs on every worker. Create the strategy before anything is computed with
-    JAX: it waits until all workers are there and connects them.
+    Run the same program on every worker. Create the strategy before you compute anything with JAX:
+    it waits until all workers have started, and connects them.
 
-    Every worker has to do the same things with the strategy in the same order; what only one of
-    them does (printing, saving what it has read) must not involve `run`, `reduce` or `gather`.
+    Every worker has to do the same things with the strategy in the same order. If only one worker
+    does something (printing, saving values that it has read), it must not call `run`, `reduce` or
+    `gather` for it.
 
     When a worker is lost, the others end within two seconds, with a line on stderr that names it
-    and the exit code `WorkerLostError.exit_code`: their next step raises `WorkerLostError`, and a
+    and the exit code `WorkerLostError.exit_code`. Their next step raises `WorkerLostError`; a
     process that does something else, or waits in a collective, is ended. The workers leave the
     program together: one that has finished waits for the others.
 
     Args:
-        cluster_resolver: Says where the workers are and which one this is; None reads `TF_CONFIG`.
-            Without a cluster this is a `MirroredStrategy` of this machine.
-        communication_options: How gradients are combined; its `timeout_seconds` is also how long
-            the start waits for the other workers, two minutes if it is None, and its
-            `heartbeat_timeout_seconds` when a silent worker counts as lost.
+        cluster_resolver: Knows where the workers are and which one this is; None reads `TF_CONFIG`.
+            Without a cluster, this is a `MirroredStrategy` of this machine.
+        communication_options: Options for combining gradients. `timeout_seconds` is also the time
+            to wait for the other workers at the start (two minutes if it is None). A worker that is
+            silent for `heartbeat_timeout_seconds` counts as lost.
         experimental_shard_optimizer_state: Whether every device of the cluster holds and updates
-            one part of the state of Keras optimizers; see `MirroredStrategy`. To read it, then, is
-            something that all workers have to do together. `communication_options` say how
-            everything but the gradients of optimizers is combined.
+            only one part of the state of Keras optimizers; see `MirroredStrategy`. All workers then
+            have to read this state together, and `communication_options` apply to everything except
+            the gradients of optimizers.
 
     Raises:
-        ClusterError: if a worker does not come in time, its port is taken, or the workers do not
+        ClusterError: if a worker does not start in time, its port is taken, or the workers do not
             fit together.
-        BackendStartedError: if JAX has computed something already.
+        BackendStartedError: if JAX has already computed something.
         InvalidTypeError: for arguments of another type.
         InvalidValueError: if the cluster or the task is wrong, or if the cluster has parameter
             servers.
@@ -111,13 +112,13 @@ class MultiWorkerMirroredStrategy(Strategy):
                 self, place, devices_of_all(place), options, experimental_shard_optimizer_state
             )
         )
-        if self._extended.options.hierarchical:  # between other groups of devices
+        if self._extended.options.hierarchical:  # its groups of devices need their own connections
             self.run(_all_reduce_one)
         _log.info("Using %r as %s", self, place.name)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The cluster resolver."""
+        """Cluster resolver of this strategy."""
         return self._cluster_resolver
 
 

@@ -1,4 +1,4 @@
-"""Everything on one device."""
+"""A strategy that keeps everything on one device."""
 
 from typing import Any, final
 
@@ -10,7 +10,9 @@ from distributary.topology import replica_devices
 
 @final
 class OneDeviceStrategy(Strategy):
-    """Runs and stores everything on one device, through the same code as the other strategies.
+    """One replica on one device, which also stores all variables.
+
+    It runs the same code as the other strategies.
 
     Args:
         device: Device string such as `"GPU:0"` or `"/cpu:0"`, or a `jax.Device`.

@@ -47,29 +47,29 @@ _WHAT = repeat("Strategy.run")  # for messages
 @final
 @dataclass(slots=True)
 class _Slot:
-    """One argument of a step: what the replicas receive for it."""
+    """One argument of a step, in the form in which the replicas receive it."""
 
     kind: Literal["static", "whole", "split", "uneven"]
     content: Any = None  # the value of a static argument, else the tree of its arrays
-    count: int = 0  # number of arrays a replica receives
+    count: int = 0  # number of arrays that a replica receives
 
 
 @final
 class ReplicaRunner:
-    """Runs functions on the replicas of one strategy.
+    """A runner of functions on the replicas of one strategy.
 
     Args:
         strategy: The strategy.
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`, on which programs run; None for JAX's default device.
-        replicated: Sharding of values all replicas share.
+        replicated: Sharding of values that all replicas share.
         stacked: Sharding of `[replica, *shape]`; None on one device.
-        dispatcher: Bounds the programs in flight.
+        dispatcher: Limits the number of programs in flight.
         first_replica: Number of the first replica of this process.
-        home: Sharding of the device of the variables; None if they lie where replicas compute.
+        home: Sharding of the device of the variables; None if they lie where the replicas compute.
         storage: Sharding of the variables there.
-        workers_mesh: The mesh of functions that are traced for other processes; elsewhere all
-            replicas run one beside the other on the device of `mesh`.
+        workers_mesh: Mesh of functions that are traced for other processes. Other functions run all
+            replicas side by side on the device of `mesh`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ReplicaRunner:
         scope = current_scope()
         if scope is not None and scope.kind == "replica":
             return self._run_inside_replica(function, args, kwargs, role)
-        # What jax.tree.flatten calls, two frames further in.
+        # The function behind `jax.tree.flatten`; calling it directly saves two frames.
         leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
         programs = self.cache.programs_of(function)
         if scope is None:
@@ -122,10 +122,10 @@ class ReplicaRunner:
         if scope is not None:
             return self._run_inside_function(scope, function, args, kwargs, role)
         if not same_structure(tree_after, tree):
-            # Components of equal shape were stacked; from here on it is an ordinary call.
+            # Components of equal shape were stacked, so this is now an ordinary call.
             return self.run(function, args, kwargs, role)
         entry = self._build(function, args, kwargs, role)
-        if role == "replica":  # an update is traced for every variable
+        if role == "replica":  # updates do not count: each variable needs a trace of its own
             self._strategy.extended.step_counts.num_retraces += bool(programs)
             self.cache.note_trace(function, programs, key)
         programs[key] = entry
@@ -134,13 +134,13 @@ class ReplicaRunner:
     def lower(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, role: Role
     ) -> Any:
-        """The program of a step, lowered but not run."""
+        """Returns the program of a step, lowered but not run."""
         args, kwargs = self._even_out((args, kwargs), True)
         entry = self._build(function, args, kwargs, role)
         return entry.compiled.lowered(_pick(jax.tree.leaves((args, kwargs)), entry.picks))
 
     def place_rows(self, value: PerReplica) -> PerReplica:
-        """A stacked `PerReplica` with every row on its replica's device."""
+        """Puts every row of a stacked `PerReplica` on the device of its replica."""
         if self._stacked is None:
             return value
         rows = jax.tree.map(
@@ -149,13 +149,13 @@ class ReplicaRunner:
         return PerReplica.from_stacked(rows, self._num_replicas)
 
     def place_components(self, values: Sequence[Any]) -> PerReplica:
-        """A `PerReplica` of components that differ in shape, each on every device."""
+        """Makes a `PerReplica` of components that differ in shape, each on every device."""
         if self._replicated is not None:
             return PerReplica(tuple(put_replicated(v, self._replicated) for v in values))
         return PerReplica(tuple(values))
 
     def place_alone(self, value: Any) -> Any:
-        """The nest of a batch for the only replica, on its device."""
+        """Puts the nest of a batch on the device of the only replica."""
         return value if self._replicated is None else put_replicated(value, self._replicated)
 
     def _even_out(self, tree: Any, place: bool) -> Any:
@@ -195,7 +195,7 @@ class ReplicaRunner:
         rebuild: Callable[[Sequence[Any]], Any],
         name: str,
     ) -> Compiled:
-        """A program on the devices of the strategy; `name` is that of its function."""
+        """Puts a program on the devices of the strategy; `name` is the name of its function."""
         return Compiled(
             program,
             self._replicated,
@@ -261,7 +261,7 @@ class ReplicaRunner:
     def _run_inside_replica(
         self, function: Callable[..., Any], args: Any, kwargs: Any, role: Role
     ) -> Any:
-        """Runs the function in place: the program being traced is that of one replica already."""
+        """Runs the function in place: the trace in progress is already that of one replica."""
         args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
         with in_role(role):
             result = call_on_replica(self._strategy, function, args, kwargs, role)
@@ -284,7 +284,7 @@ class _Entry:
 
 
 def _pick(leaves: list[Any], picks: list[Any] | None) -> list[Any]:
-    """The program's arguments out of the flattened arguments of the call."""
+    """Picks the program's arguments from the flattened arguments of the call."""
     if picks is None:
         return leaves
     return [leaves[pick] if isinstance(pick, int) else [leaves[i] for i in pick] for pick in picks]
@@ -323,13 +323,14 @@ class _Step:
 
     Attributes:
         function: The function.
-        avals: Shapes and dtypes of the arrays one replica receives; one list, or one per replica
-            on an uneven batch.
-        varying: For every such array, whether replicas may receive different values.
-        data: For every such array, whether the replicas compute what follows from it: of what all
-            of them receive, arrays with dims do, scalars do not.
-        picks: For every such array, its position among the flattened arguments, or one position
-            per replica; None if they are the flattened arguments themselves.
+        avals: Shapes and dtypes of the arrays that one replica receives: one list, or one per
+            replica on an uneven batch.
+        varying: Whether replicas may receive different values, for every such array.
+        data: Whether the replicas compute everything that depends on it, for every such array.
+            Among values that all replicas share, this is true for arrays with dims, and false for
+            scalars.
+        picks: Position among the flattened arguments, or one position per replica, for every such
+            array. None if the arrays are the flattened arguments themselves.
     """
 
     def __init__(
@@ -384,7 +385,7 @@ class _Step:
         ]
 
     def flat(self, *arrays: Any) -> list[Any]:
-        """The step of one replica on its arrays, flat."""
+        """Runs the step of one replica on its arrays; returns a flat list."""
         remaining = iter(arrays)
         parts = []
         for slot in self._slots:
@@ -416,16 +417,16 @@ class _Step:
 
     @property
     def static(self) -> list[Any]:
-        """The arguments that are no data."""
+        """Arguments that are not data."""
         return [slot.content for slot in self._slots if slot.kind == "static"]
 
     def release(self) -> None:
-        """Forgets the function and its arguments, so that a cached program keeps neither alive."""
+        """Drops the function and its arguments, so that a cached program keeps neither alive."""
         self.function = _released
         self._slots = []
 
     def merger(self, program: ReplicaProgram) -> Callable[[Sequence[Any]], Any]:
-        """From the outputs of the program to the result of the run."""
+        """Returns a function from the outputs of the program to the result of the run."""
         rebuild, num_replicas = self._rebuild, self._num_replicas
         assert rebuild is not None
         if num_replicas == 1:

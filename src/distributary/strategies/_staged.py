@@ -1,4 +1,4 @@
-"""Programs whose variables lie on one device and whose replicas compute on others."""
+"""Programs whose variables are on one device and whose replicas compute on others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from distributary.tracing import (
 @final
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an input of a program lies, or where an output is wanted.
+    """The place of an input of a program, or the place where an output is wanted.
 
     Attributes:
         sharding: The place; None for an input that may lie anywhere, and for an output that stays
             where it is made.
-        is_data: Whether what is computed from an input is for the replicas' devices to compute.
+        is_data: Whether the replicas' devices compute everything that depends on this input.
         replaces: Number of the input whose buffer an output may take.
     """
 
@@ -39,15 +39,16 @@ class Place:
 
 @final
 class Staged:
-    """A program in two stages: on the replicas' devices, then on the parameter device.
+    """A program in two stages: first on the replicas' devices, then on the parameter device.
 
-    The first stage is what runs on the mesh. It gets copies of the variables that it reads, for as
-    long as it runs. The second is the rest, once, with one copy of what the replicas share.
+    The first stage runs on the mesh. It gets copies of the variables that it reads, for as long as
+    it runs. The second stage is the rest of the program; it runs once, with one copy of the values
+    that the replicas share.
 
     Args:
         closed: The program, a closed jaxpr.
-        inputs: Where its inputs lie.
-        outputs: Where its outputs are wanted.
+        inputs: Places of the inputs.
+        outputs: Places where the outputs are wanted.
         mesh: Mesh of the replicas' devices.
         home: Sharding of the parameter device.
         storage: Sharding of the variables there: `home`, or its host memory.
@@ -134,7 +135,7 @@ class Staged:
         )
 
     def _replaced(self, inputs: list[int], outputs: list[int], among: set[int]) -> tuple[int, ...]:
-        """Which of a stage's inputs its outputs replace, of those it may consume."""
+        """Returns the inputs of a stage that it may consume and that its outputs replace."""
         replaced = {self._outputs[i].replaces for i in outputs}
         first = self._num_consts
         return tuple(
@@ -145,8 +146,8 @@ class Staged:
         """Runs the program.
 
         Returns:
-            The outputs, and a small array that has a shard on every device of the mesh, None if
-            nothing runs there.
+            The outputs, and a small array that has a shard on every device of the mesh; None in its
+            place if nothing runs there.
         """
         made, shared, token = [], [], None
         if self._first is not None:
@@ -175,16 +176,16 @@ class Staged:
         return outputs, token
 
     def lower(self, values: Sequence[Any]) -> Any:
-        """The first stage, or the second if nothing runs on the mesh, as a `jax.stages.Lowered`."""
+        """Lowers the first stage, or the second one if nothing runs on the mesh."""
         if self._first is not None:
             return self._first.lower(*self._fetch(values))
         given = self._given(self._stages.update_inputs, self._at_home, values)
         return self._second.lower(*given)
 
     def _fetch(self, values: Sequence[Any]) -> list[Any]:
-        """Inputs of the first stage."""
+        """Returns the inputs of the first stage."""
         stored = [values[i - self._num_consts] for i in self._fetched]
-        # From host memory to its own device first, and from there to the others.
+        # From host memory to its own device first, and from there to the other devices.
         fetched = jax.device_put(jax.device_put(stored, self._home), self._replicated)
         known = dict(zip(self._fetched, fetched, strict=True))
         return self._given(self._stages.replica_inputs, known | self._on_mesh, values)
@@ -197,7 +198,7 @@ class Staged:
 
 
 def _one_copy(value: Any) -> Any:
-    """Of an array with a copy on every device, that of the first."""
+    """Returns the first copy of an array that has one on every device."""
     whole = isinstance(value, jax.Array) and value.is_fully_replicated
     return value.addressable_data(0) if whole else value
 
@@ -250,7 +251,7 @@ class StagedProgram:
         read_only: Sequence[Array],
         args: Sequence[Any],
     ) -> Any:
-        """The stage on the replicas' devices, lowered."""
+        """Lowers the stage on the replicas' devices."""
         staged = self._staged or self._build(captures, written, read_only, args)
         return staged.lower([*written, *read_only, *jax.tree.leaves(args)])
 

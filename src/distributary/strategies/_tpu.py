@@ -29,28 +29,27 @@ _log = logging.getLogger(__name__)
 class TPUStrategy(Strategy):
     """One replica per core of a TPU, or per block of cores, with variables mirrored on all of them.
 
-    The same program runs on every host of the TPU, which is where tf.distribute differs: there, one
-    program controls all hosts. Otherwise several hosts are the workers of
-    `MultiWorkerMirroredStrategy`, with the same rules.
+    Run the same program on every host of the TPU. In tf.distribute, one program controls all hosts
+    instead. Each host is a worker, with the same rules as in `MultiWorkerMirroredStrategy`.
 
-    With several cores per replica, a step can split its arrays over them:
+    With several cores per replica, a step can split its arrays over them with
     `experimental_split_to_logical_devices`. XLA then partitions the computation and adds the
-    communication it needs. Variables lie on every core as a whole.
+    communication that it needs. Every core holds whole variables.
 
     Args:
-        tpu_cluster_resolver: Says where the hosts are and which one this is; None asks the
-            environment, then the metadata server, and takes this host alone if they know of no TPU.
-        experimental_device_assignment: Which cores make up the replicas; None takes every core as a
-            replica. Made of a `Topology.of_devices` it may consist of any devices.
-        experimental_spmd_xla_partitioning: Accepted for compatibility: cores always run one program
-            that XLA partitions.
-        experimental_shard_optimizer_state: Whether every replica holds and updates one part of the
-            state of Keras optimizers; see `MirroredStrategy`.
+        tpu_cluster_resolver: Knows where the hosts are and which one this is. None asks the
+            environment, then the metadata server, and uses only this host if they know of no TPU.
+        experimental_device_assignment: The cores of every replica; None makes every core a replica.
+            If its topology comes from `Topology.of_devices`, it can consist of any devices.
+        experimental_spmd_xla_partitioning: Accepted for compatibility. The cores of a replica
+            always run one program that XLA partitions.
+        experimental_shard_optimizer_state: Whether every replica holds and updates only one part of
+            the state of Keras optimizers; see `MirroredStrategy`.
 
     Raises:
         DeviceError: if there is no TPU.
-        ClusterError: if a host does not come in time, or they do not fit together.
-        BackendStartedError: with several hosts, if JAX has computed something already.
+        ClusterError: if a host does not start in time, or the hosts do not fit together.
+        BackendStartedError: with several hosts, if JAX has already computed something.
         InvalidTypeError: for arguments of another type.
         InvalidValueError: for assignments in which hosts have different numbers of replicas.
         UnsupportedError: for assignments in which a replica spans hosts.
@@ -93,7 +92,7 @@ class TPUStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The cluster resolver."""
+        """Cluster resolver of this strategy."""
         return self._cluster_resolver
 
     def experimental_split_to_logical_devices(
@@ -101,20 +100,20 @@ class TPUStrategy(Strategy):
     ) -> Any:
         """Splits an array of a step over the logical devices of its replica.
 
-        What is computed from it is partitioned, too, as far as XLA finds useful. Values do not
-        change.
+        XLA also partitions everything that is computed from it, as far as it finds that useful.
+        Values do not change.
 
         Args:
             tensor: An array inside `run`.
-            partition_dimensions: Into how many equal parts each dim is cut.
+            partition_dimensions: Number of equal parts into which each dim is split.
 
         Returns:
             The array.
 
         Raises:
             ContextError: outside of `run` and `fit`.
-            InvalidValueError: if there is not one number per dim, a dim does not divide, or the
-                product is not the number of logical devices per replica.
+            InvalidValueError: if there is not one number per dim, a dim cannot be split equally, or
+                the product is not the number of logical devices per replica.
 
         Source: `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
         """
@@ -125,7 +124,7 @@ class TPUStrategy(Strategy):
         )
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Gives every logical device of a replica the whole of an array of its step.
+        """Gives every logical device of a replica a whole copy of an array of its step.
 
         Args:
             tensor: An array inside `run`.
@@ -142,7 +141,7 @@ class TPUStrategy(Strategy):
         return constrained(array, self._extended.mesh, P())
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Not possible with several logical devices, which run one program.
+        """Returns the array; raises an error with several logical devices, which run one program.
 
         Args:
             tensor: An array inside `run`.
@@ -152,7 +151,7 @@ class TPUStrategy(Strategy):
             The array, if the replicas have one logical device.
 
         Raises:
-            InvalidValueError: if there is no such logical device, and if there are several; as in
+            InvalidValueError: if there is no such logical device, or if there are several, as in
                 TensorFlow with `experimental_spmd_xla_partitioning=True`.
 
         Source: `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
@@ -174,7 +173,7 @@ def _traced(tensor: Any, who: str) -> Any:
 def _devices_of(
     assignment: DeviceAssignment, place: MultiWorker | None, why: str
 ) -> list[list[jax.Device]]:
-    """The devices of every replica."""
+    """Returns the devices of every replica."""
     topology = assignment.topology
     if not topology.has_devices:
         topology = Topology.of_devices(tpu_devices(place, "TPUStrategy", why))
@@ -183,13 +182,13 @@ def _devices_of(
     if num_workers > 1:
         _check_hosts(devices, num_workers)
     this_process = jax.process_index()
-    # Of one kind, and with enough threads where they are CPU devices.
+    # This checks that they are of one kind, and that CPU devices have enough threads.
     replica_devices([d for own in devices for d in own if d.process_index == this_process])
     return devices
 
 
 def _check_hosts(devices: list[list[jax.Device]], num_workers: int) -> None:
-    """Every replica on one host, as many on each, and host by host."""
+    """Checks that no replica spans hosts, and that each host has equally many, in host order."""
     for replica, cores in enumerate(devices):
         hosts = sorted({device.process_index for device in cores})
         if len(hosts) > 1:

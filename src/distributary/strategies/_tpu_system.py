@@ -1,4 +1,4 @@
-"""The TPU of a job: connecting its hosts, and what it consists of."""
+"""The TPU of a job: connects its hosts, and finds its devices."""
 
 import jax
 
@@ -23,16 +23,16 @@ from distributary.topology import (
 def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -> None:
     """Connects this process to the others of its job; all of them call it.
 
-    Call it at the beginning of the program, before anything is computed with JAX. Strategies of
-    several processes connect them themselves, if that was not done before.
+    Call it at the beginning of the program, before you compute anything with JAX. If you do not
+    call it, strategies that span processes connect them.
 
     Args:
-        cluster_spec_or_resolver: A resolver, which also says which task this process is.
+        cluster_spec_or_resolver: A resolver, which also knows which task this process is.
 
     Raises:
-        ClusterError: if a process does not come in time, or they do not fit together.
-        BackendStartedError: if JAX has computed something already.
-        InvalidTypeError: for something else than a resolver.
+        ClusterError: if a process does not start in time, or the processes do not fit together.
+        BackendStartedError: if JAX has already computed something.
+        InvalidTypeError: for anything but a resolver.
 
     Source: `tf.config.experimental_connect_to_cluster`; there, one program controls all processes.
     """
@@ -45,18 +45,18 @@ def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> Topology:
-    """Starts JAX on the TPU, and finds out of what it consists; all hosts call it.
+    """Starts JAX on the TPU and returns its topology; all hosts call it.
 
     Args:
-        cluster_resolver: Says where the hosts are; None asks the environment, then the metadata
-            server, and takes this host alone if they know of no TPU.
+        cluster_resolver: Knows where the hosts are. None asks the environment, then the metadata
+            server, and uses only this host if they know of no TPU.
 
     Returns:
-        The topology of all hosts' TPU devices, one per core.
+        The topology of the TPU devices of all hosts, one per core.
 
     Raises:
         DeviceError: if JAX has no TPU here.
-        ClusterError: if a host does not come in time, or they do not fit together.
+        ClusterError: if a host does not start in time, or the hosts do not fit together.
 
     Source: `tf.tpu.experimental.initialize_tpu_system`.
     """
@@ -66,22 +66,22 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> To
 
 
 def shutdown_tpu_system(cluster_resolver: ClusterResolver | None = None) -> None:
-    """Forgets all compiled programs. The devices belong to the process until it ends.
+    """Removes all compiled programs from memory. The process keeps the devices until it ends.
 
     Args:
         cluster_resolver: Accepted for compatibility.
 
-    Source: `tf.tpu.experimental.shutdown_tpu_system`, which forgets them, too.
+    Source: `tf.tpu.experimental.shutdown_tpu_system`, which also removes them.
     """
     del cluster_resolver
     jax.clear_caches()
 
 
 def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[ClusterResolver, str]:
-    """The resolver, or one of this host alone if none is given and no cluster is found.
+    """Returns the resolver, or one of this host alone if none is given and there is no cluster.
 
     Returns:
-        The resolver, and why no cluster was found.
+        The resolver, and the reason why no cluster was found.
     """
     if resolver is not None:
         if not isinstance(resolver, ClusterResolver):
@@ -99,8 +99,8 @@ def resolver_or_local(resolver: ClusterResolver | None, who: str) -> tuple[Clust
 
 
 def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
-    """Connects the processes of a cluster; None if there is no other than this one."""
-    if current_target() is not None:  # whose hosts this process stands for
+    """Connects the processes of a cluster; returns None if this process is the only one."""
+    if current_target() is not None:  # this process stands for all hosts of the target
         return None
     spec = resolver.cluster_spec()
     if not spec:
@@ -116,7 +116,7 @@ def connect_workers(resolver: ClusterResolver) -> MultiWorker | None:
 
 
 def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax.Device, ...]:
-    """The TPU devices of all hosts, host by host.
+    """Returns the TPU devices of all hosts, host by host.
 
     Raises:
         DeviceError: if there are none.

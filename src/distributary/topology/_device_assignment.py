@@ -19,9 +19,8 @@ class DeviceOrderMode(enum.IntEnum):
     """The order in which the cores of a topology become logical devices and replicas.
 
     * `AUTO`: `RING` if it is possible, else `MESH`.
-    * `RING`: every core is next to the one before. The last core is next to the first if the sizes
-    of
-      the grid are even.
+    * `RING`: every core is next to the one before. If the sizes of the grid are even, the last core
+      is next to the first.
     * `MESH`: the order of the coordinates.
 
     Source: `tf.tpu.experimental.DeviceOrderMode`.

@@ -135,7 +135,7 @@ class Dispatcher:
         token_of: Callable[[_T], jax.Array | None],
         args: tuple[Any, ...],
     ) -> None:
-        """Like `run`, for programs that consume arguments: `made` gets what `call` returns.
+        """Dispatches like `run`, for programs that consume arguments; appends outputs to `made`.
 
         `made` gets the outputs even if Ctrl-C comes while the program is dispatched. Python raises
         it only between two of its instructions, and there is none between the call of a compiled

@@ -11,7 +11,7 @@ __all__ = ["interrupts"]
 
 @final
 class _Interrupts:
-    """A `with interrupts:` block delays Ctrl-C to the end of the block, inside of `watched`.
+    """A delay of Ctrl-C: inside of `watched`, it waits for the end of a `with interrupts:` block.
 
     Python handles signals in its main thread; in other threads, both do nothing.
     """
