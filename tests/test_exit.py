@@ -21,7 +21,7 @@ import distributary as dist
 
 mirrored = dist.MirroredStrategy()
 dist.experimental.StatisticsLogger(mirrored, json_lines=sys.argv[1], seconds=1000)
-dataset = dist.data.Dataset.range(100).batch(4).prefetch(2)
+dataset = dist.data.Dataset.range(100).batch(4).map(lambda x: x).prefetch(2)
 batches = iter(mirrored.experimental_distribute_dataset(dataset))
 for _ in range(3):
     mirrored.run(lambda x: x * 2, args=(next(batches),))

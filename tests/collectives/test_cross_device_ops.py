@@ -193,7 +193,10 @@ def test_wrong_numbers_of_packs_are_refused(kind, num_packs):
         ({"heartbeat_timeout_seconds": float("nan")}, "heartbeat_timeout_seconds is nan"),
         ({"implementation": "carrier pigeon"}, "carrier pigeon"),
         ({"implementation": 3}, "implementation is 3"),
-        ({"implementation": "ring", "hierarchical": True}, "hierarchical=True with .*'RING'"),
+        (
+            {"implementation": "ring", "hierarchical": True},
+            "hierarchical=True does not work with .*'RING'",
+        ),
     ],
 )
 def test_communication_options_check_themselves(options, message):
