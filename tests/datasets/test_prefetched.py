@@ -44,10 +44,11 @@ def test_errors_and_the_end_are_those_of_the_source_without_a_thread():
             next(empty)
 
 
-def _names_of_threads(strategy, dataset):
+def _names_of_new_threads(strategy, dataset):
+    before = set(threading.enumerate())
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
     next(iterator)
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in set(threading.enumerate()) - before}
     iterator.close()
     return names
 
@@ -58,7 +59,7 @@ def test_only_arrays_in_memory_go_without_a_thread(strategy_of):
     endless = dist.data.Dataset.from_generator(lambda: itertools.repeat(x[0])).batch(8)
     strategy = strategy_of(1)
 
-    assert "distributary-prefetch" not in _names_of_threads(strategy, arrays)
-    assert "distributary-prefetch" in _names_of_threads(strategy, endless)
+    assert "distributary-prefetch" not in _names_of_new_threads(strategy, arrays)
+    assert "distributary-prefetch" in _names_of_new_threads(strategy, endless)
     mapped = arrays.map(lambda batch: batch + 1)
-    assert "distributary-prefetch" in _names_of_threads(strategy, mapped)
+    assert "distributary-prefetch" in _names_of_new_threads(strategy, mapped)
