@@ -31,6 +31,18 @@ class _Iterable:
         return _numbers()
 
 
+class _Sequence:
+    def __init__(self):
+        self._buffer = np.zeros(1, np.float32)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        self._buffer[:] = number
+        return self._buffer
+
+
 def _mapped(wrap, **options):
     buffer = np.zeros(1, np.float32)
 
@@ -50,6 +62,8 @@ def _mapped(wrap, **options):
         lambda: dist.data.Dataset.from_generator(_nests).map(lambda nest: nest["x"][0]),
         lambda: dist.data.Dataset.from_source(_Iterable()),
         lambda: dist.data.Dataset.from_source(_numbers()),
+        lambda: dist.data.Dataset.from_source(_Sequence()),
+        lambda: dist.data.Dataset.from_source(_Sequence()).map(lambda x: x),
         lambda: _generated().prefetch(3),
         lambda: _generated().shuffle(1),
         lambda: _generated().cache(),

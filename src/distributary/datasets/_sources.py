@@ -195,7 +195,7 @@ class RandomAccess(OneByOne, RowsNode):
         return INFINITE_CARDINALITY if size == sys.maxsize else size
 
     def row(self, number: int) -> Any:
-        return self.convert(self.items[int(number)])
+        return kept(self.convert(self.items[int(number)]))
 
     def rows(self, numbers: np.ndarray) -> Block:
         return super().rows(numbers) if self.getitems is None else self.getitems(numbers)
@@ -253,7 +253,7 @@ class Iterated(Node):
         return self.count
 
     def elements(self, path: Path) -> Stream:
-        return IteratedStream(map(kept, self.start()), self.convert)
+        return IteratedStream(self.start(), lambda item, number: kept(self.convert(item, number)))
 
     def spec(self) -> Any:
         return super().spec() if self.signature is None else self.signature

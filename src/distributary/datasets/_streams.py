@@ -166,14 +166,14 @@ def mapped(fn: Callable[..., Any], element: Any) -> Any:
     known = {id(leaf) for leaf in given} | {id(getattr(leaf, "base", None)) for leaf in given}
     known.discard(id(None))
     of_nest, of_leaves = _num_references(result, leaves)
-    new = _NEW.get(type(result))
-    is_new = new is not None and of_nest <= new[0]
+    new = _NEW_NESTS.get(type(result), (0, [0]))
+    is_new = of_nest <= new[0]
     for i, leaf in enumerate(leaves):
         if (
             isinstance(leaf, np.ndarray)
             and id(leaf) not in known
             and id(leaf.base) not in known
-            and not (is_new and new and leaf.base is None and of_leaves[i] <= new[1][0])
+            and not (is_new and leaf.base is None and of_leaves[i] <= new[1][0])
         ):
             leaves[i] = leaf.copy()
     return unflatten(tree, leaves)
@@ -196,9 +196,8 @@ def _references_of_new_alone() -> int:
 
 
 _NEW_ALONE = _references_of_new_alone()
-# By the type of the result. Deeper nests are always copied.
-_NEW = {
-    np.ndarray: _references_of_new([np.zeros(1)]),
+# Arrays in deeper nests are always copied.
+_NEW_NESTS: dict[type, tuple[int, list[int]]] = {
     tuple: _references_of_new([(np.zeros(1),)]),
     dict: _references_of_new([{"x": np.zeros(1)}]),
 }
