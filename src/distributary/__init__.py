@@ -19,6 +19,7 @@ from distributary.context import (
     has_strategy,
     in_cross_replica_context,
 )
+from distributary.engine import function
 from distributary.gradients import (
     GradientTape,
     UnconnectedGradients,
@@ -34,7 +35,6 @@ from distributary.strategies import (
     OneDeviceStrategy,
     Strategy,
     StrategyExtended,
-    function,
 )
 from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
 from distributary.variables import Variable, VariableAggregation, VariableSynchronization

@@ -16,7 +16,7 @@ import pytest
 
 from distributary.checkpoint import Checkpoint, CheckpointManager
 from distributary.errors import CheckpointError
-from distributary.variables import _save_locks
+from distributary.files import _save_locks
 
 _SECONDS = 120.0
 _JOB = """

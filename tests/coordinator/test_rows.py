@@ -16,8 +16,9 @@ from distributary.coordinator._programs import export_function
 from distributary.coordinator._rows import PushedRows, RowPlan
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._strategy import ParameterServerStrategy
+from distributary.coordinator.passes import Lookup, RowSpace
 from distributary.errors import DistributaryWarning, InvalidValueError
-from distributary.tracing import Lookup, RowSpace, push
+from distributary.tracing import push
 
 RNG = np.random.default_rng(0)
 TABLE = RNG.normal(size=(60, 3)).astype(np.float32)

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from distributary.dispatch import progress
 from distributary.launch import report
-from distributary.topology import progress
 
 
 def test_streams_are_kept_apart(launch):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import distributary as dist
+from distributary.dispatch import progress
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 from distributary.launch import report
-from distributary.topology import progress
 
 
 @pytest.fixture(autouse=True)

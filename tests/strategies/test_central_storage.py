@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import distributary as dist
+from distributary.engine._host_memory import update_in_parts
 from distributary.errors import DeviceError
-from distributary.strategies._host_memory import update_in_parts
 
 SIZE = 64
-PART_BYTES = "distributary.strategies._host_memory._PART_BYTES"
+PART_BYTES = "distributary.engine._host_memory._PART_BYTES"
 COMPUTE = ["CPU:1", "CPU:2", "CPU:3"]
 ON_READ = dist.VariableSynchronization.ON_READ
 SUM = dist.VariableAggregation.SUM

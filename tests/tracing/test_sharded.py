@@ -9,14 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.topology import (
-    fetch_whole,
-    make_mesh,
-    put_sharded,
-    shard_spec,
-    stored_shards,
-    whole_shards,
-)
+from distributary.dispatch import fetch_whole
+from distributary.topology import make_mesh, put_sharded, shard_spec, stored_shards, whole_shards
 from distributary.tracing import sharded_map
 
 N = 4

@@ -35,8 +35,8 @@ from distributary.checkpoint._leaves import (
     find_leaves,
 )
 from distributary.checkpoint._workers import Round, agree, this_worker
+from distributary.dispatch import latest_program
 from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
-from distributary.topology import latest_program
 from distributary.tracing import current_scope
 from distributary.variables import Keeper, KeptCopy, stored_arrays
 

@@ -33,15 +33,8 @@ import numpy as np
 
 from distributary.checkpoint._leaves import Entry
 from distributary.errors import CheckpointError
-from distributary.variables import (
-    KeptCopy,
-    SavedRows,
-    WrittenFile,
-    check_free,
-    hold,
-    read_rows,
-    write_arrays,
-)
+from distributary.files import SavedRows, WrittenFile, check_free, hold, read_rows, write_arrays
+from distributary.variables import KeptCopy
 
 _log = logging.getLogger(__name__)
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, final
 
+from distributary.dispatch import JobEvent, job_programs
 from distributary.errors import CheckpointError, ClusterError
 from distributary.job import consensus
-from distributary.topology import JobEvent, job_programs
 
 _BEGIN = JobEvent("saving a checkpoint")
 

@@ -17,7 +17,8 @@ from distributary.errors import (
     InvalidValueError,
     UnsupportedError,
 )
-from distributary.topology import Topology, TPUSystemMetadata, local_devices_of
+from distributary.topology import local_devices_of
+from distributary.tpu.experimental import Topology, TPUSystemMetadata
 
 __all__ = ["TPUClusterResolver"]
 

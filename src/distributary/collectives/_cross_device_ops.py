@@ -22,14 +22,10 @@ from distributary.collectives._reduce_op import (
     check_reducible,
     reduce_arrays,
 )
+from distributary.dispatch import dispatcher_for
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from distributary.options import CommunicationImplementation, CommunicationOptions
-from distributary.topology import (
-    REPLICA_AXIS,
-    dispatcher_for,
-    host_groups,
-    num_logical_devices,
-)
+from distributary.topology import REPLICA_AXIS, host_groups, num_logical_devices
 from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,

@@ -9,23 +9,25 @@ import jax
 from distributary.coordinator._nests import copy_of
 from distributary.coordinator._programs import Program, export_function, export_per_device
 from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
-from distributary.errors import ContextError, UnsupportedError
-from distributary.strategies import split_result
-from distributary.tracing import (
-    Handle,
+from distributary.coordinator.passes import (
     ServerPart,
     SparseUpdate,
+    in_parts,
+    rows_of,
+    rows_of_update,
+    split_over_servers,
+)
+from distributary.engine import split_result
+from distributary.errors import ContextError, UnsupportedError
+from distributary.tracing import (
+    Handle,
     current_feeding,
     current_scope,
     fed_by,
     has_replicas,
-    in_parts,
     per_device,
     purify,
     refused_if_consumed,
-    rows_of,
-    rows_of_update,
-    split_over_servers,
     trace,
 )
 from distributary.values import PerReplica

@@ -36,23 +36,24 @@ from distributary.coordinator._sources import LocalMakers
 from distributary.coordinator._statistics import ServerStatistics
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._worker import Worker
+from distributary.dispatch import call_when_collected
 from distributary.errors import (
     CancelledError,
     DeviceError,
     InvalidValueError,
     UnavailableError,
 )
+from distributary.files import SavedRows
 from distributary.options import RecoveryOptions
 from distributary.topology import (
     backends_started,
-    call_when_collected,
     local_devices_of,
     prepare_cpu_threads,
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
 from distributary.tracing import Handle
-from distributary.variables import SavedRows, SavedVariable
+from distributary.variables import SavedVariable
 
 __all__ = ["Cluster", "LocalCluster", "Session", "Task", "check_numbers", "local_cluster"]
 

@@ -41,9 +41,9 @@ from distributary.coordinator._sources import UnknownMakerError, distributed_by
 from distributary.coordinator._statistics import CoordinatorStatistics
 from distributary.coordinator._values import RemoteValue
 from distributary.datasets import DatasetIterator
+from distributary.dispatch import call_when_collected
+from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
-from distributary.strategies import ProgramCache, is_dynamic, signature_of, struct_of
-from distributary.topology import call_when_collected
 from distributary.tracing import user_stacklevel
 
 __all__ = ["ClusterCoordinator"]

@@ -15,13 +15,7 @@ import numpy as np
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._sessions import ServerLink
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
-from distributary.variables import (
-    SavedRows,
-    WrittenFile,
-    read_rows,
-    rows_between,
-    write_arrays,
-)
+from distributary.files import SavedRows, WrittenFile, read_rows, rows_between, write_arrays
 
 __all__ = ["Copies", "CopyOnServers", "Place", "frozen"]
 

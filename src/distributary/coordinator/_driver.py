@@ -15,6 +15,7 @@ from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
 from distributary.coordinator._setup import Key
 from distributary.coordinator._statistics import Tally, WorkerStatistics
+from distributary.dispatch import start_thread
 from distributary.errors import (
     CancelledError,
     CoordinatorReplacedError,
@@ -22,7 +23,6 @@ from distributary.errors import (
     PSUnavailableError,
     UnavailableError,
 )
-from distributary.topology import start_thread
 
 __all__ = ["Workers"]
 

@@ -19,7 +19,7 @@ from distributary.coordinator._links import (
     wait,
 )
 from distributary.coordinator._messages import Limits, Message, decode, encode
-from distributary.topology import start_thread
+from distributary.dispatch import start_thread
 
 __all__ = ["InProcessLink"]
 

@@ -13,14 +13,10 @@ import jax.export
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.dispatch import dispatcher_for
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import (
-    REPLICA_AXIS,
-    dispatcher_for,
-    make_abstract_mesh,
-    make_mesh,
-)
-from distributary.tracing import rewritten_for_cpus
+from distributary.topology import REPLICA_AXIS, make_abstract_mesh, make_mesh
+from distributary.xla_cpu import rewritten_for_cpus
 
 __all__ = ["Program", "ProgramCache", "export_function", "export_jaxpr", "export_per_device"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from distributary.coordinator._values import RemoteValue
+from distributary.dispatch import progress
 from distributary.errors import CancelledError, UnavailableError
-from distributary.topology import progress
 
 __all__ = ["Closure", "ClosureQueue"]
 

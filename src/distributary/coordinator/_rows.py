@@ -7,8 +7,8 @@ from typing import Any, final
 import numpy as np
 
 from distributary.coordinator._messages import JSON, aligned_empty
+from distributary.coordinator.passes import Lookup, RowSpace, UpdatedRows
 from distributary.errors import InvalidValueError
-from distributary.tracing import Lookup, RowSpace, UpdatedRows
 
 __all__ = [
     "FoundRows",

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from distributary.coordinator._messages import JSON
 from distributary.datasets import WorkerShare
+from distributary.engine import Function
 from distributary.errors import DistributaryError
 from distributary.inputs import DistributedInput, InputContext, StepCounts
-from distributary.strategies import Function
 
 if TYPE_CHECKING:
     from distributary.inputs import DistributedDataset

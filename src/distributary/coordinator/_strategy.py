@@ -14,6 +14,7 @@ from distributary.coordinator._closures import current_trace
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
 from distributary.coordinator._sources import DistributedSource
+from distributary.coordinator.passes import SparseUpdate
 from distributary.errors import (
     DistributaryWarning,
     InvalidTypeError,
@@ -29,7 +30,7 @@ from distributary.options import (
 )
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.topology import make_abstract_mesh
-from distributary.tracing import SparseUpdate, push, user_stacklevel
+from distributary.tracing import push, user_stacklevel
 from distributary.variables import (
     AggregatedVariable,
     Keeper,

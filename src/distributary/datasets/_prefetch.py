@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, final
 
-from distributary.topology import start_thread
+from distributary.dispatch import start_thread
 
 _END: Any = object()
 _NOTHING_YET: Any = object()

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distributary.engine import function
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.gradients._tape import GradientTape
-from distributary.strategies import function
 from distributary.tracing import current_scope
 from distributary.variables import as_variable
 

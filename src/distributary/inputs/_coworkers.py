@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.dispatch import JobEvent, dispatcher_for, job_programs
 from distributary.errors import ReplicaMismatchError
 from distributary.job import Consensus
-from distributary.topology import JobEvent, dispatcher_for, job_programs
 from distributary.values import PerReplica
 
 _ROWS = JobEvent("the rows of an uneven step")

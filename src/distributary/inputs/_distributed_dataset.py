@@ -24,13 +24,14 @@ from distributary.datasets import (
     split_rows,
     state_of,
 )
+from distributary.dispatch import JobEvent, job_programs, progress
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
 from distributary.inputs._agreed_steps import AgreedSteps, Ready
 from distributary.inputs._contexts import DistributedInput
 from distributary.inputs._coworkers import signature, signature_of_specs
 from distributary.inputs._sources import Batches, Elements
 from distributary.inputs._statistics import Loop, StepCounts
-from distributary.topology import JobEvent, job_programs, local_copy, progress
+from distributary.topology import local_copy
 from distributary.tracing import refuse_in_trace, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 

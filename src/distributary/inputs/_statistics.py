@@ -6,8 +6,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from distributary.dispatch import ProgramTimer, latest_program, profiled_steps
 from distributary.errors import DistributaryWarning
-from distributary.topology import ProgramTimer, latest_program, profiled_steps
 from distributary.tracing import user_stacklevel
 
 # A warning needs this many steps and seconds, so that a slow start does not cause one.

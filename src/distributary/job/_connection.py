@@ -6,6 +6,7 @@ import math
 import jax
 
 from distributary.cluster_resolver import MultiWorker
+from distributary.dispatch import job_programs
 from distributary.errors import BackendStartedError, ClusterError
 from distributary.job._consensus import connected_channels, consensus, start_consensus
 from distributary.job._copies import copies
@@ -14,7 +15,7 @@ from distributary.job._meeting import bind_address, meet
 from distributary.job._relay import relay_to
 from distributary.job._sequence import EventSequence
 from distributary.options import CommunicationOptions
-from distributary.topology import backends_started, job_programs, prepare_local_devices
+from distributary.topology import backends_started, prepare_local_devices
 
 _log = logging.getLogger(__name__)
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from distributary.cluster_resolver import MultiWorker
+from distributary.dispatch import job_programs
 from distributary.errors import ClusterError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, Message
 from distributary.job._meeting import bind_address
 from distributary.job._reception import Reception
-from distributary.topology import coordination_client, job_programs
+from distributary.topology import coordination_client
 from distributary.tracing import script_line
 
 __all__ = ["Consensus", "connected_channels", "consensus", "start_consensus"]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from distributary.dispatch import job_programs
 from distributary.job._consensus import consensus
-from distributary.topology import job_programs
 
 __all__ = ["copies"]
 

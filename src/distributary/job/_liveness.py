@@ -34,12 +34,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, final
 
 from distributary.cluster_resolver import MultiWorker
+from distributary.dispatch import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._activity import Activity
 from distributary.job._channel import Channel, ChannelClosedError
 from distributary.job._consensus import consensus
 from distributary.job._relay import relay_pids
-from distributary.topology import job_programs
 
 __all__ = ["Liveness"]
 

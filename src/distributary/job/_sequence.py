@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, final
 
+from distributary.dispatch import JobEvent, job_programs
 from distributary.job._consensus import Consensus
-from distributary.topology import JobEvent, job_programs
 from distributary.tracing import script_line
 
 __all__ = ["EventSequence"]

@@ -8,8 +8,8 @@ import keras
 from keras.src.utils import is_default
 
 from distributary.context import get_strategy, has_strategy
+from distributary.dispatch import JobEvent, job_programs
 from distributary.job import consensus, copies
-from distributary.topology import JobEvent, job_programs
 
 # These write or send data of the whole job, not of a single worker.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)

@@ -14,7 +14,7 @@ from distributary.keras_bridge._replica import (
     replica_context,
     total,
 )
-from distributary.tracing import OWN_STATISTICS
+from distributary.rows import OWN_STATISTICS
 
 _logger = logging.getLogger(__name__)
 _noted: weakref.WeakSet[Any] = weakref.WeakSet()  # strategies

@@ -15,13 +15,13 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
+from distributary.dispatch import interrupts
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._trainer import Kind, StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
-from distributary.topology import interrupts
 from distributary.tracing import user_stacklevel
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")

@@ -23,13 +23,13 @@ from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils
 
 from distributary.context import default_mode, get_strategy, has_strategy, pop, push
+from distributary.dispatch import job_programs
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
+from distributary.files import hold, release
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._variables import together
-from distributary.topology import job_programs
-from distributary.variables import hold, release
 
 _WAIT_SECONDS = 600.0
 # Attribute of the weights file, in which a backup keeps the progress of training.

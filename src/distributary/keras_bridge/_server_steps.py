@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
+from distributary.dispatch import progress
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.keras_bridge._data import UnknownSizes, current_call
 from distributary.keras_bridge._replica import optimizing, trainer_replica
@@ -22,7 +23,6 @@ from distributary.keras_bridge._trainer import (
     num_rows,
     variables_of_part,
 )
-from distributary.topology import progress
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from distributary.strategies import Place, Staged, struct_of
+from distributary.engine import Place, Staged, struct_of
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import cut, opened
 

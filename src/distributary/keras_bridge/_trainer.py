@@ -22,6 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from distributary.collectives import ReduceOp
 from distributary.datasets import WorkerShare
+from distributary.dispatch import (
+    JobEvent,
+    dispatcher_for,
+    interrupts,
+    job_programs,
+    latest_program,
+    progress,
+)
+from distributary.engine import placed_struct_of
 from distributary.errors import DistributaryWarning, InvalidTypeError
 from distributary.inputs import Loop, StepCounts
 from distributary.job import copies
@@ -37,33 +46,20 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.keras_bridge._stages import in_stages, staged_call
 from distributary.keras_bridge._variables import stored_value, whole_value
-from distributary.strategies import placed_struct_of
+from distributary.rows import relation_of, relation_warning
 from distributary.topology import (
     REPLICA_AXIS,
-    JobEvent,
     ProgramKind,
     compile_ahead,
-    dispatcher_for,
     for_target,
-    interrupts,
-    job_programs,
-    latest_program,
     local_copy,
-    progress,
     put_own,
     shard_dim,
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import (
-    describe_jaxpr,
-    relation_of,
-    relation_warning,
-    sharded_map,
-    user_stacklevel,
-    with_cpu_rewrites,
-    with_exchanged_sums,
-)
+from distributary.tracing import describe_jaxpr, sharded_map, user_stacklevel
+from distributary.xla_cpu import with_cpu_rewrites, with_exchanged_sums
 
 Kind = Literal["train", "test", "predict"]
 _warned_of_relations: weakref.WeakSet[Any] = weakref.WeakSet()  # models

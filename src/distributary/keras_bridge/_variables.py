@@ -13,13 +13,11 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from distributary.context import get_strategy, has_strategy
+from distributary.dispatch import JobEvent, fetch_whole, job_programs
 from distributary.errors import UnsupportedError
 from distributary.topology import (
-    JobEvent,
-    fetch_whole,
     in_device_memory,
     in_host_memory,
-    job_programs,
     local_copy,
     make_mesh,
     put_replicated,

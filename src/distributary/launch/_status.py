@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, final
 
+from distributary.dispatch import progress, start_thread
 from distributary.launch._environment import STATUS_VARIABLE
 from distributary.monitoring import numbers_of
-from distributary.topology import progress, start_thread
 
 __all__ = ["StatusReader", "report", "report_progress"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
+from distributary.dispatch import progress
 from distributary.errors import DistributaryError
-from distributary.topology import progress
 
 __all__ = ["Numbers", "finite", "numbers_of", "rates"]
 

@@ -9,9 +9,9 @@ from typing import Any, final
 
 import jax
 
+from distributary.dispatch import latest_program, profiled_steps
 from distributary.errors import ContextError, InvalidValueError
 from distributary.monitoring._closing import Closing
-from distributary.topology import latest_program, profiled_steps
 
 __all__ = ["Profile", "profile"]
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias, final
 
+from distributary.dispatch import start_thread
 from distributary.monitoring._numbers import Numbers, rates
-from distributary.topology import start_thread
 
 __all__ = ["Recorder", "Sample", "Sink", "Tasks"]
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.compilation import ScriptEnded, collectives_of
 from distributary.diagnosis import all_reduce_seconds
+from distributary.engine import placed_struct_of
 from distributary.errors import InvalidValueError
-from distributary.strategies import placed_struct_of
 from distributary.topology import REPLICA_AXIS, ProgramKind
 
 __all__ = ["StepTimer", "Timing"]

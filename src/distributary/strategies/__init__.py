@@ -4,24 +4,14 @@ from typing import TYPE_CHECKING
 
 from distributary._late import late_names
 from distributary.strategies._base import Strategy
-from distributary.strategies._cache import ProgramCache
 from distributary.strategies._central_storage import CentralStorageStrategy
-from distributary.strategies._compiled import (
-    is_dynamic,
-    placed_struct_of,
-    signature_of,
-    split_result,
-    struct_of,
-)
 from distributary.strategies._default import DefaultStrategy
 from distributary.strategies._extended import StrategyExtended
-from distributary.strategies._function import Function, function
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
 
 if TYPE_CHECKING:
     from distributary.strategies._multi_worker import MultiWorkerMirroredStrategy
-    from distributary.strategies._staged import Place, Staged
     from distributary.strategies._tpu import TPUStrategy
     from distributary.strategies._tpu_system import (
         experimental_connect_to_cluster,
@@ -32,25 +22,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CentralStorageStrategy",
     "DefaultStrategy",
-    "Function",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
-    "Place",
-    "ProgramCache",
-    "Staged",
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
     "experimental_connect_to_cluster",
-    "function",
     "initialize_tpu_system",
-    "is_dynamic",
-    "placed_struct_of",
     "shutdown_tpu_system",
-    "signature_of",
-    "split_result",
-    "struct_of",
 ]
 
 
@@ -59,8 +39,6 @@ __getattr__ = late_names(
     __name__,
     {
         "MultiWorkerMirroredStrategy": "_multi_worker",
-        "Place": "_staged",
-        "Staged": "_staged",
         "TPUStrategy": "_tpu",
         "experimental_connect_to_cluster": "_tpu_system",
         "initialize_tpu_system": "_tpu_system",

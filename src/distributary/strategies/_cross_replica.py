@@ -16,6 +16,7 @@ from distributary.collectives import (
     reduce_arrays,
     reduce_nest,
 )
+from distributary.dispatch import Dispatcher, JobEvent, job_programs
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -25,15 +26,12 @@ from distributary.errors import (
 from distributary.options import CommunicationOptions
 from distributary.topology import (
     REPLICA_AXIS,
-    Dispatcher,
-    JobEvent,
     ProgramKind,
     for_target,
     inside_jax_trace,
-    job_programs,
     local_copy,
 )
-from distributary.tracing import current_scope, with_exchanged_sums
+from distributary.tracing import current_scope
 from distributary.values import (
     IndexedSlices,
     Mirrored,
@@ -43,6 +41,7 @@ from distributary.values import (
     stack_components,
 )
 from distributary.variables import MirroredVariable, SyncOnReadVariable
+from distributary.xla_cpu import with_exchanged_sums
 
 
 @final

@@ -32,6 +32,8 @@ from distributary.context import (
     push,
     require_cross_replica,
 )
+from distributary.dispatch import dispatcher_for
+from distributary.engine import ReplicaRunner, replica_shardings
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -43,15 +45,12 @@ from distributary.inputs import DistributedInput, InputContext, StepCounts, Valu
 from distributary.job import consensus
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
 from distributary.strategies._broadcast import broadcast
-from distributary.strategies._compiled import replica_shardings
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
-from distributary.strategies._runner import ReplicaRunner
 from distributary.topology import (
     HOST_MEMORY,
     REPLICA_AXIS,
     canonical_name,
     current_target,
-    dispatcher_for,
     local_copy,
     make_mesh,
     mesh_of_values,

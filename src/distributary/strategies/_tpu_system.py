@@ -12,12 +12,8 @@ from distributary.errors import ClusterError, DeviceError, InvalidTypeError
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._job_devices import devices_of_all
-from distributary.topology import (
-    Topology,
-    current_target,
-    devices_of_all_hosts,
-    replica_devices,
-)
+from distributary.topology import current_target, devices_of_all_hosts, replica_devices
+from distributary.tpu.experimental import Topology
 
 
 def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -> None:

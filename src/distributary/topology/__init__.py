@@ -1,8 +1,5 @@
-"""Device names, logical CPU devices, meshes, and the order in which programs reach devices."""
+"""Who exists: device names, logical CPU devices, meshes, and where arrays lie on them."""
 
-from typing import TYPE_CHECKING
-
-from distributary._late import late_names
 from distributary.topology._cpu import (
     cpu_thread_pool_size,
     cpu_threads_suffice,
@@ -27,15 +24,6 @@ from distributary.topology._discovery import (
     num_logical_devices,
     replica_devices,
 )
-from distributary.topology._dispatch import (
-    Dispatcher,
-    JobEvent,
-    dispatcher_for,
-    job_programs,
-    latest_program,
-    progress,
-)
-from distributary.topology._interrupts import interrupts
 from distributary.topology._jax_private import (
     all_params,
     backends_started,
@@ -60,12 +48,12 @@ from distributary.topology._placement import (
     put_stacked,
 )
 from distributary.topology._shards import (
-    fetch_whole,
     padded,
     put_sharded,
     shard_dim,
     shard_spec,
     stored_shards,
+    unpadded,
     whole_shards,
 )
 from distributary.topology._target import (
@@ -80,32 +68,18 @@ from distributary.topology._target import (
     watch_programs,
 )
 from distributary.topology._thread_pool import SHARE_VARIABLE, num_cores, threads_needed
-from distributary.topology._threads import call_when_collected, start_thread
-from distributary.topology._timing import ProgramTimer, profiled_steps
 from distributary.topology._versions import warn_of_untested_jax
-
-if TYPE_CHECKING:
-    from distributary.topology._device_assignment import DeviceAssignment, DeviceOrderMode
-    from distributary.topology._tpu_topology import Topology, TPUSystemMetadata
 
 __all__ = [
     "HOST_MEMORY",
     "REPLICA_AXIS",
     "SHARE_VARIABLE",
-    "DeviceAssignment",
     "DeviceName",
-    "DeviceOrderMode",
-    "Dispatcher",
-    "JobEvent",
     "ProgramKind",
-    "ProgramTimer",
-    "TPUSystemMetadata",
     "Target",
-    "Topology",
     "aim_at",
     "all_params",
     "backends_started",
-    "call_when_collected",
     "canonical_name",
     "compile_ahead",
     "coordination_client",
@@ -113,18 +87,13 @@ __all__ = [
     "cpu_threads_suffice",
     "current_target",
     "devices_of_all_hosts",
-    "dispatcher_for",
-    "fetch_whole",
     "for_target",
     "has_host_memory",
     "host_groups",
     "in_device_memory",
     "in_host_memory",
     "inside_jax_trace",
-    "interrupts",
     "is_left_over",
-    "job_programs",
-    "latest_program",
     "local_copy",
     "local_devices",
     "local_devices_of",
@@ -139,8 +108,6 @@ __all__ = [
     "parse_device",
     "prepare_cpu_threads",
     "prepare_local_devices",
-    "profiled_steps",
-    "progress",
     "put_own",
     "put_replicated",
     "put_sharded",
@@ -153,23 +120,12 @@ __all__ = [
     "shard_dim",
     "shard_spec",
     "short_name",
-    "start_thread",
     "stored_shards",
     "threads_needed",
     "uncommitted",
+    "unpadded",
     "warn_of_untested_jax",
     "watch_programs",
     "whole_shards",
     "without_high_primitives",
 ]
-
-# Imported on first use: only TPUs need these.
-__getattr__ = late_names(
-    __name__,
-    {
-        "DeviceAssignment": "_device_assignment",
-        "DeviceOrderMode": "_device_assignment",
-        "TPUSystemMetadata": "_tpu_topology",
-        "Topology": "_tpu_topology",
-    },
-)

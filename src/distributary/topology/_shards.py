@@ -4,7 +4,6 @@ A part is a slice along one dim. If the size of the dim is not a multiple of the
 the array is stored with zeros at its end. Only code that runs in a program sees this padding.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +14,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.topology._discovery import REPLICA_AXIS, num_logical_devices
-from distributary.topology._dispatch import JobEvent, dispatcher_for, job_programs
 from distributary.topology._jax_private import put_rows
 from distributary.topology._placement import local_copy, local_devices
 
 __all__ = [
-    "fetch_whole",
     "padded",
     "put_sharded",
     "shard_dim",
     "shard_spec",
     "stored_shards",
+    "unpadded",
     "whole_shards",
 ]
 
@@ -60,7 +58,7 @@ def whole_shards(stored: Any, shape: Sequence[int], sharding: NamedSharding) -> 
     """Returns the whole value without its padding; its parts do not move. Call in a program."""
     if shard_dim(sharding) is None or stored.shape == tuple(shape):
         return stored
-    return jax.lax.with_sharding_constraint(_cut(stored, shape), sharding)
+    return jax.lax.with_sharding_constraint(unpadded(stored, shape), sharding)
 
 
 def padded(value: Any, dim: int, num_shards: int) -> Any:
@@ -89,30 +87,10 @@ def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
     return put_rows(stored[tuple(rows)], sharding, devices, dim)
 
 
-def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
-    """Returns the whole value, of shape `shape`, of an array that is stored in parts.
-
-    This is a collective: with several processes, all of them have to call it at the same point.
-    """
-    if not stored.is_fully_addressable and not stored.is_fully_replicated:
-        # No other program may be in flight on the devices when this one meets its collectives.
-        stored.block_until_ready()
-        mesh = stored.sharding.mesh  # type: ignore[attr-defined]
-        job_programs.begin(JobEvent(f"reading an array in parts, {stored.dtype}{list(shape)}"))
-        dispatcher = dispatcher_for(tuple(mesh.devices.flat))
-        stored = dispatcher.run(_gather_on(mesh), lambda out: out, stored)
-    whole: np.ndarray = _cut(np.asarray(local_copy(stored)), shape)
-    return whole
-
-
-@functools.lru_cache(maxsize=32)
-def _gather_on(mesh: jax.sharding.Mesh) -> Any:
-    return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, P()))
-
-
 def _padding(shape: Sequence[int], dim: int, num_shards: int) -> list[tuple[int, int]]:
     return [(0, -size % num_shards if i == dim else 0) for i, size in enumerate(shape)]
 
 
-def _cut(stored: Any, shape: Sequence[int]) -> Any:
+def unpadded(stored: Any, shape: Sequence[int]) -> Any:
+    """Returns a stored array without the padding at its end."""
     return stored[tuple([slice(size) for size in shape])]

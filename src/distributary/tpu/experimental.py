@@ -1,7 +1,13 @@
 """Names that may still change."""
 
-from distributary.strategies import initialize_tpu_system, shutdown_tpu_system
-from distributary.topology import DeviceAssignment, DeviceOrderMode, Topology, TPUSystemMetadata
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
+from distributary.tpu._device_assignment import DeviceAssignment, DeviceOrderMode
+from distributary.tpu._topology import Topology, TPUSystemMetadata
+
+if TYPE_CHECKING:
+    from distributary.strategies import initialize_tpu_system, shutdown_tpu_system
 
 __all__ = [
     "DeviceAssignment",
@@ -11,3 +17,12 @@ __all__ = [
     "initialize_tpu_system",
     "shutdown_tpu_system",
 ]
+
+# Their package is above this one, so they are imported on first use.
+__getattr__ = late_names(
+    __name__,
+    {
+        "initialize_tpu_system": "distributary.strategies._tpu_system",
+        "shutdown_tpu_system": "distributary.strategies._tpu_system",
+    },
+)

@@ -26,17 +26,17 @@ from jax.sharding import (
     PartitionSpec as P,
 )
 
+from distributary.dispatch import job_programs
 from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     UnsupportedError,
 )
-from distributary.topology import REPLICA_AXIS, job_programs, shard_dim, without_high_primitives
+from distributary.topology import REPLICA_AXIS, shard_dim, without_high_primitives
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._description import Line, describe_jaxpr
 from distributary.tracing._divergence import check_collectives, varying_outputs
-from distributary.tracing._exchanged_sums import with_exchanged_sums
 from distributary.tracing._feeds import Feeds, current_feeding, fed_by
 from distributary.tracing._interpreter import interpret
 from distributary.tracing._joint import evaluate_jointly
@@ -272,13 +272,6 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
                 )
 
 
-def _relation_in(pure: Pure, varying_args: Sequence[bool]) -> str | None:
-    from distributary.tracing._relations import relation_of_replica
-
-    is_batch = [*[False] * (len(pure.captures) + len(pure.handles)), *varying_args]
-    return relation_of_replica(pure.jaxpr, is_batch, len(pure.captures))
-
-
 def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) -> None:
     """Marks outputs as varying that the replicas of an uneven batch compute differently."""
     numbering = Numbering()
@@ -318,6 +311,8 @@ class ReplicaProgram:
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
+        rewrite: Called with the code of one replica, a function of arrays, and the mesh; returns
+            what to run in its place.
 
     Attributes:
         describe: Returns the lines of the program, for a comparison with other workers.
@@ -334,13 +329,13 @@ class ReplicaProgram:
         mesh: Mesh | None,
         split_outputs: bool = True,
         data: Sequence[bool] | None = None,
+        rewrite: Callable[[Callable[..., Any], Any], Callable[..., Any]] = lambda body, mesh: body,
     ) -> None:
         self._varying_args = list(varying)
+        self._rewrite = rewrite
         self._num_replicas = num_replicas
         self._mesh = mesh
         self.uneven = len(avals) > 1
-        #: Prose that says where a loss relates rows of the batch; None if no loss is known to.
-        self.relation: str | None = None
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
         first = self.pures[0]
@@ -359,6 +354,12 @@ class ReplicaProgram:
         self._stages = [
             uncut(pure.jaxpr) if data is None else self._cut(pure, data) for pure in self.pures
         ]
+
+    @property
+    def is_batch(self) -> list[bool]:
+        """Whether an input of the first replica's jaxpr may differ between replicas."""
+        first = self.pures[0]
+        return [*[False] * (len(first.captures) + len(first.handles)), *self._varying_args]
 
     def _cut(self, pure: Pure, data: Sequence[bool]) -> Stages:
         varying = [
@@ -405,7 +406,6 @@ class ReplicaProgram:
                 )
         if num_replicas > 1:
             _check_divergence(pures, self._varying_args, num_replicas)
-            self.relation = _relation_in(pures[0], self._varying_args)
         return pures
 
     def _trace_each(
@@ -535,7 +535,7 @@ class ReplicaProgram:
             )(*own)
             return made
         return jax.shard_map(
-            with_exchanged_sums(body, self._mesh),
+            self._rewrite(body, self._mesh),
             mesh=self._mesh,
             in_specs=in_specs,
             out_specs=out_specs,

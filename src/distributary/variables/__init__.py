@@ -25,14 +25,6 @@ from distributary.variables._state_list import StateList, joined
 from distributary.variables._variable import Variable
 
 if TYPE_CHECKING:
-    from distributary.variables._array_files import (
-        SavedRows,
-        WrittenFile,
-        read_rows,
-        rows_between,
-        write_arrays,
-    )
-    from distributary.variables._save_locks import check_free, hold, release
     from distributary.variables._saving import (
         Keeper,
         KeptCopy,
@@ -49,7 +41,6 @@ __all__ = [
     "Keeper",
     "KeptCopy",
     "MirroredVariable",
-    "SavedRows",
     "SavedVariable",
     "ShardedVariable",
     "StateList",
@@ -59,27 +50,20 @@ __all__ = [
     "VariableComponent",
     "VariableLayout",
     "VariableSynchronization",
-    "WrittenFile",
     "across_replicas",
     "as_variable",
-    "check_free",
     "colocated_with",
     "embedding_lookup",
     "foreign_parts",
-    "hold",
     "initial_array",
     "is_per_replica",
     "joined",
     "keeper_of",
     "neighbor",
     "put_back",
-    "read_rows",
     "register_foreign_objects",
     "register_foreign_variables",
-    "release",
-    "rows_between",
     "stored_arrays",
-    "write_arrays",
 ]
 
 __getattr__ = late_names(
@@ -87,18 +71,10 @@ __getattr__ = late_names(
     {
         "Keeper": "_saving",
         "KeptCopy": "_saving",
-        "SavedRows": "_array_files",
         "SavedVariable": "_saving",
-        "WrittenFile": "_array_files",
-        "check_free": "_save_locks",
-        "hold": "_save_locks",
         "is_per_replica": "_saving",
         "keeper_of": "_saving",
         "put_back": "_saving",
-        "read_rows": "_array_files",
-        "release": "_save_locks",
-        "rows_between": "_array_files",
         "stored_arrays": "_saving",
-        "write_arrays": "_array_files",
     },
 )

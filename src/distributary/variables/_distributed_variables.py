@@ -9,8 +9,9 @@ import numpy as np
 
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
+from distributary.dispatch import latest_program
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.topology import in_device_memory, latest_program
+from distributary.topology import in_device_memory
 from distributary.tracing import Array, TraceScope, check_not_frozen, current_scope
 from distributary.values import (
     ArrayOperators,

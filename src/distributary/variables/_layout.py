@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from distributary.dispatch import JobEvent, job_programs
 from distributary.errors import InvalidTypeError
 from distributary.topology import (
-    JobEvent,
     in_device_memory,
     in_host_memory,
-    job_programs,
     local_copy,
     own_copies,
     put_replicated,

@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary.dispatch import JobEvent, dispatcher_for, fetch_whole, job_programs
+from distributary.files import SavedRows
 from distributary.job import copies
-from distributary.topology import (
-    JobEvent,
-    dispatcher_for,
-    fetch_whole,
-    job_programs,
-    local_copy,
-    shard_dim,
-)
+from distributary.topology import local_copy, shard_dim
 from distributary.variables._aggregation import of_rows
-from distributary.variables._array_files import SavedRows
 from distributary.variables._enums import VariableAggregation
 from distributary.variables._foreign import ForeignVariable
 from distributary.variables._sharded_variable import ShardedVariable

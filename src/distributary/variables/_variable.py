@@ -15,6 +15,7 @@ from distributary.context import (
     get_strategy,
     in_default_context,
 )
+from distributary.dispatch import latest_program
 from distributary.errors import (
     ContextError,
     DistributaryWarning,
@@ -24,13 +25,7 @@ from distributary.errors import (
     ReplicaMismatchError,
     UnsupportedError,
 )
-from distributary.topology import (
-    in_device_memory,
-    in_host_memory,
-    latest_program,
-    local_copy,
-    own_copies,
-)
+from distributary.topology import in_device_memory, in_host_memory, local_copy, own_copies
 from distributary.tracing import (
     Array,
     Handle,

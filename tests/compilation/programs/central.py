@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.compilation import parse_topology, prepare_compilers
-from distributary.strategies import Place, Staged
+from distributary.engine import Place, Staged
 from distributary.topology import HOST_MEMORY, REPLICA_AXIS, make_mesh
 
 NUM_LAYERS, WIDTH = 16, 8192

@@ -12,9 +12,9 @@ import numpy as np
 
 from distributary.compat.tensorflow._operations import array, plain, tensor
 from distributary.datasets import TensorSpec
+from distributary.engine import function as compile_function
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.inputs import PerReplicaSpec
-from distributary.strategies import function as compile_function
 from distributary.tracing import current_scope
 from distributary.values import PerReplica
 

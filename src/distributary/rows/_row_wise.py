@@ -17,8 +17,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.tracing._markers import Array, Equation, jaxpr_of
-from distributary.tracing._numbering import Numbering
+from distributary.tracing import Array, Equation, Numbering, jaxpr_of
 
 __all__ = [
     "ELEMENTWISE",

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.topology._tpu_topology import Topology
+from distributary.tpu._topology import Topology
 
 __all__ = ["DeviceAssignment", "DeviceOrderMode"]
 

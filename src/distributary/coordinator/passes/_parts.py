@@ -31,9 +31,8 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
 
-from distributary.tracing._markers import Equation, jaxpr_of
-from distributary.tracing._row_wise import row_operands, rows_between, with_rows
-from distributary.tracing._stages import without_calls
+from distributary.rows import row_operands, rows_between, with_rows
+from distributary.tracing import Equation, jaxpr_of, without_calls
 
 __all__ = ["in_parts"]
 

@@ -11,16 +11,17 @@ import jax
 import numpy as np
 
 from distributary.context import Mode, ReplicaContext, pop, push
-from distributary.errors import DistributaryWarning, InvalidTypeError, ReplicaMismatchError
-from distributary.strategies._cache import ProgramCache
-from distributary.strategies._compiled import (
+from distributary.dispatch import Dispatcher
+from distributary.engine._cache import ProgramCache
+from distributary.engine._compiled import (
     Compiled,
     VariableGoneError,
     is_dynamic,
     signature_of,
     split_result,
 )
-from distributary.topology import Dispatcher, put_replicated, put_stacked
+from distributary.errors import DistributaryWarning, InvalidTypeError, ReplicaMismatchError
+from distributary.topology import put_replicated, put_stacked
 from distributary.tracing import (
     FunctionProgram,
     ReplicaProgram,
@@ -28,7 +29,6 @@ from distributary.tracing import (
     current_scope,
     in_role,
     refused_if_consumed,
-    relation_warning,
     user_stacklevel,
 )
 from distributary.values import (
@@ -39,6 +39,7 @@ from distributary.values import (
     same_structure,
     stack_components,
 )
+from distributary.xla_cpu import with_exchanged_sums
 
 Role = Literal["replica", "update"]
 _WHAT = repeat("Strategy.run")  # for messages
@@ -211,14 +212,23 @@ class ReplicaRunner:
 
     def _program(self, step: "_Step", is_for_workers: bool = False) -> ReplicaProgram:
         program = self._replica_program(step, is_for_workers)
-        if program.relation is not None and program.relation not in self._warned_of:
-            self._warned_of.add(program.relation)
+        if self._num_replicas > 1:
+            self._warn_of_relation(program)
+        return program
+
+    def _warn_of_relation(self, program: ReplicaProgram) -> None:
+        """Warns once if a loss relates rows of the batch; a replica has only its own rows."""
+        from distributary.rows import relation_of_replica, relation_warning
+
+        first = program.pures[0]
+        relation = relation_of_replica(first.jaxpr, program.is_batch, len(first.captures))
+        if relation is not None and relation not in self._warned_of:
+            self._warned_of.add(relation)
             warnings.warn(
-                relation_warning("Strategy.run", program.relation, self._num_replicas),
+                relation_warning("Strategy.run", relation, self._num_replicas),
                 DistributaryWarning,
                 stacklevel=user_stacklevel(),
             )
-        return program
 
     def _replica_program(self, step: "_Step", is_for_workers: bool) -> ReplicaProgram:
         avals = step.avals
@@ -233,6 +243,7 @@ class ReplicaRunner:
                 self._workers_mesh if is_for_workers else self._mesh,
                 split_outputs=step.role == "replica",
                 data=None if self._home is None else step.data,
+                rewrite=with_exchanged_sums,
             )
 
     def _run_inside_function(

@@ -26,10 +26,15 @@ from jax import lax
 from jax.sharding import Mesh
 
 from distributary.topology import REPLICA_AXIS, num_logical_devices
-from distributary.tracing._divergence import is_sum_of_replicas
-from distributary.tracing._interpreter import evaluate_all, value_of
-from distributary.tracing._markers import Array, Equation, opened
-from distributary.tracing._stages import variables_of
+from distributary.tracing import (
+    Array,
+    Equation,
+    evaluate_all,
+    is_sum_of_replicas,
+    opened,
+    value_of,
+    variables_of,
+)
 
 __all__ = ["EXCHANGED", "with_exchanged_sums"]
 

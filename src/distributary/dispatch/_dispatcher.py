@@ -1,31 +1,21 @@
 """The order in which replica-wide programs reach their devices, and how many are in flight."""
 
-import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import starmap
 from typing import Any, TypeVar, final
 
 import jax
-import numpy as np
 
+from distributary.dispatch._job_events import job_programs
+from distributary.dispatch._latest import latest_program
 from distributary.errors import InvalidValueError
-from distributary.topology._cpu import cpu_threads_suffice
-from distributary.topology._timing import ProgramTimer, wait_for_output
+from distributary.topology import cpu_threads_suffice
 
-__all__ = [
-    "Dispatcher",
-    "JobEvent",
-    "JobPrograms",
-    "LatestProgram",
-    "dispatcher_for",
-    "job_programs",
-    "latest_program",
-    "progress",
-]
+__all__ = ["Dispatcher", "dispatcher_for"]
 
 _T = TypeVar("_T")
 
@@ -207,184 +197,3 @@ def _wait_for(token: jax.Array) -> None:
         # But without this token, the number in flight would have no limit.
         if token.is_deleted():
             raise
-
-
-@final
-class LatestProgram:
-    """The program that was dispatched last in this process.
-
-    Attributes:
-        count: Number of programs dispatched so far.
-        output: An array that the program makes, a list with one per replica, or None.
-        lock: Held while a program that may consume that array is dispatched.
-        dispatched_at: Time at which it had been dispatched, by `time.perf_counter`.
-        blocked_seconds: Time that dispatches have waited for earlier programs so far.
-        timer: Timer of programs, while a step is a sample.
-    """
-
-    __slots__ = ("blocked_seconds", "count", "dispatched_at", "lock", "output", "timer")
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.count = 0
-        self.output: Any = None
-        self.dispatched_at = 0.0
-        self.blocked_seconds = 0.0
-        self.timer: ProgramTimer | None = None
-
-    def wait(self) -> None:
-        """Waits until the devices have finished it."""
-        with self.lock:
-            wait_for_output(self.output)
-
-    def begin(self) -> None:
-        """Starts the timer if there is one; call it before a program is dispatched."""
-        timer = self.timer
-        if timer is not None and timer.is_over:
-            self.timer = None
-        elif timer is not None:
-            self.blocked_seconds += timer.start(self.output)
-
-    def end(self, output: Any, result: Any) -> None:
-        """Records a program; call it after the program was dispatched.
-
-        Args:
-            output: An array that the program makes, a list with one per replica, or None.
-            result: The same, but of outputs that no later program consumes, if there are any.
-        """
-        self.count += 1
-        self.output = output
-        timer = self.timer
-        if timer is not None:
-            self.blocked_seconds += timer.stop(output if result is None else result)
-        self.dispatched_at = time.perf_counter()
-
-    def is_running(self) -> bool:
-        """Returns whether the devices are still at work on it."""
-        # jaxlib 0.10.2 ends the process if you ask a deleted array whether it is ready.
-        with self.lock:
-            output = self.output[0] if isinstance(self.output, list) else self.output
-            return output is not None and not output.is_deleted() and not output.is_ready()
-
-
-latest_program = LatestProgram()
-
-
-@final
-class JobEvent:
-    """An event of a job: all workers do it together, such as a program, an assignment, a new epoch.
-
-    Args:
-        name: Name of the event, for people.
-        describe: Returns the parts of the event as texts, which have to be the same on every
-            worker. Each comes with the place in the script that it comes from, or "".
-
-    Attributes:
-        key: Hash of the name and the texts, the same on every worker.
-    """
-
-    __slots__ = ("describe", "key", "name")
-
-    def __init__(
-        self, name: str, describe: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
-    ) -> None:
-        self.name = name
-        self.describe = describe
-        digest = hashlib.blake2b(name.encode(), digest_size=8)
-        for text, _ in describe():
-            digest.update(b"\n" + text.encode())
-        self.key = int.from_bytes(digest.digest(), "little")
-
-
-@final
-class JobPrograms:
-    """The events of a job, which all workers begin in the same order.
-
-    Attributes:
-        position: Number of events that this process has begun; the same on every worker that has
-            come as far.
-        num_meetings: Number of events at which this process has waited for the others.
-        error: Reason why no further event can begin.
-        explain: Turns an error of a program into the one to raise, while a job is watched.
-        enter: Makes sure that the other workers do the same, as long as there are any.
-        latest: The last event that was begun, with its values.
-    """
-
-    __slots__ = ("_is_alone", "enter", "error", "explain", "latest", "num_meetings", "position")
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.num_meetings = 0
-        self.error: Exception | None = None
-        self.explain: Callable[[Exception], Exception] | None = None
-        self.enter: Callable[[JobEvent, tuple[Any, ...]], None] | None = None
-        self.latest: tuple[str, tuple[Any, ...]] = "the start", ()
-        self._is_alone = False
-
-    def explained(self, error: Exception) -> Exception:
-        """Returns the error to raise for `error`; if another worker caused it, that reason."""
-        return error if self.explain is None else self.explain(error)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Lets this process do something that others do not, such as reading a file for all."""
-        self._is_alone, before = True, self._is_alone
-        try:
-            yield
-        finally:
-            self._is_alone = before
-
-    def begin(self, event: JobEvent, values: tuple[Any, ...] = ()) -> None:
-        """Announces what this process and all others do next; call it before doing it.
-
-        Args:
-            event: The event.
-            values: Python numbers that belong to it, which may be others next time.
-
-        Raises:
-            WorkerMismatchError: if the others do something else.
-            Exception: `error`.
-        """
-        if self.error is not None:
-            raise self.error
-        if self.enter is not None and not self._is_alone:
-            self.latest = event.name, values
-            self.enter(event, values)
-
-
-job_programs = JobPrograms()
-
-
-@final
-class Progress:
-    """The progress of this process, for someone who watches it.
-
-    Attributes:
-        is_watched: Whether someone watches; otherwise nothing is counted.
-        num_steps: Number of steps of `fit` and of loops over distributed datasets, and of closures.
-        num_examples: Number of examples in them, in this process.
-        values: Latest numbers of the program itself, such as its loss, by name.
-    """
-
-    __slots__ = ("is_watched", "num_examples", "num_steps", "values")
-
-    def __init__(self) -> None:
-        self.is_watched = False
-        self.num_steps = 0
-        self.num_examples = 0
-        self.values: dict[str, float] = {}
-
-    def add(self, num_steps: int, num_examples: int) -> None:
-        """Counts steps."""
-        self.num_steps += num_steps
-        self.num_examples += num_examples
-
-    def note_logs(self, logs: Any) -> None:
-        """Takes the numbers from the logs of Keras; they are computed already."""
-        if isinstance(logs, dict):
-            kinds = (jax.Array, np.ndarray, np.generic, float, int)
-            numbers = {k: v for k, v in logs.items() if isinstance(v, kinds) and np.ndim(v) == 0}
-            self.values = {**self.values, **{k: float(v) for k, v in numbers.items()}}
-
-
-progress = Progress()

@@ -10,21 +10,17 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.datasets import DatasetIterator
+from distributary.dispatch import Dispatcher, JobEvent, interrupts, job_programs, latest_program
+from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.inputs import StepCounts
 from distributary.job import copies
-from distributary.strategies._cache import WeakIdentity
 from distributary.topology import (
     REPLICA_AXIS,
-    Dispatcher,
-    JobEvent,
     ProgramKind,
     for_target,
     inside_jax_trace,
-    interrupts,
     is_left_over,
-    job_programs,
-    latest_program,
     mesh_of_values,
     own_copies,
     put_replicated,
@@ -32,15 +28,10 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import (
-    FunctionProgram,
-    Handle,
-    ReplicaProgram,
-    describe_value,
-    with_cpu_rewrites,
-)
+from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, describe_value
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import StateList, Variable, joined
+from distributary.xla_cpu import with_cpu_rewrites
 
 
 class VariableGoneError(Exception):
@@ -128,7 +119,7 @@ class Compiled:
         self._call: Any
         self._captures: Sequence[Sequence[Any]]
         if home is not None:
-            from distributary.strategies._staged import StagedProgram
+            from distributary.engine._staged import StagedProgram
 
             self._captures = program.captures
             self._token_of = _last_output

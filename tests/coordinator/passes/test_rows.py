@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from distributary.coordinator._rows import RowPlan
-from distributary.tracing import push, rows_of, split_over_servers
-from distributary.tracing._parts import in_parts
-from distributary.tracing._rows import rows_of_update
+from distributary.coordinator.passes import rows_of, split_over_servers
+from distributary.coordinator.passes._parts import in_parts
+from distributary.coordinator.passes._rows import rows_of_update
+from distributary.tracing import push
 
 RNG = np.random.default_rng(0)
 A = RNG.normal(size=(40, 3)).astype(np.float32)

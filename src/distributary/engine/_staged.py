@@ -9,15 +9,10 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.strategies._compiled import struct_of
+from distributary.engine._compiled import struct_of
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing import (
-    Array,
-    FunctionProgram,
-    ReplicaProgram,
-    cut_around_mesh,
-    with_cpu_rewrites,
-)
+from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
+from distributary.xla_cpu import with_cpu_rewrites
 
 
 @final
@@ -122,7 +117,7 @@ class Staged:
         is_stored = [self._outputs[i].sharding is self._storage for i in stages.update_outputs]
         update: Any = jex_core.jaxpr_as_fun(stages.update)
         if self._storage is not self._home:
-            from distributary.strategies._host_memory import update_in_parts
+            from distributary.engine._host_memory import update_in_parts
 
             from_storage = [self._inputs[i].sharding is self._storage for i in stages.update_inputs]
             update = update_in_parts(

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from distributary.coordinator.passes import split_over_servers
 from distributary.errors import UnsupportedError
-from distributary.tracing import split_over_servers
 from distributary.tracing._markers import push_p, walk
 
 RNG = np.random.default_rng(0)

@@ -37,7 +37,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from distributary.tracing._markers import Array, Equation
+from distributary.tracing import Array, Equation
 
 __all__ = ["fast_version"]
 

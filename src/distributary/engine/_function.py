@@ -10,10 +10,8 @@ import jax
 
 from distributary.context import current_mode, in_default_context
 from distributary.datasets import Dataset, DatasetIterator
-from distributary.errors import InvalidTypeError
-from distributary.inputs import DistributedInput
-from distributary.strategies._cache import Inner, ProgramCache
-from distributary.strategies._compiled import (
+from distributary.engine._cache import Inner, ProgramCache
+from distributary.engine._compiled import (
     Compiled,
     VariableGoneError,
     is_dynamic,
@@ -21,6 +19,8 @@ from distributary.strategies._compiled import (
     split_result,
     struct_of,
 )
+from distributary.errors import InvalidTypeError
+from distributary.inputs import DistributedInput
 from distributary.tracing import (
     Feeds,
     FunctionProgram,

@@ -47,13 +47,8 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from distributary.topology import REPLICA_AXIS, scan_counts
-from distributary.tracing._connectivity import call_of
-from distributary.tracing._divergence import OUTSIDE, is_collective
-from distributary.tracing._exchanged_sums import EXCHANGED
-from distributary.tracing._markers import Equation, open_jaxpr
-from distributary.tracing._row_layouts import BATCH, Factor, Rows, plain, tags_of
-from distributary.tracing._row_rules import (
+from distributary.rows._layouts import BATCH, Factor, Rows, plain, tags_of
+from distributary.rows._rules import (
     CONSTANT,
     INDEPENDENT,
     RELATED,
@@ -66,12 +61,12 @@ from distributary.tracing._row_rules import (
     is_independent,
     of_rows,
 )
+from distributary.rows._scopes import OWN_STATISTICS
+from distributary.topology import REPLICA_AXIS, scan_counts
+from distributary.tracing import OUTSIDE, Equation, call_of, is_collective, open_jaxpr
+from distributary.xla_cpu import EXCHANGED
 
-__all__ = ["OWN_STATISTICS", "relation_of", "relation_of_replica", "relation_warning"]
-
-OWN_STATISTICS = "statistics_of_replicas"
-"""Name of the scope in which any use of sums over rows is fine: its code knows that they are the
-replica's own sums, or takes those of all replicas."""
+__all__ = ["relation_of", "relation_of_replica", "relation_warning"]
 
 
 _log = logging.getLogger(__name__)

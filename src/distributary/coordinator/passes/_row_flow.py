@@ -16,9 +16,8 @@ from typing import Any, final
 
 import jax.extend.core as jex_core
 
-from distributary.tracing._markers import Equation
-from distributary.tracing._row_wise import row_operands, rows_between
-from distributary.tracing._stages import variables_of
+from distributary.rows import row_operands, rows_between
+from distributary.tracing import Equation, variables_of
 
 __all__ = ["RowFlow"]
 

@@ -28,9 +28,8 @@ import jax
 import jax.extend.core as jex_core
 from jax import lax
 
-from distributary.tracing._cpu_rules import fast_version
-from distributary.tracing._markers import Equation, Jaxpr, open_jaxpr
-from distributary.tracing._stages import variables_of
+from distributary.tracing import Equation, Jaxpr, open_jaxpr, variables_of
+from distributary.xla_cpu._rules import fast_version
 
 __all__ = ["rewritten_for_cpus", "with_cpu_rewrites"]
 

@@ -14,18 +14,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from distributary.tracing._markers import Equation
-from distributary.tracing._row_layouts import (
-    BATCH,
-    Dims,
-    Factor,
-    Rows,
-    joined,
-    plain,
-    reshaped,
-    tags_of,
-)
-from distributary.tracing._row_wise import ELEMENTWISE
+from distributary.rows._layouts import BATCH, Dims, Factor, Rows, joined, plain, reshaped, tags_of
+from distributary.rows._row_wise import ELEMENTWISE
+from distributary.tracing import Equation
 
 INDEPENDENT, ROWS, SUM, RELATED, UNKNOWN = range(5)
 

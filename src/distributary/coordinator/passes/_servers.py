@@ -30,9 +30,16 @@ from typing import Any, final
 import jax.extend.core as jex_core
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._divergence import is_of_devices, is_sum_of_replicas
-from distributary.tracing._markers import Equation, jaxpr_of, start_p
-from distributary.tracing._stages import stage_of_equations, variables_of, without_calls
+from distributary.tracing import (
+    Equation,
+    is_of_devices,
+    is_sum_of_replicas,
+    jaxpr_of,
+    stage_of_equations,
+    start_p,
+    variables_of,
+    without_calls,
+)
 
 __all__ = ["ServerPart", "ServerSplit", "split_over_servers"]
 

@@ -39,14 +39,11 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
+from distributary.coordinator.passes._row_flow import RowFlow
+from distributary.coordinator.passes._servers import ServerPart, ServerSplit
+from distributary.rows import bind_rows, numbers_of_other_rows, row_operands
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._interpreter import evaluate
-from distributary.tracing._markers import Array, Equation, jaxpr_of
-from distributary.tracing._numbering import Numbering
-from distributary.tracing._row_flow import RowFlow
-from distributary.tracing._row_wise import bind_rows, numbers_of_other_rows, row_operands
-from distributary.tracing._servers import ServerPart, ServerSplit
-from distributary.tracing._stages import variables_of
+from distributary.tracing import Array, Equation, Numbering, evaluate, jaxpr_of, variables_of
 
 __all__ = [
     "Lookup",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distributary.errors import CheckpointError
-from distributary.variables import SavedRows, _array_files, read_rows, write_arrays
+from distributary.files import SavedRows, _array_files, read_rows, write_arrays
 
 RNG = np.random.default_rng(0)
 DTYPES = ["bool", "int8", "uint64", "float16", "bfloat16", "float64", "complex64", "complex128"]

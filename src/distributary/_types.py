@@ -1,0 +1,8 @@
+"""Types of annotations that all packages share."""
+
+from typing import Any, TypeAlias
+
+__all__ = ["Nest"]
+
+Nest: TypeAlias = Any
+"""A nest of tuples, lists and dictionaries with arrays or numbers as leaves: a pytree of JAX."""

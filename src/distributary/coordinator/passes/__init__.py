@@ -1,0 +1,24 @@
+"""Compiler passes that split a step between workers and parameter servers."""
+
+from distributary.coordinator.passes._parts import in_parts
+from distributary.coordinator.passes._rows import (
+    Lookup,
+    RowSpace,
+    SparseUpdate,
+    UpdatedRows,
+    rows_of,
+    rows_of_update,
+)
+from distributary.coordinator.passes._servers import ServerPart, split_over_servers
+
+__all__ = [
+    "Lookup",
+    "RowSpace",
+    "ServerPart",
+    "SparseUpdate",
+    "UpdatedRows",
+    "in_parts",
+    "rows_of",
+    "rows_of_update",
+    "split_over_servers",
+]

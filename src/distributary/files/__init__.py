@@ -1,0 +1,21 @@
+"""Files of arrays with checksums, and the locks of their folders."""
+
+from distributary.files._array_files import (
+    SavedRows,
+    WrittenFile,
+    read_rows,
+    rows_between,
+    write_arrays,
+)
+from distributary.files._save_locks import check_free, hold, release
+
+__all__ = [
+    "SavedRows",
+    "WrittenFile",
+    "check_free",
+    "hold",
+    "read_rows",
+    "release",
+    "rows_between",
+    "write_arrays",
+]

@@ -1,0 +1,5 @@
+"""Names of scopes in which the analysis of rows knows what the code means."""
+
+OWN_STATISTICS = "statistics_of_replicas"
+"""Name of the scope in which any use of sums over rows is fine: its code knows that they are the
+replica's own sums, or takes those of all replicas."""
