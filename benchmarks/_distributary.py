@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 from _losses import LOSSES, wide_loss_of_rows
-from _timing import InProcessPeer
+from _peers import Peer, stepping
 from _workloads import Workload
 
 import distributary as dist
@@ -23,18 +23,13 @@ def mirrored(num_replicas: int) -> dist.Strategy:
     return dist.MirroredStrategy(jax.devices()[:num_replicas])
 
 
-def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary") -> InProcessPeer:
+def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary") -> Peer:
     """Creates variables and inputs; compiles at the first step."""
     with strategy.scope():
         variables = {
             name: dist.Variable(value, name=name) for name, value in workload.parameters().items()
         }
-        if workload.sparse:
-            step = _sparse_step(workload, variables)
-        elif workload.optimizer == "adam":
-            step = _adam_step(workload, variables)
-        else:
-            step = _sgd_step(workload, variables)
+        step = _step_of(workload, variables)
     batches = [
         tuple(on_every_replica(strategy, array) for array in batch)
         for batch in workload.batches(strategy.num_replicas_in_sync)
@@ -46,7 +41,7 @@ def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary
     def to_float(loss: PerReplicaValue) -> float:
         return float(strategy.experimental_local_results(loss)[0])
 
-    return InProcessPeer(name, take_step, jax.block_until_ready, to_float)
+    return stepping(name, take_step, jax.block_until_ready, to_float)
 
 
 def on_every_replica(strategy: dist.Strategy, array: np.ndarray[Any, Any]) -> PerReplicaValue:
@@ -59,64 +54,44 @@ def on_every_replica(strategy: dist.Strategy, array: np.ndarray[Any, Any]) -> Pe
     return strategy.experimental_distribute_values_from_function(placed)
 
 
-def _adam_step(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
-    optimizer = optax.adam(workload.learning_rate)
-    state_variables = jax.tree.map(dist.Variable, optimizer.init(_values(variables)))
+def _step_of(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
+    """Returns the step of one replica; runs in the scope of the strategy."""
     sum_of_losses = LOSSES[workload.model]
+    adam = optax.adam(workload.learning_rate) if workload.optimizer == "adam" else None
+    state_variables = jax.tree.map(dist.Variable, adam.init(_values(variables))) if adam else None
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         def loss_fn() -> jax.Array:
-            return sum_of_losses(_values(variables), x, y) / workload.global_batch_size
+            if workload.sparse:
+                dense = {name: value for name, value in variables.items() if name != "table"}
+                total = wide_loss_of_rows(variables["table"].sparse_read(x), _values(dense), y)
+            else:
+                total = sum_of_losses(_values(variables), x, y)
+            return total / workload.global_batch_size
 
         loss, gradients = dist.value_and_grad(loss_fn, variables)()
         context = dist.get_replica_context()
         gradients, loss = context.all_reduce(dist.ReduceOp.SUM, (gradients, loss))
-        parameters = _values(variables)
-        updates, state = optimizer.update(gradients, _values(state_variables), parameters)
-        _assign(variables, optax.apply_updates(parameters, updates))
-        _assign(state_variables, state)
+        if adam is not None:
+            parameters = _values(variables)
+            updates, state = adam.update(gradients, _values(state_variables), parameters)
+            _assign(variables, optax.apply_updates(parameters, updates))
+            _assign(state_variables, state)
+        else:
+            _descend(variables, gradients, workload.learning_rate)
         return loss
 
     return step
 
 
-def _sgd_step(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
-    sum_of_losses = LOSSES[workload.model]
-
-    def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn() -> jax.Array:
-            return sum_of_losses(_values(variables), x, y) / workload.global_batch_size
-
-        loss, gradients = dist.value_and_grad(loss_fn, variables)()
-        context = dist.get_replica_context()
-        gradients, loss = context.all_reduce(dist.ReduceOp.SUM, (gradients, loss))
-        for name, variable in variables.items():
-            variable.assign_sub(workload.learning_rate * gradients[name])
-        return loss
-
-    return step
-
-
-def _sparse_step(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
-    table = variables["table"]
-    dense = {name: variable for name, variable in variables.items() if name != "table"}
-
-    def step(ids: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn() -> jax.Array:
-            rows = table.sparse_read(ids)
-            return wide_loss_of_rows(rows, _values(dense), y) / workload.global_batch_size
-
-        loss, gradients = dist.value_and_grad(loss_fn, variables)()
-        context = dist.get_replica_context()
-        gradients, loss = context.all_reduce(dist.ReduceOp.SUM, (gradients, loss))
-        rate = workload.learning_rate
-        rows = gradients["table"]
-        table.scatter_sub(dist.IndexedSlices(rate * rows.values, rows.indices, rows.dense_shape))
-        for name, variable in dense.items():
-            variable.assign_sub(rate * gradients[name])
-        return loss
-
-    return step
+def _descend(variables: dict[str, dist.Variable], gradients: Any, rate: float) -> None:
+    for name, variable in variables.items():
+        own = gradients[name]
+        if isinstance(own, dist.IndexedSlices):
+            rows = dist.IndexedSlices(rate * own.values, own.indices, own.dense_shape)
+            variable.scatter_sub(rows)
+        else:
+            variable.assign_sub(rate * own)
 
 
 def _values(tree: Any) -> Any:

@@ -1,8 +1,11 @@
-"""The yardstick: each step as one writes it in JAX without a library for distribution.
+"""The yardsticks: steps and loops as one writes them in JAX without a library for distribution.
 
 Several replicas: `jit` of `shard_map` over a mesh of the devices, one `psum` of the gradients
 and the loss, state buffers donated; between processes they are one vector. One replica: plain
 `jit` with donated state.
+
+The loops of `fit`: shuffled indices, NumPy picks the batch, `Replicas.place` splits it, the
+compiled step trains. The sum of the losses stays on the devices until the epoch ends.
 """
 
 from collections.abc import Callable
@@ -13,15 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _losses import LOSSES, wide_loss_of_rows
-from _timing import InProcessPeer
-from _workloads import Workload
-from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from _peers import Peer, stepping, timed
+from _workloads import CHECK_STEPS, WORKLOADS, Workload
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 __all__ = [
     "AXIS",
@@ -31,7 +28,9 @@ __all__ = [
     "WorkerReplicas",
     "build",
     "compile_step",
+    "fit",
     "mesh_of",
+    "peers",
     "placement",
 ]
 
@@ -113,19 +112,10 @@ class WorkerReplicas:
 Replicas: TypeAlias = LocalReplicas | WorkerReplicas
 
 
-def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> InProcessPeer:
+def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> Peer:
     """Places state and data on the replicas' devices and compiles at the first step."""
-    parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
-    state: State
-    if workload.sparse:
-        replica_step, state = _sparse_step(workload, replicas), parameters
-    elif workload.optimizer == "adam":
-        replica_step, state = (
-            _adam_step(workload, replicas),
-            (parameters, optax.adam(workload.learning_rate).init(parameters)),
-        )
-    else:
-        replica_step, state = _sgd_step(workload, replicas), parameters
+    optimizer = {"adam": optax.adam, "sgd": optax.sgd}[workload.optimizer](workload.learning_rate)
+    replica_step, state = _step_of(workload, replicas, optimizer)
     step = compile_step(replica_step, replicas.mesh)
     state = replicas.place(state, PartitionSpec())
     own = replicas.own_rows(workload.global_batch_size)
@@ -142,7 +132,56 @@ def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> 
         state, loss = step(state, *batches[number % len(batches)])
         return loss
 
-    return InProcessPeer(name, take_step, jax.block_until_ready, float)
+    return stepping(name, take_step, jax.block_until_ready)
+
+
+def fit(name: str, model: str, workload: Workload, replicas: Replicas, num_steps: int) -> Peer:
+    """Returns a peer whose blocks are epochs.
+
+    Args:
+        name: What the report calls it.
+        model: `"jax"` for the loss of `_losses` and Adam as Keras computes it, `"keras"` for
+            `stateless_call`, loss and `stateless_apply` of the Keras model that `fit` is given.
+        workload: What is trained, with Adam.
+        replicas: The devices that share a batch.
+        num_steps: Steps per epoch.
+    """
+    if model == "jax":
+        replica_step, state = _step_of(workload, replicas, _keras_adam(workload.learning_rate))
+    else:
+        replica_step, state = _step_of_keras(workload, replicas)
+
+    def summing_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
+        inner, total = state
+        inner, loss = replica_step(inner, x, y)
+        return (inner, total + loss), loss
+
+    step = compile_step(summing_step, replicas.mesh)
+    state = replicas.place(state, PartitionSpec())
+    own = replicas.own_rows(workload.global_batch_size)
+    batch_size = workload.global_batch_size
+    all_x, all_y = workload.examples(max(num_steps, CHECK_STEPS))
+
+    def epoch(indices: np.ndarray[Any, Any]) -> float:
+        nonlocal state
+        both = state, replicas.place(np.float32(0.0), PartitionSpec())
+        for start in range(0, len(indices), batch_size):
+            chosen = indices[start : start + batch_size][own]
+            batch = replicas.place((all_x[chosen], all_y[chosen]), PartitionSpec(AXIS))
+            both, _ = step(both, *batch)
+        state, total = both
+        return float(total) / (len(indices) // batch_size)
+
+    def check(num_epochs: int) -> list[float]:
+        return [epoch(np.arange(CHECK_STEPS * batch_size)) for _ in range(num_epochs)]
+
+    return timed(name, lambda count: epoch(np.random.permutation(count * batch_size)), losses=check)
+
+
+def peers(model: str, workload: str, num_replicas: int, num_steps: int) -> list[Peer]:
+    """Returns a loop of `fit` in a process of its own."""
+    replicas = LocalReplicas(num_replicas)
+    return [fit("handwritten", model, WORKLOADS[workload], replicas, num_steps)]
 
 
 def compile_step(
@@ -184,8 +223,13 @@ def placement(mesh: Mesh | None, spec: PartitionSpec) -> Sharding:
     return NamedSharding(mesh, spec)
 
 
-def _adam_step(workload: Workload, replicas: Replicas) -> Step:
-    optimizer = optax.adam(workload.learning_rate)
+def _step_of(
+    workload: Workload, replicas: Replicas, optimizer: optax.GradientTransformation
+) -> tuple[Step, State]:
+    """Returns the step of one replica, and the state before the first."""
+    parameters = {name: jnp.array(value) for name, value in workload.parameters().items()}
+    if workload.sparse:
+        return _sparse_step(workload, replicas), parameters
     sum_of_losses = LOSSES[workload.model]
 
     def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
@@ -197,20 +241,54 @@ def _adam_step(workload: Workload, replicas: Replicas) -> Step:
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         return (optax.apply_updates(parameters, updates), optimizer_state), loss
 
-    return step
+    return step, (parameters, optimizer.init(parameters))
 
 
-def _sgd_step(workload: Workload, replicas: Replicas) -> Step:
-    sum_of_losses = LOSSES[workload.model]
+def _keras_adam(learning_rate: float) -> optax.GradientTransformation:
+    """Returns Adam as Keras computes it, which adds epsilon to the uncorrected root."""
+    beta_1, beta_2, epsilon = 0.9, 0.999, 1e-7
+
+    def init(parameters: Tree) -> Tree:
+        zeros = jax.tree.map(jnp.zeros_like, parameters)
+        return zeros, jax.tree.map(jnp.zeros_like, parameters), jnp.int32(0)
+
+    def update(gradients: Tree, state: Tree, parameters: Tree = None) -> tuple[Tree, Tree]:
+        first, second, count = state
+        count = count + 1
+        time = count.astype(jnp.float32)
+        rate = learning_rate * jnp.sqrt(1 - beta_2**time) / (1 - beta_1**time)
+        first = jax.tree.map(lambda m, g: m + (g - m) * (1 - beta_1), first, gradients)
+        second = jax.tree.map(lambda v, g: v + (g * g - v) * (1 - beta_2), second, gradients)
+        updates = jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + epsilon), first, second)
+        return updates, (first, second, count)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _step_of_keras(workload: Workload, replicas: Replicas) -> tuple[Step, State]:
+    from _keras import build_model
+
+    model = build_model("keras", workload, 1)
+    model.optimizer.build(model.trainable_variables)
+    assert not model.non_trainable_variables
 
     def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
-        loss, gradients = jax.value_and_grad(
-            lambda p: sum_of_losses(p, x, y) / workload.global_batch_size
-        )(state)
-        loss, gradients = replicas.all_reduce((loss, gradients))
-        return jax.tree.map(lambda p, g: p - workload.learning_rate * g, state, gradients), loss
+        def loss_of(parameters: State) -> jax.Array:
+            predictions, _ = model.stateless_call(parameters, [], x, training=True)
+            return model.loss(y, predictions)
 
-    return step
+        parameters, optimizer = state
+        loss, gradients = jax.value_and_grad(loss_of)(parameters)
+        loss, gradients = jax.tree.map(
+            lambda total: total / replicas.num, replicas.all_reduce((loss, gradients))
+        )
+        parameters, optimizer = model.optimizer.stateless_apply(optimizer, gradients, parameters)
+        return (parameters, optimizer), loss
+
+    # Copies, as every step consumes its state.
+    parts = model.trainable_variables, model.optimizer.variables
+    state = tuple([jnp.array(variable.value, copy=True) for variable in part] for part in parts)
+    return step, state
 
 
 def _sparse_step(workload: Workload, replicas: Replicas) -> Step:

@@ -7,29 +7,20 @@
     data_parallel  keras.distribution.DataParallel
     tensorflow     tf.distribute.MirroredStrategy; needs KERAS_BACKEND=tensorflow
 
-Each way belongs to the whole process. Run as a script it answers `_served.ServedPeer`.
+Each way belongs to the whole process.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, final
+from functools import partial
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
-from _served import serve
-from _workloads import (
-    CHECK_STEPS,
-    FIT_WORKLOADS,
-    NUM_HEADS,
-    NUM_LAYERS,
-    WORKLOADS,
-    Model,
-    Workload,
-)
+from _peers import Peer, timed
+from _workloads import CHECK_STEPS, NUM_HEADS, NUM_LAYERS, WORKLOADS, Model, Workload
 
-__all__ = ["WAYS", "KerasFit", "build_model"]
+__all__ = ["WAYS", "build_model", "fit", "peers"]
 
 KerasModel: TypeAlias = Any
 Layers: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -52,75 +43,53 @@ def build_model(
         for name, parts in layers.items():
             layer = model.get_layer(name)
             shapes = [weight.shape for weight in layer.weights]
-            layer.set_weights(
-                [
-                    parameters.pop(part).reshape(shape)
-                    for part, shape in zip(parts, shapes, strict=True)
-                ]
-            )
+            values = zip(parts, shapes, strict=True)
+            layer.set_weights([parameters.pop(part).reshape(shape) for part, shape in values])
         assert not parameters, f"no layer has {list(parameters)}"
     return model
 
 
-@final
-class KerasFit:
-    """A `Peer` whose blocks are calls of `model.fit` with one epoch each.
+def fit(name: str, model: KerasModel, workload: Workload, num_steps: int) -> Peer:
+    """Returns a peer whose blocks are calls of `model.fit` with one epoch each.
 
     Args:
         name: What the report calls it.
         model: Compiled.
         workload: What it trains on.
-        max_steps: Longest epoch.
+        num_steps: Longest epoch.
     """
+    x, y = workload.examples(max(num_steps, CHECK_STEPS))
+    batch_size = workload.global_batch_size
 
-    def __init__(self, name: str, model: KerasModel, workload: Workload, max_steps: int) -> None:
-        self.name = name
-        self._model = model
-        self._batch_size = workload.global_batch_size
-        self._x, self._y = workload.examples(max_steps)
-
-    def losses(self, num_steps: int) -> list[float]:
-        """The mean losses of `num_steps` short epochs, unshuffled."""
-        return [self._fit(CHECK_STEPS, shuffle=False) for _ in range(num_steps)]
-
-    def time_block(self, num_steps: int) -> float:
-        """Trains one epoch of `num_steps` steps and returns the seconds per step."""
-        start = time.perf_counter()
-        self._fit(num_steps, shuffle=True)
-        return (time.perf_counter() - start) / num_steps
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-    def _fit(self, num_steps: int, *, shuffle: bool) -> float:
-        num_examples = num_steps * self._batch_size
-        history = self._model.fit(
-            self._x[:num_examples],
-            self._y[:num_examples],
-            batch_size=self._batch_size,
-            shuffle=shuffle,
-            verbose=0,
-        )
+    def epoch(count: int, shuffle: bool = True) -> float:
+        rows = slice(count * batch_size)
+        history = model.fit(x[rows], y[rows], batch_size=batch_size, shuffle=shuffle, verbose=0)
         return history.history["loss"][-1]
 
+    def check(num_epochs: int) -> list[float]:
+        return [epoch(CHECK_STEPS, shuffle=False) for _ in range(num_epochs)]
 
-def _distributary_scope(num_replicas: int) -> AbstractContextManager[Any]:
+    return timed(name, epoch, losses=check)
+
+
+def peers(
+    way: str, workload: str, num_replicas: int, num_steps: int, steps_per_execution: int
+) -> list[Peer]:
+    """Returns `fit` in a process of its own."""
+    np.random.seed(0)
+    model = build_model(way, WORKLOADS[workload], num_replicas, steps_per_execution)
+    return [fit(way, model, WORKLOADS[workload], num_steps)]
+
+
+def _mirrored(num_replicas: int, **options: Any) -> AbstractContextManager[Any]:
     import jax
 
     import distributary as dist
 
-    return dist.MirroredStrategy(jax.devices()[:num_replicas]).scope()
+    return dist.MirroredStrategy(jax.devices()[:num_replicas], **options).scope()
 
 
-def _sharded_scope(num_replicas: int) -> AbstractContextManager[Any]:
-    import distributary as dist
-
-    return dist.MirroredStrategy(
-        [f"CPU:{i}" for i in range(num_replicas)], experimental_shard_optimizer_state=True
-    ).scope()
-
-
-def _multi_worker_scope(num_replicas: int) -> AbstractContextManager[Any]:
+def _multi_worker(num_replicas: int) -> AbstractContextManager[Any]:
     import distributary as dist
 
     strategy = dist.MultiWorkerMirroredStrategy()
@@ -128,31 +97,31 @@ def _multi_worker_scope(num_replicas: int) -> AbstractContextManager[Any]:
     return strategy.scope()
 
 
-def _no_scope(num_replicas: int) -> AbstractContextManager[Any]:
+def _no_strategy(num_replicas: int) -> AbstractContextManager[Any]:
     assert num_replicas == 1, "Keras by itself uses one device"
     return nullcontext()
 
 
-def _data_parallel_scope(num_replicas: int) -> AbstractContextManager[Any]:
+def _data_parallel(num_replicas: int) -> AbstractContextManager[Any]:
     devices = keras.distribution.list_devices("cpu")[:num_replicas]
     # `fit` asks for it again, so it stays.
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
     return nullcontext()
 
 
-def _tensorflow_scope(num_replicas: int) -> AbstractContextManager[Any]:
+def _tensorflow(num_replicas: int) -> AbstractContextManager[Any]:
     import _tensorflow
 
     return _tensorflow.create_strategy(num_replicas).scope()
 
 
 WAYS: Mapping[str, Callable[[int], AbstractContextManager[Any]]] = {
-    "distributary": _distributary_scope,
-    "sharded": _sharded_scope,
-    "multi_worker": _multi_worker_scope,
-    "keras": _no_scope,
-    "data_parallel": _data_parallel_scope,
-    "tensorflow": _tensorflow_scope,
+    "distributary": _mirrored,
+    "sharded": partial(_mirrored, experimental_shard_optimizer_state=True),
+    "multi_worker": _multi_worker,
+    "keras": _no_strategy,
+    "data_parallel": _data_parallel,
+    "tensorflow": _tensorflow,
 }
 
 
@@ -251,27 +220,3 @@ _MODELS: Mapping[Model, Callable[[], tuple[KerasModel, Layers]]] = {
     "transformer": _transformer,
     "cnn": _cnn,
 }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=list(WAYS))
-    parser.add_argument("workload", choices=FIT_WORKLOADS)
-    parser.add_argument("num_replicas", type=int)
-    parser.add_argument("max_steps", type=int)
-    parser.add_argument("steps_per_execution", type=int)
-    chosen = parser.parse_args()
-    np.random.seed(0)
-    serve(
-        lambda: KerasFit(
-            chosen.way,
-            build_model(
-                chosen.way,
-                WORKLOADS[chosen.workload],
-                chosen.num_replicas,
-                chosen.steps_per_execution,
-            ),
-            WORKLOADS[chosen.workload],
-            chosen.max_steps,
-        )
-    )

@@ -1,139 +1,198 @@
-"""The page, the plot and the README's table of what was measured, from the result files."""
+"""The tables and the plot of what was measured, made from the result files."""
 
 import hashlib
+import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import final
 
-from _comparisons import (
-    DATA_PARALLEL,
-    HANDWRITTEN,
-    KERAS,
-    TENSORFLOW,
-    TORCH,
-    Comparison,
-    compare,
+from _harness import NEXT_TO, summarize
+from _peers import Json
+
+__all__ = ["TABLES", "Comparison", "compare", "fingerprint", "plot", "read", "with_tables"]
+
+SHOWN = (
+    *("step_time", "fit_time", "multi_worker_time", "parameter_server"),
+    *("input_time", "host_overhead", "memory", "import_time"),
 )
-
-__all__ = ["fingerprint", "page", "plot", "with_table"]
-
-Json: TypeAlias = Any
-
-_SECTIONS = {
-    HANDWRITTEN: "The same work without a strategy: steps with `jit` of `shard_map` and one `psum`,"
-    " loops, input and files by hand, `import jax`. A strategy cannot be faster than the best that"
-    " one writes oneself; the bars say how close it has to be. The hand-written step held against"
-    " itself is off by a few percent, so differences of that size are noise. 16 steps per execution"
-    " are held against a loop that takes one step per call.",
-    KERAS: "`model.fit` of Keras 3 on JAX, without a strategy, on one device.",
-    DATA_PARALLEL: "`model.fit` under `keras.distribution.DataParallel`, on the same devices.",
-    TENSORFLOW: "`tf.distribute` with the strategy of the same name; custom loops next to"
-    " `strategy.run`, Keras' `fit` next to `fit`, except with two workers, where `fit` is held"
-    " against TensorFlow's custom loop, which reads no data.",
-    TORCH: "`DistributedDataParallel` with fused optimizers, in a custom loop that reads no data,"
-    " also next to `fit`. For wide256 it has the gradient of the whole table, as its embeddings"
-    " have by default.",
-}
-_TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end of measured -->)", flags=re.DOTALL)
+PEERS = tuple(dict.fromkeys(NEXT_TO.values()))
+_TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 
 
-_PAGE = """\
-# What was measured
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity of distributary and of a peer, measured in the same rounds. Less is better."""
 
-<!-- Made by `python benchmarks/run_all.py --report-only`; changes belong there. -->
+    benchmark: str
+    peer: str
+    what: str
+    replicas: str
+    unit: str
+    ours: Sequence[float]
+    theirs: Sequence[float]
+    bar: float | None
 
-distributary next to TensorFlow, PyTorch, Keras and JAX written by hand. Every **ratio** is our time
-or memory over theirs: below 1 we take less, above 1 we take more. It is the median over the rounds
-of the ratio in each round, with the quartiles.
+    @property
+    def ratio(self) -> dict[str, float]:
+        """Ours over theirs: median and quartiles of the rounds."""
+        return summarize(self.ours, self.theirs)
 
-Each ratio was taken in one run, in which distributary and its peers took turns, so that a change of
-the machine's speed meets all alike. Different files were taken at different times, some while other
-programs used the machine, see [dates and load](#machine-versions-dates): between files, compare
-ratios, not times. Everything ran on the cores of one CPU; no GPU, no TPU and no network but the
-loopback interface was measured. What each peer does, and what the workloads are,
-is in [benchmarks](../../benchmarks/README.md).
+    @property
+    def median(self) -> float:
+        """The median of the ratios."""
+        return self.ratio["median"]
 
-{summary}
+    @property
+    def standing(self) -> int:
+        """1 if we clearly take more, -1 if less, 0 if the quartiles, as shown, have 1 between."""
+        lower, upper = (round(self.ratio[f"{name}_quartile"], 2) for name in ("lower", "upper"))
+        return (lower > 1) - (upper < 1)
 
-*Alike*: the quartiles have 1 between them.
+    @property
+    def is_over_bar(self) -> bool:
+        """True if there is a bar, which the median exceeds."""
+        return self.bar is not None and self.median > self.bar
 
-![Ratios of the times of training steps, by peer and workload]({image})
+    @property
+    def counted_replicas(self) -> str:
+        """The number of replicas with its unit."""
+        plural = "" if self.replicas == "1" else "s"
+        return f"{self.replicas} replica{plural}" if self.replicas.isdigit() else self.replicas
 
-The plot has the training steps, each with the number of replicas at which our ratio is the largest.
-
-## Where we lose
-
-All in which we clearly take more than the peer (the quartiles lie above 1), or miss a bar that we
-have set ourselves. What is known of the reasons is in
-[reading the results](../../benchmarks/README.md#reading-the-results).
-
-{losses}
-
-{details}
-
-## Machine, versions, dates
-
-Load is the average number of busy processes before the run, and at its end, where it counts the
-benchmark's own.
-
-{sources}
-
-## Measure it yourself
-
-One command runs all benchmarks, then makes this page, its plot and the table of the README. With
-`--quick --output FOLDER` it shows in less time that everything works.
-
-<!-- no-run: takes hours, and measures -->
-```shell
-python benchmarks/run_all.py --tensorflow-python PATH --torch-python PATH
-python benchmarks/run_all.py --quick --only import_time,save_time --output FOLDER
-python benchmarks/run_all.py --report-only
-```
-"""
+    @property
+    def cells(self) -> Mapping[str, object]:
+        """What tables show, by the header of the column."""
+        kept = "missed" if self.is_over_bar else "kept"
+        return {
+            "What": self.what,
+            "Replicas": self.replicas,
+            "Ours": _short(statistics.median(self.ours)),
+            "Theirs": _short(statistics.median(self.theirs)),
+            "Unit": self.unit,
+            "Next to": self.peer,
+            "Ratio": "{median:.2f} ({lower_quartile:.2f} to {upper_quartile:.2f})".format(
+                **self.ratio
+            ),
+            "Rounds": len(self.ours),
+            "Bar": "" if self.bar is None else f"{self.bar:.3g}, {kept}",
+            "We take": {1: "more", 0: "alike", -1: "less"}[self.standing],
+            "From": f"`{self.benchmark}`",
+        }
 
 
-def page(documents: Mapping[str, Json], image: str) -> str:
-    """The page in Markdown.
+def read(folder: Path) -> dict[str, Json]:
+    """Returns the result files of the folder that the page shows, by benchmark."""
+    found = {name: folder / f"{name}.json" for name in SHOWN}
+    return {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
 
-    Args:
-        documents: Result files, by benchmark.
-        image: Where the plot is, as a link.
-    """
-    comparisons = compare(documents)
-    details = [
-        f"## {peer[0].upper()}{peer[1:]}\n\n{text}\n\n{_details(rows)}"
-        for peer, text in _SECTIONS.items()
-        if (rows := [found for found in comparisons if found.peer == peer])
+
+def compare(documents: Mapping[str, Json]) -> list[Comparison]:
+    """Returns all comparisons of the result files, in their order."""
+    return [
+        Comparison(
+            name,
+            NEXT_TO[pair["theirs"].removesuffix("_16")],
+            pair["what"],
+            row["replicas"],
+            row["unit"],
+            row["rounds"][pair["ours"]],
+            row["rounds"][pair["theirs"]],
+            pair["bar"],
+        )
+        for name, document in documents.items()
+        for row in document["rows"]
+        for pair in row["pairs"]
+        # A pair may also hold distributary, or the hand-written step, against itself.
+        if pair["theirs"].removesuffix("_16") in NEXT_TO and pair["ours"] != "control"
     ]
-    return _PAGE.format(
-        summary=_summary(comparisons),
-        image=image,
-        losses=_losses(comparisons),
-        details="\n\n".join(details),
-        sources=_sources(documents),
+
+
+def with_tables(text: str, documents: Mapping[str, Json]) -> str:
+    """Returns a page with new tables between its comments `table: NAME` and `end of table`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]](documents)}\n\n{match[3]}"
+
+    return _TABLE.sub(replaced, text)
+
+
+def _summary(documents: Mapping[str, Json]) -> str:
+    rows = []
+    for peer in PEERS:
+        own = [found for found in compare(documents) if found.peer == peer]
+        if own:
+            own.sort(key=lambda found: found.median)
+            counts = [sum(found.standing == standing for found in own) for standing in (-1, 0, 1)]
+            middle = f"{statistics.median(found.median for found in own):.2f}"
+            ends = [
+                f"{end.median:.2f}: {end.what}, {end.counted_replicas}".removesuffix(", -")
+                for end in (own[0], own[-1])
+            ]
+            rows.append([peer, *counts, middle, *ends])
+    header = ["Next to", "We take less in", "Alike", "More in", "Median", "Least", "Most"]
+    return _table(header, rows)
+
+
+def _losses(documents: Mapping[str, Json]) -> str:
+    comparisons = compare(documents)
+    lost = [found for found in comparisons if found.standing > 0 or found.is_over_bar]
+    others = sum(found.median > 1 for found in comparisons if found not in lost)
+    lost.sort(key=lambda found: found.median, reverse=True)
+    table = _columns("What, Replicas, Unit, Next to, Ratio, Bar, We take", lost)
+    return (
+        f"{table}\n\nNot listed: {others} with a median above 1, alike within the spread of their"
+        " rounds."
     )
 
 
-def with_table(readme: str, documents: Mapping[str, Json]) -> str:
-    """The README with the summary between its two comments.
+def _details(peer: str) -> Callable[[Mapping[str, Json]], str]:
+    columns = "What, Replicas, Ours, Theirs, Unit, Ratio, Rounds, Bar, From"
+    return lambda documents: _columns(
+        columns, [found for found in compare(documents) if found.peer == peer]
+    )
 
-    Raises:
-        ValueError: If the comments are not there.
-    """
-    table = f"\n{_summary(compare(documents))}\n\n"
-    changed, count = _TABLE.subn(lambda _: table, readme)
-    if count != 1:
-        raise ValueError(
-            f"README: found {count} places between <!-- measured --> and <!-- end of measured -->"
-            " for the table, expected 1. Put these two lines where it belongs."
+
+def _sources(documents: Mapping[str, Json]) -> str:
+    rows = []
+    for name, document in documents.items():
+        load = document["load_average"]
+        versions = ", ".join(map(" ".join, document["versions"].items()))
+        machine = "{processor}, {cores} cores, {memory_gib} GiB, {system}".format(
+            **document["machine"]
         )
-    return changed
+        loads = f"{load['before']} to {load['after']}"
+        rows.append([f"`{name}`", document["date"], loads, machine, versions])
+    return _table(["Result file", "Date", "Load", "Machine", "Versions"], rows)
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Json]], str]] = {
+    "summary": _summary,
+    "where we lose": _losses,
+    **{peer: _details(peer) for peer in PEERS},
+    "sources": _sources,
+}
+
+
+def _columns(header: str, rows: Sequence[Comparison]) -> str:
+    names = header.split(", ")
+    return _table(names, [[found.cells[name] for name in names] for found in rows])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def fingerprint(documents: Mapping[str, Json]) -> str:
-    """What the plot's file holds as its description, so that one can see what it was made from."""
+    """Returns the description in the plot's file, so that one can see what it was made from."""
     drawn = [
         (label, peer, found.ratio, found.bar)
         for peer, rows in _plotted(compare(documents)).items()
@@ -142,8 +201,25 @@ def fingerprint(documents: Mapping[str, Json]) -> str:
     return hashlib.sha256(repr(drawn).encode()).hexdigest()
 
 
+def _plotted(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Comparison]]:
+    """Returns the training steps by peer and label; of several numbers of replicas our worst."""
+    groups: dict[str, dict[str, Comparison]] = {}
+    for peer in PEERS:
+        worst: dict[tuple[str, bool], Comparison] = {}
+        for found in comparisons:
+            if found.peer == peer and found.unit == "ms/step":
+                key = found.what, found.replicas.isdigit()
+                worst[key] = max(worst.get(key, found), found, key=lambda one: one.median)
+        if worst:
+            groups[peer] = {
+                f"{found.what}, {found.counted_replicas}".replace("`", ""): found
+                for found in worst.values()
+            }
+    return groups
+
+
 def plot(documents: Mapping[str, Json], path: Path) -> None:
-    """Horizontal bars from 1 to the ratio of every training step, by peer, as PNG."""
+    """Draws horizontal bars from 1 to the ratio of every training step, by peer, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,35 +232,18 @@ def plot(documents: Mapping[str, Json], path: Path) -> None:
     ticks: list[tuple[float, str]] = []
     line = 0.0
     for peer, rows in groups.items():
-        axes.text(
-            0.01, line, peer, transform=axes.get_yaxis_transform(), weight="bold", va="center"
-        )
-        line += 1
+        left = axes.get_yaxis_transform()
+        axes.text(0.01, line, peer, transform=left, weight="bold", va="center")
         for label, found in rows.items():
-            ratio = found.ratio
-            median = ratio["median"]
-            spread = [[median - ratio["lower_quartile"]], [ratio["upper_quartile"] - median]]
-            color = ("tab:blue", "tab:gray", "tab:orange")[found.standing + 1]
-            axes.barh(line, median - 1, left=1, height=0.75, color=color)
-            axes.errorbar(median, line, xerr=spread, color="black", linewidth=0.8, capsize=1.5)
-            outer = ratio["upper_quartile" if median > 1 else "lower_quartile"]
-            axes.annotate(
-                f"{median:.2f}",
-                (outer, line),
-                xytext=(4 if median > 1 else -4, 0),
-                textcoords="offset points",
-                ha="left" if median > 1 else "right",
-                va="center",
-                fontsize=7,
-            )
-            ticks.append((line, label))
             line += 1
-        line += 0.4
+            _draw_bar(axes, line, found)
+            ticks.append((line, label))
+        line += 1.4
     axes.set_xscale("log")
-    ratios = [_median(found) for rows in groups.values() for found in rows.values()]
+    medians = [1.0, *(found.median for rows in groups.values() for found in rows.values())]
     marks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5]
     axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
-    axes.set_xlim(0.6 * min([1, *ratios]), 1.6 * max([1, *ratios]))
+    axes.set_xlim(0.6 * min(medians), 1.6 * max(medians))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=8)
@@ -196,121 +255,20 @@ def plot(documents: Mapping[str, Json], path: Path) -> None:
     plt.close(figure)
 
 
-def _plotted(comparisons: Sequence[Comparison]) -> dict[str, dict[str, Comparison]]:
-    """The training steps by peer and label; of several numbers of replicas our worst."""
-    groups: dict[str, dict[str, Comparison]] = {}
-    for peer in _SECTIONS:
-        steps = [found for found in comparisons if found.peer == peer and found.is_step]
-        worst: dict[tuple[str, bool], Comparison] = {}
-        for found in steps:
-            key = found.what, found.replicas.isdigit()
-            worst[key] = max(worst.get(key, found), found, key=_median)
-        if worst:
-            groups[peer] = {
-                f"{found.what}, {_replicas(found)}".replace("`", ""): found
-                for found in worst.values()
-            }
-    return groups
-
-
-def _summary(comparisons: Sequence[Comparison]) -> str:
-    rows = []
-    for peer in _SECTIONS:
-        own = sorted((found for found in comparisons if found.peer == peer), key=_median)
-        if own:
-            counts = [sum(found.standing == standing for found in own) for standing in (-1, 0, 1)]
-            middle = f"{statistics.median(map(_median, own)):.2f}"
-            rows.append([peer, *counts, middle, _named(own[0]), _named(own[-1])])
-    header = ["Next to", "We take less in", "Alike", "More in", "Median", "Least", "Most"]
-    return _table(header, rows)
-
-
-def _median(found: Comparison) -> float:
-    return found.ratio["median"]
-
-
-def _named(found: Comparison) -> str:
-    return f"{_median(found):.2f}: {found.what}, {_replicas(found)}".removesuffix(", -")
-
-
-def _replicas(found: Comparison) -> str:
-    if not found.replicas.isdigit():
-        return found.replicas
-    return f"{found.replicas} replica{'s' if found.replicas != '1' else ''}"
-
-
-def _losses(comparisons: Sequence[Comparison]) -> str:
-    lost = [found for found in comparisons if found.standing > 0 or found.is_over_bar]
-    rows = [
-        [
-            found.what,
-            found.replicas,
-            found.unit,
-            found.peer,
-            _spread(found),
-            _bar(found),
-            {1: "more", 0: "alike", -1: "less"}[found.standing],
-        ]
-        for found in sorted(lost, key=_median, reverse=True)
-    ]
-    others = sum(_median(found) > 1 for found in comparisons if found not in lost)
-    table = _table(["What", "Replicas", "Unit", "Next to", "Ratio", "Bar", "We take"], rows)
-    return (
-        f"{table}\n\nNot listed: {others} with a median above 1, alike within the spread of their"
-        " rounds."
+def _draw_bar(axes: Json, line: float, found: Comparison) -> None:
+    keys = ("median", "lower_quartile", "upper_quartile")
+    median, lower, upper = (found.ratio[key] for key in keys)
+    is_more = median > 1
+    color = ("tab:blue", "tab:gray", "tab:orange")[found.standing + 1]
+    axes.barh(line, median - 1, left=1, height=0.75, color=color)
+    spread = [[median - lower], [upper - median]]
+    axes.errorbar(median, line, xerr=spread, color="black", linewidth=0.8, capsize=1.5)
+    axes.annotate(
+        f"{median:.2f}",
+        (upper if is_more else lower, line),
+        xytext=(4 if is_more else -4, 0),
+        textcoords="offset points",
+        ha="left" if is_more else "right",
+        va="center",
+        fontsize=7,
     )
-
-
-def _details(comparisons: Sequence[Comparison]) -> str:
-    return _table(
-        ["What", "Replicas", "Ours", "Theirs", "Unit", "Ratio", "Rounds", "Bar", "From"],
-        [
-            [
-                found.what,
-                found.replicas,
-                _number(statistics.median(found.ours)),
-                _number(statistics.median(found.theirs)),
-                found.unit,
-                _spread(found),
-                len(found.ours),
-                _bar(found),
-                f"`{found.benchmark}`",
-            ]
-            for found in comparisons
-        ],
-    )
-
-
-def _sources(documents: Mapping[str, Json]) -> str:
-    rows = []
-    for name, document in documents.items():
-        machine, load = document["machine"], document["load_average"]
-        versions = ", ".join(
-            f"{package} {version}" for package, version in document["versions"].items()
-        )
-        described = (
-            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB,"
-            f" {machine['system']}"
-        )
-        loads = f"{load['before']} to {load['after']}"
-        rows.append([f"`{name}`", document["date"], loads, described, versions])
-    return _table(["Result file", "Date", "Load", "Machine", "Versions"], rows)
-
-
-def _spread(found: Comparison) -> str:
-    return "{median:.2f} ({lower_quartile:.2f} to {upper_quartile:.2f})".format(**found.ratio)
-
-
-def _bar(found: Comparison) -> str:
-    if found.bar is None:
-        return ""
-    return f"{found.bar:.3g}, {'missed' if found.is_over_bar else 'kept'}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,25 +1,17 @@
 """A worker of a JAX job: hand-written and distributary peers over the same connection.
 
-    train WORKLOAD MAX_STEPS NAME..   peers that take steps, or epochs of at most MAX_STEPS
-    all_reduce BYTES..                peers that sum one array over the workers
-    start                             one peer that does not connect before it is timed
-
 The connection is that of `MultiWorkerMirroredStrategy`; what is hand-written uses its mesh alone.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import _distributary
 import _handwritten
 import jax
 import numpy as np
-from _fit_handwritten import HandwrittenFit
 from _handwritten import AXIS, WorkerReplicas
-from _served import serve_several
-from _timing import InProcessPeer, Peer
+from _peers import Peer, stepping, timed
 from _workloads import WORKLOADS, Workload
 from jax.sharding import PartitionSpec
 
@@ -28,28 +20,33 @@ import distributary as dist
 Reduced: TypeAlias = Any
 
 
-@final
-class _FirstStep:
-    """A `Peer` whose only block is all from the strategy to the end of a step."""
+def peers(
+    workload: str | None = None,
+    num_steps: int = 0,
+    names: Sequence[str] = (),
+    num_bytes: Sequence[int] = (),
+) -> list[Peer]:
+    """Returns peers of a worker.
 
-    name = "start"
-
-    def losses(self, num_steps: int) -> list[float]:
-        """None; the answer tells that all is imported."""
-        return []
-
-    def time_block(self, num_steps: int) -> float:
-        """Seconds; once per process."""
-        start = time.perf_counter()
-        strategy = dist.MultiWorkerMirroredStrategy()
-        _distributary.build(WORKLOADS["mlp32"], strategy).time_block(num_steps)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        """Nothing to do."""
+    Args:
+        workload: What is trained; None for other peers.
+        num_steps: Longest epoch.
+        names: Which peers train.
+        num_bytes: Sizes of arrays to be summed over the workers. Without these, and without a
+            workload, the only peer is `start`, which does not connect before it is timed.
+    """
+    if workload is not None:
+        return _train(WORKLOADS[workload], num_steps, names)
+    return _all_reduce(num_bytes) if num_bytes else [timed("start", _first_step)]
 
 
-def _train(workload: Workload, max_steps: int, names: Sequence[str]) -> list[Peer]:
+def _first_step(num_steps: int) -> None:
+    """Does all from the strategy to the end of a step; once per process."""
+    strategy = dist.MultiWorkerMirroredStrategy()
+    _distributary.build(WORKLOADS["mlp32"], strategy).time_block(num_steps)
+
+
+def _train(workload: Workload, num_steps: int, names: Sequence[str]) -> list[Peer]:
     strategy = dist.MultiWorkerMirroredStrategy()
     replicas = WorkerReplicas(strategy.extended.mesh)
 
@@ -57,15 +54,15 @@ def _train(workload: Workload, max_steps: int, names: Sequence[str]) -> list[Pee
         return _handwritten.build(workload, replicas, name)
 
     def handwritten_fit(model: str) -> Callable[[str], Peer]:
-        return lambda name: HandwrittenFit(name, model, workload, replicas, max_steps)
+        return lambda name: _handwritten.fit(name, model, workload, replicas, num_steps)
 
     def fit(name: str) -> Peer:
         import _keras
 
         model = _keras.build_model("multi_worker", workload, strategy.num_replicas_in_sync)
-        return _keras.KerasFit(name, model, workload, max_steps)
+        return _keras.fit(name, model, workload, num_steps)
 
-    peers: Mapping[str, Callable[[str], Peer]] = {
+    builders: Mapping[str, Callable[[str], Peer]] = {
         "handwritten": handwritten,
         "control": handwritten,
         "distributary": lambda name: _distributary.build(workload, strategy, name),
@@ -74,7 +71,7 @@ def _train(workload: Workload, max_steps: int, names: Sequence[str]) -> list[Pee
         "fit": fit,
     }
     np.random.seed(0)  # all workers shuffle alike
-    return [peers[name](name) for name in names]
+    return [builders[name](name) for name in names]
 
 
 def _all_reduce(sizes: Sequence[int]) -> list[Peer]:
@@ -114,31 +111,8 @@ def _all_reduce(sizes: Sequence[int]) -> list[Peer]:
             return lambda number: jax.block_until_ready(call())
 
         return [
-            InProcessPeer(
-                f"{name}_{num_bytes}", one_at_a_time(call), lambda result: None, first_element
-            )
+            stepping(f"{name}_{num_bytes}", one_at_a_time(call), lambda result: None, first_element)
             for name, call in calls.items()
         ]
 
     return [peer for num_bytes in sizes for peer in peers_of(num_bytes)]
-
-
-def _build(arguments: argparse.Namespace) -> list[Peer]:
-    if arguments.what == "train":
-        return _train(WORKLOADS[arguments.workload], arguments.max_steps, arguments.names)
-    if arguments.what == "all_reduce":
-        return _all_reduce(arguments.num_bytes)
-    return [_FirstStep()]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_subparsers(dest="what", required=True)
-    train = what.add_parser("train")
-    train.add_argument("workload", choices=list(WORKLOADS))
-    train.add_argument("max_steps", type=int)
-    train.add_argument("names", nargs="+")
-    what.add_parser("all_reduce").add_argument("num_bytes", type=int, nargs="+")
-    what.add_parser("start")
-    chosen = parser.parse_args()
-    serve_several(lambda: _build(chosen))

@@ -2,45 +2,55 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import Batches, interleave
+from _harness import Pair, Request, Row, interleave, pair, row
+from _peers import Peer, timed
 
 import distributary as dist
 
-__all__ = ["Size", "measure"]
+__all__ = ["measure", "taking"]
 
-Json: TypeAlias = Any
-
+BAR = 1.1
 _STEPS = 30
 _SHARE_OF_LOADING = 0.8
 
 
-@dataclass(frozen=True)
-class Size:
-    """Examples of a batch over all replicas, their columns, and the layers of the step."""
+def taking(name: str, batches: Iterator[Any], use: Any = None) -> Peer:
+    """Returns a peer that takes batches, and waits for what `use` makes of them."""
 
-    batch: int
-    width: int
-    layers: int
+    def run(num_steps: int) -> None:
+        last = None
+        for _ in range(num_steps):
+            last = next(batches) if use is None else use(next(batches))
+        if use is not None:
+            jax.block_until_ready(last)
+
+    return timed(name, run)
 
 
-def measure(strategy: dist.Strategy, size: Size, num_rounds: int) -> dict[str, Json]:
-    """Seconds per step with batches that are there, are read ahead, and are not."""
+def measure(request: Request, strategy: dist.Strategy, size: tuple[int, int, int]) -> Row:
+    """Measures steps with batches that are there, are read ahead, and are not.
+
+    Args:
+        request: With `rounds` and `replicas`.
+        strategy: Runs the steps.
+        size: Examples of a batch over all replicas, their columns, and the layers of the step.
+    """
+    num_examples, width, num_layers = size
     with strategy.scope():
-        w = dist.Variable(jnp.eye(size.width), name="w")
+        w = dist.Variable(jnp.eye(width), name="w")
 
     def step(x: jax.Array) -> jax.Array:
-        for _ in range(size.layers):
+        for _ in range(num_layers):
             x = jnp.tanh(x @ w)
         w.assign(w.value() * 0.999)
         return dist.get_replica_context().all_reduce("SUM", jnp.sum(x))
 
-    batch = np.ones((size.batch, size.width), np.float32)
+    batch = np.ones((num_examples, width), np.float32)
     (placed,) = strategy.experimental_distribute_dataset([batch])
 
     def train(x: Any) -> Any:
@@ -48,9 +58,8 @@ def measure(strategy: dist.Strategy, size: Size, num_rounds: int) -> dict[str, J
         return jax.block_until_ready(loss)  # as a loop does that prints its loss
 
     train(placed)
-    alone = Batches("alone", iter(lambda: placed, None), train)
-    step_seconds = min(alone.time_block(20) for _ in range(5))
-    load_seconds = _SHARE_OF_LOADING * step_seconds
+    alone = taking("alone", iter(lambda: placed, None), train)
+    load_seconds = _SHARE_OF_LOADING * min(alone.time_block(20) for _ in range(5))
 
     def load() -> Iterator[Any]:
         while True:
@@ -58,13 +67,15 @@ def measure(strategy: dist.Strategy, size: Size, num_rounds: int) -> dict[str, J
             yield batch
 
     dataset = dist.data.Dataset.from_generator(load)
-    ahead = iter(strategy.experimental_distribute_dataset(dataset))
     without = dist.InputOptions(experimental_per_replica_buffer_size=0)
+    ahead = iter(strategy.experimental_distribute_dataset(dataset))
     behind = iter(strategy.experimental_distribute_dataset(dataset, without))
     peers = [
         alone,
-        Batches("with loader", ahead, train),
-        Batches("without reading ahead", behind, train),
+        taking("with loader", ahead, train),
+        taking("without reading ahead", behind, train),
     ]
-    seconds = interleave(peers, num_rounds, {peer.name: _STEPS for peer in peers})
-    return {"step_seconds": step_seconds, "seconds": seconds}
+    seconds = interleave(peers, request["rounds"], _STEPS)
+    pairs: list[Pair] = [pair("with loader", "alone", BAR), pair("without reading ahead", "alone")]
+    milliseconds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
+    return row("a step with a loader", request["replicas"], "ms", milliseconds, pairs)

@@ -1,46 +1,33 @@
-"""A task of a cluster with parameter servers; all run this program, as users' scripts do.
+"""Tasks of a cluster with parameter servers.
 
-Workers and servers serve; the chief answers the questions of `parameter_server.py`. Imported by
-processes that have this checkout's package on their path.
+Run as a script, it is a worker or a server; `peers` belongs to the chief of `parameter_server.py`.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from _ps_work import NUM_BATCHES, NUM_IDS, NUM_ROWS, WIDTH, Scheduled, embedding_data, mlp_data
-from _served import serve_several
+from _peers import Peer
+from _ps_work import DATA, NUM_BATCHES, NUM_IDS, NUM_ROWS, WIDTH, scheduled
 
 import distributary as dist
 from distributary.cluster_resolver import TFConfigClusterResolver
 from distributary.coordinator import ClusterCoordinator
 
-
-def mlp32() -> Iterator[Any]:
-    """What every worker trains the MLP on."""
-    return _endless(mlp_data)
+__all__ = ["peers"]
 
 
-def embedding256() -> Iterator[Any]:
-    """What every worker trains the model with the table on."""
-    return _endless(embedding_data)
-
-
-def _endless(data: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Iterator[Any]:
-    x, y = (np.split(array, NUM_BATCHES) for array in data())
-    while True:
-        yield from zip(x, y, strict=True)
-
-
-def _peers() -> list[Scheduled]:
+def peers() -> list[Peer]:
+    """Returns the workloads of distributary's `ParameterServerStrategy`."""
     import keras
 
     partitioner = dist.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2)
     strategy = dist.ParameterServerStrategy(TFConfigClusterResolver(), partitioner)
     coordinator = ClusterCoordinator(strategy)
 
-    def trained(name: str, model: Any, loss_of: Any, make_batches: Any) -> Scheduled:
+    def trained(name: str, layers: list[Any], loss_of: Callable[..., Any]) -> Peer:
         with strategy.scope():
+            model = keras.Sequential(layers)
             optimizer = keras.optimizers.Adagrad(0.01)
             optimizer.build(model.trainable_variables)
 
@@ -55,43 +42,51 @@ def _peers() -> list[Scheduled]:
 
             return strategy.run(replica_step, args=(next(iterator),))
 
-        iterator = iter(coordinator.create_per_worker_dataset(make_batches))
-        return Scheduled(name, coordinator, step, (iterator,))
-
-    with strategy.scope():
-        mlp = keras.Sequential(
-            [keras.Input((784,)), keras.layers.Dense(128, "relu"), keras.layers.Dense(10)]
-        )
-        table = keras.Sequential(
-            [
-                keras.Input((NUM_IDS,), dtype="int32"),
-                keras.layers.Embedding(NUM_ROWS, WIDTH),
-                keras.layers.Flatten(),
-                keras.layers.Dense(128, "relu"),
-                keras.layers.Dense(1),
-            ]
-        )
+        iterator = iter(coordinator.create_per_worker_dataset(_BATCHES[name]))
+        return scheduled(name, coordinator, step, (iterator,))
 
     def one() -> Any:
         return np.float32(1)
 
+    inputs, losses = keras.Input, keras.losses
+    dense, embedding = keras.layers.Dense, keras.layers.Embedding
     return [
-        trained("mlp32", mlp, keras.losses.SparseCategoricalCrossentropy(from_logits=True), mlp32),
         trained(
-            "embedding256", table, keras.losses.BinaryCrossentropy(from_logits=True), embedding256
+            "mlp32",
+            [inputs((784,)), dense(128, "relu"), dense(10)],
+            losses.SparseCategoricalCrossentropy(from_logits=True),
         ),
-        Scheduled("empty", coordinator, one, ()),
+        trained(
+            "embedding256",
+            [
+                *(inputs((NUM_IDS,), dtype="int32"), embedding(NUM_ROWS, WIDTH)),
+                *(keras.layers.Flatten(), dense(128, "relu"), dense(1)),
+            ],
+            losses.BinaryCrossentropy(from_logits=True),
+        ),
+        scheduled("empty", coordinator, one),
     ]
 
 
-def main() -> None:
-    """Runs the task that TF_CONFIG names."""
-    resolver = TFConfigClusterResolver()
-    if resolver.task_type in ("worker", "ps"):
-        dist.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()
-    else:
-        serve_several(_peers)
+# Workers call these by name: they import this module, which lies beside their script.
+def mlp32() -> Iterator[Any]:
+    """Yields what every worker trains the MLP on."""
+    return _endless("mlp32")
+
+
+def embedding256() -> Iterator[Any]:
+    """Yields what every worker trains the model with the table on."""
+    return _endless("embedding256")
+
+
+def _endless(name: str) -> Iterator[Any]:
+    x, y = (np.split(array, NUM_BATCHES) for array in DATA[name]())
+    while True:
+        yield from zip(x, y, strict=True)
+
+
+_BATCHES = {"mlp32": mlp32, "embedding256": embedding256}
 
 
 if __name__ == "__main__":
-    main()
+    dist.Server(TFConfigClusterResolver()).join()

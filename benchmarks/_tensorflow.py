@@ -1,22 +1,13 @@
-"""The TensorFlow peer: a strategy of `tf.distribute` in processes of its own.
+"""The TensorFlow peers: strategies of `tf.distribute`, in processes of their own."""
 
-`start` runs this file with a Python that has TensorFlow, under `MirroredStrategy`; with
-`--multi-worker` it is a worker of `MultiWorkerMirroredStrategy`. Only these processes import it.
-"""
-
-import argparse
-import importlib
-import os
-import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from _served import ServedPeer, serve, start_peer
-from _timing import InProcessPeer
+import tensorflow as tf
+from _peers import Peer, stepping
 from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Workload
 
-__all__ = ["create_strategy", "environment", "find_tensorflow", "start"]
+__all__ = ["LOSSES", "create_strategy", "peers"]
 
 Tensor: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tensor]
@@ -24,40 +15,8 @@ Parameters: TypeAlias = Mapping[str, Tensor]
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 
 
-def find_tensorflow(python: str) -> str | None:
-    """The version of TensorFlow that `python` would import, or None."""
-    # Asks for the metadata: importing TensorFlow takes seconds.
-    question = (
-        "import importlib.metadata as m\n"
-        "names = ('tensorflow', 'tensorflow-cpu', 'tensorflow_cpu')\n"
-        "print(next(d.version for d in m.distributions() if d.metadata['Name'] in names))"
-    )
-    try:
-        answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
-    except OSError:
-        return None
-    return answer.stdout.strip() or None if answer.returncode == 0 else None
-
-
-def start(python: str, workload: Workload, num_replicas: int) -> ServedPeer:
-    """A peer whose steps are taken by `python`, which has TensorFlow."""
-    return start_peer(
-        "tensorflow",
-        [python, str(Path(__file__).resolve()), workload.name, str(num_replicas)],
-        environment(),
-    )
-
-
-def environment() -> dict[str, str]:
-    """For a process with TensorFlow on the CPU and nothing of this checkout."""
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    environ.pop("PYTHONPATH", None)
-    return environ
-
-
 def create_strategy(num_replicas: int) -> Any:
     """A `MirroredStrategy` of as many logical CPU devices; before TensorFlow has started."""
-    tf = _tensorflow()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas
@@ -65,22 +24,24 @@ def create_strategy(num_replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
 
 
-def _tensorflow() -> Any:
-    """The module, only where it is needed and without its type stubs, which know no arrays."""
-    return importlib.import_module("tensorflow")
+def peers(workload: str, num_replicas: int | None = None) -> list[Peer]:
+    """Returns a custom loop; without a number of replicas, that of a worker of several."""
+    strategy = (
+        tf.distribute.MultiWorkerMirroredStrategy()
+        if num_replicas is None
+        else create_strategy(num_replicas)
+    )
+    return [_build(WORKLOADS[workload], strategy)]
 
 
-def _build(workload: Workload, strategy: Any) -> InProcessPeer:
-    tf = _tensorflow()
+def _build(workload: Workload, strategy: Any) -> Peer:
     with strategy.scope():
         variables = {
             name: tf.Variable(value, name=name.replace("/", "_"))
             for name, value in workload.parameters().items()
         }
         update = _adam(workload, variables) if workload.optimizer == "adam" else _sgd(workload)
-    sum_of_losses = {"mlp": _mlp_loss, "transformer": _transformer_loss, "wide": _wide_loss}[
-        workload.model
-    ]
+    sum_of_losses = LOSSES[workload.model]
     names = list(variables)
 
     def replica_step(x: Tensor, y: Tensor) -> Tensor:
@@ -110,16 +71,15 @@ def _build(workload: Workload, strategy: Any) -> InProcessPeer:
     batches = [
         tuple(map(distribute, batch)) for batch in workload.batches(strategy.num_replicas_in_sync)
     ]
-    return InProcessPeer(
+    return stepping(
         "tensorflow",
-        step=lambda number: step(*batches[number % len(batches)]),
-        wait=lambda loss: loss.numpy(),
-        to_float=lambda loss: float(loss.numpy()),
+        lambda number: step(*batches[number % len(batches)]),
+        lambda loss: loss.numpy(),
+        lambda loss: float(loss.numpy()),
     )
 
 
 def _adam(workload: Workload, variables: Parameters) -> Callable[[Parameters, Parameters], None]:
-    tf = _tensorflow()
     first = {name: tf.Variable(tf.zeros_like(value)) for name, value in variables.items()}
     second = {name: tf.Variable(tf.zeros_like(value)) for name, value in variables.items()}
     power_1, power_2 = tf.Variable(1.0), tf.Variable(1.0)
@@ -148,7 +108,6 @@ def _adam(workload: Workload, variables: Parameters) -> Callable[[Parameters, Pa
 
 
 def _sgd(workload: Workload) -> Callable[[Parameters, Parameters], None]:
-    tf = _tensorflow()
 
     def update(gradients: Parameters, variables: Parameters) -> None:
         rate = workload.learning_rate
@@ -166,25 +125,21 @@ def _sgd(workload: Workload) -> Callable[[Parameters, Parameters], None]:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    tf = _tensorflow()
     return tf.nn.sparse_softmax_cross_entropy_with_logits(targets, logits)
 
 
 def _mlp_loss(p: Parameters, x: Tensor, y: Tensor) -> Tensor:
-    tf = _tensorflow()
     hidden = tf.nn.relu(x @ p["hidden_kernel"] + p["hidden_bias"])
     return tf.reduce_sum(_cross_entropy(hidden @ p["output_kernel"] + p["output_bias"], y))
 
 
 def _normalize(x: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    tf = _tensorflow()
     centred = x - tf.reduce_mean(x, axis=-1, keepdims=True)
     variance = tf.reduce_mean(tf.square(centred), axis=-1, keepdims=True)
     return centred * tf.math.rsqrt(variance + 1e-5) * scale + offset
 
 
 def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
-    tf = _tensorflow()
     x = tf.gather(p["tokens"], tokens) + p["positions"]
     num_examples, length, width = x.shape
 
@@ -216,25 +171,15 @@ def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def _wide_loss(p: Parameters, ids: Tensor, y: Tensor) -> Tensor:
-    tf = _tensorflow()
     features = tf.reshape(tf.gather(p["table"], ids), [ids.shape[0], -1])
     hidden = tf.nn.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
     logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
     return tf.reduce_sum(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=list(WORKLOADS))
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("num_replicas", type=int, nargs="?")
-    way.add_argument("--multi-worker", action="store_true")
-    chosen = parser.parse_args()
-    serve(
-        lambda: _build(
-            WORKLOADS[chosen.workload],
-            _tensorflow().distribute.MultiWorkerMirroredStrategy()
-            if chosen.multi_worker
-            else create_strategy(chosen.num_replicas),
-        )
-    )
+LOSSES: Mapping[str, Callable[[Parameters, Tensor, Tensor], Tensor]] = {
+    "mlp": _mlp_loss,
+    "transformer": _transformer_loss,
+    "wide": _wide_loss,
+}
+"""The sums of the examples' losses."""

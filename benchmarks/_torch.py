@@ -1,75 +1,36 @@
 """The PyTorch peers: workers of `DistributedDataParallel` over gloo, in processes of their own.
 
-    train WORKLOAD      steps; the table of a sparse workload gets a dense gradient
-    all_reduce BYTES..  all-reduces of zeros
-
-`environments` gives the workers what `torchrun` would. Only they import torch.
+The table of a sparse workload gets a dense gradient.
 """
 
-import argparse
-import importlib
-import os
-import subprocess
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from _served import serve_several
-from _timing import InProcessPeer
+import torch
+from _peers import Peer, stepping
 from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Model, Workload
+from torch.nn import functional
 
-__all__ = ["environments", "find_torch"]
+__all__ = ["peers"]
 
 Tensor: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tensor]
 
 
-def find_torch(python: str, folder: Path | None) -> str | None:
-    """The version of torch that `python` would import, with `folder` on its path, or None."""
-    question = "import importlib.metadata as m; print(m.version('torch'))"
-    try:
-        answer = subprocess.run(
-            [python, "-c", question], capture_output=True, text=True, env=_environment(folder)
-        )
-    except OSError:
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+def peers(workload: str | None = None, num_bytes: Sequence[int] = ()) -> list[Peer]:
+    """Returns steps of a workload, or all-reduces of arrays of some sizes."""
+    torch.distributed.init_process_group("gloo")
+    if workload is not None:
+        return [_build_step(WORKLOADS[workload])]
+    return [_build_all_reduce(size) for size in num_bytes]
 
 
-def environments(folder: Path | None, address: str, num_workers: int) -> list[dict[str, str]]:
-    """For the workers of a job that meets at `HOST:PORT`, as `torchrun` sets it."""
-    host, port = address.split(":")
-    common = {
-        **_environment(folder),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(num_workers),
-        "LOCAL_WORLD_SIZE": str(num_workers),
-    }
-    common.setdefault("OMP_NUM_THREADS", "1")
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_workers)]
-
-
-def _environment(folder: Path | None) -> dict[str, str]:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environ.pop("PYTHONPATH", None)
-    if folder is not None:
-        environ["PYTHONPATH"] = str(folder)
-    return environ
-
-
-def _torch() -> Any:
-    """The module, only where it is needed."""
-    return importlib.import_module("torch")
-
-
-def _build_step(workload: Workload) -> InProcessPeer:
-    torch = _torch()
+def _build_step(workload: Workload) -> Peer:
     rank, num_workers = torch.distributed.get_rank(), torch.distributed.get_world_size()
     per_replica_batch_size = workload.global_batch_size // num_workers
     sum_of_losses = _LOSSES[workload.model]
 
-    class MeanLoss(torch.nn.Module):  # type: ignore[name-defined]
+    class MeanLoss(torch.nn.Module):
         """DDP takes the mean of the workers' gradients, so each takes the mean of its rows."""
 
         def __init__(self) -> None:
@@ -101,11 +62,10 @@ def _build_step(workload: Workload) -> InProcessPeer:
         torch.distributed.all_reduce(total)
         return float(total) / num_workers
 
-    return InProcessPeer("torch", step, lambda loss: None, mean_over_workers)
+    return stepping("torch", step, lambda loss: None, mean_over_workers)
 
 
-def _build_all_reduce(num_bytes: int) -> InProcessPeer:
-    torch = _torch()
+def _build_all_reduce(num_bytes: int) -> Peer:
     value = torch.zeros(num_bytes // 4)  # in place: stays zero
 
     def step(number: int) -> Tensor:
@@ -117,23 +77,21 @@ def _build_all_reduce(num_bytes: int) -> InProcessPeer:
         torch.distributed.all_reduce(numbers)
         return float(numbers[0])
 
-    return InProcessPeer(f"torch_{num_bytes}", step, lambda value: None, sum_of_ranks)
+    return stepping(f"torch_{num_bytes}", step, lambda value: None, sum_of_ranks)
 
 
 def _tensor(array: Any) -> Tensor:
-    tensor = _torch().from_numpy(array)
+    tensor = torch.from_numpy(array)
     return tensor if tensor.is_floating_point() else tensor.long()
 
 
 def _mlp_loss(p: Parameters, x: Tensor, y: Tensor) -> Tensor:
-    functional = _torch().nn.functional
     hidden = functional.relu(x @ p["hidden_kernel"] + p["hidden_bias"])
     logits = hidden @ p["output_kernel"] + p["output_bias"]
     return functional.cross_entropy(logits, y, reduction="sum")
 
 
 def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
-    functional = _torch().nn.functional
     x = functional.embedding(tokens, p["tokens"]) + p["positions"]
     num_examples, length, width = x.shape
 
@@ -163,7 +121,6 @@ def _transformer_loss(p: Parameters, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def _wide_loss(p: Parameters, ids: Tensor, y: Tensor) -> Tensor:
-    functional = _torch().nn.functional
     features = functional.embedding(ids, p["table"]).flatten(1)
     hidden = functional.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
     logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
@@ -175,19 +132,3 @@ _LOSSES: Mapping[Model, Callable[[Parameters, Tensor, Tensor], Tensor]] = {
     "transformer": _transformer_loss,
     "wide": _wide_loss,
 }
-
-
-def _build(arguments: argparse.Namespace) -> list[InProcessPeer]:
-    _torch().distributed.init_process_group("gloo")
-    if arguments.what == "train":
-        return [_build_step(WORKLOADS[arguments.workload])]
-    return [_build_all_reduce(num_bytes) for num_bytes in arguments.num_bytes]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_subparsers(dest="what", required=True)
-    what.add_parser("train").add_argument("workload", choices=list(WORKLOADS))
-    what.add_parser("all_reduce").add_argument("num_bytes", type=int, nargs="+")
-    chosen = parser.parse_args()
-    serve_several(lambda: _build(chosen))

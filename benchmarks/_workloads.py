@@ -3,7 +3,8 @@
 Imports NumPy alone, so the TensorFlow process builds the same numbers without JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +21,6 @@ __all__ = [
     "Array",
     "Model",
     "Workload",
-    "select",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -45,7 +45,7 @@ _NUM_IDS = 26
 
 @dataclass(frozen=True)
 class Workload:
-    """One model, batch size and update rule.
+    """One model, batch size and update rule; the README describes them.
 
     Attributes:
         name: What `--only` and the tables say.
@@ -54,7 +54,6 @@ class Workload:
         optimizer: `"adam"` (optax defaults) or `"sgd"` (`p - learning_rate * g`).
         learning_rate: Of either optimizer.
         sparse: Exchange and update only the table rows that a batch touches.
-        description: One line for the report.
     """
 
     name: str
@@ -62,12 +61,13 @@ class Workload:
     global_batch_size: int
     optimizer: Literal["adam", "sgd"]
     learning_rate: float
-    description: str
     sparse: bool = False
 
     def parameters(self) -> dict[str, Array]:
         """Start values by name, the same at every call."""
-        return _PARAMETERS[self.model](np.random.default_rng(0))
+        rng = np.random.default_rng(0)
+        shapes = _SHAPES[self.model]
+        return {name: _start_value(rng, name, shape) for name, shape in shapes.items()}
 
     def batches(self, num_replicas: int) -> list[tuple[Array, Array]]:
         """`NUM_BATCHES` pairs of inputs and targets, each `[replica, example, ...]`.
@@ -95,32 +95,67 @@ class Workload:
         return _DATA[self.model](np.random.default_rng(1), num_steps * self.global_batch_size)
 
 
-def select(only: str | None, among: Sequence[str]) -> list[Workload]:
-    """The workloads named in a comma-separated list, or all of those that there are."""
-    names = [name.strip() for name in (only or ",".join(among)).split(",") if name.strip()]
-    unknown = [name for name in names if name not in among]
-    if unknown or not names:
-        raise SystemExit(f"--only: unknown workload {unknown}; there are {', '.join(among)}.")
-    return [WORKLOADS[name] for name in names]
+_Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
-def _normal(rng: np.random.Generator, *shape: int, scale: float | None = None) -> Array:
-    """float32 normal values; the default scale is one over the root of the fan-in."""
-    deviation = shape[0] ** -0.5 if scale is None else scale
-    return (rng.standard_normal(shape) * deviation).astype(np.float32)
+def _dense(name: str, num_inputs: int, num_outputs: int) -> _Shapes:
+    return {f"{name}_kernel": (num_inputs, num_outputs), f"{name}_bias": (num_outputs,)}
 
 
-def _zeros(*shape: int) -> Array:
-    return np.zeros(shape, np.float32)
+def _norm(prefix: str) -> _Shapes:
+    return {f"{prefix}norm_scale": (_WIDTH,), f"{prefix}norm_offset": (_WIDTH,)}
 
 
-def _mlp_parameters(rng: np.random.Generator) -> dict[str, Array]:
+def _transformer_layer(layer: int) -> _Shapes:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in ("query", "key", "value", "projection"):
+        shapes |= _dense(f"{layer}/{name}", _WIDTH, _WIDTH)
+    for name in ("attention", "feedforward"):
+        shapes |= _norm(f"{layer}/{name}_")
     return {
-        "hidden_kernel": _normal(rng, 784, 128),
-        "hidden_bias": _zeros(128),
-        "output_kernel": _normal(rng, 128, 10),
-        "output_bias": _zeros(10),
+        **shapes,
+        **_dense(f"{layer}/expand", _WIDTH, 4 * _WIDTH),
+        **_dense(f"{layer}/contract", 4 * _WIDTH, _WIDTH),
     }
+
+
+_SHAPES: Mapping[Model, _Shapes] = {
+    "mlp": {**_dense("hidden", 784, 128), **_dense("output", 128, 10)},
+    "transformer": {
+        "tokens": (_VOCABULARY_SIZE, _WIDTH),
+        "positions": (_SEQUENCE_LENGTH, _WIDTH),
+        **_dense("output", _WIDTH, _VOCABULARY_SIZE),
+        **_norm(""),
+        **{
+            name: shape
+            for layer in range(NUM_LAYERS)
+            for name, shape in _transformer_layer(layer).items()
+        },
+    },
+    "cnn": {
+        "0/kernel": (3, 3, 1, 32),
+        "0/bias": (32,),
+        "1/kernel": (3, 3, 32, 64),
+        "1/bias": (64,),
+        **_dense("hidden", 5 * 5 * 64, 64),
+        **_dense("output", 64, 10),
+    },
+    "wide": {
+        "table": (_NUM_TABLE_ROWS, _TABLE_WIDTH),
+        **_dense("hidden", _NUM_IDS * _TABLE_WIDTH, 128),
+        **_dense("output", 128, 1),
+    },
+}
+
+
+def _start_value(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
+    """Returns zeros, ones, or normal values; of a kernel, over the root of the fan-in."""
+    if name.endswith(("bias", "offset")):
+        return np.zeros(shape, np.float32)
+    if name.endswith("scale"):
+        return np.ones(shape, np.float32)
+    deviation = math.prod(shape[:-1]) ** -0.5 if name.endswith("kernel") else 0.1
+    return (rng.standard_normal(shape) * deviation).astype(np.float32)
 
 
 def _mlp_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
@@ -129,61 +164,15 @@ def _mlp_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, 
     return images, np.argmax((images - 0.5) @ teacher, axis=1).astype(np.int32)
 
 
-def _transformer_parameters(rng: np.random.Generator) -> dict[str, Array]:
-    parameters = {
-        "tokens": _normal(rng, _VOCABULARY_SIZE, _WIDTH, scale=0.1),
-        "positions": _normal(rng, _SEQUENCE_LENGTH, _WIDTH, scale=0.1),
-        "output_kernel": _normal(rng, _WIDTH, _VOCABULARY_SIZE),
-        "output_bias": _zeros(_VOCABULARY_SIZE),
-        "norm_scale": np.ones(_WIDTH, np.float32),
-        "norm_offset": _zeros(_WIDTH),
-    }
-    for layer in range(NUM_LAYERS):
-        for name in ("query", "key", "value", "projection"):
-            parameters[f"{layer}/{name}_kernel"] = _normal(rng, _WIDTH, _WIDTH)
-            parameters[f"{layer}/{name}_bias"] = _zeros(_WIDTH)
-        for name in ("attention", "feedforward"):
-            parameters[f"{layer}/{name}_norm_scale"] = np.ones(_WIDTH, np.float32)
-            parameters[f"{layer}/{name}_norm_offset"] = _zeros(_WIDTH)
-        parameters[f"{layer}/expand_kernel"] = _normal(rng, _WIDTH, 4 * _WIDTH)
-        parameters[f"{layer}/expand_bias"] = _zeros(4 * _WIDTH)
-        parameters[f"{layer}/contract_kernel"] = _normal(rng, 4 * _WIDTH, _WIDTH)
-        parameters[f"{layer}/contract_bias"] = _zeros(_WIDTH)
-    return parameters
-
-
 def _transformer_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
     tokens = rng.integers(0, _VOCABULARY_SIZE, (global_batch_size, _SEQUENCE_LENGTH))
     targets = (7 * tokens + np.roll(tokens, 1, axis=1)) % _VOCABULARY_SIZE
     return tokens.astype(np.int32), targets.astype(np.int32)
 
 
-def _cnn_parameters(rng: np.random.Generator) -> dict[str, Array]:
-    return {
-        "0/kernel": _normal(rng, 3, 3, 1, 32, scale=9**-0.5),
-        "0/bias": _zeros(32),
-        "1/kernel": _normal(rng, 3, 3, 32, 64, scale=(9 * 32) ** -0.5),
-        "1/bias": _zeros(64),
-        "hidden_kernel": _normal(rng, 5 * 5 * 64, 64),
-        "hidden_bias": _zeros(64),
-        "output_kernel": _normal(rng, 64, 10),
-        "output_bias": _zeros(10),
-    }
-
-
 def _cnn_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
     images, labels = _mlp_data(rng, global_batch_size)
     return images.reshape(-1, 28, 28, 1), labels
-
-
-def _wide_parameters(rng: np.random.Generator) -> dict[str, Array]:
-    return {
-        "table": _normal(rng, _NUM_TABLE_ROWS, _TABLE_WIDTH, scale=0.1),
-        "hidden_kernel": _normal(rng, _NUM_IDS * _TABLE_WIDTH, 128),
-        "hidden_bias": _zeros(128),
-        "output_kernel": _normal(rng, 128, 1),
-        "output_bias": _zeros(1),
-    }
 
 
 def _wide_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
@@ -194,13 +183,6 @@ def _wide_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array,
     hidden = np.random.default_rng(2).standard_normal(_NUM_TABLE_ROWS)
     return ids, (hidden[ids].sum(axis=1) > 0).astype(np.float32)
 
-
-_PARAMETERS: Mapping[Model, Callable[[np.random.Generator], dict[str, Array]]] = {
-    "mlp": _mlp_parameters,
-    "transformer": _transformer_parameters,
-    "cnn": _cnn_parameters,
-    "wide": _wide_parameters,
-}
 
 _DATA: Mapping[Model, Callable[[np.random.Generator, int], tuple[Array, Array]]] = {
     "mlp": _mlp_data,
@@ -215,41 +197,12 @@ _DATA: Mapping[Model, Callable[[np.random.Generator, int], tuple[Array, Array]]]
 WORKLOADS: Mapping[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("mlp32", "mlp", 32, "adam", 1e-3, "784-128-10, batch 32, Adam"),
-        Workload("mlp256", "mlp", 256, "adam", 1e-3, "784-128-10, batch 256, Adam"),
-        Workload(
-            "transformer32",
-            "transformer",
-            32,
-            "adam",
-            1e-4,
-            "encoder, 2 layers, d 128, 4 heads, sequence 64, vocabulary 1000, batch 32, Adam",
-        ),
-        Workload(
-            "cnn64",
-            "cnn",
-            64,
-            "adam",
-            1e-3,
-            "28x28x1, convolutions 3x3 of 32 and 64 with pooling, dense 64-10, batch 64, Adam",
-        ),
-        Workload(
-            "wide256",
-            "wide",
-            256,
-            "sgd",
-            1.0,
-            "100k x 64 table, 26 ids, dense 128-1, batch 256, SGD on the touched rows",
-            sparse=True,
-        ),
-        Workload(
-            "wide256_dense",
-            "wide",
-            256,
-            "sgd",
-            1.0,
-            "100k x 64 table, 26 ids, dense 128-1, batch 256, SGD on the whole table",
-        ),
+        Workload("mlp32", "mlp", 32, "adam", 1e-3),
+        Workload("mlp256", "mlp", 256, "adam", 1e-3),
+        Workload("transformer32", "transformer", 32, "adam", 1e-4),
+        Workload("cnn64", "cnn", 64, "adam", 1e-3),
+        Workload("wide256", "wide", 256, "sgd", 1.0, sparse=True),
+        Workload("wide256_dense", "wide", 256, "sgd", 1.0),
     )
 }
 

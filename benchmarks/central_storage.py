@@ -11,123 +11,59 @@ same logical CPU devices; the variables of the first lie on a further one.
     python benchmarks/central_storage.py
 """
 
-import argparse
-import sys
-from typing import Any, TypeAlias
+from argparse import Namespace
+from collections.abc import Iterator
 
-import _command_line
-import _plans
-import _processes
-import _report
-import _timing
-import _workloads
-
-Json: TypeAlias = Any
-
-WORKLOADS = ("mlp256", "transformer32", "wide256_dense")
-TOLERANCE = 1e-3
-_CHILD_TIMEOUT_SECONDS = 600.0
-_MEBIBYTE = 2**20
+import _harness
+from _harness import MEBIBYTE, Request, Row, number, pair
+from _plans import Plans
+from _workloads import WORKLOADS
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes; 1 if a measurement failed, else 0."""
-    load_before = _report.load_average()
-    requests = [
-        (
-            {
-                "workload": workload.name,
-                "replicas": num_replicas,
-                "rounds": arguments.rounds,
-                "block_seconds": 0.1 if arguments.quick else 0.4,
-            },
-            num_replicas + 1,
-        )
-        for workload in _workloads.select(arguments.only, WORKLOADS)
-        for num_replicas in arguments.replicas
-    ]
-    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
-    for row in rows:
-        if not row["loss_difference"] <= TOLERANCE:
-            print(f"FAILED: losses differ by {row['loss_difference']:.1e}", file=sys.stderr)
-            failed = True
-    print("\nMiB on one computing device; ratios are central / mirrored.\n")
-    _report.print_table(
-        [
-            "workload",
-            "R",
-            "between, mirrored",
-            "central",
-            "ratio",
-            "step, mirrored",
-            "central",
-            "ratio",
-            "parameter device",
-            "time ratio",
-            "of min",
-        ],
-        [_table_row(row) for row in rows],
-    )
-    if rows:
-        _report.write(
-            "central_storage",
-            rows=rows,
-            settings={"rounds": arguments.rounds},
-            load_before=load_before,
-            folder=arguments.output,
-        )
-    return int(failed)
+def requests(arguments: Namespace) -> Iterator[Request]:
+    """Yields every workload with every number of replicas, which need one more device."""
+    for workload in arguments.only:
+        for count in arguments.replicas:
+            yield {"workload": workload, "replicas": count, "devices": count + 1}
 
 
-def measure(request: dict[str, Json]) -> dict[str, Json]:
-    """Both strategies at one replica count; runs in the child process."""
+def measure(request: Request) -> list[Row]:
+    """Measures both strategies at one replica count."""
     import _distributary
 
     import distributary as dist
 
-    workload = _workloads.WORKLOADS[request["workload"]]
-    num_replicas = request["replicas"]
+    workload, num_replicas = WORKLOADS[request["workload"]], request["replicas"]
     devices = [f"CPU:{i + 1}" for i in range(num_replicas)]
     strategies = {
         "mirrored": lambda: dist.MirroredStrategy(devices),
         "central": lambda: dist.CentralStorageStrategy(devices, "CPU:0"),
     }
-    peers, losses, memory = [], {}, {}
+    peers, numbers = [], []
     batches = [array for batch in workload.batches(num_replicas) for array in batch]
     batch_bytes = sum(array.nbytes for array in batches) // num_replicas
     for name, make in strategies.items():
-        before, others = _bytes_by_device(), _plans.programs()
+        before, plans = _bytes_by_device(), Plans()
         peer = _distributary.build(workload, make(), name)
-        losses[name] = peer.losses(10)
+        peer.losses(4)
         after = _bytes_by_device()
-        on_all = [
-            program
-            for program in _plans.programs()
-            if not any(program is other for other in others)
-            and len(program.local_devices()) == num_replicas
-        ]
-        memory[name] = {
-            "between_bytes": after[1] - before[1] - batch_bytes,
-            "parameter_device_bytes": after[0] - before[0],
-            "step": _plans.largest_plan(on_all),
-        }
+        on_all = plans.largest_new(lambda program: len(program.local_devices()) == num_replicas)
+        for what, num_bytes in {
+            "between steps": after[1] - before[1] - batch_bytes,
+            "step": on_all,
+            "parameter device": after[0] - before[0],
+        }.items():
+            if num_bytes is not None:
+                numbers.append(number(f"{what}, {name}", num_bytes / MEBIBYTE, "MiB"))
+        peer.group, peer.num_checked = "central", 10
         peers.append(peer)
-    difference = _timing.check_agreement(losses, "mirrored")["central"]
-    steps = _timing.choose_steps(peers[0], request["block_seconds"])
-    seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(strategies, steps))
-    return {
-        "workload": workload.name,
-        "replicas": num_replicas,
-        "memory": memory,
-        "loss_difference": difference,
-        "steps_per_block": steps,
-        "seconds": seconds,
-        "time_ratio": _timing.summarize_ratio(seconds["central"], seconds["mirrored"]),
-    }
+    pairs = [pair("central", "mirrored")]
+    row = _harness.compare(request, f"central storage, {workload.name}", peers, pairs)
+    return [{**row, "numbers": numbers}]
 
 
 def _bytes_by_device() -> list[int]:
-    """Bytes of live arrays on each device of this process."""
+    """Returns the bytes of live arrays on each device of this process."""
     import jax
 
     found = dict.fromkeys(jax.devices(), 0)
@@ -137,32 +73,13 @@ def _bytes_by_device() -> list[int]:
     return list(found.values())
 
 
-def _table_row(row: dict[str, Json]) -> list[object]:
-    mirrored, central = row["memory"]["mirrored"], row["memory"]["central"]
-
-    def compared(theirs: int, ours: int) -> list[object]:
-        return [f"{theirs / _MEBIBYTE:.2f}", f"{ours / _MEBIBYTE:.2f}", ours / theirs]
-
-    step: list[object] = [None, None, None]
-    if mirrored["step"] and central["step"]:
-        step = compared(mirrored["step"]["total_bytes"], central["step"]["total_bytes"])
-    return [
-        row["workload"],
-        row["replicas"],
-        *compared(mirrored["between_bytes"], central["between_bytes"]),
-        *step,
-        f"{central['parameter_device_bytes'] / _MEBIBYTE:.2f}",
-        row["time_ratio"]["median"],
-        row["time_ratio"]["of_minima"],
-    ]
-
-
-def _parse() -> argparse.Namespace:
-    parser = _command_line.parser(__doc__, "timed blocks per strategy", 9, 3)
-    parser.add_argument("--only", help=f"some of {','.join(WORKLOADS)}")
-    _command_line.add_replicas(parser, "2,4")
-    return _command_line.parse(parser)
-
-
 if __name__ == "__main__":
-    _command_line.run(_parse(), main, measure)
+    _harness.run(
+        requests,
+        measure,
+        rounds=(9, 3),
+        options={
+            "--only": {"choices": ("mlp256", "transformer32", "wide256_dense")},
+            "--replicas": {"choices": (2, 4)},
+        },
+    )

@@ -12,33 +12,22 @@ Sections, each in a fresh process, peers in turns:
     python benchmarks/input_time.py --tensorflow-python PATH
 """
 
-import argparse
-import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import _command_line
-import _processes
-import _report
-import _served
-import _timing
-from _timing import Batches
+import _harness
+from _harness import Pair, Request, Row, pair
+from _peers import Job, Peer, command, timed
 
 ROWS, COLUMNS, BATCH = 60_000, 784, 128
-BARS = {
-    "ours / numpy": ("at least", 0.9),
-    "ours / tf.data": ("at least", 3.0),
-    "ours / grain": ("at least", 50.0),
-    "ours / device_put loop": ("at most", 1.1),
-    "with loader / alone": ("at most", 1.1),
-    "ours / read": ("at least", 0.8),
-}
+NUMPY_BAR, TF_DATA_BAR, GRAIN_BAR = 1 / 0.9, 1 / 3, 1 / 50
+DEVICE_PUT_BAR, READ_BAR = 1.1, 1 / 0.8
 SECTIONS = ("memory", "devices", "overlap", "files")
-_CHILD_TIMEOUT_SECONDS = 900.0
 
 
 def _rows() -> Any:
@@ -69,249 +58,155 @@ def _grain(rows: Any) -> Iterator[Any]:
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
-def _tf_data() -> Batches:
-    import tensorflow as tf
+def requests(arguments: Namespace) -> Iterator[Request]:
+    """Yields the sections, two of them with every number of replicas."""
+    for section in arguments.sections:
+        if section in ("devices", "overlap"):
+            for num_replicas in arguments.replicas:
+                yield {"section": section, "replicas": num_replicas}
+        else:
+            yield {"section": section, "replicas": "-", "devices": 1}
+
+
+def measure(request: Request) -> list[Row]:
+    """Measures one section."""
+    return {
+        "memory": _measure_memory,
+        "devices": _measure_devices,
+        "overlap": _measure_overlap,
+        "files": _measure_files,
+    }[request["section"]](request)
+
+
+def _row(
+    request: Request,
+    what: str,
+    peers: Sequence[Peer],
+    pairs: Sequence[Pair],
+    num_steps: dict[str, int] | int,
+) -> list[Row]:
+    seconds = _harness.interleave(peers, request["rounds"], num_steps)
+    rounds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
+    return [_harness.row(what, request["replicas"], "ms", rounds, pairs)]
+
+
+def _measure_memory(request: Request) -> list[Row]:
+    from _overlap import taking
 
     rows = _rows()
-    dataset = tf.data.Dataset.from_tensor_slices(rows).shuffle(ROWS).repeat().batch(BATCH)
-    dataset = dataset.prefetch(tf.data.AUTOTUNE)
-    return Batches("tf.data", dataset.as_numpy_iterator())
-
-
-def _measure_memory(request: dict[str, Any]) -> dict[str, Any]:
-    rows = _rows()
-    peers: list[Any] = [
-        Batches("numpy", _by_hand(rows)),
-        Batches("ours", iter(_ours(rows))),
-    ]
-    steps = {"numpy": request["steps"], "ours": request["steps"]}
+    peers = [taking("numpy", _by_hand(rows)), taking("ours", iter(_ours(rows)))]
     try:
-        peers.append(Batches("grain", _grain(rows)))
-        steps["grain"] = 4
+        peers.append(taking("grain", _grain(rows)))
     except ImportError:
         print("grain is not installed", file=sys.stderr)
-    if request["tensorflow"]:
-        command = [request["tensorflow"], __file__, "--serve-tf-data"]
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        environ.pop("PYTHONPATH", None)
-        peers.append(_served.start_peer("tf.data", command, environ))
-        steps["tf.data"] = request["steps"]  # many: it reads ahead while others have their turn
-    seconds = _timing.interleave(peers, request["rounds"], steps)
-    for peer in peers:
-        peer.close()
-    ratios = {
-        f"ours / {name}": _timing.summarize_ratio(seconds[name], seconds["ours"])
-        for name in seconds
-        if name != "ours"
-    }
-    return {"section": "memory", "seconds": seconds, "ratios": ratios}
+    if "tensorflow" in request["others"]:
+        python = request["tensorflow_python"]
+        served = command("_tf_data", python, shape=[ROWS, COLUMNS], batch=BATCH)
+        peers.append(Job("tf.data", [served], [_harness.foreign_environment()]).peer("tf.data"))
+    what = "a batch from memory"
+    pairs = [
+        pair("ours", "numpy", NUMPY_BAR, f"{what}, over NumPy"),
+        pair("ours", "grain", GRAIN_BAR, f"{what}, over grain"),
+        pair("ours", "tf.data", TF_DATA_BAR, f"{what}, over tf.data"),
+    ]
+    # Many steps: tf.data reads ahead while others have their turn.
+    num_steps = dict.fromkeys((peer.name for peer in peers), 200 if request["quick"] else 1000)
+    return _row(request, what, peers, pairs, {**num_steps, "grain": 4})
 
 
-def _measure_devices(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_devices(request: Request) -> list[Row]:
     import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    import distributary as dist
+    from _distributary import mirrored
+    from _handwritten import AXIS, LocalReplicas
+    from _overlap import taking
+    from jax.sharding import PartitionSpec
 
     num_replicas = request["replicas"]
     rows = _rows()
-    devices = [f"CPU:{i}" for i in range(num_replicas)]
-    strategy = dist.MirroredStrategy(devices)
-    ours = iter(strategy.experimental_distribute_dataset(_ours(rows)))
-    mesh = Mesh(jax.devices()[:num_replicas], "replica")
-    sharding = NamedSharding(mesh, PartitionSpec("replica"))
+    ours = iter(mirrored(num_replicas).experimental_distribute_dataset(_ours(rows)))
+    replicas = LocalReplicas(num_replicas)
+
+    def by_hand() -> Iterator[jax.Array]:
+        return (replicas.place(x, PartitionSpec(AXIS)) for x in _by_hand(rows))
+
+    def same(batch: Any) -> Any:
+        return batch
+
     peers = [
-        Batches("by hand", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
-        Batches("ours", ours, _same),
-        Batches("control", (jax.device_put(x, sharding) for x in _by_hand(rows)), _same),
+        taking("by hand", by_hand(), same),
+        taking("ours", ours, same),
+        taking("control", by_hand(), same),
     ]
-    seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 500))
-    return {
-        "section": "devices",
-        "replicas": num_replicas,
-        "seconds": seconds,
-        "ratios": {
-            "ours / device_put loop": _timing.summarize_ratio(seconds["ours"], seconds["by hand"]),
-            "control": _timing.summarize_ratio(seconds["control"], seconds["by hand"]),
-        },
-    }
+    pairs = [pair("ours", "by hand", DEVICE_PUT_BAR), pair("control", "by hand")]
+    return _row(request, "a batch on the devices, over `device_put`", peers, pairs, 500)
 
 
-def _names(peers: list[Any]) -> list[str]:
-    return [peer.name for peer in peers]
-
-
-def _same(batch: Any) -> Any:
-    return batch
-
-
-def _measure_overlap(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_overlap(request: Request) -> list[Row]:
     import _distributary
     import _overlap
 
     num_replicas = request["replicas"]
-    strategy = _distributary.mirrored(num_replicas)
-    size = _overlap.Size(batch=BATCH * num_replicas, width=1024, layers=4)
-    found = _overlap.measure(strategy, size, request["rounds"])
-    seconds = found["seconds"]
-    return {
-        "section": "overlap",
-        "replicas": num_replicas,
-        **found,
-        "ratios": {
-            f"{name} / alone": _timing.summarize_ratio(seconds[name], seconds["alone"])
-            for name in ("with loader", "without reading ahead")
-        },
-    }
+    size = BATCH * num_replicas, 1024, 4
+    return [_overlap.measure(request, _distributary.mirrored(num_replicas), size)]
 
 
-def _measure_files(request: dict[str, Any]) -> dict[str, Any]:
+def _measure_files(request: Request) -> list[Row]:
     import numpy as np
 
     columns = 1024
-    rows_per_file = request["megabytes"] * 1_000_000 // 4 // (columns * 4)
+    megabytes = 100 if request["quick"] else 1000
+    rows_per_file = megabytes * 1_000_000 // 4 // (columns * 4)
+    found = []
     with tempfile.TemporaryDirectory(dir=request["folder"]) as folder:
         files = [str(Path(folder) / f"{i}.npy") for i in range(4)]
         rows = np.random.default_rng(0).random((rows_per_file, columns), np.float32)
         for name in files:
             np.save(name, rows)
-        sizes = {f"{batch * columns * 4 >> 20} MiB": batch for batch in (256, 1024, 4096)}
-        peers = []
-        for name, batch in sizes.items():
+        for batch in (256, 1024, 4096):
             num_bytes = batch * columns * 4
-            peers.append(_Timed(f"read {name}", _reader(files, num_bytes, keep=True)))
-            peers.append(_Timed(f"into one buffer {name}", _reader(files, num_bytes, keep=False)))
-            peers.append(_Timed(f"ours {name}", _our_reader(files, batch)))
-        seconds = _timing.interleave(peers, request["rounds"], dict.fromkeys(_names(peers), 1))
-    return {
-        "section": "files",
-        "gigabytes": 16 * rows_per_file * columns / 1e9,
-        "seconds": seconds,
-        "ratios": {
-            f"ours / {peer}, {name} at a time": _timing.summarize_ratio(
-                seconds[f"{peer} {name}"], seconds[f"ours {name}"]
-            )
-            for name in sizes
-            for peer in ("read", "into one buffer")
-        },
-    }
+            peers = [
+                timed("read", partial(_read, files, num_bytes)),
+                timed("into one buffer", partial(_read_into, files, num_bytes)),
+                timed("ours", partial(_read_ours, files, batch)),
+            ]
+            what = f"{megabytes / 1000:g} GB of files by {num_bytes >> 20} MiB, over `read`"
+            pairs = [pair("ours", "read", READ_BAR), pair("ours", "into one buffer")]
+            found += _row(request, what, peers, pairs, 1)
+    return found
 
 
-def _reader(files: list[str], num_bytes: int, keep: bool) -> Callable[[int], float]:
-    """Reads files; `keep` into memory of its own each time, as whoever uses the data has to."""
+def _read(files: Sequence[str], num_bytes: int, _: int) -> None:
+    """Reads files into memory of its own each time, as whoever uses the data has to."""
+    for name in files:
+        with open(name, "rb", buffering=0) as file:
+            # `piece` is there while the next one is read, as a batch in a loop is.
+            while piece := file.read(num_bytes):
+                assert piece
+
+
+def _read_into(files: Sequence[str], num_bytes: int, _: int) -> None:
     buffer = bytearray(num_bytes)
-
-    def read(_: int) -> float:
-        start = time.perf_counter()
-        for name in files:
-            with open(name, "rb", buffering=0) as file:
-                if keep:
-                    # `piece` is there while the next one is read, as a batch in a loop is.
-                    while piece := file.read(num_bytes):
-                        assert piece
-                else:
-                    while file.readinto(buffer):
-                        pass
-        return time.perf_counter() - start
-
-    return read
+    for name in files:
+        with open(name, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
-def _our_reader(files: list[str], batch: int) -> Callable[[int], float]:
+def _read_ours(files: Sequence[str], batch: int, _: int) -> None:
     from distributary.data import Dataset
 
-    def ours(_: int) -> float:
-        start = time.perf_counter()
-        num_rows = sum(len(x) for x in Dataset.from_npy(files).batch(batch))
-        assert num_rows > 0
-        return time.perf_counter() - start
-
-    return ours
-
-
-class _Timed:
-    def __init__(self, name: str, time_block: Callable[[int], float]) -> None:
-        self.name = name
-        self._time_block = time_block
-
-    def time_block(self, num_steps: int) -> float:
-        """Takes the steps and returns the seconds per step."""
-        return self._time_block(num_steps)
-
-
-_MEASURES = {
-    "memory": _measure_memory,
-    "devices": _measure_devices,
-    "overlap": _measure_overlap,
-    "files": _measure_files,
-}
-
-
-def _measure(request: dict[str, Any]) -> dict[str, Any]:
-    return _MEASURES[request["section"]](request)
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes; 1 if a section failed, else 0."""
-    load_before = _report.load_average()
-    requests = [
-        (
-            {
-                "section": section,
-                "replicas": num_replicas,
-                "rounds": arguments.rounds,
-                "steps": 200 if arguments.quick else 1000,
-                "megabytes": 100 if arguments.quick else 1000,
-                "folder": str(arguments.folder) if arguments.folder else None,
-                "tensorflow": arguments.tensorflow_python,
-            },
-            num_replicas,
-        )
-        for section in arguments.sections
-        for num_replicas in (arguments.replicas if section in ("devices", "overlap") else [1])
-    ]
-    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
-    print("Ratios of speeds (at least) or of times (at most); median over rounds.\n")
-    _report.print_table(
-        ["section", "R", "ratio", "median", "quartiles", "bar", ""],
-        [_row(row, name, ratio) for row in rows for name, ratio in row["ratios"].items()],
-    )
-    _report.write(
-        "input_time",
-        rows=rows,
-        settings={"rounds": arguments.rounds, "bars": BARS, "quick": arguments.quick},
-        load_before=load_before,
-        folder=arguments.output,
-    )
-    return int(failed)
-
-
-def _row(row: dict[str, Any], name: str, ratio: dict[str, float]) -> list[object]:
-    kind, bar = BARS.get(name.partition(",")[0], ("", None))
-    median = ratio["median"]
-    verdict = ""
-    if bar is not None:
-        verdict = "ok" if (median >= bar if kind == "at least" else median <= bar) else "MISSED"
-    quartiles = f"{ratio['lower_quartile']:.3g} to {ratio['upper_quartile']:.3g}"
-    shown = f"{kind} {bar}" if bar is not None else ""
-    return [row["section"], row.get("replicas", ""), name, median, quartiles, shown, verdict]
-
-
-def _parse() -> argparse.Namespace:
-    parser = _command_line.parser(__doc__, "rounds per section", 15, 3)
-    _command_line.add_replicas(parser, "2,4")
-    parser.add_argument(
-        "--sections", type=lambda text: text.split(","), default=list(SECTIONS), metavar="A,B"
-    )
-    parser.add_argument("--tensorflow-python", help="a Python that can import tensorflow")
-    parser.add_argument("--folder", type=Path, help="where the 1 GB is written for a while")
-    parser.add_argument("--serve-tf-data", action="store_true", help=argparse.SUPPRESS)
-    return _command_line.parse(parser)
+    assert sum(len(x) for x in Dataset.from_npy(list(files)).batch(batch)) > 0
 
 
 if __name__ == "__main__":
-    given = _parse()
-    if given.serve_tf_data:
-        _served.serve(_tf_data)
-    else:
-        _command_line.run(given, main, _measure)
+    _harness.run(
+        requests,
+        measure,
+        rounds=(15, 3),
+        options={
+            "--sections": {"choices": SECTIONS},
+            "--replicas": {"choices": (1, 2, 4), "default": (2, 4)},
+            "--folder": {"metavar": "FOLDER", "help": "where the 1 GB is written for a while"},
+            "--tensorflow-python": {"default": sys.executable, "metavar": "PATH"},
+        },
+    )

@@ -9,125 +9,95 @@ applied once on every server. Then a table of what limits a cluster, from this m
 
 import json
 import statistics
-import sys
 import time
 import warnings
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
-import _command_line
-import _report
+import _harness
+from _harness import Request, Row, number
+from _peers import timed
 
-_FOLDER = Path(__file__).resolve().parent
 NUM_WORKERS, NUM_SERVERS = 50, 4
 NUM_STEPS = 5000
 CLUSTERS = ((2, 2), (50, 4), (200, 20), (1000, 100))
 STEPS_PER_WORKER_AND_SECOND = (1, 10)
 
 
-def main(arguments: Any) -> int:
-    """Runs, prints, writes; 1 if a step was lost or applied twice, else 0."""
+def requests(arguments: Namespace) -> list[Request]:
+    """Returns the only request."""
+    return [{"replicas": f"{NUM_WORKERS} workers, {NUM_SERVERS} servers", "devices": 1}]
+
+
+def measure(request: Request) -> list[Row]:
+    """Runs; a step that was lost or applied twice is a problem."""
     import numpy as np
 
     import distributary as dist
     from distributary.coordinator import ClusterCoordinator
     from distributary.coordinator._messages import Limits
 
-    load_before = _report.load_average()
-    num_steps = NUM_STEPS // 10 if arguments.quick else NUM_STEPS
+    warnings.simplefilter("error")
+    num_steps = NUM_STEPS // 10 if request["quick"] else NUM_STEPS
     cluster = dist.experimental.local_cluster(NUM_WORKERS, NUM_SERVERS, limits=Limits())
     strategy = dist.ParameterServerStrategy(cluster)
     with strategy.scope():
         counts = [dist.Variable(np.zeros((64, 64), np.float32)) for _ in range(NUM_SERVERS)]
     coordinator = ClusterCoordinator(strategy)
+    taking_part: set[int] = set()
+    cpu_seconds: list[float] = []
 
     def step() -> Any:
         for count in counts:
             count.assign_add(np.ones((64, 64), np.float32))
         return dist.coordinator.experimental_get_current_worker_index()
 
-    def block() -> tuple[float, float, set[int]]:
-        start, cpu = time.perf_counter(), time.process_time()
+    def block(num_steps: int) -> None:
+        cpu = time.process_time()
         values = [coordinator.schedule(step) for _ in range(num_steps)]
         coordinator.join()
-        seconds, spent = time.perf_counter() - start, time.process_time() - cpu
-        return seconds / num_steps, spent / num_steps, {int(value.fetch()) for value in values}
+        cpu_seconds.append((time.process_time() - cpu) / num_steps)
+        taking_part.update(int(value.fetch()) for value in values)
 
-    block()
-    blocks = [block() for _ in range(arguments.rounds)]
-    expected = (arguments.rounds + 1) * num_steps
-    applied = [int(count.numpy()[0, 0]) for count in counts]
-    workers = set().union(*(own for _, _, own in blocks))
-    seconds = statistics.median(one for one, _, _ in blocks)
-    cpu = statistics.median(one for _, one, _ in blocks)
-    print(
-        f"{NUM_WORKERS} workers, {NUM_SERVERS} servers in one process: {expected} steps,"
-        f" {1 / seconds:.0f} steps/s, {1e3 * cpu:.2f} ms CPU per step; {len(workers)} workers"
-        f" took part; applied minus scheduled on each server:"
-        f" {[count - expected for count in applied]}"
-    )
-    rows = _limits()
-    _report.write(
-        "parameter_server_scale",
-        rows=[
-            {
-                "workers": NUM_WORKERS,
-                "servers": NUM_SERVERS,
-                "steps": expected,
-                "applied": applied,
-                "workers_that_took_part": len(workers),
-                "seconds_per_step": seconds,
-                "cpu_seconds_per_step": cpu,
-            },
-            *rows,
-        ],
-        settings={"rounds": arguments.rounds, "quick": arguments.quick},
-        load_before=load_before,
-        folder=arguments.output,
-    )
-    return 0 if set(applied) == {expected} else 1
+    seconds = _harness.interleave([timed("a step", block)], request["rounds"], num_steps)
+    expected = (request["rounds"] + 1) * num_steps
+    wrong = max(abs(int(count.numpy()[0, 0]) - expected) for count in counts)
+    numbers = [
+        number("steps lost or repeated on a server", wrong, "", 0),
+        number("workers that took part", len(taking_part), ""),
+        number("CPU per step", 1e3 * statistics.median(cpu_seconds[1:]), "ms"),
+        *_limits(),
+    ]
+    problems = [f"{wrong} steps were lost or repeated"] * (wrong > 0)
+    rounds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
+    what = f"{expected} steps in one process"
+    replicas = request["replicas"]
+    return [_harness.row(what, replicas, "ms", rounds, numbers=numbers, problems=problems)]
 
 
-def _limits() -> list[dict[str, Any]]:
-    """What clusters would need, if every figure stayed what it is with two workers."""
-    path = _report.RESULTS / "parameter_server.json"
-    if not path.exists():
-        print(f"no {path.name}: run parameter_server.py first", file=sys.stderr)
-        return []
-    measured = {row["workload"]: row for row in json.loads(path.read_text("utf-8"))["rows"]}
-    chief = statistics.median(measured["empty"]["chief_cpu_seconds"]["distributary"])
-    server = statistics.median(measured["mlp32"]["server_cpu_seconds"]["distributary"])
-    print(
-        f"\nMeasured with 2 workers and 2 servers: {1e6 * chief:.0f} us CPU of the chief per leased"
-        f" closure, {1e3 * server:.2f} ms CPU of both servers per step of mlp32 (0.4 MB each way)."
-    )
-    rows = []
+def _limits() -> list[Any]:
+    """Returns what clusters would need, if every figure stayed what it is with two workers.
+
+    A Python process uses about one core: above 1 it does not fit. The servers' figure falls with
+    the bytes they have; that a step which touches every server also costs each a message is not in
+    it.
+    """
+    path = _harness.RESULTS / "parameter_server.json"
+    measured = {row["what"]: row["rounds"] for row in json.loads(path.read_text("utf-8"))["rows"]}
+    chief = statistics.median(measured["CPU of the chief, an empty step"]["distributary"]) / 1e3
+    server = statistics.median(measured["CPU of the servers, mlp32"]["distributary"]) / 1e3
+    numbers = []
     for num_workers, num_servers in CLUSTERS:
         for rate in STEPS_PER_WORKER_AND_SECOND:
             steps = num_workers * rate
-            rows.append(
-                {
-                    "workers": num_workers,
-                    "servers": num_servers,
-                    "steps_per_second": steps,
-                    "chief_cores": steps * chief,
-                    # The bytes of a step are divided between the servers, whatever their number.
-                    "cores_per_server": steps * server / num_servers,
-                }
-            )
-    _report.print_table(
-        ["workers", "servers", "steps/s", "cores of the chief", "cores of a server"],
-        [list(row.values()) for row in rows],
-    )
-    print(
-        "A Python process uses about one core: above 1 it does not fit. The servers' figure falls"
-        " with the bytes they have; a step that touches every server also costs each a message,"
-        " which is not in it."
-    )
-    return rows
+            where = f"{num_workers} workers, {num_servers} servers, {steps} steps/s"
+            # The bytes of a step are divided between the servers, whatever their number.
+            numbers += [
+                number(f"{where}: the chief", steps * chief, "cores"),
+                number(f"{where}: a server", steps * server / num_servers, "cores"),
+            ]
+    return numbers
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(_FOLDER.parent / "src"))
-    warnings.simplefilter("error")
-    sys.exit(main(_command_line.parse(_command_line.parser(__doc__, "blocks", 3, 1))))
+    _harness.run(requests, measure, rounds=(3, 1))

@@ -14,84 +14,43 @@ pushes until they are applied.
     python benchmarks/ps_rows.py
 """
 
-import argparse
 import contextlib
-import json
-import socket
 import statistics
-import subprocess
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
-import _command_line
-import _processes
-import _report
-import _timing
-
-Json: TypeAlias = Any
+import _harness
+from _clusters import SERVER, Cluster
+from _harness import Request, Row, number, pair
 
 BAR = 0.01  # pull of 4096 rows over pull of the table
 SHAPE = (2**20, 64)
 CLOSURES_PER_TURN = 3
-_CHILD_TIMEOUT_SECONDS = 900.0
-_TASK = """
-import distributary as dist
-dist.Server(dist.cluster_resolver.TFConfigClusterResolver()).join()
-"""
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes; 1 if a measurement failed, else 0."""
-    load_before = _report.load_average()
-    requests = [
-        ({"workload": f"{rows} rows", "rows": rows, "rounds": arguments.rounds}, 1)
-        for rows in arguments.rows
-    ]
-    rows, failed = _processes.run_children(__file__, requests, _CHILD_TIMEOUT_SECONDS)
-    print("\nMilliseconds, min / median; the ratio is that of the pulls, of medians.\n")
-    _report.print_table(
-        ["rows", "dense pull", "pull", "push (Adagrad)", "rows/s pulled", "ratio", "bar", ""],
-        [
-            [
-                row["rows"],
-                *(_both(row["seconds"][name]) for name in ("dense", "rows", "push")),
-                f"{row['rows'] / statistics.median(row['seconds']['rows']):.3g}",
-                row["ratio"]["median"],
-                *((BAR, _report.verdict(row["ratio"]["median"], BAR)) * (row["rows"] == 4096)),
-                *([None, None] * (row["rows"] != 4096)),
-            ]
-            for row in rows
-        ],
-    )
-    _report.write(
-        "ps_rows",
-        rows=rows,
-        settings={
-            "rounds": arguments.rounds,
-            "closures_per_turn": CLOSURES_PER_TURN,
-            "shape": SHAPE,
-            "bar": BAR,
-        },
-        load_before=load_before,
-        folder=arguments.output,
-    )
-    return int(failed)
+def requests(arguments: Namespace) -> Iterator[Request]:
+    """Yields the numbers of rows."""
+    for num_rows in arguments.rows:
+        yield {"replicas": "a worker, a server", "num_rows": num_rows, "devices": 1}
 
 
-def measure(request: dict[str, Json]) -> Json:
-    """Seconds of every round; runs in the child process, the chief."""
+def measure(request: Request) -> list[Row]:
+    """Measures one number of rows; its process is the chief."""
     import jax.numpy as jnp
     import numpy as np
 
     import distributary as dist
 
-    num_rows = request["rows"]
+    num_rows = request["num_rows"]
     rng = np.random.default_rng(0)
 
-    with _tasks() as cluster:
+    with contextlib.closing(
+        Cluster(SERVER, _harness.environment(), chief=1, worker=1, ps=1)
+    ) as cluster:
+        cluster.start("worker", "ps")
         resolver = dist.cluster_resolver.SimpleClusterResolver(
-            dist.cluster_resolver.ClusterSpec(cluster), task_type="chief"
+            dist.cluster_resolver.ClusterSpec(cluster.spec), task_type="chief"
         )
         strategy = dist.ParameterServerStrategy(resolver)
         with strategy.scope():
@@ -136,43 +95,22 @@ def measure(request: dict[str, Json]) -> Json:
                 for name, value in found.items():
                     seconds[name].append(value)
         strategy._cluster.close()
-    ratio = _timing.summarize_ratio(seconds["rows"], seconds["dense"])
-    return {**request, "seconds": seconds, "ratio": ratio}
-
-
-@contextlib.contextmanager
-def _tasks() -> Iterator[dict[str, list[str]]]:
-    """Processes of a worker and a server; the addresses of the cluster."""
-    with contextlib.ExitStack() as sockets:
-        bound = [sockets.enter_context(socket.socket()) for _ in range(3)]
-        for own in bound:
-            own.bind(("127.0.0.1", 0))
-        addresses = [f"127.0.0.1:{own.getsockname()[1]}" for own in bound]
-    cluster = dict(
-        zip(("chief", "worker", "ps"), [[address] for address in addresses], strict=True)
-    )
-    with contextlib.ExitStack() as stack:
-        for task_type in ("worker", "ps"):
-            config = {"cluster": cluster, "task": {"type": task_type, "index": 0}}
-            environ = {**_processes.environment(1), "TF_CONFIG": json.dumps(config)}
-            process = subprocess.Popen([sys.executable, "-c", _TASK], env=environ)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-        yield cluster
-
-
-def _both(seconds: list[float]) -> str:
-    return f"{1e3 * min(seconds):.2f} / {1e3 * statistics.median(seconds):.2f}"
-
-
-def _parse() -> argparse.Namespace:
-    parser = _command_line.parser(__doc__, "of all closures", 15, 3)
-    parser.add_argument("--rows", default="256,4096,32768", help="numbers of rows, comma-separated")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = _command_line.parse(parser)
-    arguments.rows = [int(number) for number in arguments.rows.split(",")]
-    return arguments
+    return [
+        _harness.row(
+            f"{num_rows} rows",
+            request["replicas"],
+            "ms",
+            {name: [1e3 * value for value in values] for name, values in seconds.items()},
+            [pair("rows", "dense", BAR if num_rows == 4096 else None)],
+            numbers=[number("pulled", num_rows / statistics.median(seconds["rows"]), "rows/s")],
+        )
+    ]
 
 
 if __name__ == "__main__":
-    _command_line.run(_parse(), main, measure)
+    _harness.run(
+        requests,
+        measure,
+        rounds=(15, 3),
+        options={"--rows": {"choices": (256, 4096, 32768), "help": "numbers of rows"}},
+    )

@@ -12,23 +12,21 @@ Seconds since the kill until
 * `next step`: all workers are there again and have finished a step.
 """
 
-import argparse
 import contextlib
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
-import _command_line
-import _processes
-import _report
+import _harness
 import numpy as np
+from _harness import Request, Row, number
 
 BARS = {"named": 2.0, "stopped": 2.0, "next step": 15.0}
 PROGRAM = Path(__file__).parents[1] / "tests" / "multiprocess" / "programs" / "training.py"
@@ -45,7 +43,7 @@ class Job:
         self.folder = folder
         self.num_workers = num_workers
         self.names: list[float] = []  # when a worker has named a lost one
-        environ = {k: v for k, v in _processes.environment(1).items() if k != "TF_CONFIG"}
+        environ = {k: v for k, v in _harness.environment().items() if k != "TF_CONFIG"}
         workers = ["--workers", str(num_workers), "--max-restarts", str(max_restarts)]
         program = [str(PROGRAM), str(folder), str(num_epochs), "[]"]
         self.process = subprocess.Popen(
@@ -98,18 +96,22 @@ class Job:
             self._output.append(line)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Measures, prints, writes; 1 if something was lost, else 0."""
-    load_before = _report.load_average()
+def requests(arguments: Namespace) -> list[Request]:
+    """Returns the only request."""
+    return [{"replicas": f"{arguments.workers} workers", "devices": 1}]
+
+
+def measure(request: Request) -> list[Row]:
+    """Kills a worker per round; a job that ends on other weights is a problem."""
+    num_kills, num_workers = request["rounds"], request["workers"]
     seconds: dict[str, list[float]] = {name: [] for name in BARS}
-    chance = random.Random(arguments.seed)
-    num_workers = arguments.workers
-    num_epochs = EPOCHS_PER_KILL * (arguments.rounds + 1)
+    chance = random.Random(request["seed"])
+    num_epochs = EPOCHS_PER_KILL * (num_kills + 1)
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Job(Path(folder) / "undisturbed", num_workers, num_epochs, 0).end()
-        job = Job(Path(folder) / "disturbed", num_workers, num_epochs, arguments.rounds)
+        job = Job(Path(folder) / "disturbed", num_workers, num_epochs, num_kills)
         pids: list[int] = []
-        for _ in range(arguments.rounds):
+        for _ in range(num_kills):
             _, pids = job.wait_for_other_processes(set(pids))
             time.sleep(chance.uniform(0.0, 0.3))
             killed = chance.randrange(num_workers)
@@ -123,23 +125,13 @@ def main(arguments: argparse.Namespace) -> int:
             seconds["named"].append(job.names[num_names] - at)
         restarted = job.end()
     is_same = all(np.array_equal(undisturbed[name], restarted[name]) for name in undisturbed)
-    print(f"Seconds after {arguments.rounds} kills, {num_workers} workers.\n")
-    _report.print_table(
-        ["until", "median", "max", "bar", ""],
-        [
-            [name, statistics.median(s), max(s), BARS[name], _report.verdict(max(s), BARS[name])]
-            for name, s in seconds.items()
-        ],
-    )
-    print(f"\nWeights of the undisturbed job, bit for bit: {'yes' if is_same else 'NO'}")
-    _report.write(
-        "recovery",
-        rows=[{"seconds": seconds, "same_weights": is_same}],
-        settings={"kills": arguments.rounds, "workers": num_workers, "bars": BARS},
-        load_before=load_before,
-        folder=arguments.output,
-    )
-    return 0 if is_same else 1
+    numbers = [
+        number(f"{name}, longest", max(seconds[name]), "s", bar) for name, bar in BARS.items()
+    ]
+    problems = [] if is_same else ["the weights are not those of the undisturbed job"]
+    what = "a killed worker"
+    replicas = request["replicas"]
+    return [_harness.row(what, replicas, "s", seconds, numbers=numbers, problems=problems)]
 
 
 def _wait_for_end(pids: list[int]) -> None:
@@ -150,12 +142,10 @@ def _wait_for_end(pids: list[int]) -> None:
         time.sleep(0.002)
 
 
-def _parse() -> argparse.Namespace:
-    parser = _command_line.parser(__doc__, "kills", 20, 3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    return _command_line.parse(parser)
-
-
 if __name__ == "__main__":
-    sys.exit(main(_parse()))
+    _harness.run(
+        requests,
+        measure,
+        rounds=(20, 3),
+        options={"--workers": {"type": int, "default": 2}, "--seed": {"type": int, "default": 0}},
+    )

@@ -17,40 +17,18 @@ import sys
 import time
 from pathlib import Path
 
-import _comparisons
 import _measured
-import _report
+from _harness import FOLDER, NVIDIA_DRIVER, RESULTS
 
-_FOLDER = Path(__file__).resolve().parent
-_ROOT = _FOLDER.parent
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+ROOT = FOLDER.parent
 
 NAMES = (
-    "import_time",
-    "host_overhead",
-    "step_time",
-    "fit_time",
-    "multi_worker_time",
-    "parameter_server",
-    "parameter_server_scale",
-    "ps_rows",
-    "input_time",
-    "memory",
-    "save_time",
-    "sharded_state",
-    "central_storage",
-    "recovery",
-    "soak_ps",
-    "gpu",
+    *("import_time", "host_overhead", "step_time", "fit_time", "multi_worker_time"),
+    *("parameter_server", "parameter_server_scale", "ps_rows", "input_time", "memory"),
+    *("save_time", "sharded_state", "central_storage", "recovery", "soak_ps", "gpu"),
 )
-_WITH_TENSORFLOW = {
-    "step_time",
-    "fit_time",
-    "multi_worker_time",
-    "parameter_server",
-    "input_time",
-}
-_WITH_TORCH = {"multi_worker_time"}
+_WITH_TENSORFLOW = ("step_time", "fit_time", "multi_worker_time", "parameter_server", "input_time")
+_WITH_TORCH = ("multi_worker_time",)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -70,12 +48,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def command(name: str, arguments: argparse.Namespace) -> list[str]:
-    """The command line of a benchmark."""
-    made = [sys.executable, str(_FOLDER / f"{name}.py"), "--output", str(arguments.output)]
-    if name == "soak_ps":  # has no rounds
-        made += ["--minutes", "0.5", "--server-kills", "1"] if arguments.quick else []
-    elif arguments.quick:
-        made.append("--quick")
+    """Returns the command line of a benchmark."""
+    made = [sys.executable, str(FOLDER / f"{name}.py"), "--output", str(arguments.output)]
+    made += ["--quick"] * arguments.quick
     if name in _WITH_TENSORFLOW and arguments.tensorflow_python:
         made += ["--tensorflow-python", arguments.tensorflow_python]
     if name in _WITH_TORCH and arguments.torch_python:
@@ -84,19 +59,20 @@ def command(name: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def report(folder: Path) -> None:
-    """Writes what the result files of the folder say: page, plot and the README's table."""
-    documents = _comparisons.read(folder)
-    is_stored = folder.resolve() == _report.RESULTS
-    page = _ROOT / "docs" / "guide" / "measured.md" if is_stored else folder / "measured.md"
-    image = "../images/measured.png" if is_stored else "measured.png"
-    _measured.plot(documents, page.parent / image)
-    written = {page: _measured.page(documents, image)}
-    if is_stored:
-        readme = _ROOT / "README.md"
-        written[readme] = _measured.with_table(readme.read_text(encoding="utf-8"), documents)
-    for path, text in written.items():
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}")
+    """Writes what the result files of the folder say: tables of the page and README, and the plot.
+
+    The text around the tables stays as it is in the repository.
+    """
+    documents = _measured.read(folder)
+    page, image = ROOT / "docs/guide/measured.md", ROOT / "docs/images/measured.png"
+    written = {page: page, ROOT / "README.md": ROOT / "README.md"}
+    if folder.resolve() != RESULTS:
+        image, written = folder / "measured.png", {page: folder / "measured.md"}
+    _measured.plot(documents, image)
+    for source, target in written.items():
+        text = _measured.with_tables(source.read_text(encoding="utf-8"), documents)
+        target.write_text(text, encoding="utf-8")
+        print(f"written: {target}")
 
 
 def _parse() -> argparse.Namespace:
@@ -107,18 +83,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), metavar="NAMES", help=f"of {','.join(NAMES)}"
     )
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--report-only", action="store_true", help="from the files that are there")
     parser.add_argument("--tensorflow-python", metavar="PATH", help="a Python that has tensorflow")
     parser.add_argument("--torch-python", metavar="PATH", help="a Python that has torch")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.only or ()) - set(NAMES)):
         parser.error(f"--only: unknown {unknown}; there are {', '.join(NAMES)}")
-    if arguments.quick and arguments.output.resolve() == _report.RESULTS:
+    if arguments.quick and arguments.output.resolve() == RESULTS:
         parser.error("--quick: give an --output FOLDER; the stored results are of full runs")
     if arguments.only is None:
-        has_gpu = _NVIDIA_DRIVER.exists()
-        arguments.only = [name for name in NAMES if name != "gpu" or has_gpu]
+        arguments.only = [name for name in NAMES if name != "gpu" or NVIDIA_DRIVER.exists()]
     return arguments
 
 

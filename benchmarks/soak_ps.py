@@ -7,56 +7,23 @@ steps. Then servers are killed, and the chief must name each of them within a se
     python benchmarks/soak_ps.py --minutes 10
 """
 
-import argparse
-import json
 import random
 import signal
-import statistics
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
-import _processes
-import _report
+import _harness
 import numpy as np
+from _clusters import SERVER, Cluster
+from _harness import Request, Row, number
 
 import distributary as dist
 from distributary.errors import PSUnavailableError
-from distributary.launch._environment import free_addresses
 
 NAMED_SECONDS = 1.0
 _STEPS_PER_ROUND = 1000
-_SECONDS = 120.0
-
-
-class Cluster:
-    """The processes of workers and servers."""
-
-    def __init__(self, num_workers: int, num_servers: int) -> None:
-        addresses = free_addresses("127.0.0.1", num_workers + num_servers)
-        self.spec = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
-        self.processes: dict[tuple[str, int], Any] = {}
-        for task_type, tasks in self.spec.items():
-            for index in range(len(tasks)):
-                self.start(task_type, index)
-
-    def start(self, task_type: str, index: int) -> None:
-        config = {"cluster": self.spec, "task": {"type": task_type, "index": index}}
-        self.processes[task_type, index] = subprocess.Popen(
-            [sys.executable, __file__, "--task"],
-            env={**_processes.environment(1), "TF_CONFIG": json.dumps(config)},
-        )
-
-    def kill(self, task_type: str, index: int) -> None:
-        self.processes[task_type, index].kill()
-        self.processes[task_type, index].wait(_SECONDS)
-
-    def close(self) -> None:
-        for task in self.processes:
-            self.kill(*task)
 
 
 class Job:
@@ -116,7 +83,7 @@ class Faults(threading.Thread):
                 self._cluster.kill("worker", index)
                 self.num_kills += 1
                 self.ended.wait(chance.uniform(0, 1))
-                self._cluster.start("worker", index)
+                self._cluster.start_task("worker", index)
             else:
                 process = self._cluster.processes["worker", index]
                 process.send_signal(signal.SIGSTOP)
@@ -125,17 +92,18 @@ class Faults(threading.Thread):
                 process.send_signal(signal.SIGCONT)
 
 
-def soak(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
+def soak(cluster: Cluster, request: Request) -> dict[str, Any]:
     """What has become of the steps."""
     job = Job(cluster)
     for value in job.schedule(10):
         value.fetch()
-    faults = Faults(cluster, arguments.seed, arguments.seconds_between)
+    faults = Faults(cluster, request["seed"], request["seconds_between"])
     faults.start()
     longest_gap = 0.0
     start = last = time.monotonic()
+    end = start + (30 if request["quick"] else 60 * request["minutes"])
     try:
-        while time.monotonic() < start + 60 * arguments.minutes:
+        while time.monotonic() < end:
             for value in job.schedule(_STEPS_PER_ROUND):
                 value.fetch()
                 now = time.monotonic()
@@ -179,49 +147,52 @@ def name_killed_servers(cluster: Cluster, rounds: int) -> list[float]:
             if f"ps {index} at {cluster.spec['ps'][index]}" not in str(error):
                 raise
         job.strategy._cluster.close()
-        cluster.start("ps", index)
+        cluster.start_task("ps", index)
     return seconds
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Runs, prints, writes; 1 if a step was lost or repeated or a server named late, else 0."""
-    load_before = _report.load_average()
-    cluster = Cluster(arguments.workers, arguments.servers)
+def requests(arguments: Namespace) -> list[Request]:
+    """Returns the only request."""
+    replicas = f"{arguments.workers} workers, {arguments.servers} servers"
+    return [{"replicas": replicas, "devices": 1}]
+
+
+def measure(request: Request) -> list[Row]:
+    """Runs; a step that is lost or repeated, or a server that is named late, is a problem."""
+    cluster = Cluster(
+        SERVER, _harness.environment(), worker=request["workers"], ps=request["servers"]
+    )
     try:
-        soaked = soak(cluster, arguments)
-        seconds = name_killed_servers(cluster, arguments.server_kills)
+        cluster.start("worker", "ps")
+        soaked = soak(cluster, request)
+        seconds = name_killed_servers(cluster, request["rounds"])
     finally:
         cluster.close()
-    lost = any(soaked["applied - scheduled, by server"])
+    wrong = max(map(abs, soaked.pop("applied - scheduled, by server")))
     late = max(seconds)
-    rows = [[name, value, None] for name, value in soaked.items()]
-    rows[-1][-1] = "over" if lost else "ok"
-    rows.append(["server killed until named, median, s", statistics.median(seconds), None])
-    rows.append(["the same, maximum, s", late, _report.verdict(late, NAMED_SECONDS)])
-    _report.print_table(["", "measured", "bar"], rows)
-    _report.write(
-        "soak_ps",
-        rows=[soaked, {"named_seconds": seconds}],
-        settings={n: v for n, v in vars(arguments).items() if isinstance(v, int | float)},
-        load_before=load_before,
-        folder=arguments.output,
-    )
-    return int(lost or late > NAMED_SECONDS)
+    numbers = [
+        *(number(what, value, "") for what, value in soaked.items()),
+        number("steps lost or repeated on a server", wrong, "", 0),
+        number("server killed until named, longest", late, "s", NAMED_SECONDS),
+    ]
+    problems = [
+        f"{one['what']}: {one['value']}" for one in numbers[-2:] if one["value"] > one["bar"]
+    ]
+    rounds = {"server killed until named": seconds}
+    replicas = request["replicas"]
+    return [_harness.row("soak", replicas, "s", rounds, numbers=numbers, problems=problems)]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    _harness.run(
+        requests,
+        measure,
+        rounds=(6, 1),  # servers that are killed
+        options={
+            "--minutes": {"type": float, "default": 10.0},
+            "--workers": {"type": int, "default": 2},
+            "--servers": {"type": int, "default": 2},
+            "--seconds-between": {"type": float, "default": 10.0, "help": "faults, on average"},
+            "--seed": {"type": int, "default": 0},
+        },
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--seconds-between", type=float, default=10.0, help="faults, on average")
-    parser.add_argument("--server-kills", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=_report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.task:
-        dist.Server(dist.cluster_resolver.TFConfigClusterResolver()).join()
-    sys.exit(main(given))

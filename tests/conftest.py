@@ -114,6 +114,16 @@ def _nothing_left_behind() -> Iterator[None]:
     assert _environ() == environ_before, "the test changed os.environ"
 
 
+# pytest keeps the phase of the running test in the first; `import tensorflow` sets the others.
+_SET_BY_OTHERS = {
+    "PYTEST_CURRENT_TEST",
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_PLUGIN_PATH",
+    "TF2_BEHAVIOR",
+    "TPU_ML_PLATFORM",
+    "TPU_ML_PLATFORM_VERSION",
+}
+
+
 def _environ() -> dict[str, str]:
-    # pytest keeps the phase of the running test in this variable.
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS}

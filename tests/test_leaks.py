@@ -36,14 +36,14 @@ def test_ten_thousand_steps_leave_nothing_behind(num_replicas, strategy_of):
         strategy.reduce(dist.ReduceOp.SUM, total, axis=None).block_until_ready()
 
     take(100)
-    num_programs = len(strategy.extended.runner.cache)
+    num_programs = len(strategy.extended.engine.cache)
     arrays, objects = _measure()
     memory = psutil.Process().memory_info().rss
     take(10_000)
 
     arrays_after, objects_after = _measure()
     grown_bytes = psutil.Process().memory_info().rss - memory
-    assert len(strategy.extended.runner.cache) == num_programs
+    assert len(strategy.extended.engine.cache) == num_programs
     assert arrays_after <= arrays + 4
     assert objects_after <= objects + 100
     # 10,000 steps that kept one of their arrays would hold 160 MB and more.
@@ -56,7 +56,7 @@ def test_a_dropped_strategy_is_collected_with_its_variables_and_programs(strateg
     with strategy.scope():
         w = dist.Variable(jnp.ones(3))
     strategy.run(lambda: w.assign_add(jnp.ones(3)))  # noqa: F821  (deleted below)
-    references = [weakref.ref(strategy), weakref.ref(w), weakref.ref(strategy.extended.runner)]
+    references = [weakref.ref(strategy), weakref.ref(w), weakref.ref(strategy.extended.engine)]
 
     del strategy, w
     gc.collect()
@@ -85,14 +85,14 @@ def test_a_dropped_step_is_collected_with_what_it_holds(strategy_of):
 
     strategy.run(step, args=(jnp.ones(3),))
     strategy.run(model.step, args=(jnp.ones(3),))
-    assert len(strategy.extended.runner.cache) == 2
+    assert len(strategy.extended.engine.cache) == 2
     references = [weakref.ref(step), weakref.ref(model)]
 
     del step, model
     gc.collect()
 
     assert [reference() for reference in references] == [None, None]
-    assert len(strategy.extended.runner.cache) == 0
+    assert len(strategy.extended.engine.cache) == 0
 
 
 def test_a_dropped_function_is_collected(strategy_of):

@@ -102,25 +102,26 @@ __all__ = [
 ]
 
 # Imported on first use: together these modules add a tenth to the time that importing jax takes.
-__getattr__ = late_names(
-    __name__,
-    {
-        "DistributedDataset": "distributary.inputs",
-        "DistributedIterator": "distributary.inputs",
-        "MultiWorkerMirroredStrategy": "distributary.strategies",
-        "ParameterServerStrategy": "distributary.coordinator",
-        "PerReplicaSpec": "distributary.inputs",
-        "Server": "distributary.coordinator",
-        "ShardedVariable": "distributary.variables",
-        "TPUStrategy": "distributary.strategies",
-        "checkpoint": "distributary.checkpoint",
-        "cluster_resolver": "distributary.cluster_resolver",
-        "coordinator": "distributary.coordinator",
-        "data": "distributary.data",
-        "embedding_lookup": "distributary.variables",
-        "tpu": "distributary.tpu",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "DistributedDataset": "distributary.inputs",
+            "DistributedIterator": "distributary.inputs",
+            "MultiWorkerMirroredStrategy": "distributary.strategies",
+            "ParameterServerStrategy": "distributary.coordinator",
+            "PerReplicaSpec": "distributary.inputs",
+            "Server": "distributary.coordinator",
+            "ShardedVariable": "distributary.variables",
+            "TPUStrategy": "distributary.strategies",
+            "checkpoint": "distributary.checkpoint",
+            "cluster_resolver": "distributary.cluster_resolver",
+            "coordinator": "distributary.coordinator",
+            "data": "distributary.data",
+            "embedding_lookup": "distributary.variables",
+            "tpu": "distributary.tpu",
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -18,9 +18,9 @@ _UPDATE = "run `python benchmarks/run_all.py --report-only`"
 
 
 @pytest.fixture
-def comparisons(monkeypatch):
+def measured(monkeypatch):
     monkeypatch.syspath_prepend(_BENCHMARKS)
-    return importlib.import_module("_comparisons")
+    return importlib.import_module("_measured")
 
 
 def test_all_run_and_report_what_the_repository_shows_although_one_fails(tmp_path):
@@ -30,10 +30,12 @@ def test_all_run_and_report_what_the_repository_shows_although_one_fails(tmp_pat
         ("save_time.py", "import sys; open(sys.argv[2] + '/ran', 'w')"),
     ):
         (tmp_path / "benchmarks" / script).write_text(program, encoding="utf-8")
+    shown = {name: (_ROOT / name).read_text(encoding="utf-8") for name in ("README.md", _PAGE)}
     (tmp_path / _PAGE).parent.mkdir(parents=True)
-    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
-    without = re.sub(r"(<!-- measured -->).*(<!-- end of)", r"\1\n\2", readme, flags=re.DOTALL)
-    (tmp_path / "README.md").write_text(without, encoding="utf-8")
+    for name, text in shown.items():
+        without = re.sub(r"(<!-- table: .+? -->).*?(<!-- end)", r"\1\n\2", text, flags=re.DOTALL)
+        assert without != text
+        (tmp_path / name).write_text(without, encoding="utf-8")
 
     process = subprocess.run(
         [sys.executable, tmp_path / "benchmarks/run_all.py", "--only", "import_time,save_time"],
@@ -45,31 +47,29 @@ def test_all_run_and_report_what_the_repository_shows_although_one_fails(tmp_pat
     assert process.returncode == 1
     assert process.stderr.endswith("FAILED: import_time; see above\n")
     assert (tmp_path / "benchmarks/results/ran").exists()
-    assert without != readme
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme, _UPDATE
-    assert (tmp_path / _PAGE).read_text(encoding="utf-8") == (
-        (_ROOT / _PAGE).read_text(encoding="utf-8")
-    ), _UPDATE
+    for name, text in shown.items():
+        assert (tmp_path / name).read_text(encoding="utf-8") == text, _UPDATE
     assert _fingerprint(tmp_path / _PLOT) == _fingerprint(_ROOT / _PLOT), _UPDATE
 
 
-def test_ratios_are_those_of_the_rounds(comparisons, tmp_path):
+def test_ratios_are_those_of_the_rounds(measured, tmp_path):
     """Not of the medians: these would be 2.5 / 2."""
-    peers = {
-        "distributary": [1, 2.5, 6, 1.75, 4],
-        "handwritten": [1, 2, 4, 1, 2],
-        "tensorflow": [4, 4, 4, 4, 4],
-    }
     row = {
-        "workload": "mlp32",
-        "replicas": 2,
-        "bar": 1.05,
-        "milliseconds": {name: {"rounds": rounds} for name, rounds in peers.items()},
+        "replicas": "2",
+        "unit": "ms/step",
+        "rounds": {
+            "distributary": [1, 2.5, 6, 1.75, 4],
+            "handwritten": [1, 2, 4, 1, 2],
+            "tensorflow": [4, 4, 4, 4, 4],
+        },
+        "pairs": [
+            {"what": "a step", "ours": "distributary", "theirs": theirs, "bar": bar}
+            for theirs, bar in (("handwritten", 1.05), ("tensorflow", None))
+        ],
     }
-    document = {"rows": [row]}
-    (tmp_path / "step_time.json").write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "step_time.json").write_text(json.dumps({"rows": [row]}), encoding="utf-8")
 
-    by_hand, tensorflow = comparisons.compare(comparisons.read(tmp_path))
+    by_hand, tensorflow = measured.compare(measured.read(tmp_path))
 
     names = ("lower_quartile", "median", "upper_quartile")
     assert [by_hand.ratio[name] for name in names] == [1.25, 1.5, 1.75]
@@ -79,26 +79,54 @@ def test_ratios_are_those_of_the_rounds(comparisons, tmp_path):
     assert [found.is_over_bar for found in (by_hand, tensorflow)] == [True, False]
 
 
-def test_every_bar_of_a_stored_result_is_compared(comparisons):
-    documents = comparisons.read(_BENCHMARKS / "results")
-    for name in ("fit_time", "multi_worker_time"):
-        rows = documents[name]["rows"]
-        # The files have their rounds to five digits. Some bars hold us against ourselves.
-        bars = [
-            (round(bar["median"], 3), bar["limit"])
-            for row in rows
-            for bar in row.get("bars", ())
-            if not bar["theirs"].startswith("distributary")
-        ]
-        # Those of start and memory have ratios of minima in them.
-        others = [row["bar"] for row in rows if "against" in row]
+def test_a_failing_process_and_differing_losses_end_with_1_and_others_are_written(tmp_path):
+    program = tmp_path / "own.py"
+    program.write_text(
+        f"""
+import sys
+sys.path.insert(0, {str(_BENCHMARKS)!r})
+import _harness, _peers
 
-        found = [one for one in comparisons.compare({name: documents[name]}) if one.bar]
+def requests(arguments):
+    return [{{"replicas": 1, "name": name}} for name in arguments.only]
 
-        own = ("until the first step of `fit`", "resident memory in `fit`")
-        compared = [one for one in found if not one.what.startswith(own)]
-        assert sorted((round(one.ratio["median"], 3), one.bar) for one in compared) == sorted(bars)
-        assert sorted(one.bar for one in found if one.what.startswith(own)) == sorted(others)
+def measure(request):
+    if request["name"] == "failing":
+        raise SystemExit(3)
+    peers = [
+        _peers.stepping(name, lambda number, loss=loss: loss - number / 100, lambda loss: None)
+        for name, loss in (("ours", 1.0), ("theirs", 1.0 if request["name"] == "alike" else 1.1))
+    ]
+    pairs = [_harness.pair("ours", "theirs", 2.0), _harness.pair("ours", "absent")]
+    return [_harness.compare(request, request["name"], peers, pairs)]
+
+options = {{"--only": {{"choices": ("failing", "differing", "alike")}}}}
+_harness.run(requests, measure, rounds=(2, 1), options=options)
+""",
+        encoding="utf-8",
+    )
+
+    process = subprocess.run(
+        [sys.executable, program, "--output", tmp_path, "--block-seconds", "0.001"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert process.returncode == 1
+    failed = [line for line in process.stderr.splitlines() if line.startswith("FAILED")]
+    assert [line[:39] for line in failed] == [
+        "FAILED: exit status 3 for {'rounds': 2,",
+        "FAILED: differing: the losses of theirs",
+    ]
+    rows = json.loads((tmp_path / "own.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["what"] for row in rows] == ["differing", "alike"]
+    for row in rows:
+        assert {name: len(values) for name, values in row["rounds"].items()} == {
+            "ours": 2,
+            "theirs": 2,
+        }
+        assert [pair["theirs"] for pair in row["pairs"]] == ["theirs"]
 
 
 def _fingerprint(image: Path) -> bytes:

@@ -10,8 +10,8 @@ import pytest
 from distributary.cli import main
 from distributary.compilation import run_script
 from distributary.errors import InvalidValueError
-from distributary.scaling import MODELS, Network, Row, predict
-from distributary.scaling._timer import StepTimer, Timing
+from distributary.scaling import MODELS, Network, Timing, predict
+from distributary.scaling._timer import StepTimer
 from distributary.topology import watch_programs
 
 # As a user would write it: input in every step, a batch that does not grow, other programs too.
@@ -129,9 +129,9 @@ def test_batches_must_be_divisible(capsys):
 
 
 def test_a_host_alone_is_predicted_as_measured():
-    row = Row(Timing("step", "cpu", 2, (0.3, 0.1, 0.2), None, 3, 1000, 0.01), None)
+    timing = Timing("step", "cpu", 2, (0.3, 0.1, 0.2), None, 3, 1000, 0.01)
 
-    one, two = predict(row, Network(1.0, 100.0, "given"), [1, 2])
+    one, two = predict(timing, Network(1.0, 100.0, "given"), [1, 2])
 
     assert (one.seconds, one.efficiency, one.examples_per_second) == (0.2, 1.0, None)
     assert two.seconds == pytest.approx(0.2 + 10 + 2 * 3)
@@ -149,7 +149,7 @@ def test_models_know_nothing_at_first(name, num_classes):
         def value(self):
             return self._value
 
-    weights = {weight: Weight(shape) for weight, shape in sizes().items()}
+    weights = {weight: Weight(shape) for weight, shape in sizes.items()}
     inputs, targets = make_batch(rng, 4)
     scores = jax.nn.log_softmax(jax.jit(lambda x: scores_of(weights, x))(inputs))
     loss = -np.take_along_axis(np.asarray(scores), targets[..., None], axis=-1).mean()

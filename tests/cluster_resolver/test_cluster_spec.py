@@ -116,7 +116,7 @@ def test_addresses_are_kept_as_written(address):
         ("host:-1", "'-1' is not a port"),
         ("host:http", "'http' is not a port"),
         ("host:２２", "'２２' is not a port"),
-        ("[::1]2222", "'2222' is not a port"),
+        ("[::1]2222", "it is not an IPv6 address in brackets and a port"),
         ("host: 2222", "' 2222' is not a port"),
         (" host:2222", "' host' is neither a host name"),
         ("ho st:2222", "'ho st' is neither a host name"),
@@ -124,9 +124,9 @@ def test_addresses_are_kept_as_written(address):
         ("host/x:2222", "'host/x' is neither a host name"),
         ("10.0.0.256:2222", "10.0.0.256 is not an IPv4 address"),
         ("::1:2222", "an IPv6 address must be in brackets"),
-        ("[::g]:2222", "the brackets do not enclose an IPv6 address"),
-        ("[10.0.0.1]:2222", "the brackets do not enclose an IPv6 address"),
-        ("[::1:2222", "the brackets do not enclose an IPv6 address"),
+        ("[::g]:2222", "it is not an IPv6 address in brackets"),
+        ("[10.0.0.1]:2222", "it is not an IPv6 address in brackets"),
+        ("[::1:2222", "it is not an IPv6 address in brackets"),
     ],
 )
 def test_an_address_that_is_none_is_refused(address, reason):
@@ -147,16 +147,16 @@ def test_a_protocol_is_refused():
         (None, r"^cluster is None \(NoneType\), expected a dict"),
         ([1], r"^cluster is \[1\] \(list\), expected a dict"),
         ("worker", r"^cluster is 'worker' \(str\)"),
-        ({1: ["a:1"]}, r"^cluster has the key 1 \(int\), expected a task type"),
-        ({"": ["a:1"]}, r"^cluster has the key '' \(str\), expected a task type"),
+        ({1: ["a:1"]}, r"^cluster has a key that is 1 \(int\), expected a task type"),
+        ({"": ["a:1"]}, r"^cluster has a key that is '' \(str\), expected a task type"),
         ({"worker": "a:1"}, r'^cluster\["worker"\] is \'a:1\' \(str\), expected a list'),
         ({"worker": None}, r'^cluster\["worker"\] is None'),
         ({"worker": [7]}, r'^cluster\["worker"\]\[0\] is 7 \(int\), expected the address'),
         ({"worker": [b"a:1"]}, r'^cluster\["worker"\]\[0\] is b\'a:1\' \(bytes\)'),
         ({"worker": {2: None}}, r'^cluster\["worker"\]\[2\] is None'),
-        ({"worker": {"x": "a:1"}}, r'^cluster\["worker"\] has the key \'x\' \(str\)'),
-        ({"worker": {1.0: "a:1"}}, r'^cluster\["worker"\] has the key 1.0 \(float\)'),
-        ({"worker": {True: "a:1"}}, r'^cluster\["worker"\] has the key True \(bool\)'),
+        ({"worker": {"x": "a:1"}}, r'^cluster\["worker"\] has a key that is \'x\' \(str\)'),
+        ({"worker": {1.0: "a:1"}}, r'^cluster\["worker"\] has a key that is 1.0 \(float\)'),
+        ({"worker": {True: "a:1"}}, r'^cluster\["worker"\] has a key that is True \(bool\)'),
     ],
 )
 def test_a_wrong_type_is_refused(cluster, message):
@@ -169,7 +169,7 @@ def test_a_wrong_type_is_refused(cluster, message):
     [
         ({"worker": []}, r'^cluster\["worker"\] is empty.*Leave the type out'),
         ({"worker": ["a:1"], "ps": {}}, r'^cluster\["ps"\] is empty'),
-        ({"worker": {-1: "a:1"}}, r'^cluster\["worker"\] has the key -1.*count from 0'),
+        ({"worker": {-1: "a:1"}}, r'^cluster\["worker"\] has a key that is -1.*count from 0'),
         ({"worker": {1: "a:1", "1": "b:2"}}, r'^cluster\["worker"\]\["1"\] appears twice'),
         (
             {"worker": ["a:1", "b:1", "a:1"]},

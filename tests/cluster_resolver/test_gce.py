@@ -140,9 +140,9 @@ def test_a_group_that_cannot_be_used_is_reported(pages, settings, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"project": ""}, InvalidTypeError, "project is '', expected a name"),
-        ({"zone": None}, InvalidTypeError, "zone is None, expected a name"),
-        ({"instance_group": 3}, InvalidTypeError, "instance_group is 3, expected a name"),
+        ({"project": ""}, InvalidTypeError, r"project is '' \(str\), expected a name"),
+        ({"zone": None}, InvalidTypeError, r"zone is None \(NoneType\), expected a name"),
+        ({"instance_group": 3}, InvalidTypeError, r"instance_group is 3 \(int\), expected a name"),
         ({"port": 0}, InvalidValueError, "port is 0, expected a port"),
         ({"task_id": -1}, InvalidValueError, "task_id is -1"),
     ],

@@ -120,10 +120,14 @@ def test_outside_of_mpirun_the_variables_are_named():
             {"local_rank": 1},
             (
                 r"OMPI_COMM_WORLD_LOCAL_RANK is 1 and OMPI_COMM_WORLD_LOCAL_SIZE is 2, but with"
-                r" these hosts process 0 would be number 0 of 2 on a,.*map_by as in mpirun --map-by"
+                r" these hosts and numbers of processes, process 0 would be number 0 of 2 on host 0"
+                r" \(a\),.*map_by as in mpirun --map-by"
             ),
         ),
-        ({"local_size": 3}, "LOCAL_SIZE is 3, but .* process 0 would be number 0 of 2 on a,"),
+        (
+            {"local_size": 3},
+            r"LOCAL_SIZE is 3, but .* process 0 would be number 0 of 2 on host 0",
+        ),
     ],
 )
 def test_wrong_variables_are_refused(start, settings, message):
@@ -159,6 +163,7 @@ def test_hosts_must_have_enough_slots(start):
         ({"hosts": ["a", "b:x"]}, InvalidValueError, r"hosts\[1\] is 'b:x'.*\"node1:4\""),
         ({"hosts": ["a:0"]}, InvalidValueError, r"hosts\[0\] is 'a:0'"),
         ({"hosts": [":2"]}, InvalidValueError, r"hosts\[0\] is ':2'"),
+        ({"hosts": ["a:1:2"]}, InvalidValueError, r"hosts\[0\] is 'a:1:2'"),
         ({"hosts": {"a": 0}}, InvalidValueError, r'hosts\["a"\] is 0, expected a number >= 1'),
         ({"map_by": "core"}, InvalidValueError, r"map_by is 'core', expected \"slot\" or \"node\""),
         ({"hosts": ["a"], "hostfile": "f"}, InvalidValueError, r"hosts \(\['a'\]\) .*\('f'\).*one"),

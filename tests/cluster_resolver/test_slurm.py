@@ -136,7 +136,8 @@ def test_the_position_that_slurm_reports_must_be_the_same(step):
 
     with pytest.raises(
         ClusterError,
-        match=r"^SLURM_NODEID is 1, .* process 1 would be number 1 on node 0 \(t02n13\).*cyclic",
+        match=r"^SLURM_NODEID is 1 and SLURM_LOCALID is 0, .* process 1 would be number 1 of 2 on"
+        r" host 0 \(t02n13\).*cyclic",
     ):
         SlurmClusterResolver()
 
@@ -227,14 +228,15 @@ def test_a_contradiction_is_refused(step, set_environ, settings, message):
 @pytest.mark.parametrize(
     ("nodes", "reason"),
     [
-        ("", "it cannot be parsed from '' on"),
-        ("n[1-2", r"it cannot be parsed from 'n\[1-2' on"),
-        ("n1-2]", r"it cannot be parsed from"),
-        ("n[1[2]]", r"it cannot be parsed from"),
-        ("n[]", r"it cannot be parsed from"),
-        ("a,,b", "it cannot be parsed from ',b' on"),
-        ("a,", "it cannot be parsed from '' on"),
-        ("a b", "it cannot be parsed from 'a b' on"),
+        ("", "'' is not a host"),
+        ("n[1-2", r"'n\[1-2' is not a host"),
+        ("n1-2]", r"'n1-2\]' is not a host"),
+        ("n[1[2]]", r"'n\[1\[2\]\]' is not a host"),
+        ("n[]", r"'n\[\]' is not a host"),
+        ("n[1],m[2", r"'m\[2' is not a host"),
+        ("a,,b", "'' is not a host"),
+        ("a,", "'' is not a host"),
+        ("a b", "'a b' is not a host"),
         ("n[a]", "'a' is neither a number nor a range"),
         ("n[1-2-3]", "'1-2-3' is neither a number nor a range"),
         ("n[1,]", "'' is neither a number nor a range"),
@@ -270,15 +272,15 @@ def test_numbers_of_tasks_that_cannot_be_read_are_refused(step, tasks):
         ),
         ({"jobs": {"worker": 4, "ps": 0}}, InvalidValueError, r'jobs\["ps"\] is 0, .* >= 1'),
         ({"jobs": {"worker": "4"}}, InvalidTypeError, r'jobs\["worker"\] is \'4\' \(str\)'),
-        ({"jobs": {1: 4}}, InvalidTypeError, r"jobs has the key 1"),
-        ({"jobs": {}}, InvalidTypeError, r"jobs is \{\}, expected a dict"),
-        ({"jobs": ["worker"]}, InvalidTypeError, r"jobs is \['worker'\], expected a dict"),
+        ({"jobs": {1: 4}}, InvalidTypeError, r"jobs has a key that is 1 \(int\)"),
+        ({"jobs": {}}, InvalidTypeError, r"jobs is \{\} \(dict\), expected a dict"),
+        ({"jobs": ["worker"]}, InvalidTypeError, r"jobs is \['worker'\] \(list\), expected a dict"),
         ({"port_base": 0}, InvalidValueError, "port_base is 0, expected a port from 1"),
         ({"port_base": "1"}, InvalidTypeError, r"port_base is '1' \(str\)"),
         ({"port_base": 65535}, InvalidValueError, "up to 65536, .* Choose a lower port_base"),
         ({"tasks_per_node": 0}, InvalidValueError, "tasks_per_node is 0, expected a number >= 1"),
         ({"tasks_per_node": {"a": 0}}, InvalidValueError, r'tasks_per_node\["a"\] is 0'),
-        ({"tasks_per_node": {}}, InvalidTypeError, "tasks_per_node is empty"),
+        ({"tasks_per_node": {}}, InvalidTypeError, r"tasks_per_node is \{\}"),
         ({"tasks_per_node": "2"}, InvalidTypeError, r"tasks_per_node is '2' \(str\)"),
         ({"gpus_per_node": -1}, InvalidValueError, "gpus_per_node is -1, expected a number >= 0"),
         ({"gpus_per_task": 1.5}, InvalidTypeError, r"gpus_per_task is 1.5 \(float\)"),

@@ -271,7 +271,7 @@ def test_one_slice_is_no_obstacle(set_environ):
         ({"tpu": [7]}, InvalidTypeError, r"tpu\[0\] is 7 \(int\)"),
         ({"tpu": 7}, InvalidTypeError, r"tpu is 7 \(int\), expected None, \"local\""),
         ({"port": 0}, InvalidValueError, "port is 0, expected a port from 1 to 65535"),
-        ({"job_name": ""}, InvalidTypeError, "job_name is '', expected a task type"),
+        ({"job_name": ""}, InvalidTypeError, r"job_name is '' \(str\), expected a task type"),
         ({"coordinator_name": "c"}, InvalidValueError, "'c' and coordinator_address is None"),
         (
             {"coordinator_name": "c", "coordinator_address": "c"},

@@ -80,7 +80,7 @@ def test_a_keras_mlp_is_reduced_at_once_and_updated_in_place(compile_all):
 
     reports = _reports(compile_all, "mlp.py", evaluated)
 
-    scalars = 2 * 4 + 4 * 4 + 8  # iterations and learning rate, two metrics, seed of the dropout
+    scalars = 4 + 4 * 4 + 8  # iterations, two metrics, seed of the dropout
     products = 2 * 784 * 256 + 3 * 256 * 10  # the gradient of the images is not computed
     _check(reports, MLP_BYTES, 4, 3 * MLP_BYTES + scalars, 2 * 160 * products)
 

@@ -134,7 +134,7 @@ def test_the_command_makes_files_that_only_their_owner_reads(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--days", "0"], "distributary certs: the number of days is 0, expected 1 or more"),
-        (["--hosts", "a b"], "distributary certs: 'a b' is no name of a host and no IP address"),
+        (["--hosts", "a b"], "distributary certs: 'a b' is neither a host name nor an IP address"),
     ],
 )
 def test_impossible_values_are_named(arguments, message, tmp_path, capsys):

@@ -313,7 +313,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
     content = json.loads(index.read_text().replace("ps-0", "../ckpt-1/ps-0"))
     del content["crc32c"]
     index.write_bytes(sealed(content))
-    with pytest.raises(CheckpointError, match=r"'\.\./ckpt-1/ps-0.*' is no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'\.\./ckpt-1/ps-0.*' is not the name of a file"):
         checkpoint.restore(path)
     _check_equal(checkpoint.v, 2.0)
 

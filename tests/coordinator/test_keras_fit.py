@@ -221,7 +221,7 @@ def test_what_cannot_be_right_is_refused(num_shards):
     with strategy.scope():
         model = _model([_Latest()])
         eager = _model(run_eagerly=True)
-    with pytest.raises(UnsupportedError, match="'latest/value' is not its old one"):
+    with pytest.raises(UnsupportedError, match="'latest/value' is a sum over all workers"):
         model.fit(X, Y, verbose=0)
     with pytest.raises(UnsupportedError, match="run_eagerly=True is not possible"):
         eager.fit(X, Y, verbose=0)

@@ -12,11 +12,12 @@ import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._messages import Limits, Message
+from distributary.coordinator._plans import Update
 from distributary.coordinator._programs import export_function
-from distributary.coordinator._rows import PushedRows, RowPlan
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.coordinator.passes import Lookup, RowSpace
+from distributary.coordinator._table_rows import RowPlan
+from distributary.coordinator.passes import Lookup, RowSpace, UpdatedRows
 from distributary.errors import DistributaryWarning, InvalidValueError
 from distributary.tracing import push
 
@@ -244,17 +245,18 @@ def test_a_server_refuses_rows_that_it_does_not_have():
     server.handle(Message("create", {"ids": [0]}, [TABLE]), None)
     aval = jax.ShapeDtypeStruct(TABLE.shape, np.float32)
     program = export_function(lambda w, g: [w - g], [aval, aval], [16, 16])
-    own = PushedRows(0, 0, 60, [0], [0], [0], is_whole=False, bucket=16)
+    own = UpdatedRows(0, 0, 60, 16, [0], [0], [0], is_whole=False)
 
-    def update(number, states, outputs, **changes):
-        rows = [astuple(replace(own, **changes))]
-        fields = {"number": number, "states": states, "outputs": outputs, "rows": rows}
+    def add_update(states, outputs, **changes):
+        update = Update(program.name, states, outputs, [replace(own, **changes)])
+        fields = {"update": astuple(update)}
         server.handle(Message("update", fields, blobs=[program.content]), None)
+        return update.name
 
-    update(0, [0], [0])
+    name = add_update([0], [0])
 
     def push_rows(rows, values):
-        fields = {"closure": 0, "update": 0, "ids": [], "num_row_reads": 0}
+        fields = {"closure": 0, "update": name, "ids": [], "num_row_reads": 0}
         arrays = [np.full((values, 3), 1, np.float32), np.array(rows, np.int64)]
         return server.handle(Message("push", fields, arrays), None)
 
@@ -264,7 +266,7 @@ def test_a_server_refuses_rows_that_it_does_not_have():
     with pytest.raises(InvalidValueError, match="Rows 60 to 60"):
         push_rows([60], 1)
     with pytest.raises(InvalidValueError, match="rows of a variable of 1000000000000 rows"):
-        update(1, [], [], is_whole=True, size=10**12)
+        add_update([], [], is_whole=True, size=10**12)
     (value,) = server.handle(Message("read", {"ids": [0]}), None).arrays
     np.testing.assert_array_equal(value, TABLE)
     push_rows([1, 59], 2)

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import jax
@@ -23,12 +24,12 @@ from distributary.coordinator._certificates import ROLES, Credentials
 from distributary.coordinator._copies import Copies
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._messages import Message
-from distributary.coordinator._permissions import SENDERS
+from distributary.coordinator._permissions import SENDERS, RoleCheck
+from distributary.coordinator._plans import Update
 from distributary.coordinator._processes import cluster_of, connect, tasks_of
 from distributary.coordinator._programs import export_function
 from distributary.coordinator._sessions import hello, new_session
 from distributary.coordinator._store import ParameterServer
-from distributary.coordinator._task_server import RoleCheck
 from distributary.coordinator._worker import Worker
 from distributary.errors import (
     ClusterError,
@@ -94,7 +95,7 @@ def test_training_equals_numpy(strategy):
         b = dist.Variable(np.float32(0), name="b")
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 32, 8)] * 5
     coordinator = dist.coordinator.ClusterCoordinator(strategy)
-    with pytest.warns(DistributaryWarning, match="sends it .* because it is no function, but a li"):
+    with pytest.warns(DistributaryWarning, match="sends it .* because it is not a function, but"):
         iterator = iter(coordinator.create_per_worker_dataset(batches))
     scale = coordinator.create_per_worker_value(lambda: np.float32(0.1))
 
@@ -183,9 +184,10 @@ def test_a_worker_pushes_what_the_chief_has_allowed_and_nothing_else(tasks, cert
     ):
         chief.call(hello(session), _SECONDS)
         chief.call(message("create", [np.float32(3), np.float32(5)], ids=[1, 2]), _SECONDS)
-        update = {"number": 0, "states": [1], "outputs": [1], "rows": []}
-        chief.call(message("update", blobs=[program.content], **update), _SECONDS)
-        push = {"update": 0, "ids": [], "num_row_reads": 0}
+        update = Update(program.name, [1], [1], [])
+        fields = {"blobs": [program.content], "update": astuple(update)}
+        chief.call(message("update", **fields), _SECONDS)
+        push = {"update": update.name, "ids": [], "num_row_reads": 0}
         # Other variables and closures of others are none of its business.
         more = {"outputs": [2], "states": [2], "finished": 1 << 60, "program": program.name}
         worker.call(message("push", [np.float32(1)], closure=0, **push, **more), _SECONDS)

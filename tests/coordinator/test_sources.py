@@ -24,10 +24,10 @@ class _Makers:
     ("maker", "reason"),
     [
         (lambda: 1, "<lambda> is not at the top level"),
-        ([1], "it is no function, but a list"),
-        (_Makers, "it is no function, but a type"),
-        (functools.partial(make_batches, np.float32(1)), "are no JSON"),
-        (functools.partial(make_batches, count=(1, 2)), "are no JSON"),
+        ([1], "it is not a function, but a list"),
+        (_Makers, "it is not a function, but a type"),
+        (functools.partial(make_batches, np.float32(1)), "are not JSON"),
+        (functools.partial(make_batches, count=(1, 2)), "are not JSON"),
     ],
 )
 def test_what_has_no_name_is_not_described(maker, reason):
@@ -77,9 +77,9 @@ def test_functions_are_found_by_name(as_script, tmp_path):
         ("__main__", "getoutput", "no function getoutput in __main__"),
         ("__main__", "spec", "no function spec"),
         ("train_data", "os.getpid", "no function os.getpid in train_data"),
-        ("os", "getpid", "os is no module in the folder"),
-        ("subprocess", "getoutput", "subprocess is no module in the folder"),
-        ("absent", "make", "absent is no module in the folder"),
+        ("os", "getpid", "os is not a module in the folder"),
+        ("subprocess", "getoutput", "subprocess is not a module in the folder"),
+        ("absent", "make", "absent is not a module in the folder"),
     ):
         with pytest.raises(UnknownMakerError, match=reason):
             found(module, name)

@@ -12,7 +12,7 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._metrics import MetricsServer
+from distributary.coordinator._statistics import MetricsServer
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import InvalidValueError, OutOfRangeError
 

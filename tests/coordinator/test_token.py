@@ -14,9 +14,9 @@ from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._links import ConnectionLostError, UnauthenticatedError
 from distributary.coordinator._messages import Message
+from distributary.coordinator._permissions import RoleCheck
 from distributary.coordinator._processes import connect, tasks_of
 from distributary.coordinator._store import ParameterServer
-from distributary.coordinator._task_server import RoleCheck
 from distributary.coordinator._token import Challenges, Token, credentials_of
 from distributary.errors import ClusterError
 from distributary.launch import HostOptions, free_addresses

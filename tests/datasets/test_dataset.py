@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from distributary.data import (
     AUTOTUNE,
@@ -535,3 +536,72 @@ def test_repeat_jumps_over_whole_epochs():
     assert len({*first, boundary[0]}) == 5
     second = [boundary[1], *(x for batch in _values(itertools.islice(far, 3)) for x in batch)]
     assert sorted(second) == list(range(7))
+
+
+def test_one_element_is_repeated_within_a_batch():
+    (batch,) = Dataset.from_tensors(np.arange(2)).repeat(3).batch(3)
+
+    np.testing.assert_array_equal(batch, [[0, 1]] * 3)
+
+
+def test_looking_ahead_loses_no_element_of_an_iterator(strategy_of):
+    slices = lambda row: Dataset.from_tensor_slices(row).batch(1)
+    mapped = Dataset.from_source(iter([1.0, 2.0])).shuffle(2, seed=0).map(lambda x: x + 1)
+    assert mapped.element_spec == TensorSpec((), np.float64)
+    assert sorted(mapped) == [2.0, 3.0]
+
+    interleaved = Dataset.from_source(iter([np.arange(2), np.arange(2, 4)])).flat_map(slices)
+    assert interleaved.element_spec == TensorSpec((1,), np.int64)
+    distributed = strategy_of(1).experimental_distribute_dataset(interleaved)
+    assert [int(batch[0]) for batch in distributed] == [0, 1, 2, 3]
+
+
+def test_arrays_of_interleaved_datasets_may_change():
+    batches = np.zeros((2, 3))
+    made = Dataset.from_source([1, 2]).flat_map(lambda _: Dataset.from_tensor_slices(batches))
+    copied = Dataset.from_source([1, 2]).flat_map(
+        lambda _: Dataset.from_tensor_slices([1]).batch(1)
+    )
+
+    assert not made.node.makes_arrays()
+    assert copied.node.makes_arrays()
+
+
+@given(
+    size=st.integers(0, 20),
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(0, 9)),
+            st.tuples(st.just("skip"), st.integers(0, 9)),
+            st.tuples(st.just("repeat"), st.integers(0, 3)),
+            st.tuples(st.just("shard"), st.just(3), st.integers(0, 2)),
+        ),
+        max_size=3,
+    ),
+    ways=st.lists(st.tuples(st.sampled_from(["next", "block", "advance"]), st.integers(1, 7))),
+    is_source=st.booleans(),
+)
+@settings(deadline=None)
+def test_elements_blocks_and_jumps_follow_each_other(size, operations, ways, is_source):
+    expected = list(range(size))
+    by_number = Dataset.range(size)
+    dataset = by_number if is_source else Dataset.from_generator(lambda: iter(by_number))
+    for name, *args in operations:
+        dataset = getattr(dataset, name)(*args)
+        expected = {
+            "take": lambda rows, count: rows[:count],
+            "skip": lambda rows, count: rows[count:],
+            "repeat": lambda rows, count: rows * count,
+            "shard": lambda rows, num_shards, index: rows[index::num_shards],
+        }[name](expected, *args)
+
+    stream = dataset.node.stream((0,))
+    for way, count in ways:
+        wanted, expected = expected[:count], expected[count:]
+        if way == "next":
+            assert list(itertools.islice(stream, count)) == wanted
+        elif way == "block":
+            block = stream.block(count)
+            assert ([] if block is None else block.tolist()) == wanted
+        else:
+            assert stream.advance(count) == len(wanted)

@@ -5,7 +5,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distributary.data import SHARD_HINT, AutoShardPolicy, Dataset, Options, TensorSpec
+from distributary.data import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    Dataset,
+    Options,
+    TensorSpec,
+    TextLineDataset,
+)
 from distributary.datasets import WorkerBatches, WorkerShare, split_rows
 from distributary.inputs import checked
 
@@ -210,3 +217,27 @@ def test_rows_of_other_workers_are_not_fetched():
     steps = list(WorkerBatches(dataset.node, share).stream((0,), checked))
     assert [step.rows.tolist() for step in steps] == [[2, 3], [8, 9]]
     assert fetched == [2, 3, 8, 9]
+
+
+def test_a_cache_of_all_files_is_not_that_of_one_worker(tmp_path):
+    names = []
+    for i in range(2):
+        names.append(tmp_path / f"{i}.txt")
+        names[-1].write_text("".join(f"{2 * i + j}\n" for j in range(2)))
+    for dataset in (TextLineDataset(names).map(int).cache(), _npy(tmp_path).cache()):
+        assert [int(x) for x in dataset] == [0, 1, 2, 3]
+        dataset = dataset.batch(2)
+        own = [
+            WorkerBatches(dataset.node, WorkerShare(2, worker, 1)).stream((0,), checked)
+            for worker in range(2)
+        ]
+        assert [[batch.rows.tolist() for batch in batches] for batches in own] == [
+            [[0], [1]],
+            [[2], [3]],
+        ]
+
+
+def _npy(folder):
+    for i in range(2):
+        np.save(folder / f"{i}.npy", np.arange(2 * i, 2 * i + 2))
+    return Dataset.from_npy([folder / "0.npy", folder / "1.npy"])

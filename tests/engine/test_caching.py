@@ -240,13 +240,13 @@ def test_dropped_function_is_collected(strategy_of):
     strategy = strategy_of(2)
     step, outer, v = _use(strategy)
     references = [weakref.ref(step), weakref.ref(outer)]
-    assert len(strategy.extended.runner.cache) == 2
+    assert len(strategy.extended.engine.cache) == 2
 
     del step, outer
     gc.collect()
 
     assert [r() for r in references] == [None, None]
-    assert len(strategy.extended.runner.cache) == 0
+    assert len(strategy.extended.engine.cache) == 0
     assert v.numpy() == 6.0
 
 

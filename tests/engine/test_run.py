@@ -432,7 +432,7 @@ def test_methods_of_objects_without_a_hash(strategy_of):
 
     assert [float(strategy.run(t.step)) for t in trainers] == [2.0, 3.0]
     assert [float(t.compiled()) for t in trainers] == [2.0, 3.0]
-    assert len(strategy.extended.runner.cache) == 2
+    assert len(strategy.extended.engine.cache) == 2
 
 
 def test_updating_many_variables_with_one_function_does_not_warn(strategy_of):

@@ -102,10 +102,13 @@ def test_only_the_pieces_that_are_read_have_to_be_whole(small_pieces, tmp_path):
     [
         (("arrays.safetensors", 0, "b", 0, 4), "arrays.safetensors has no array 'b'"),
         (("arrays.safetensors", 0, "a", 8, 12), "'a' in its file .* has 80 bytes, of which 64 to"),
-        (("arrays.safetensors", 0, "a", 0, 3), "are not the 4 rows of an array"),
+        (("arrays.safetensors", 0, "a", 0, 3), "do not make up the 4 rows"),
         (("arrays.safetensors", 1, "a", 0, 4), "its file arrays.safetensors is damaged, or that"),
         (("ps-1.safetensors", 0, "a", 0, 4), "its file ps-1.safetensors is missing"),
-        (("../arrays.safetensors", 0, "a", 0, 4), "'../arrays.safetensors' is no file of a check"),
+        (
+            ("../arrays.safetensors", 0, "a", 0, 4),
+            "'../arrays.safetensors' is not the name of a file",
+        ),
     ],
 )
 def test_rows_that_are_not_there_are_refused(rows, message, tmp_path):

@@ -86,7 +86,7 @@ def test_a_step_is_compiled_once(num_replicas, strategy_of, compilations):
     batches = _BATCHES[:1] * 3
     with compilations() as compiled:
         _train(strategy_of(num_replicas), _OPTIMIZERS["adam, clipped"], batches)
-    assert compiled.count("jit(run)") == 1, compiled
+    assert compiled.count("jit(step)") == 1, compiled
 
 
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
@@ -261,7 +261,7 @@ def test_an_optimizer_built_inside_the_step_keeps_its_slots(strategy_of):
     for slot in slots:
         assert len(slot.value.addressable_shards) == 2
         assert np.any(np.asarray(slot.value))
-    assert len(strategy.extended.runner.cache) == 1
+    assert len(strategy.extended.engine.cache) == 1
 
 
 def test_a_layer_built_inside_the_step(strategy_of):
@@ -293,7 +293,7 @@ def test_a_new_learning_rate_takes_effect_without_a_new_trace(strategy_of):
 
     # The gradients of the two replicas are summed.
     np.testing.assert_allclose(np.asarray(variable.value), [1 - 1.0 - 0.25], rtol=1e-6)
-    assert len(strategy.extended.runner.cache) == 1
+    assert len(strategy.extended.engine.cache) == 1
 
 
 def test_value_and_grad_takes_keras_variables(strategy_of):

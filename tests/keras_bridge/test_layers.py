@@ -559,7 +559,8 @@ def test_frozen_layers_stay_and_learn_again_after_another_compile(strategy_of, t
 def test_batch_normalization_has_statistics_per_replica_and_the_mean_of_moving_ones(
     strategy_of, train
 ):
-    x, y = _floats(3) * 2 + 1, _TARGET
+    # The replicas' rows have other means.
+    x, y = _floats(3) * 2 + np.repeat([[0], [2]], 8, 0).astype(np.float32), _TARGET
 
     def build():
         normalization = kl.BatchNormalization(momentum=0.9)

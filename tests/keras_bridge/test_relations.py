@@ -74,9 +74,13 @@ def test_a_model_is_warned_of_once(strategy_of):
     assert len(found) == 1
 
 
-def test_one_replica_and_a_batch_that_all_compute_say_nothing(strategy_of):
+def test_what_one_replica_computes_says_nothing(strategy_of):
     assert _warnings_of(strategy_of(1), lambda: _model(covariance)) == []
-    assert _warnings_of(strategy_of(2), lambda: _model(covariance), _X[:7], _Y[:7]) == []
+    assert _warnings_of(strategy_of(4), lambda: _model(covariance), _X[:3], _Y[:3]) == []
+
+
+def test_the_parts_of_an_uneven_batch_are_looked_at(strategy_of):
+    assert len(_warnings_of(strategy_of(2), lambda: _model(covariance), _X[:7], _Y[:7])) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,8 +23,8 @@ from distributary.launch._job import (
     Tasks,
     TaskState,
 )
+from distributary.launch._link import RemoteLink
 from distributary.launch._master import Master
-from distributary.launch._remote_link import RemoteLink
 
 _TOKEN = "0123456789abcdef"
 _SECONDS = 30
@@ -96,7 +97,7 @@ def master(hosts):
 
 def _receive(link: RemoteLink) -> list:
     """Waits for the next commands."""
-    while not (commands := link.receive()):  # the first may have come with the handshake
+    while not (commands := list(link.receive())):  # the first may have come with the handshake
         assert select.select([link], [], [], _SECONDS)[0]
     return commands
 
@@ -202,14 +203,18 @@ def test_host_0_learns_of_the_tasks_of_others(hosts):
     tasks = Tasks([state], {"worker 1": {"num_steps": 3.0}})
 
     links[1].send(tasks)
+    assert [link.wants_tasks for link in links] == [False, True]
+    end = time.monotonic() + 10
+    while not master.tasks() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert master.tasks() == {1: tasks}
+
     links[1].send(Interrupted(1, "done"))
 
-    assert [link.wants_tasks for link in links] == [False, True]
     commands = []
     while len(commands) < 2:  # each may come alone
         commands += _receive(links[0])
     assert commands == [Prepare(0), Exit(1, "done", 1, [])]
-    assert master.tasks() == {1: tasks}
     for link in links:
         link.close()
     master.close()

@@ -15,8 +15,6 @@ from distributary.launch._job import (
     Ready,
     Restart,
     Start,
-    Stop,
-    Stopped,
     decode,
     encode,
 )
@@ -78,28 +76,55 @@ def test_a_task_that_others_can_do_without_restarts_alone():
     failed = Failed(0, 3, "ps 0 ended", [], "ps 0")
 
     assert job.report(1, failed) == [(1, Restart(1, "ps 0", "ps 0 ended"))]
-    stop = Stop(2, "chief 0 ended", 0)
-    assert job.report(0, Failed(0, 4, "chief 0 ended", [])) == [(0, stop), (1, stop)]
+    prepare = Prepare(2, "chief 0 ended", 0)
+    assert job.report(0, Failed(0, 4, "chief 0 ended", [])) == [(0, prepare), (1, prepare)]
 
 
 def test_a_failure_restarts_all_hosts_when_all_have_stopped():
     job = _running(max_restarts=1)
 
-    stop = Stop(1, "worker 1 ended", 1)
-    assert job.report(1, Failed(0, 3, "worker 1 ended", [])) == [(0, stop), (1, stop)]
+    prepare = Prepare(1, "worker 1 ended", 1)
+    assert job.report(1, Failed(0, 3, "worker 1 ended", [])) == [(0, prepare), (1, prepare)]
     assert job.report(0, Failed(0, 4, "worker 0 ended", [])) == []  # of the old attempt
     assert job.report(0, Finished(0)) == []
-    assert job.report(1, Stopped(1)) == []
-    assert job.report(0, Stopped(1)) == [(0, Prepare(1)), (1, Prepare(1))]
+    assert job.report(1, Ready(1, ["b:3", "b:4"])) == []
+    workers = ["a:3", "b:3", "b:4"]
+    assert job.report(0, Ready(1, ["a:3"])) == [
+        (0, Start(1, workers, 0)),
+        (1, Start(1, workers, 1)),
+    ]
 
 
 def test_a_lost_host_is_waited_for():
     job = _running(max_restarts=1)
 
-    assert job.lose(1, "gone") == [(0, Stop(1, "gone", 1))]
-    assert job.report(0, Stopped(1)) == []
+    assert job.lose(1, "gone") == [(0, Prepare(1, "gone", 1))]
+    assert job.report(0, Ready(1, ["a:3"])) == []
     assert job.missing == [1]
     assert job.join(1) == [(0, Prepare(1)), (1, Prepare(1))]
+    assert job.report(1, Ready(1, ["b:3"])) == []
+    workers = ["a:4", "b:3"]
+    assert job.report(0, Ready(1, ["a:4"])) == [
+        (0, Start(1, workers, 0)),
+        (1, Start(1, workers, 1)),
+    ]
+
+
+def test_a_host_that_is_lost_while_others_are_missing_may_come_back():
+    job = Job(2, 0)
+    job.join(1)
+
+    assert job.lose(1, "gone") == []
+    assert job.join(0) == []
+    assert job.join(1) == [(0, Prepare(0)), (1, Prepare(0))]
+
+
+def test_a_host_that_is_lost_instead_of_the_first_start_fails():
+    job = Job(2, 0)
+    job.join(0)
+    job.join(1)
+
+    assert job.lose(1, "gone") == [(0, Exit(1, "gone", 1))]
 
 
 def test_a_lost_host_without_restarts_ends_the_job():
@@ -115,7 +140,7 @@ def test_an_interrupted_host_ends_the_job_in_spite_of_restarts():
 
 
 @pytest.mark.parametrize(
-    "message", [Start(1, ["a:1"], 0), Exit(3, "ü", 1, ["x"]), Failed(0, 3, "a\nb", []), Stopped(2)]
+    "message", [Start(1, ["a:1"], 0), Exit(3, "ü", 1, ["x"]), Failed(0, 3, "a\nb", []), Finished(2)]
 )
 def test_messages_survive_the_way(message):
     near, far = socket.socketpair()

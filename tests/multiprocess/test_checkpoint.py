@@ -80,7 +80,7 @@ def test_one_process_restores_it(num_replicas, job, saving, strategy_of):
     assert float(seen.numpy()) == expected[1]
     assert float(mean.numpy()) == pytest.approx(expected[2], rel=1e-6)
     assert checkpoint.epoch == 7
-    with pytest.raises(ValueError, match="rng was saved by 2 workers, each at a place of its own"):
+    with pytest.raises(ValueError, match="rng was saved by 2 workers, each at its own position"):
         Checkpoint(rng=np.random.default_rng(0)).restore(directory / "ckpt-1", partial=True)
 
 

@@ -71,7 +71,7 @@ def test_those_who_came_hear_who_is_missing(job):
         workers.start("start", worker, "", 15)
 
     for _, message in _messages(workers.wait()):
-        assert f"worker 2 at {workers.addresses[2]} did not come" in message
+        assert f"worker 2 at {workers.addresses[2]} did not connect to" in message
 
 
 @pytest.mark.parametrize("taken", [0, 1])

@@ -7,41 +7,18 @@ Ends with 1 if a difference was silent on a worker.
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
-_PROGRAM = Path(__file__).parents[1] / "multiprocess" / "programs" / "random_pairs.py"
+from _workers import outputs_of_two
+
 _SECONDS = 600.0
 _PAIRS_PER_JOB = 100
 
 
 def _run(seed: int, first: int, last: int) -> list[dict[int, str]]:
-    """What each worker has heard of the pairs, until one of them ended the job."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    for one in sockets:
-        one.close()
-    processes = []
-    for worker in range(2):
-        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}}
-        environ = {**os.environ, "TF_CONFIG": json.dumps(task), "JAX_PLATFORMS": "cpu"}
-        environ["JAX_NUM_CPU_DEVICES"] = "1"
-        command = [sys.executable, str(_PROGRAM), str(seed), str(first), str(last)]
-        processes.append(
-            subprocess.Popen(
-                command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
+    """Returns what each worker has heard of the pairs, until one of them ended the job."""
     found = []
-    for process in processes:
-        try:
-            output, _ = process.communicate(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+    for output in outputs_of_two("random_pairs.py", seed, first, last, seconds=_SECONDS):
         lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"pair"')]
         heard = {line["pair"]: line["heard"] for line in lines if "heard" in line}
         started = max((line["pair"] for line in lines), default=first)

@@ -5,13 +5,12 @@ import pytest
 
 from distributary.errors import DeviceError
 from distributary.topology import (
-    DeviceName,
     canonical_name,
     local_devices_of,
-    parse_device,
     resolve_device,
     short_name,
 )
+from distributary.topology._device_strings import DeviceName, parse_device
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from distributary.errors import UnsupportedError
 from distributary.tracing import cut, cut_around_mesh
-from distributary.tracing._markers import walk
+from distributary.tracing._jaxprs import walk
 
 N = 4
 VARYING = {0}  # inputs of the programs below
@@ -26,6 +27,30 @@ def _primitives(closed):
 def _cut(function, *args):
     closed = jax.make_jaxpr(function, axis_env=[("replica", N)])(*args)
     return cut(closed.jaxpr, [i in VARYING for i in range(len(args))], N)
+
+
+def _new_collective(name_of_axes):
+    """A collective that only a later JAX has."""
+    primitive = jax.extend.core.Primitive("rotate_halves")
+    primitive.def_abstract_eval(lambda x, **params: x)
+    return lambda x: primitive.bind(x, **{name_of_axes: ("replica",)})
+
+
+@pytest.mark.parametrize("name_of_axes", ["axes", "axis_name", "axis"])
+@pytest.mark.parametrize("where", ["step", "scan", "jit", "cond"])
+def test_a_collective_that_is_not_known_is_refused(name_of_axes, where):
+    collective = _new_collective(name_of_axes)
+    functions = {
+        "step": collective,
+        "scan": lambda w: lax.scan(lambda w, _: (collective(w), None), w, length=2)[0],
+        "jit": jax.jit(collective),
+        "cond": lambda w: lax.cond(w.sum() > 0, collective, lambda w: w, w),
+    }
+
+    with pytest.raises(UnsupportedError, match=r"'rotate_halves' at .*test_stages\.py:\d+"):
+        _cut(lambda x, w: functions[where](w), X, W)
+    with pytest.raises(UnsupportedError, match="'rotate_halves'"):
+        _cut(lambda x, w: functions[where](x), X, W)  # replicas differ before
 
 
 def _evaluate(stages, num_outs, args):

@@ -584,3 +584,25 @@ def test_run_and_variables_inside_a_raw_jit_are_refused(strategy, variable):
         jax.jit(lambda: v.value())()
     with pytest.raises(ContextError, match="'v' is assigned inside a function compiled by"):
         jax.jit(lambda: v.assign(2.0))()
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_gradients_pass_arrays_that_lie_on_all_devices(num_replicas, strategy_of):
+    """Such as the statistics of a Keras layer that was adapted in the scope."""
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        captured = dist.Variable(np.float32([1.0, 2.0, 3.0])).value()
+
+    def step(x):
+        product = jax.jit(lambda x: jnp.sum(x * captured))
+        gradient = jax.grad(lambda x: jnp.mean(jnp.square(x - captured)) + product(x))(x)
+        return jnp.sum(gradient * captured)
+
+    x = np.float32([0.5, -1.0, 2.0])
+    given = strategy.experimental_distribute_values_from_function(lambda _: x)
+
+    results = strategy.experimental_local_results(strategy.run(step, args=(given,)))
+
+    c = np.float32([1.0, 2.0, 3.0])
+    expected = np.sum((2 * (x - c) / 3 + c) * c)
+    np.testing.assert_allclose(results, [expected] * num_replicas, rtol=1e-6)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import distributary as dist
 from distributary.topology import watch_programs
-from distributary.tracing._markers import walk
+from distributary.tracing._jaxprs import walk
 from distributary.xla_cpu import rewritten_for_cpus, with_cpu_rewrites
 
 RNG = np.random.default_rng(0)
@@ -126,6 +126,22 @@ def test_programs_of_other_platforms_stay_as_they_are():
     assert with_cpu_rewrites(gradient, AbstractMesh((2,), ("replica",))) is gradient
 
 
+@pytest.mark.parametrize("kernel", [KERNEL, WIDE_KERNEL])
+def test_they_can_be_switched_off(kernel, monkeypatch):
+    gradient = jax.grad(_loss)
+    closed = jax.make_jaxpr(gradient)(kernel, X)
+    rewritten = with_cpu_rewrites(gradient, None)
+    assert _num_barriers(rewritten_for_cpus(closed)) == 1
+
+    monkeypatch.setenv("DISTRIBUTARY_CPU_REWRITES", "0")
+
+    assert with_cpu_rewrites(gradient, None) is gradient
+    assert rewritten_for_cpus(closed) is closed
+    # A program that was made before stays rewritten; its numbers agree.
+    assert _num_barriers(jax.make_jaxpr(rewritten)(kernel, X)) == 1
+    np.testing.assert_allclose(rewritten(kernel, X), gradient(kernel, X), rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def compiled_programs():
     """The StableHLO of each program that is made from now on, once it has run."""
@@ -160,6 +176,20 @@ def test_steps_of_run_are_rewritten(strategy_of, compiled_programs, num_replicas
     assert sum(text.count("optimization_barrier") for text in compiled_programs) == 1
     expected = KERNEL - num_replicas * jax.grad(_loss)(KERNEL, X)
     np.testing.assert_allclose(kernel.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_of_run_stay_as_they_are_if_switched_off(strategy_of, compiled_programs, monkeypatch):
+    monkeypatch.setenv("DISTRIBUTARY_CPU_REWRITES", "0")
+    strategy = strategy_of(2)
+
+    def step(x):
+        return dist.get_replica_context().all_reduce("SUM", jax.grad(_loss)(KERNEL, x))
+
+    result = strategy.run(step, args=(jnp.asarray(X),))
+
+    assert not any("optimization_barrier" in text for text in compiled_programs)
+    expected = 2 * jax.grad(_loss)(KERNEL, X)
+    np.testing.assert_allclose(result.values[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

@@ -1,69 +1,24 @@
 """Checkpoints, which save and restore named state."""
 
 import contextlib
-import errno
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-import jax
-import numpy as np
-
-from distributary.checkpoint._files import (
-    Saved,
-    claim,
-    located,
-    numbered,
-    read,
-    read_arrays,
-    rows_of,
-    siblings,
-    write,
-)
-from distributary.checkpoint._leaves import (
-    ArrayLeaf,
-    Entry,
-    Leaf,
-    Rebuild,
-    VariableLeaf,
-    find_leaves,
-)
-from distributary.checkpoint._workers import Round, agree, this_worker
+from distributary.checkpoint._files import located, numbered, read, read_arrays, rows_of
+from distributary.checkpoint._leaves import Entry, Leaf, by_keeper, find_leaves
+from distributary.checkpoint._saving import Save, check_outside
+from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program
-from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
-from distributary.tracing import current_scope
-from distributary.variables import Keeper, KeptCopy, stored_arrays
+from distributary.errors import InvalidValueError
+from distributary.variables import KeptCopy
 
 _log = logging.getLogger(__name__)
 
 _SECONDS = 600.0
-_PIECE_BYTES = 16 << 20
-_MAX_COPY_THREADS = 4
 _MAX_NAMES_SHOWN = 10
-
-
-@final
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy, in host memory, of the state to save.
-
-    Args:
-        entries: The entry of each leaf, by name.
-        counters: Numbers that belong to the checkpoint itself.
-        arrays: NumPy arrays, by name. Empty on workers that do not write.
-        kept: Copies of variables that are kept elsewhere.
-    """
-
-    entries: Mapping[str, Entry]
-    counters: Mapping[str, int]
-    arrays: Mapping[str, np.ndarray]
-    kept: Sequence[KeptCopy]
 
 
 @final
@@ -186,17 +141,18 @@ class Checkpoint:
         if save_path is None:
             return RestoreStatus(None)
         path = Path(save_path).absolute()
-        _check_outside("restore")
+        check_outside("restore")
         plans: list[_Plan] = []
 
         def own() -> Any:
-            plans.append(self._plan(path, partial, stack))
+            plan = _Plan(self._objects, path, partial, stack)
             # Before the workers agree, as an iterator may refuse the state of another dataset.
-            plans[0].set_states()
-            return [path.name, plans[0].saved.saved_at]
+            plan.set_states(undo)
+            plans.append(plan)
+            return [path.name, plan.saved.saved_at]
 
         with contextlib.ExitStack() as stack:
-            try:
+            with contextlib.ExitStack() as undo:
                 found = agree(f"Restoring {path}", _SECONDS, own)
                 for worker, of_worker in enumerate(found):
                     if of_worker != found[0]:
@@ -205,125 +161,15 @@ class Checkpoint:
                             f" worker 0 {found[0]} (name and time of saving). All workers must"
                             " restore the same checkpoint, from a folder that all of them see."
                         )
-            except BaseException:
-                for plan in plans:
-                    plan.reset_states()
-                raise
-            self._objects.update(plans[0].carry_out())
-            self._counters.update(plans[0].saved.counters)
-            return RestoreStatus(path, plans[0].missing, plans[0].unexpected)
+                undo.pop_all()
+            (plan,) = plans
+            self._objects.update(plan.carry_out())
+            self._counters.update(plan.saved.counters)
+            return RestoreStatus(path, plan.missing, plan.unexpected)
 
     def _save(self, path: str | os.PathLike[str], is_series: bool) -> str:
         path = Path(path).absolute()
-        meeting = Round(f"Checkpoint {path}", _SECONDS)
-        return commit(self._snapshot(path, is_series, meeting), path, is_series, meeting)
-
-    # The manager uses the methods below.
-
-    def _snapshot(self, path: Path, is_series: bool, meeting: Round) -> Snapshot:
-        """Copies the state to the host. Training can go on afterwards.
-
-        All workers have to call it. It waits for steps that have been started. If it fails, the
-        round is over.
-
-        Args:
-            path: Path where the state will be saved.
-            is_series: Whether checkpoints with other numbers belong to this job, too.
-            meeting: Round in which the workers take part.
-        """
-        problem = None
-        try:
-            if meeting.is_chief:
-                try:
-                    claim(path, is_series)
-                except OSError as error:
-                    problem = _not_written(path, error)
-            else:
-                # Programs written for tf.distribute remove this folder after saving.
-                with contextlib.suppress(OSError):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-            # Even with a problem, because other workers may need values of this one.
-            snapshot = self._copy_state(meeting.is_chief and problem is None)
-            if problem is not None:
-                for copy in snapshot.kept:
-                    copy.drop()
-                raise problem
-            return snapshot
-        except BaseException as error:
-            meeting.fail(error)
-            raise
-
-    def _copy_state(self, with_arrays: bool) -> Snapshot:
-        _check_outside("save")
-        leaves, _ = find_leaves(self._objects)
-        kept = _by_keeper(leaves)
-        with _at_rest(kept):
-            # Under the lock, as a step in another thread could donate the arrays.
-            with latest_program.lock:
-                entries = {name: leaf.entry() for name, leaf in leaves.items()}
-                of_variables = {
-                    name: leaf
-                    for name, leaf in leaves.items()
-                    if isinstance(leaf, VariableLeaf) and leaf.keeper is None
-                }
-                arrays = dict(
-                    zip(
-                        of_variables,
-                        stored_arrays([leaf.variable for leaf in of_variables.values()]),
-                        strict=True,
-                    )
-                )
-                for name, leaf in leaves.items():
-                    if isinstance(leaf, ArrayLeaf):
-                        arrays[name] = leaf.array()
-                copies = copied(arrays) if with_arrays else {}
-            kept_copies = [
-                keeper.copy({name: leaf.variable for name, leaf in own.items()})
-                for keeper, own in kept.items()
-            ]
-        return Snapshot(entries, dict(self._counters), copies, kept_copies)
-
-    def _plan(self, path: Path, partial: bool, stack: contextlib.ExitStack) -> "_Plan":
-        """Reads everything that a restore needs, and compares it with the objects.
-
-        Args:
-            path: Path of the checkpoint.
-            partial: See `restore`.
-            stack: Stack to leave after restoring. No steps run until then.
-        """
-        saved = read(path)
-        leaves, rebuild = find_leaves(self._objects)
-        entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
-        missing = [name for name in leaves if name not in entries]
-        unexpected = [name for name in entries if name not in leaves]
-        problems = [
-            f"{name} {problem}"
-            for name, leaf in leaves.items()
-            if name in entries and (problem := leaf.problem(entries[name])) is not None
-        ]
-        if problems or ((missing or unexpected) and not partial):
-            raise InvalidValueError(_refusal(path, missing, unexpected, problems, partial))
-        if missing or unexpected:
-            _log.info("%s: left alone: %s", path, ", ".join(missing + unexpected))
-        present = {name: leaf for name, leaf in leaves.items() if name in entries}
-        # Variables with a value per replica are not loaded by keepers: they are combined here.
-        kept = _by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
-        far = {name for own in kept.values() for name in own}
-        near = [n for n in present if entries[n]["kind"] == "array" and n not in far]
-        arrays = read_arrays(path, near, saved)
-        copies: list[KeptCopy] = []
-        for keeper, own in kept.items():
-            copies.append(
-                keeper.load(
-                    located(path),
-                    {name: leaf.variable for name, leaf in own.items()},
-                    {name: rows_of(name, saved) for name in own},
-                )
-            )
-            stack.callback(copies[-1].drop)
-        stack.enter_context(_at_rest(_by_keeper(present)))
-        present = {name: leaf for name, leaf in present.items() if name not in far}
-        return _Plan(present, rebuild, entries, arrays, copies, saved, missing, unexpected)
+        return Save(self._objects, self._counters, path, is_series, _SECONDS).write()
 
 
 @final
@@ -386,174 +232,6 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     return str(found[-1][0]) if found else None
 
 
-def commit(
-    snapshot: Snapshot,
-    path: Path,
-    is_series: bool,
-    meeting: Round,
-    afterwards: Callable[[], None] = lambda: None,
-) -> str:
-    """Writes a snapshot, and closes the round. All workers call it; the chief writes.
-
-    Args:
-        snapshot: The snapshot to save.
-        path: Path to save it at.
-        is_series: See `Checkpoint._snapshot`.
-        meeting: Round in which the workers take part.
-        afterwards: Called on the chief before the other workers go on.
-
-    Returns:
-        The path.
-
-    Raises:
-        CheckpointError: if the checkpoint cannot be written.
-    """
-
-    def own() -> Any:
-        states = {n: e["state"] for n, e in snapshot.entries.items() if e["kind"] == "state"}
-        others = {n: e for n, e in snapshot.entries.items() if e["kind"] == "array"}
-        digest = hashlib.sha256(json.dumps([sorted(snapshot.entries), others]).encode())
-        return [path.name, digest.hexdigest(), states]
-
-    try:
-        told = meeting.meet(own)
-        for worker, (name, digest, _) in enumerate(told):
-            if [name, digest] != told[0][:2]:
-                raise InvalidValueError(
-                    f"worker {worker} saves other names, shapes or dtypes than worker 0, or under"
-                    f" another number ({name})"
-                )
-        states = [of_worker[2] for of_worker in told]
-
-        def act() -> str:
-            entries = {
-                name: _of_all(entry, [of_worker.get(name) for of_worker in states])
-                for name, entry in snapshot.entries.items()
-            }
-            write(path, entries, snapshot.counters, snapshot.arrays, snapshot.kept, is_series)
-            afterwards()
-            return str(path)
-
-        return meeting.conclude(act)
-    except (OSError, DistributaryError) as error:  # the message says it all, without a traceback
-        raise _not_written(path, error) from None
-    except Exception as error:
-        raise _not_written(path, error) from error
-    finally:
-        for copy in snapshot.kept:
-            copy.drop()
-
-
-def _not_written(path: Path, error: BaseException) -> CheckpointError:
-    """Returns the error to raise on every worker when a checkpoint could not be written."""
-    kept = []
-    with contextlib.suppress(OSError):
-        kept = siblings(path)
-    what_is_left = f"The latest complete one is {kept[-1][0]}" if kept else "There is no other one"
-    reason = str(error).rstrip(".")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        reason = f"the disk of {path.parent} is full ({error.strerror})"
-    problem = CheckpointError(f"The checkpoint {path} was not written: {reason}. {what_is_left}.")
-    problem.errno = getattr(error, "errno", None)
-    return problem
-
-
-def copied(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns copies of arrays in host memory, made by several threads."""
-    # From the data of one device: the variable's own array would keep NumPy's view of it, and then
-    # no step could donate that array.
-    sources = {
-        name: array.addressable_data(0)
-        if isinstance(array, jax.Array) and array.is_fully_replicated
-        else array
-        for name, array in arrays.items()
-    }
-    for array in sources.values():
-        if isinstance(array, jax.Array):
-            array.copy_to_host_async()
-    copies, pieces = {}, []
-    for name, array in sources.items():
-        source = np.ascontiguousarray(array).reshape(array.shape)
-        if isinstance(array, jax.Array) and not _shares_memory(array):
-            copies[name] = source
-            continue
-        copies[name] = np.empty_like(source)
-        step = max(1, _PIECE_BYTES // max(1, source.itemsize))
-        flat, flat_copy = source.reshape(-1), copies[name].reshape(-1)
-        pieces += [(flat_copy[i : i + step], flat[i : i + step]) for i in range(0, flat.size, step)]
-    if sum(source.nbytes for _, source in pieces) <= _PIECE_BYTES:
-        for piece in pieces:
-            np.copyto(*piece)
-    else:
-        with ThreadPoolExecutor(_MAX_COPY_THREADS) as threads:
-            list(threads.map(lambda piece: np.copyto(*piece), pieces))
-    return copies
-
-
-def _shares_memory(array: jax.Array) -> bool:
-    """Returns whether NumPy's view of an array shares the memory of its device."""
-    return next(iter(array.devices())).platform == "cpu"
-
-
-def _by_keeper(leaves: Mapping[str, Leaf]) -> dict[Keeper, dict[str, VariableLeaf]]:
-    """Returns the variables that are kept elsewhere, by their keeper."""
-    found: dict[Keeper, dict[str, VariableLeaf]] = {}
-    for name, leaf in leaves.items():
-        if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
-            found.setdefault(leaf.keeper, {})[name] = leaf
-    return found
-
-
-@contextlib.contextmanager
-def _at_rest(keepers: Iterable[Keeper]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for keeper in keepers:
-            stack.enter_context(keeper.at_rest())
-        yield
-
-
-def _of_all(entry: Entry, states: list[str | None]) -> Entry:
-    """Returns an entry as it is saved. States of iterators may differ between workers."""
-    if entry["kind"] != "state" or len(set(states)) == 1:
-        return entry
-    return {"kind": "state", "states": states}
-
-
-def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:
-    """Returns an entry as one worker restores it."""
-    if "states" not in entry:
-        return entry
-    states = entry["states"]
-    if len(states) != num_workers:
-        problem = f"was saved by {len(states)} workers, each at a place of its own, and here are"
-        return {"kind": "state", "problem": f"{problem} {num_workers}"}
-    return {"kind": "state", "state": states[worker]}
-
-
-def _check_outside(what: str) -> None:
-    if current_scope() is not None:
-        raise ContextError(
-            f"Checkpoint.{what} was called inside Strategy.run or distributary.function, where"
-            " variables have no values yet. Call it between steps."
-        )
-
-
-def _refusal(
-    path: Path, missing: list[str], unexpected: list[str], problems: list[str], partial: bool
-) -> str:
-    lines = [
-        f"The checkpoint {path} does not fit; nothing was restored.",
-        *_differences(*(([], []) if partial else (missing, unexpected)), problems),
-    ]
-    if missing or unexpected:
-        lines.append(
-            "Build the same objects with all their variables first (a Keras optimizer with"
-            " optimizer.build(model.trainable_variables)), or pass partial=True to restore what is"
-            " in both."
-        )
-    return "\n".join(lines)
-
-
 def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:
     """Returns a line for each kind of difference between the state here and a checkpoint."""
     lines = []
@@ -571,51 +249,69 @@ def _differences(missing: list[str], unexpected: list[str], problems: list[str])
 
 @final
 class _Plan:
-    """Everything that a restore needs, read and compared.
+    """Everything that a restore needs, read and compared with the objects.
 
     Args:
-        leaves: The leaves to restore, by name.
-        rebuild: Turns the restored leaves into the objects.
-        entries: The saved entries, by name.
-        arrays: The arrays of those `leaves` that have one.
-        kept: Loaded values of variables that are kept elsewhere.
-        saved: The checkpoint.
-        missing: Names that are only here.
-        unexpected: Names that are only in the checkpoint.
+        objects: The objects to restore, by name.
+        path: Path of the checkpoint.
+        partial: See `Checkpoint.restore`.
+        stack: Stack to leave after restoring. No steps run until then.
     """
 
     def __init__(
-        self,
-        leaves: Mapping[str, Leaf],
-        rebuild: Rebuild,
-        entries: Mapping[str, Entry],
-        arrays: Mapping[str, Any],
-        kept: Sequence[KeptCopy],
-        saved: Saved,
-        missing: Sequence[str],
-        unexpected: Sequence[str],
+        self, objects: Mapping[str, Any], path: Path, partial: bool, stack: contextlib.ExitStack
     ) -> None:
-        self.saved = saved
-        self.missing = missing
-        self.unexpected = unexpected
-        self._kept = kept
-        self._rebuild = rebuild
+        self.saved = saved = read(path)
+        leaves, self._rebuild = find_leaves(objects)
+        entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
         self._entries = entries
-        self._arrays = arrays
-        self._states = {n: leaf for n, leaf in leaves.items() if entries[n]["kind"] == "state"}
-        self._others = {n: leaf for n, leaf in leaves.items() if n not in self._states}
-        self._before: list[tuple[Leaf, Entry]] = []
+        self.missing = [name for name in leaves if name not in entries]
+        self.unexpected = [name for name in entries if name not in leaves]
+        present = {name: leaf for name, leaf in leaves.items() if name in entries}
+        self._check(path, partial, present)
+        # Variables with a value per replica are not loaded by keepers: they are combined here.
+        kept = by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
+        far = {name for own in kept.values() for name in own}
+        self._leaves = {name: leaf for name, leaf in present.items() if name not in far}
+        near = [name for name in self._leaves if entries[name]["kind"] == "array"]
+        self._arrays = read_arrays(path, near, saved)
+        self._kept: list[KeptCopy] = []
+        for keeper, own in kept.items():
+            rows = {name: rows_of(name, saved) for name in own}
+            self._kept.append(keeper.load(located(path), own, rows))
+            stack.callback(self._kept[-1].drop)
+        for keeper in by_keeper(present):
+            stack.enter_context(keeper.at_rest())
 
-    def set_states(self) -> None:
-        """Restores the states of iterators and random number generators."""
-        for name, leaf in self._states.items():
-            self._before.append((leaf, leaf.entry()))
-            leaf.restore(self._entries[name], None)
+    def _check(self, path: Path, partial: bool, present: Mapping[str, Leaf]) -> None:
+        problems = [
+            f"{name} {problem}"
+            for name, leaf in present.items()
+            if (problem := leaf.problem(self._entries[name])) is not None
+        ]
+        differ = bool(self.missing or self.unexpected)
+        if problems or (differ and not partial):
+            left_alone = ([], []) if partial else (self.missing, self.unexpected)
+            lines = [
+                f"The checkpoint {path} does not fit; nothing was restored.",
+                *_differences(*left_alone, problems),
+            ]
+            if differ:
+                lines.append(
+                    "Build the same objects with all their variables first (a Keras optimizer with"
+                    " optimizer.build(model.trainable_variables)), or pass partial=True to restore"
+                    " what is in both."
+                )
+            raise InvalidValueError("\n".join(lines))
+        if differ:
+            _log.info("%s: left alone: %s", path, ", ".join(self.missing + self.unexpected))
 
-    def reset_states(self) -> None:
-        """Undoes `set_states`, even if that has failed halfway."""
-        for leaf, entry in reversed(self._before):
-            leaf.restore(entry, None)
+    def set_states(self, undo: contextlib.ExitStack) -> None:
+        """Restores the states of iterators and generators; leaving `undo` takes this back."""
+        for name, leaf in self._leaves.items():
+            if self._entries[name]["kind"] == "state":
+                undo.callback(leaf.restore, leaf.entry(), None)
+                leaf.restore(self._entries[name], None)
 
     def carry_out(self) -> dict[str, Any]:
         """Restores the rest; returns the objects, with new ones in place of immutable ones."""
@@ -624,6 +320,21 @@ class _Plan:
         with latest_program.lock:
             restored = {
                 name: leaf.restore(self._entries[name], self._arrays.get(name))
-                for name, leaf in self._others.items()
+                for name, leaf in self._leaves.items()
+                if self._entries[name]["kind"] != "state"
             }
         return dict(self._rebuild(restored))
+
+
+def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:
+    """Returns an entry as one worker restores it."""
+    if "states" not in entry:
+        return entry
+    states = entry["states"]
+    if len(states) != num_workers:
+        problem = (
+            f"was saved by {len(states)} workers, each at its own position, and here the number of"
+            f" workers is {num_workers}"
+        )
+        return {"kind": "state", "problem": problem}
+    return {"kind": "state", "state": states[worker]}

@@ -29,11 +29,20 @@ from pathlib import Path
 from typing import Any, final
 
 import google_crc32c
+import jax.numpy as jnp
 import numpy as np
 
 from distributary.checkpoint._leaves import Entry
 from distributary.errors import CheckpointError
-from distributary.files import SavedRows, WrittenFile, check_free, hold, read_rows, write_arrays
+from distributary.files import (
+    SavedRows,
+    WrittenFile,
+    check_free,
+    hold,
+    read_rows,
+    unreadable,
+    write_arrays,
+)
 from distributary.variables import KeptCopy
 
 _log = logging.getLogger(__name__)
@@ -49,7 +58,8 @@ _SEALED = re.compile(rb'(.*")([0-9a-f]{8})"\n\}', re.DOTALL)
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{8}")
 _MAX_NAMES_SHOWN = 3
 
-_writers: dict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
+_is_over = threading.Condition()  # of the first turn of some folder
+_turns: dict[Path, list["Turn"]] = collections.defaultdict(list)
 _told: set[str] = set()  # warnings about damaged checkpoints, so that each is logged once
 
 
@@ -72,6 +82,24 @@ class Saved:
     files: Mapping[str, WrittenFile]
 
 
+@final
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy, in host memory, of the state to save.
+
+    Args:
+        entries: The entry of each leaf, by name.
+        counters: Numbers that belong to the checkpoint itself.
+        arrays: NumPy arrays, by name. Empty on workers that do not write.
+        kept: Copies of variables that are kept elsewhere and saved from there.
+    """
+
+    entries: Mapping[str, Entry]
+    counters: Mapping[str, int]
+    arrays: Mapping[str, np.ndarray]
+    kept: Sequence[KeptCopy]
+
+
 def claim(path: Path, is_series: bool) -> None:
     """Checks that a checkpoint can be written, and claims its place for this job.
 
@@ -89,45 +117,64 @@ def claim(path: Path, is_series: bool) -> None:
         raise CheckpointError(
             f"{file} is not a folder. Move it away, or choose another path."
         ) from None
-    name, number = _name_and_number(path)
-    if is_series:
-        check_free(path.parent, path.name)
-        hold(path.parent, name, is_series=True)
-    else:
-        if number is not None:
-            check_free(path.parent, name)
-        hold(path.parent, path.name, is_series=False)
+    name, _ = _name_and_number(path)
+    held, other = (name, path.name) if is_series else (path.name, name)
+    if other != held:
+        check_free(path.parent, other)
+    hold(path.parent, held, is_series)
     _check_replaceable(path)
 
 
-def write(
-    path: Path,
-    entries: Mapping[str, Entry],
-    counters: Mapping[str, int],
-    arrays: Mapping[str, np.ndarray],
-    kept: Sequence[KeptCopy],
-    is_series: bool,
-) -> None:
+@final
+class Turn:
+    """A turn to write in a folder; turns come in the order in which they are made.
+
+    So a checkpoint that is saved later is written later, whichever thread runs first. Every turn
+    has to end, whether it was used or not: the next one waits for it.
+
+    Args:
+        path: Path of a checkpoint in the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._turns = _turns[path.parent.resolve()]
+        with _is_over:
+            self._turns.append(self)
+
+    def __enter__(self) -> None:
+        with _is_over:
+            _is_over.wait_for(lambda: self._turns[0] is self)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Lets the next one write."""
+        with _is_over:
+            if self in self._turns:
+                self._turns.remove(self)
+                _is_over.notify_all()
+
+
+def write(path: Path, snapshot: Snapshot, is_series: bool, turn: Turn) -> None:
     """Writes a checkpoint, which appears as a whole or not at all.
 
     Args:
         path: Folder of the checkpoint. A checkpoint that is already there is replaced.
-        entries: The entry of each leaf, by name.
-        counters: Numbers that belong to the checkpoint itself.
-        arrays: NumPy arrays, by name.
-        kept: Copies of variables that are kept elsewhere and saved from there.
+        snapshot: The state to save.
         is_series: See `claim`.
+        turn: The turn to write there.
 
     Raises:
         Exception: any error, if the checkpoint cannot be written.
     """
-    with _writers[path.parent.resolve()]:
+    with turn:
         claim(path, is_series)
         _remove_leftovers(path, is_series)
         temporary = _temporary(path)
         temporary.mkdir()
         try:
-            _fill(temporary, path, entries, counters, arrays, kept)
+            _fill(temporary, path, snapshot)
             _check_replaceable(path)
             with contextlib.suppress(FileNotFoundError):
                 # If there already is a replaced one, it stays: it is known to be complete, and
@@ -142,32 +189,25 @@ def write(
         _remove_leftovers(path, is_series)
 
 
-def _fill(
-    folder: Path,
-    path: Path,
-    entries: Mapping[str, Entry],
-    counters: Mapping[str, int],
-    arrays: Mapping[str, np.ndarray],
-    kept: Sequence[KeptCopy],
-) -> None:
+def _fill(folder: Path, path: Path, snapshot: Snapshot) -> None:
     """Writes the files of the checkpoint for `path` to `folder`."""
     # Marks the folder as ours, in case this process is killed.
     (folder / _INDEX).write_bytes(b"{\n " + _MARK)
-    files = {_ARRAYS: write_arrays(folder / _ARRAYS, arrays)}
-    rows = {name: own for copy in kept for name, own in copy.save(folder).items()}
+    files = {_ARRAYS: write_arrays(folder / _ARRAYS, snapshot.arrays)}
+    rows = {name: own for copy in snapshot.kept for name, own in copy.save(folder).items()}
     for part in (part for own in rows.values() for part in own):
         files[part.file] = WrittenFile((folder / part.file).stat().st_size, part.checksum)
     index = {
         "written_by": "distributary",
         "format": _FORMAT,
         "saved_at": max([time.time_ns(), *(s.saved_at + 1 for _, s in siblings(path))]),
-        "counters": dict(counters),
+        "counters": dict(snapshot.counters),
         "files": {name: astuple(file) for name, file in files.items()},
         "entries": {
             name: {**entry, "parts": [[p.file, p.name, p.start, p.stop] for p in rows[name]]}
             if name in rows
             else entry
-            for name, entry in entries.items()
+            for name, entry in snapshot.entries.items()
         },
     }
     (folder / _INDEX).write_bytes(sealed(index))
@@ -197,11 +237,12 @@ def read(path: Path) -> Saved:
             " or latest_checkpoint gave; several workers need a folder that all of them see."
         ) from None
     except OSError as error:
-        raise _damaged(path, f"{_INDEX} cannot be opened ({error.strerror})") from None
+        raise unreadable(path, f"its file {_INDEX} cannot be opened ({error.strerror})") from None
     match = _SEALED.fullmatch(text)
     if match is None or google_crc32c.value(match[1]) != int(match[2], 16):
-        raise _damaged(
-            path, f"{_INDEX} is damaged, or that of another program: its checksum is not right"
+        raise unreadable(
+            path,
+            f"its file {_INDEX} is damaged, or that of another program: its checksum is not right",
         )
     index = json.loads(text)
     if index["format"] != _FORMAT:
@@ -212,11 +253,12 @@ def read(path: Path) -> Saved:
     files = {name: WrittenFile(*file) for name, file in index["files"].items()}
     for name, file in files.items():
         if not (folder / name).is_file():
-            raise _damaged(path, f"{name} is missing")
+            raise unreadable(path, f"its file {name} is missing")
         num_bytes = (folder / name).stat().st_size
         if num_bytes != file.num_bytes:
-            raise _damaged(
-                path, f"{name} has {num_bytes} bytes, and {file.num_bytes} bytes were written"
+            raise unreadable(
+                path,
+                f"its file {name} has {num_bytes} bytes, and {file.num_bytes} bytes were written",
             )
     return Saved(index["entries"], index["counters"], index["saved_at"], files)
 
@@ -225,13 +267,6 @@ def _stored(entry: Entry) -> tuple[list[int], str]:
     """Returns the shape and dtype that an array has in its file."""
     data = entry.get("data", entry)  # random keys are saved as arrays of another shape and dtype
     return ([entry["rows"]] if "rows" in entry else []) + data["shape"], data["dtype"]
-
-
-def _damaged(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {path} cannot be read: its file {problem}. Restore another checkpoint, or"
-        " copy this one again from where it is whole."
-    )
 
 
 def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, np.ndarray]:
@@ -243,7 +278,7 @@ def read_arrays(path: Path, names: Collection[str], saved: Saved) -> dict[str, n
     arrays, rows = {}, []
     for name in names:
         shape, dtype = _stored(saved.entries[name])
-        arrays[name] = np.empty(shape, _dtype(dtype))
+        arrays[name] = np.empty(shape, jnp.dtype(dtype))
         rows.append(rows_of(name, saved))
     read_rows(located(path), list(arrays.values()), rows)
     return arrays
@@ -404,12 +439,6 @@ def located(path: Path) -> Path:
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
-
-
-def _dtype(name: str) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.dtype(name)
 
 
 def _sync(path: Path) -> None:

@@ -1,9 +1,10 @@
 """The named leaves of a checkpoint, found in the objects that a user passes."""
 
 import dataclasses
+import functools
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -15,6 +16,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError, Unsupported
 from distributary.topology import local_copy
 from distributary.values import DistributedValues
 from distributary.variables import (
+    ForeignVariable,
     Keeper,
     SavedVariable,
     ShardedVariable,
@@ -22,9 +24,7 @@ from distributary.variables import (
     VariableAggregation,
     as_variable,
     foreign_parts,
-    is_per_replica,
-    keeper_of,
-    put_back,
+    of_rows,
 )
 
 #: The description of a leaf without its array, which is saved as JSON.
@@ -80,7 +80,7 @@ class _Search:
         self._arguments = {id(value): name for name, value in objects.items()}
         self._seen: dict[int, Any] = {}  # by id; keeps the objects, so that no id is reused
 
-    def find(self, name: str, value: Any) -> Rebuild:
+    def find(self, name: str, value: object) -> Rebuild:
         is_elsewhere = self._arguments.get(id(value), name) != name
         leaf = _leaf_of(name, value)
         if isinstance(leaf, (_Number, ArrayLeaf)):
@@ -94,69 +94,27 @@ class _Search:
             return lambda restored: value
         return self._find_in(name, value)
 
-    def _find_in(self, name: str, value: Any) -> Rebuild:
-        parts: Mapping[Any, Any] | None
+    def _find_in(self, name: str, value: object) -> Rebuild:
         if value is None:
             return lambda restored: None
-        if isinstance(value, (dict, list)):
-            parts = value if isinstance(value, dict) else dict(enumerate(value))
-            return self._mutable(name, value, parts, value.__setitem__)
-        if isinstance(value, tuple):
-            return self._tuple(name, value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            if value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-                return self._frozen(name, value, fields)
-            return self._mutable(name, value, fields, lambda k, v: setattr(value, k, v))
-        parts = foreign_parts(value)
-        if parts is None:
+        found = _parts_of(value)
+        if found is None:
             raise InvalidTypeError(
                 f"Checkpoint: {name!r} is {value!r}, a {type(value).__name__}, which cannot be"
                 " saved. Pass variables, arrays, numbers, iterators over datasets, Keras models,"
                 " optimizers and metrics, generators of random numbers, or dicts, lists, tuples"
                 " and dataclasses of them."
             )
-        return self._mutable(name, value, parts, None)
-
-    def _mutable(
-        self,
-        name: str,
-        value: Any,
-        parts: Mapping[Any, Any],
-        put: Callable[[Any, Any], None] | None,
-    ) -> Rebuild:
-        rebuilds = [(key, part, self._find_part(name, key, part)) for key, part in parts.items()]
-
-        def rebuild(restored: Mapping[str, Any]) -> Any:
-            for key, part, of_part in rebuilds:
-                new = of_part(restored)
-                if put is not None and new is not part:
-                    put(key, new)
-            return value
-
-        return rebuild
-
-    def _tuple(self, name: str, value: Any) -> Rebuild:
-        keys = getattr(value, "_fields", range(len(value)))
-        rebuilds = [self._find_part(name, k, v) for k, v in zip(keys, value, strict=True)]
-
-        def rebuild(restored: Mapping[str, Any]) -> Any:
-            new = [of_part(restored) for of_part in rebuilds]
-            return type(value)(*new) if hasattr(value, "_fields") else tuple(new)
-
-        return rebuild
-
-    def _frozen(self, name: str, value: Any, fields: Mapping[str, Any]) -> Rebuild:
-        rebuilds = {key: self._find_part(name, key, part) for key, part in fields.items()}
+        parts, replace_parts = found
+        rebuilds = {key: self._find_part(name, key, part) for key, part in parts.items()}
 
         def rebuild(restored: Mapping[str, Any]) -> Any:
             new = {key: of_part(restored) for key, of_part in rebuilds.items()}
-            changed = {key: part for key, part in new.items() if part is not fields[key]}
-            return dataclasses.replace(value, **changed)
+            return replace_parts({key: new[key] for key in new if new[key] is not parts[key]})
 
         return rebuild
 
-    def _find_part(self, name: str, key: Any, part: Any) -> Rebuild:
+    def _find_part(self, name: str, key: object, part: object) -> Rebuild:
         # Escaped: with the separator of names in a key, two leaves could get the same name.
         return self.find(f"{name}/{str(key).replace('%', '%25').replace('/', '%2F')}", part)
 
@@ -174,11 +132,40 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
         )
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return ArrayLeaf(name, value)
-    if isinstance(value, (np.random.Generator, random.Random)):
-        return _Generator(name, value)
-    if callable(getattr(value, "get_state", None)) and callable(getattr(value, "set_state", None)):
-        return _Stateful(name, value)
-    return None
+    return _state_of(name, value)
+
+
+def _parts_of(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]] | None:
+    """Returns the parts of an object, and a function that replaces some; None if it has none.
+
+    The function returns the object, or a new one if the object is immutable.
+    """
+    if isinstance(value, dict):
+        return dict(value), functools.partial(_put, value, value.__setitem__)
+    if isinstance(value, list):
+        return dict(enumerate(value)), functools.partial(_put, value, value.__setitem__)
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)  # of a named tuple
+        parts = dict(zip(fields or range(len(value)), value, strict=True))
+
+        def make(changed: dict[Any, Any]) -> Any:
+            new = (parts | changed).values()
+            return tuple(new) if fields is None else type(value)(*new)
+
+        return parts, make
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            return parts, lambda changed: dataclasses.replace(value, **changed)
+        return parts, functools.partial(_put, value, functools.partial(setattr, value))
+    foreign = foreign_parts(value)
+    return None if foreign is None else (dict(foreign), lambda changed: value)
+
+
+def _put(value: Any, put: Callable[[Any, Any], object], changed: dict[Any, Any]) -> Any:
+    for key, part in changed.items():
+        put(key, part)
+    return value
 
 
 @final
@@ -192,7 +179,20 @@ class VariableLeaf:
     @property
     def keeper(self) -> Keeper | None:
         """Keeper that saves and restores the value; None if this process does."""
-        return keeper_of(self.variable)
+        shards = getattr(self.variable, "_shards", ())
+        keeper: Keeper | None = getattr(shards[0], "_keeper", None) if shards else None
+        return None if 0 in self.variable.shape else keeper
+
+    @property
+    def num_rows(self) -> int | None:
+        """Number of replicas if each has its own value, so that the state is `[replica, *shape]`.
+
+        None if there is one value for all replicas.
+        """
+        variable = self.variable
+        if isinstance(variable, ShardedVariable) or not variable._handle.per_replica:
+            return None
+        return variable._layout.num_replicas
 
     def entry(self) -> Entry:
         variable = self.variable
@@ -204,35 +204,48 @@ class VariableLeaf:
             raise InvalidValueError(
                 f"Checkpoint: the variable {self.name!r} has no value yet. Build the model first."
             )
-        entry: Entry = {
-            "kind": "array",
-            "shape": list(variable.shape),
-            "dtype": str(jnp.dtype(variable.dtype)),
-        }
-        if is_per_replica(variable):
+        entry = _array_entry(variable.shape, jnp.dtype(variable.dtype))
+        if self.num_rows is not None:
             assert isinstance(variable, Variable)
             # `shape` stays that of one replica, which does not depend on the number of replicas.
-            entry["rows"] = variable._layout.num_replicas
-            entry["aggregation"] = variable.aggregation.name
+            entry |= {"rows": self.num_rows, "aggregation": variable.aggregation.name}
         return entry
 
     def problem(self, entry: Entry) -> str | None:
         problem = _array_problem(entry, self.variable.shape, self.variable.dtype)
-        if problem is None and entry.get("aggregation") == VariableAggregation.NONE.name:
-            rows = entry["rows"]
-            here = self.variable._layout.num_replicas if is_per_replica(self.variable) else 1
-            if not is_per_replica(self.variable) or rows != here:
-                return (
-                    f"holds a value for each of {rows} replicas and aggregation NONE, which says"
-                    f" not how to combine them for {here}"
-                )
+        has_no_sum = entry.get("aggregation") == VariableAggregation.NONE.name
+        if problem is None and has_no_sum and entry["rows"] != self.num_rows:
+            return (
+                f"holds a value for each of {entry['rows']} replicas and aggregation NONE, which"
+                f" does not say how to combine them for {self.num_rows or 1}"
+            )
         return problem
 
-    def restore(self, entry: Entry, array: Any) -> Any:
-        aggregation = entry.get("aggregation")
-        rows_of = None if aggregation is None else VariableAggregation[aggregation]
-        put_back(self.variable, array, rows_of)
-        return None
+    def restore(self, entry: Entry, array: np.ndarray) -> None:
+        """Restores the value; `array` is `[replica, *shape]` if each replica had its own.
+
+        If there are as many replicas as rows, each replica gets its own row back. Otherwise, the
+        aggregated value stays the same. With SUM, replica 0 then holds all of it and the others
+        hold zero, so that the sum is exactly the same.
+        """
+        variable, num_rows = self.variable, self.num_rows
+        if "rows" in entry and entry["rows"] != num_rows:
+            aggregation = VariableAggregation[entry["aggregation"]]
+            array = np.asarray(of_rows(jnp.asarray(array), aggregation, variable.name))
+        if num_rows is not None and entry.get("rows") != num_rows:
+            assert isinstance(variable, Variable)
+            array = np.broadcast_to(array, (num_rows, *array.shape))
+            if variable.aggregation is VariableAggregation.SUM:
+                array = array.copy()
+                array[1:] = 0
+        if isinstance(variable, Variable):
+            layout = variable._layout
+            variable._value = layout.place(array, variable.dtype, stacked=num_rows is not None)
+            variable._shared = False
+        else:
+            # The library that keeps the value has its own way to assign.
+            target = variable.variable if isinstance(variable, ForeignVariable) else variable
+            target.assign(array)
 
 
 @final
@@ -241,9 +254,9 @@ class ArrayLeaf:
     """A leaf that is a NumPy or JAX array."""
 
     name: str
-    value: Any
+    value: jax.Array | np.ndarray | np.generic
 
-    def array(self) -> Any:
+    def array(self) -> jax.Array | np.ndarray:
         """Returns the array to save."""
         if isinstance(self.value, jax.Array):
             if not self.value.is_fully_addressable and not self.value.is_fully_replicated:
@@ -257,11 +270,7 @@ class ArrayLeaf:
         return np.asarray(self.value)
 
     def entry(self) -> Entry:
-        entry: Entry = {
-            "kind": "array",
-            "shape": list(self.value.shape),
-            "dtype": str(self.value.dtype),
-        }
+        entry = _array_entry(self.value.shape, self.value.dtype)
         dtype = self.value.dtype
         if isinstance(dtype, np.dtype) and (dtype.kind in "OUSMm" or dtype.names):
             raise InvalidTypeError(
@@ -276,11 +285,11 @@ class ArrayLeaf:
     def problem(self, entry: Entry) -> str | None:
         return _array_problem(entry, self.value.shape, self.value.dtype)
 
-    def restore(self, entry: Entry, array: Any) -> Any:
+    def restore(self, entry: Entry, array: np.ndarray) -> jax.Array | np.ndarray | np.generic:
         value = self.value
         if isinstance(value, jax.Array):
             if _is_key(value):
-                return jax.random.wrap_key_data(array, impl=jax.random.key_impl(value))
+                return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(value))
             # Committed only if it was before, as uncommitted arrays work with any device.
             return jax.device_put(array, value.sharding) if value.committed else jnp.array(array)
         if isinstance(value, np.ndarray) and value.flags.writeable:
@@ -289,11 +298,24 @@ class ArrayLeaf:
         return array[()]
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: jax.Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
-def _array_problem(entry: Entry, shape: Any, dtype: Any) -> str | None:
+def by_keeper(leaves: Mapping[str, Leaf]) -> dict[Keeper, dict[str, SavedVariable]]:
+    """Returns the variables that are kept elsewhere, by their keeper and their names."""
+    found: dict[Keeper, dict[str, SavedVariable]] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
+            found.setdefault(leaf.keeper, {})[name] = leaf.variable
+    return found
+
+
+def _array_entry(shape: Sequence[int], dtype: object) -> Entry:
+    return {"kind": "array", "shape": list(shape), "dtype": str(dtype)}
+
+
+def _array_problem(entry: Entry, shape: Sequence[int], dtype: object) -> str | None:
     if entry["kind"] != "array":
         return f"is {_described(entry)}, and here it is an array"
     if tuple(entry["shape"]) != tuple(shape):
@@ -307,7 +329,7 @@ def _array_problem(entry: Entry, shape: Any, dtype: Any) -> str | None:
 @dataclass(frozen=True)
 class _Number:
     name: str
-    value: Any
+    value: bool | int | float | str
 
     def entry(self) -> Entry:
         return {"kind": "value", "type": type(self.value).__name__, "value": self.value}
@@ -318,66 +340,56 @@ class _Number:
             return None
         return f"is {_described(entry)}, and here of type {name}"
 
-    def restore(self, entry: Entry, array: Any) -> Any:
+    def restore(self, entry: Entry, array: np.ndarray | None) -> bool | int | float | str:
         return type(self.value)(entry["value"])
 
 
+@final
+@dataclass(frozen=True)
 class _State:
     """A leaf whose state is saved as JSON text, which may differ between workers."""
 
-    def __init__(self, name: str, value: Any) -> None:
-        self._name = name
-        self._value = value
+    name: str
+    value: object
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
 
     def entry(self) -> Entry:
-        state = self.state()
+        state = self.get_state()
         try:
             text = json.dumps(state, default=lambda array: array.tolist())
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidTypeError(
-                f"Checkpoint: the state of {self._name!r} is {state!r}, which JSON cannot hold:"
+                f"Checkpoint: the state of {self.name!r} is {state!r}, which JSON cannot hold:"
                 " expected dicts, lists, numbers and strings."
             ) from error
         return {"kind": "state", "state": text}
 
-    def state(self) -> Any:
-        raise NotImplementedError
-
-    def set_state(self, state: Any) -> None:
-        raise NotImplementedError
-
     def problem(self, entry: Entry) -> str | None:
         if entry["kind"] != "state":
-            return f"is {_described(entry)}, and here a {type(self._value).__name__}"
+            return f"is {_described(entry)}, and here a {type(self.value).__name__}"
         return entry.get("problem")
 
-    def restore(self, entry: Entry, array: Any) -> Any:
+    def restore(self, entry: Entry, array: np.ndarray | None) -> None:
         self.set_state(json.loads(entry["state"]))
-        return None
 
 
-@final
-class _Stateful(_State):
-    def state(self) -> Any:
-        return self._value.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._value.set_state(state)
-
-
-@final
-class _Generator(_State):
-    def state(self) -> Any:
-        if isinstance(self._value, random.Random):
-            return self._value.getstate()
-        return self._value.bit_generator.state
-
-    def set_state(self, state: Any) -> None:
-        if isinstance(self._value, random.Random):
-            version, internal, gauss = state
-            self._value.setstate((version, tuple(internal), gauss))
-        else:
-            self._value.bit_generator.state = state
+def _state_of(name: str, value: Any) -> _State | None:
+    """Returns the state of a random number generator or an iterator; None for other objects."""
+    if isinstance(value, random.Random):
+        return _State(
+            name,
+            value,
+            value.getstate,
+            lambda state: value.setstate((state[0], tuple(state[1]), state[2])),
+        )
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return _State(name, value, lambda: bits.state, functools.partial(setattr, bits, "state"))
+    get_state, set_state = (getattr(value, method, None) for method in ("get_state", "set_state"))
+    if callable(get_state) and callable(set_state):
+        return _State(name, value, get_state, set_state)
+    return None
 
 
 def _described(entry: Entry) -> str:

@@ -11,14 +11,16 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.checkpoint._checkpoint import Checkpoint, Snapshot, commit
-from distributary.checkpoint._files import Saved, numbered, remove
-from distributary.checkpoint._workers import Round, agree
+from distributary.checkpoint._checkpoint import Checkpoint
+from distributary.checkpoint._files import Saved, Turn, numbered, remove
+from distributary.checkpoint._saving import Save
+from distributary.checkpoint._workers import agree
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _log = logging.getLogger(__name__)
 
 _NS_PER_HOUR = 3600 * 10**9
+_THREAD_NAME = "distributary-checkpoint"
 
 
 @final
@@ -95,34 +97,23 @@ class CheckpointManager:
                 f"CheckpointManager: checkpoint_name is {checkpoint_name!r}, expected the beginning"
                 ' of names of files, such as "ckpt".'
             )
-        self._checkpoint = checkpoint
+        #: The checkpoint that is saved.
+        self.checkpoint = checkpoint
         self._directory = Path(directory).absolute()
+        #: Directory of the checkpoints.
+        self.directory = str(self._directory)
         self._max_to_keep = max_to_keep
         self._keep_every_n_hours = keep_checkpoint_every_n_hours
         self._name = checkpoint_name
         self._step_counter = step_counter
-        self._checkpoint_interval = checkpoint_interval
+        #: Number of steps between two checkpoints; None saves at every call.
+        self.checkpoint_interval = checkpoint_interval
         self._init_fn = init_fn
         self._asynchronous = asynchronous
         self._timeout_seconds = timeout_seconds
         self._latest_step: int | None = None
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint that is saved."""
-        return self._checkpoint
-
-    @property
-    def directory(self) -> str:
-        """Directory of the checkpoints."""
-        return str(self._directory)
-
-    @property
-    def checkpoint_interval(self) -> int | None:
-        """Number of steps between two checkpoints; None saves at every call."""
-        return self._checkpoint_interval
 
     @property
     def checkpoints(self) -> list[str]:
@@ -158,29 +149,29 @@ class CheckpointManager:
         Source: `tf.train.CheckpointManager.save`.
         """
         step = self._step()
-        if self._checkpoint_interval is not None and step is not None:
+        if self.checkpoint_interval is not None and step is not None:
             last = self._latest_step
-            if check_interval and last is not None and step - last < self._checkpoint_interval:
+            if check_interval and last is not None and step - last < self.checkpoint_interval:
                 return None
         self.wait_until_finished()
-        counters = self._checkpoint._counters
+        counters = self.checkpoint._counters
         counters["save_counter"] += 1
         number = counters["save_counter"] if checkpoint_number is None else int(checkpoint_number)
         path = self._directory / f"{self._name}-{number}"
-        meeting = Round(f"Checkpoint {path}", self._timeout_seconds)
-        snapshot = self._checkpoint._snapshot(path, True, meeting)
+        save = Save(self.checkpoint._objects, counters, path, True, self._timeout_seconds)
         self._latest_step = step
         if not self._asynchronous:
-            return commit(snapshot, path, True, meeting, self._remove_old)
+            return save.write(self._remove_old)
+        turn = Turn(path)
         writer = threading.Thread(
-            target=self._write_in_background,
-            args=(snapshot, path, meeting),
-            name="distributary-checkpoint",
+            target=self._write_in_background, args=(save, turn), name=_THREAD_NAME
         )
-        with _writers_lock:
-            _writers.add(writer)
         self._writer = writer
-        writer.start()
+        try:
+            writer.start()
+        except BaseException:
+            turn.end()
+            raise
         return str(path)
 
     def wait_until_finished(self) -> None:
@@ -213,7 +204,7 @@ class CheckpointManager:
         what = f"Restoring from {self._directory}"
         path = agree(what, self._timeout_seconds, lambda: path)[0]
         if path is not None:
-            self._checkpoint.restore(path)
+            self.checkpoint.restore(path)
             self._latest_step = self._step()
         elif self._init_fn is not None:
             self._init_fn()
@@ -230,15 +221,14 @@ class CheckpointManager:
         found = numbered(self._directory, self._name)
         return found if self._max_to_keep is None else found[-self._max_to_keep :]
 
-    def _write_in_background(self, snapshot: Snapshot, path: Path, meeting: Round) -> None:
+    def _write_in_background(self, save: Save, turn: Turn) -> None:
         try:
-            commit(snapshot, path, True, meeting, self._remove_old)
+            save.write(self._remove_old, turn)
         except BaseException as error:
             _log.error("%s", error)
             self._error = error
         finally:
-            with _writers_lock:
-                _writers.discard(threading.current_thread())
+            turn.end()  # also if it came to nothing, or on a worker that does not write
 
     def _remove_old(self) -> None:
         if self._max_to_keep is None:
@@ -257,15 +247,10 @@ class CheckpointManager:
                 _log.warning("The old checkpoint is not removed: %s", error)
 
 
-_writers: set[threading.Thread] = set()
-_writers_lock = threading.Lock()
-
-
 def _wait_for_all() -> None:
-    with _writers_lock:
-        writers = list(_writers)
-    for writer in writers:
-        writer.join()
+    for thread in threading.enumerate():
+        if thread.name == _THREAD_NAME:
+            thread.join()
 
 
 # A script may end right after `save`. Files are written by threads of concurrent.futures, which

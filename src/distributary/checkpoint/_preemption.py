@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from jax.experimental import multihost_utils
 
@@ -18,6 +18,9 @@ from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._workers import agree
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.topology import coordination_client
+
+if TYPE_CHECKING:
+    from distributary.cluster_resolver import ClusterResolver
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: "ClusterResolver | None",
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
@@ -248,7 +251,7 @@ class PreemptionCheckpointHandler:
             os.kill(os.getpid(), signal.SIGTERM)  # so that JAX tells the other workers
 
 
-def _manager_of(given: Any, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+def _manager_of(given: object, directory: str | os.PathLike[str] | None) -> CheckpointManager:
     if isinstance(given, CheckpointManager):
         if directory is not None:
             raise InvalidValueError(

@@ -1,7 +1,7 @@
 """Rounds, in which the workers of a job save and restore together."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from distributary.dispatch import JobEvent, job_programs
 from distributary.errors import CheckpointError, ClusterError
@@ -10,15 +10,43 @@ from distributary.job import consensus
 _BEGIN = JobEvent("saving a checkpoint")
 
 
-def agree(what: str, timeout_seconds: float, own: Callable[[], Any]) -> list[Any]:
-    """Returns the results of `own` on every worker, in worker order; see `Round.meet`.
+def agree(
+    what: str, timeout_seconds: float, own: Callable[[], Any], topic: str | None = None
+) -> list[Any]:
+    """Returns the results of `own` on every worker, in worker order.
 
     Args:
         what: Beginning of errors, which says what the workers do together.
         timeout_seconds: Seconds to wait for the others.
         own: Function whose result can be written as JSON.
+        topic: The conversation, if it is not that of the script.
+
+    Raises:
+        Exception: any error that `own` raises on this worker.
+        CheckpointError: if `own` raises on another worker, or a worker does not take part in time.
     """
-    return _agreed(what, timeout_seconds, own, None)
+    job = consensus()
+    if job is None:
+        return [own()]
+    failures: list[BaseException] = []
+
+    def say() -> Any:
+        try:
+            return own()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    try:
+        if topic is None:
+            return job.agree("restoring a checkpoint", say, seconds=timeout_seconds)
+        return job.agree(topic, say, topic, timeout_seconds)
+    except TimeoutError as error:
+        raise _absent(what, timeout_seconds, error) from error
+    except ClusterError as error:
+        if error in failures:
+            raise
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def this_worker() -> tuple[int, int]:
@@ -45,6 +73,7 @@ class Round:
         self._job = consensus()
         self._what = what
         self._timeout_seconds = timeout_seconds
+        self._topic: str | None = None
         if self._job is not None:
             job_programs.begin(_BEGIN)
             self._topic = f"checkpoint {self._job.count('checkpoint')}"
@@ -55,28 +84,17 @@ class Round:
         return self._job is None or self._job.number == 0
 
     def meet(self, own: Callable[[], Any]) -> list[Any]:
-        """Returns the results of `own` on every worker, in worker order.
+        """Returns the results of `own` on every worker, in worker order; see `agree`."""
+        return agree(self._what, self._timeout_seconds, own, self._topic)
 
-        Raises:
-            Exception: any error that `own` raises on this worker.
-            CheckpointError: if `own` raises on another worker, or a worker does not take part in
-                time.
-        """
-        if self._job is None:
-            return [own()]
-        return _agreed(self._what, self._timeout_seconds, own, self._topic)
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tells the other workers, which are meeting, that this one has failed; raises `error`."""
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the other workers, which are meeting, that this one has failed."""
-
-        def fail() -> Any:
+        def own() -> NoReturn:
             raise error
 
-        try:
-            self.meet(fail)
-        except BaseException as raised:
-            if raised is not error:
-                raise
+        self.meet(own)
+        raise AssertionError
 
     def conclude(self, act: Callable[[], str]) -> str:
         """Runs `act` on the chief, and returns its result on all workers.
@@ -107,35 +125,8 @@ class Round:
         return text
 
 
-def _agreed(
-    what: str, timeout_seconds: float, own: Callable[[], Any], topic: str | None
-) -> list[Any]:
-    job = consensus()
-    if job is None:
-        return [own()]
-    failures: list[BaseException] = []
-
-    def say() -> Any:
-        try:
-            return own()
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    try:
-        if topic is None:
-            return job.agree("restoring a checkpoint", say, seconds=timeout_seconds)
-        return job.agree(topic, say, topic, timeout_seconds)
-    except TimeoutError as error:
-        raise _absent(what, timeout_seconds, error) from error
-    except ClusterError as error:
-        if error in failures:
-            raise
-        raise CheckpointError(f"{what}: {error}") from error
-
-
 def _absent(what: str, timeout_seconds: float, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{what}: a worker did not take part within {timeout_seconds:g} s. All workers must save"
-        f" and restore in the same order; has it ended, or taken another way? ({error})"
+        f" and restore in the same order. Look at the output of the other workers ({error})."
     )

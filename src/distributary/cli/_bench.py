@@ -1,23 +1,38 @@
-"""The command `distributary bench`."""
+"""Measures how training scales with replicas, and predicts how it scales with hosts.
+
+Measures the training step of a built-in model or of a script on more and more replicas of this
+machine, and how much of it the all-reduces take. Predicts the time of the step on several hosts
+from latency and bandwidth. A script runs once for each number of replicas, until enough of its
+steps are measured. It must use all devices, as MirroredStrategy() does, and train for at least a
+few seconds.
+
+Examples:
+  distributary bench
+  distributary bench --model transformer --replicas 1,2,4 --plot scaling.png
+  distributary bench --hosts 2,8,32 --gbit 100 --latency-us 10 train.py --epochs 100
+"""
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from distributary.cli._compile import add_script_arguments, check_script
-from distributary.cli._doctor import add_json_argument, write_json
+from distributary.cli._arguments import (
+    add_json_argument,
+    add_option,
+    add_script_arguments,
+    check_script,
+    write_json,
+)
 from distributary.diagnosis import format_bytes, loopback
-from distributary.errors import DistributaryError
 from distributary.scaling import (
     MODELS,
     Network,
     Prediction,
     Program,
-    Row,
+    Timing,
     default_replicas,
     draw,
     measure,
@@ -25,80 +40,30 @@ from distributary.scaling import (
     write_png,
 )
 
-__all__ = ["add_bench_command"]
+__all__ = ["add_arguments", "run"]
 
-_EPILOG = """\
-A script runs once for each number of replicas, until enough of its steps are measured. It must use
-all devices, as MirroredStrategy() does, and train for at least a few seconds.
-
-examples:
-  distributary bench
-  distributary bench --model transformer --replicas 1,2,4 --plot scaling.png
-  distributary bench --hosts 2,8,32 --gbit 100 --latency-us 10 train.py --epochs 100
-"""
 _MODULE = "distributary.scaling._training_loop"
 
 
-def add_bench_command(commands: Any) -> None:
-    """Adds the command to the parser's commands."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure how training scales with replicas, and predict how it scales with hosts",
-        description="Measures the training step of a built-in model or of a script on more and"
-        " more replicas of this machine, and how much of it the all-reduces take. Predicts the time"
-        " of the step on several hosts from latency and bandwidth.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        choices=MODELS,
-        default="mlp",
-        help="model to measure if you do not give a script (default: mlp)",
-    )
-    add(
-        "--replicas",
-        type=_numbers,
-        metavar="N,N",
-        help="numbers of replicas (default: 1, 2, 4, ... up to the number of GPUs, or of cores)",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    add = partial(add_option, parser)
+    text = "model to measure if you do not give a script (default: %(default)s)"
+    parser.add_argument("--model", choices=MODELS, default="mlp", help=text)
+    text = "numbers of replicas (default: 1, 2, 4, ... up to the number of GPUs, or of cores)"
+    add("--replicas", _numbers, "N,N", text)
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument(
-        "--batch",
-        type=int,
-        default=64,
-        metavar="B",
-        help="examples per replica, with --model (default: 64)",
-    )
-    batch.add_argument(
-        "--global-batch",
-        type=int,
-        metavar="B",
-        help="examples that all replicas share, with --model",
-    )
-    add("--step", metavar="FUNCTION", help="name of the script's step function")
-    add(
-        "--seconds",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="seconds to measure for each number of replicas (default: 5)",
-    )
-    add(
-        "--hosts",
-        type=_numbers,
-        default=[2, 4, 8, 16],
-        metavar="N,N",
-        help="numbers of hosts to predict (default: 2,4,8,16)",
-    )
-    add("--gbit", type=float, metavar="G", help="bandwidth between hosts, Gbit/s")
-    add("--latency-us", type=float, metavar="U", help="latency between hosts, one way, us")
-    add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
+    add_option(batch, "--batch", int, "B", "examples per replica, with --model", 64)
+    text = "examples that all replicas share, with --model"
+    add_option(batch, "--global-batch", int, "B", text)
+    add("--step", str, "FUNCTION", "name of the script's step function")
+    add("--seconds", float, "S", "seconds to measure for each number of replicas", 5.0)
+    add("--hosts", _numbers, "N,N", "numbers of hosts to predict", "2,4,8,16")
+    add("--gbit", float, "G", "bandwidth between hosts, Gbit/s")
+    add("--latency-us", float, "U", "latency between hosts, one way, us")
+    add("--plot", Path, "FILE", "write a picture (PNG)")
     add_json_argument(parser)
     add_script_arguments(parser, "Python script to measure instead of a model", required=False)
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def _numbers(text: str) -> list[int]:
@@ -108,42 +73,37 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _run(namespace: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace) -> int:
+    """Measures, predicts, and prints both."""
     if namespace.script is not None:
         check_script(namespace)
     replicas = namespace.replicas or default_replicas(os.environ)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     programs = {number: _program(namespace, number) for number in replicas}
-    try:
-        rows = measure(programs, namespace.seconds, environ)
-        network = _network(namespace)
-        # One replica reduces nothing; larger numbers of replicas show what there is to reduce.
-        predictions = (
-            predict(rows[-1], network, namespace.hosts) if rows[-1].timing.num_reductions else []
-        )
-        if namespace.plot is not None:
-            title = f"{_title(namespace)} on {rows[-1].timing.platform.upper()}"
-            write_png(namespace.plot, title, rows, predictions)
-    except DistributaryError as error:
-        print(f"distributary bench: {error}", file=sys.stderr)
-        return 1
+    timings = measure(programs, namespace.seconds, environ)
+    last = timings[-1]
+    network = _network(namespace)
+    # One replica reduces nothing; larger numbers of replicas show what there is to reduce.
+    predictions = predict(last, network, namespace.hosts) if last.num_reductions else []
+    if namespace.plot is not None:
+        title = f"{_title(namespace)} on {last.platform.upper()}"
+        write_png(namespace.plot, title, timings, predictions)
     content = {
         "program": _title(namespace),
         "measured": [
             {
-                **asdict(row.timing),
-                "seconds": row.timing.seconds,
-                "examples_per_second": row.examples_per_second,
-                "efficiency": row.efficiency,
-                "communication": row.communication,
+                **asdict(timing),
+                "seconds": timing.seconds,
+                "examples_per_second": timing.examples_per_second,
+                "communication": timing.communication,
             }
-            for row in rows
+            for timing in timings
         ],
         "network": asdict(network),
         "predicted": [asdict(prediction) for prediction in predictions],
     }
     if write_json(namespace.json, content):
-        print(_text(_title(namespace), rows, network, predictions))
+        print(_text(_title(namespace), timings, network, predictions))
     return 0
 
 
@@ -172,12 +132,9 @@ def _title(namespace: argparse.Namespace) -> str:
 
 def _network(namespace: argparse.Namespace) -> Network:
     """Returns the network of the options; measures the missing values on loopback."""
-    given = []
     latency, rate = namespace.latency_us, namespace.gbit
-    if latency is not None:
-        given.append("the given latency")
-    if rate is not None:
-        given.append("the given bandwidth")
+    options = (latency, "the given latency"), (rate, "the given bandwidth")
+    given = [name for value, name in options if value is not None]
     if len(given) < 2:
         link = loopback()
         given.append("this machine's loopback, which is not a network")
@@ -187,24 +144,24 @@ def _network(namespace: argparse.Namespace) -> Network:
 
 
 def _text(
-    title: str, rows: Sequence[Row], network: Network, predictions: Sequence[Prediction]
+    title: str, timings: Sequence[Timing], network: Network, predictions: Sequence[Prediction]
 ) -> str:
-    timing = rows[-1].timing
+    last = timings[-1]
     heads = f"{'ms/step':>9} {'':>16} {'examples/s':>11} {'efficiency':>10}"
     lines = [
-        f"measured: {title}, step {timing.step!r}, {timing.platform.upper()} devices",
+        f"measured: {title}, step {last.step!r}, {last.platform.upper()} devices",
         f"{'replicas':>8} {heads}  all-reduces alone",
-        *map(_measured_line, rows),
+        *map(_measured_line, timings),
         "",
-        draw(rows),
+        draw(timings),
     ]
-    if timing.platform == "cpu":
+    if last.platform == "cpu":
         lines += ["", "CPU devices share the cores: more devices do not add hardware."]
     lines.append("")
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")
         return "\n".join(lines)
-    host = f"hosts of {timing.num_replicas} replicas"
+    host = f"hosts of {last.num_replicas} replicas"
     rate = f"{network.bytes_per_second * 8e-9:.1f} Gbit/s"
     lines += [
         f"predicted, not measured: {host} in a ring that overlaps with nothing,",
@@ -215,31 +172,25 @@ def _text(
     return "\n".join(lines)
 
 
-def _measured_line(row: Row) -> str:
-    timing = row.timing
+def _measured_line(timing: Timing) -> str:
     spread = f"({min(timing.block_seconds) * 1e3:.2f}-{max(timing.block_seconds) * 1e3:.2f})"
     reduced = "none"
     if timing.num_reductions:
         reduced = (
             f"{format_bytes(timing.reduced_bytes)} in {timing.reduction_seconds * 1e3:.2f} ms,"
-            f" {row.communication:.0%} of the step"
+            f" {timing.communication:.0%} of the step"
         )
-    return (
-        f"{timing.num_replicas:>8} {timing.seconds * 1e3:>9.2f} {spread:<16}"
-        f" {_number(row.examples_per_second):>11} {_percent(row.efficiency):>10}  {reduced}"
-    )
+    return f"{_line(timing.num_replicas, timing.seconds, spread, timing)}  {reduced}"
 
 
 def _predicted_line(prediction: Prediction) -> str:
+    return _line(prediction.num_hosts, prediction.seconds, "", prediction)
+
+
+def _line(number: int, seconds: float, spread: str, found: Timing | Prediction) -> str:
+    rate, efficiency = found.examples_per_second, found.efficiency
     return (
-        f"{prediction.num_hosts:>8} {prediction.seconds * 1e3:>9.2f} {'':<16}"
-        f" {_number(prediction.examples_per_second):>11} {_percent(prediction.efficiency):>10}"
+        f"{number:>8} {seconds * 1e3:>9.2f} {spread:<16}"
+        f" {'?' if rate is None else f'{rate:,.0f}':>11}"
+        f" {'?' if efficiency is None else f'{efficiency:.0%}':>10}"
     )
-
-
-def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "?" if value is None else f"{value:.0%}"

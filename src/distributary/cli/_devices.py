@@ -1,10 +1,11 @@
-"""The command `distributary devices`: the devices here, and what strategies would use."""
+"""Prints the devices of this machine, and which of them each strategy would use.
+
+Starts JAX, which takes most of the memory of free GPUs for a moment.
+"""
 
 import argparse
-import contextlib
 import json
 import platform
-from importlib import metadata
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +13,7 @@ import jax
 from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
 from distributary.collectives import default_cross_device_ops
 from distributary.errors import DistributaryError
+from distributary.job import package_versions
 from distributary.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
 from distributary.topology import (
     cpu_thread_pool_size,
@@ -21,27 +23,20 @@ from distributary.topology import (
     short_name,
 )
 
-__all__ = ["add_devices_command"]
+__all__ = ["add_arguments", "run"]
 
 Json: TypeAlias = Any
 
 _GIB = 2**30
 
 
-def add_devices_command(commands: Any) -> None:
-    """Adds the command to the subparsers of `distributary`."""
-    parser = commands.add_parser(
-        "devices",
-        help="print the devices of this machine and which of them each strategy would use",
-        description="Prints the devices that JAX finds here, and which of them each strategy would"
-        " use. Starts JAX, which takes most of the memory of free GPUs for a moment.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run)
 
 
-def _run(namespace: argparse.Namespace) -> int:
+def run(namespace: argparse.Namespace) -> int:
+    """Prints the devices; returns 1 if TF_CONFIG is wrong."""
     found = _found()
     print(json.dumps(found, indent=2) if namespace.json else _text(found))
     return int("error" in found["strategies"]["MultiWorkerMirroredStrategy"])
@@ -50,12 +45,18 @@ def _run(namespace: argparse.Namespace) -> int:
 def _found() -> dict[str, Json]:
     mirrored = MirroredStrategy()  # starts JAX in the same way as a program that uses it
     devices = mirrored.extended.mesh.devices.flat
+    num_cpu_devices = len(local_devices_of("CPU"))
     return {
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **package_versions()},
         "devices": [
             _device(device) for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)
         ],
-        "cpu": _cpu(),
+        "cpu": {
+            "cores": num_cores(),
+            "devices": num_cpu_devices,
+            "threads": cpu_thread_pool_size(),
+            "threads_suffice": cpu_threads_suffice(num_cpu_devices),
+        },
         "strategies": {
             "MirroredStrategy": _strategy(mirrored),
             "OneDeviceStrategy": _strategy(OneDeviceStrategy(devices[0])),
@@ -64,30 +65,12 @@ def _found() -> dict[str, Json]:
     }
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("distributary", "jax", "jaxlib"):
-        with contextlib.suppress(metadata.PackageNotFoundError):  # in a checkout
-            found[package] = metadata.version(package)
-    return found
-
-
 def _device(device: jax.Device) -> dict[str, Json]:
     memory = device.memory_stats() or {}
     return {
         "name": short_name(device),
         "kind": device.device_kind,
         "memory_bytes": memory.get("bytes_limit"),
-    }
-
-
-def _cpu() -> dict[str, Json]:
-    num_devices = len(local_devices_of("CPU"))
-    return {
-        "cores": num_cores(),
-        "devices": num_devices,
-        "threads": cpu_thread_pool_size(),
-        "threads_suffice": cpu_threads_suffice(num_devices),
     }
 
 
@@ -112,23 +95,22 @@ def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
     except DistributaryError as error:
         return {"error": str(error)}
     workers = {worker.name: worker.address for worker in place.workers}
+    found = {"task": place.name, "workers": workers}
     if "ps" in spec.jobs:
         text = "the cluster has parameter servers: use ParameterServerStrategy"
-        return {"task": place.name, "workers": workers, "description": text}
+        return {**found, "description": text}
     if not place.in_collective_group:
         text = f"this process is {place.name}, which does not train with the workers"
-        return {"task": place.name, "workers": workers, "description": text}
+        return {**found, "description": text}
     reduction = default_cross_device_ops(device_platform, place.num_workers)
-    return {
-        "task": place.name,
-        "workers": workers,
-        "replicas": num_devices * place.num_workers,
-        "description": f"this process is {place.name} of the {place.num_workers} workers"
+    num_replicas = num_devices * place.num_workers
+    text = (
+        f"this process is {place.name} of the {place.num_workers} workers"
         f" {', '.join(map(str, place.workers))};"
-        f" {num_devices * place.num_workers} replicas if every worker has {num_devices}"
-        f" {device_platform.upper()} devices;"
-        f" {reduction.describe(device_platform, place.num_workers)}",
-    }
+        f" {num_replicas} replicas if every worker has {num_devices} {device_platform.upper()}"
+        f" devices; {reduction.describe(device_platform, place.num_workers)}"
+    )
+    return {**found, "replicas": num_replicas, "description": text}
 
 
 def _text(found: dict[str, Json]) -> str:

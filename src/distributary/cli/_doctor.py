@@ -1,80 +1,42 @@
-"""The command `distributary doctor`."""
+"""Finds out what is wrong or slow here, and how to fix it.
 
-import argparse
-import json
-import textwrap
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+Checks versions, devices, ports, threads and memory, times all-reduces against what the hardware
+should give, and trains a small network. If all tasks of a cluster run it at the same time, for
+example through the launcher, it also measures the links between them and names slow or missing
+ones. The exit code is 1 if there is a problem that would make training fail.
 
-from distributary.diagnosis import PARTS, Check, Link, Report, examine
-
-__all__ = ["add_doctor_command", "add_json_argument", "write_json"]
-
-_EPILOG = """\
-The exit code is 1 if there is a problem that would make training fail.
-
-examples:
+Examples:
   distributary doctor
   distributary doctor --only links --json
   distributary launch --workers 3 -m distributary doctor
 """
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+
+from distributary.cli._arguments import add_json_argument, add_option, write_json
+from distributary.diagnosis import PARTS, Check, Link, Report, examine
+
+__all__ = ["add_arguments", "run"]
+
 _WIDTH = 100
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
-_STDOUT = Path("-")
 
 
-def add_doctor_command(commands: Any) -> None:
-    """Adds the command to the parser's commands."""
-    parser = commands.add_parser(
-        "doctor",
-        help="find out what is wrong or slow here, and how to fix it",
-        description="Checks versions, devices, ports, threads and memory, times all-reduces"
-        " against what the hardware should give, and trains a small network. If all tasks of a"
-        " cluster run it at the same time, for example through the launcher, it also measures the"
-        " links between them and names slow or missing ones.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    add(
-        "--wait-seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="how long the tasks of a cluster wait for each other (default: 30)",
-    )
-    add_json_argument(parser)
-    parser.set_defaults(run=_run)
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json [FILE]`; see `write_json`."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
     parser.add_argument(
-        "--json",
-        nargs="?",
-        type=Path,
-        const=_STDOUT,
-        metavar="FILE",
-        help="print JSON instead; with FILE, write it there as well",
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS)
     )
+    text = "how long the tasks of a cluster wait for each other"
+    add_option(parser, "--wait-seconds", float, "S", text, 30.0)
+    add_json_argument(parser)
 
 
-def write_json(where: Path | None, content: Any) -> bool:
-    """Prints or writes JSON if the user wants it; returns whether to print text."""
-    if where is None:
-        return True
-    text = json.dumps(content, indent=1)
-    if where == _STDOUT:
-        print(text, flush=True)
-        return False
-    where.write_text(text + "\n", encoding="utf-8")
-    return True
+def run(namespace: argparse.Namespace) -> int:
+    """Prints a report; returns 1 if there is a problem."""
 
-
-def _run(namespace: argparse.Namespace) -> int:
     def use(report: Report) -> None:
         if write_json(namespace.json, report.to_json()):
             print(_text(report), flush=True)

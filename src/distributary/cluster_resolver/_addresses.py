@@ -4,12 +4,14 @@ import ipaddress
 import re
 from typing import NamedTuple
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.cluster_resolver._checks import checked_int, checked_str, number_in
+from distributary.errors import InvalidValueError
 
-__all__ = ["MAX_PORT", "Address", "checked_port", "join", "parse_address"]
+__all__ = ["MAX_PORT", "Address", "checked_port", "join", "parse_address", "split_port"]
 
 MAX_PORT = 65535
 
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _LOOKS_LIKE_IPV4 = re.compile(r"\d+(\.\d+){3}")
 
@@ -25,9 +27,6 @@ class Address(NamedTuple):
     host: str
     port: int
 
-    def __str__(self) -> str:
-        return join(self.host, self.port)
-
 
 def parse_address(text: object, field: str) -> Address:
     """Returns the host and the port of `"host:port"` or `"[ipv6]:port"`.
@@ -40,34 +39,45 @@ def parse_address(text: object, field: str) -> Address:
         InvalidTypeError: if `text` is not a string.
         InvalidValueError: if it is not an address, or its port is missing or out of range.
     """
-    if not isinstance(text, str):
-        raise InvalidTypeError(
-            f"{field} is {text!r} ({type(text).__name__}), expected the address of a task as a"
-            ' string, such as "10.0.0.1:2222".'
-        )
+    text = checked_str(text, field, 'the address of a task as a string, such as "10.0.0.1:2222"')
     if "://" in text:
         raise InvalidValueError(
             f"{field} is {text!r}, expected host:port without a protocol: write"
             f" {text.partition('://')[2]!r}."
         )
-    if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or not _is_ip(host, version=6):
-            raise _no_address(text, field, "the brackets do not enclose an IPv6 address")
-        # Spelled in one way, so that equal addresses compare equal.
-        return Address(str(ipaddress.ip_address(host)), _port(rest, text, field))
-    if text.count(":") > 1:
+    match = _ADDRESS.fullmatch(text)
+    if text.startswith("[") and (match is None or not _is_ip(match["ipv6"] or "", version=6)):
+        raise _no_address(text, field, "it is not an IPv6 address in brackets and a port")
+    if match is None:
         raise _no_address(
             text, field, "it has several colons; an IPv6 address must be in brackets, [::1]:2222"
         )
-    host, colon, port = text.partition(":")
+    host, port = match["ipv6"] or match["host"], match["port"]
     if not host:
         raise _no_address(text, field, "the host is missing")
-    if not _HOST.fullmatch(host):
+    if match["ipv6"]:
+        host = str(ipaddress.ip_address(host))  # in one spelling, so that equal ones compare equal
+    elif not _HOST.fullmatch(host):
         raise _no_address(text, field, f"{host!r} is neither a host name nor an IP address")
-    if _LOOKS_LIKE_IPV4.fullmatch(host) and not _is_ip(host, version=4):
+    elif _LOOKS_LIKE_IPV4.fullmatch(host) and not _is_ip(host, version=4):
         raise _no_address(text, field, f"{host} is not an IPv4 address")
-    return Address(host, _port(colon + port, text, field))
+    if not port:
+        raise _no_address(text, field, "the port is missing")
+    number = number_in(port)
+    if not number or number > MAX_PORT:
+        raise _no_address(text, field, f"{port!r} is not a port from 1 to {MAX_PORT}")
+    return Address(host, number)
+
+
+def split_port(text: str) -> tuple[str, str | None]:
+    """Splits `"host:port"` or `"[ipv6]:port"`; None stands for a missing port.
+
+    An IPv6 address without brackets has no port. The host is `""` if it is missing or malformed.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        return text if _is_ip(text, version=6) else "", None
+    return match["ipv6"] or match["host"], match["port"]
 
 
 def join(host: str, port: int) -> str:
@@ -82,23 +92,7 @@ def checked_port(port: object, field: str) -> int:
         InvalidTypeError: if it is not an int.
         InvalidValueError: if it is not from 1 to 65535.
     """
-    if isinstance(port, bool) or not isinstance(port, int):
-        raise InvalidTypeError(
-            f"{field} is {port!r} ({type(port).__name__}), expected a port number, such as 2222."
-        )
-    if not 1 <= port <= MAX_PORT:
-        raise InvalidValueError(f"{field} is {port}, expected a port from 1 to {MAX_PORT}.")
-    return port
-
-
-def _port(text_with_colon: str, address: str, field: str) -> int:
-    port = text_with_colon.removeprefix(":")
-    if not port:
-        raise _no_address(address, field, "the port is missing")
-    is_number = port.isascii() and port.isdecimal() and text_with_colon.startswith(":")
-    if not is_number or not 1 <= int(port) <= MAX_PORT:
-        raise _no_address(address, field, f"{port!r} is not a port from 1 to {MAX_PORT}")
-    return int(port)
+    return checked_int(port, field, f"a port from 1 to {MAX_PORT}", minimum=1, maximum=MAX_PORT)
 
 
 def _is_ip(text: str, *, version: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from distributary.cluster_resolver._addresses import Address, parse_address
+from distributary.cluster_resolver._checks import checked_name, checked_task_id, wrong_type
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["ClusterSpec", "checked_jobs"]
@@ -124,20 +125,17 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
         InvalidTypeError, InvalidValueError: see `ClusterSpec`.
     """
     if not isinstance(cluster, Mapping):
-        raise InvalidTypeError(
-            f"{field} is {cluster!r} ({type(cluster).__name__}), expected a dict from task types to"
-            ' the addresses of the tasks, such as {"worker": ["10.0.0.1:2222",'
-            ' "10.0.0.2:2222"]}.'
+        raise wrong_type(
+            cluster,
+            field,
+            "a dict from task types to the addresses of the tasks, such as"
+            ' {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}',
         )
     jobs: dict[str, dict[int, str]] = {}
     field_of: dict[Address, str] = {}
     for job, tasks in cluster.items():
-        if not isinstance(job, str) or not job:
-            raise InvalidTypeError(
-                f"{field} has the key {job!r} ({type(job).__name__}), expected a task type, such as"
-                ' "worker".'
-            )
-        jobs[job] = {}
+        checked_name(job, f"{field} has a key that", 'a task type, such as "worker"')
+        found: dict[int, str] = {}
         for number, address, task_field in _listed(tasks, f'{field}["{job}"]'):
             host, port = parse_address(address, task_field)
             earlier = field_of.setdefault(Address(host.lower(), port), task_field)
@@ -146,8 +144,13 @@ def checked_jobs(cluster: object, field: str) -> dict[str, dict[int, str]]:
                     f"{earlier} and {task_field} are both {address!r}: two tasks cannot listen at"
                     " the same address. Give each task its own host or port."
                 )
-            jobs[job][number] = str(address)
-        jobs[job] = dict(sorted(jobs[job].items()))
+            if number in found:
+                raise InvalidValueError(
+                    f"{task_field} appears twice: as a number and as a string. Give each task one"
+                    " address."
+                )
+            found[number] = str(address)
+        jobs[job] = dict(sorted(found.items()))
     return jobs
 
 
@@ -157,43 +160,26 @@ def _listed(tasks: object, field: str) -> list[tuple[int, object, str]]:
         listed = [(number, address, f"{field}[{number}]") for number, address in enumerate(tasks)]
     elif isinstance(tasks, Mapping):
         listed = [
-            (_number(key, field), address, f"{field}[{key!r}]".replace("'", '"'))
+            (
+                checked_task_id(key, f"{field} has a key that"),
+                address,
+                f"{field}[{key!r}]".replace("'", '"'),
+            )
             for key, address in tasks.items()
         ]
     else:
-        raise InvalidTypeError(
-            f"{field} is {tasks!r} ({type(tasks).__name__}), expected a list of addresses, such as"
-            ' ["10.0.0.1:2222"], or a dict from task numbers to addresses.'
+        raise wrong_type(
+            tasks,
+            field,
+            'a list of addresses, such as ["10.0.0.1:2222"], or a dict from task numbers to'
+            " addresses",
         )
     if not listed:
         raise InvalidValueError(
             f"{field} is empty, expected the address of at least one task. Leave the type out if"
             " the job has no such tasks."
         )
-    seen: set[int] = set()
-    for number, _, task_field in listed:
-        if number in seen:
-            raise InvalidValueError(
-                f"{task_field} appears twice: as a number and as a string. Give each task one"
-                " address."
-            )
-        seen.add(number)
     return listed
-
-
-def _number(key: object, field: str) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdecimal():  # keys of JSON are strings
-        return int(key)
-    if isinstance(key, bool) or not isinstance(key, int):
-        raise InvalidTypeError(
-            f"{field} has the key {key!r} ({type(key).__name__}), expected the number of a task,"
-            " such as 0."
-        )
-    if key < 0:
-        raise InvalidValueError(
-            f"{field} has the key {key}, expected the number of a task; they count from 0."
-        )
-    return key
 
 
 def _is_dense(tasks: Mapping[int, str]) -> bool:

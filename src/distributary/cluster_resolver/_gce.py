@@ -3,9 +3,11 @@
 from typing import Any, final
 
 from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._apis import ask, imported
+from distributary.cluster_resolver._checks import checked_name
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import TaskClusterResolver
-from distributary.errors import ClusterError, InvalidTypeError, MissingPackageError
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.errors import ClusterError
 
 __all__ = ["GCEClusterResolver"]
 
@@ -16,7 +18,7 @@ _Service = Any
 
 
 @final
-class GCEClusterResolver(TaskClusterResolver):
+class GCEClusterResolver(ClusterResolver):
     """The machines of an instance group as tasks of one type, all with the same port.
 
     Tasks are sorted by the internal address of their machine, compared as text. Set `task_id` to
@@ -54,11 +56,9 @@ class GCEClusterResolver(TaskClusterResolver):
         credentials: Any = "default",
         service: _Service | None = None,
     ) -> None:
-        named = {"project": project, "zone": zone, "instance_group": instance_group}
-        for field, value in named.items():
-            if not isinstance(value, str) or not value:
-                raise InvalidTypeError(f"{_WHO}: {field} is {value!r}, expected a name.")
-        self._project, self._zone, self._group = project, zone, instance_group
+        self._project = checked_name(project, f"{_WHO}: project")
+        self._zone = checked_name(zone, f"{_WHO}: zone")
+        self._group = checked_name(instance_group, f"{_WHO}: instance_group")
         self._port = checked_port(port, f"{_WHO}: port")
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
         self._service = service or _make_service(credentials)
@@ -114,13 +114,8 @@ class GCEClusterResolver(TaskClusterResolver):
         raise ClusterError(f'{_WHO}: "{name}" of {self._where()} has no internal address.')
 
     def _execute(self, request: Any, what: str) -> dict[str, Any]:
-        try:
-            answer: dict[str, Any] = request.execute()
-        except Exception as error:  # its classes are unknown: googleapiclient is optional
-            raise ClusterError(
-                f"{_WHO}: {what} of {self._where()} failed with {type(error).__name__}: {error}."
-                " The service account must have the role roles/compute.viewer."
-            ) from error
+        cure = "The service account must have the role roles/compute.viewer."
+        answer: dict[str, Any] = ask(request.execute, f"{_WHO}: {what} of {self._where()}", cure)
         return answer
 
     def _where(self) -> str:
@@ -128,12 +123,8 @@ class GCEClusterResolver(TaskClusterResolver):
 
 
 def _make_service(credentials: Any) -> _Service:
-    try:
-        from googleapiclient import discovery
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{_WHO} needs the package google-api-python-client, which cannot be imported"
-            f" ({error}). Run pip install google-api-python-client, or pass service."
-        ) from error
+    discovery = imported(
+        "googleapiclient.discovery", "google-api-python-client", f"{_WHO}: service"
+    )
     own = None if credentials == "default" else credentials  # None: those of the environment
     return discovery.build("compute", "v1", credentials=own)

@@ -8,7 +8,8 @@ __all__ = ["expand_hosts", "expand_tasks_per_node"]
 
 _MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typo
 
-_PART = re.compile(r"[^\[\],\s]*(?:\[[^\[\]\s]+\][^\[\],\s]*)*")
+_COMMA_BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # unlike those in brackets
+_PART = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
 _PIECE = re.compile(r"\[([^\]]+)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
@@ -29,21 +30,17 @@ def expand_hosts(text: str, field: str) -> list[str]:
     Source: Slurm's host list expressions, as `scontrol show hostnames` prints them.
     """
     hosts: list[str] = []
-    position = 0
-    while True:
-        part = _PART.match(text, position)
-        if part is None or not part[0] or text[part.end() : part.end() + 1] not in ("", ","):
-            raise _no_host_list(text, field, f"it cannot be parsed from {text[position:]!r} on")
+    for part in _COMMA_BETWEEN_HOSTS.split(text):
+        if not _PART.fullmatch(part):
+            raise _no_host_list(text, field, f"{part!r} is not a host or a range of hosts")
         names = [""]
-        for ranges, literal in _PIECE.findall(part[0]):
+        for ranges, literal in _PIECE.findall(part):
             ends = _numbers(ranges, text, field) if ranges else [literal]
             if len(names) * len(ends) > _MAX_HOSTS:
                 raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
             names = [name + end for name in names for end in ends]
         hosts += names
-        position = part.end() + 1
-        if position > len(text):
-            return hosts
+    return hosts
 
 
 def expand_tasks_per_node(text: str, field: str) -> list[int]:

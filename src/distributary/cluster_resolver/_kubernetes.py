@@ -1,19 +1,17 @@
 """Pods that Kubernetes runs, found by their labels."""
 
 import enum
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._apis import ask, imported
+from distributary.cluster_resolver._checks import wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import TaskClusterResolver
-from distributary.errors import (
-    ClusterError,
-    InvalidTypeError,
-    InvalidValueError,
-    MissingPackageError,
-)
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.errors import ClusterError, InvalidValueError
 
 __all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
@@ -38,7 +36,7 @@ class KubernetesExecutableLocation(enum.Enum):
 
 
 @final
-class KubernetesClusterResolver(TaskClusterResolver):
+class KubernetesClusterResolver(ClusterResolver):
     """The running pods that match label selectors, all with the same port.
 
     Tasks are sorted by the names of their pods, with `worker-2` before `worker-10`. You must set
@@ -84,8 +82,12 @@ class KubernetesClusterResolver(TaskClusterResolver):
             )
         self._selectors_of = _checked_selectors(job_to_label_mapping)
         self._port = checked_port(tf_server_port, f"{_WHO}: tf_server_port")
-        self._namespace = namespace
-        self._client = override_client or _make_client(executable_location)
+        client = override_client or _make_client(executable_location)
+        if namespace is None:
+            self._where, self._list = "all namespaces", client.list_pod_for_all_namespaces
+        else:
+            self._where = f"namespace {namespace!r}"
+            self._list = functools.partial(client.list_namespaced_pod, namespace)
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -107,23 +109,18 @@ class KubernetesClusterResolver(TaskClusterResolver):
         )
 
     def _pods(self, selector: str, job: str) -> list[_Pod]:
-        where = "all namespaces" if self._namespace is None else f"namespace {self._namespace!r}"
-        try:
-            if self._namespace is None:
-                answer = self._client.list_pod_for_all_namespaces(label_selector=selector)
-            else:
-                answer = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-        except Exception as error:  # its classes are unknown: kubernetes is optional
-            raise ClusterError(
-                f"{_WHO}: listing the pods with the label {selector!r} in {where} failed with"
-                f" {type(error).__name__}: {error}. The service account of this pod must be allowed"
-                " to list pods. If it has a Role instead of a ClusterRole, pass namespace."
-            ) from error
+        answer = ask(
+            functools.partial(self._list, label_selector=selector),
+            f"{_WHO}: listing the pods with the label {selector!r} in {self._where}",
+            "The service account of this pod must be allowed to list pods. If it has a Role instead"
+            " of a ClusterRole, pass namespace.",
+        )
         pods = sorted(answer.items, key=lambda pod: _in_numeric_order(pod.metadata.name))
         if not pods:
             raise ClusterError(
-                f"{_WHO}: no pod in {where} has the label {selector!r}, which job_to_label_mapping"
-                f' gives for "{job}". Compare with kubectl get pods --show-labels.'
+                f"{_WHO}: no pod in {self._where} has the label {selector!r}, which"
+                f' job_to_label_mapping gives for "{job}". Compare with kubectl get pods'
+                " --show-labels."
             )
         for pod in pods:
             if pod.status.phase != "Running":
@@ -151,40 +148,30 @@ def _checked_selectors(
     if job_to_label_mapping is None:
         return {"worker": ["job-name=tensorflow"]}
     if not isinstance(job_to_label_mapping, Mapping) or not job_to_label_mapping:
-        raise InvalidTypeError(
-            f"{field} is {job_to_label_mapping!r}, expected a dict from task types to lists of"
-            ' label selectors, such as {"worker": ["job-name=train"]}.'
-        )
+        expected = 'a dict, not empty, from task types to lists, such as {"worker": ["app=train"]}'
+        raise wrong_type(job_to_label_mapping, field, expected)
     for job, selectors in job_to_label_mapping.items():
         is_list = isinstance(selectors, (list, tuple)) and len(selectors) > 0
         if not is_list or not all(isinstance(selector, str) for selector in selectors):
-            raise InvalidTypeError(
-                f'{field}["{job}"] is {selectors!r}, expected a list of label selectors, such as'
-                ' ["job-name=train"].'
-            )
+            expected = 'a list of label selectors, such as ["job-name=train"]'
+            raise wrong_type(selectors, f'{field}["{job}"]', expected)
     return {job: list(selectors) for job, selectors in job_to_label_mapping.items()}
 
 
 def _make_client(location: KubernetesExecutableLocation) -> _Client:
-    try:
-        from kubernetes import client, config
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{_WHO} needs the package kubernetes, which cannot be imported ({error}). Run pip"
-            " install kubernetes, or pass override_client."
-        ) from error
+    kubernetes = imported("kubernetes", "kubernetes", f"{_WHO}: override_client")
     try:
         if location is KubernetesExecutableLocation.WITHIN_CLUSTER:
-            config.load_incluster_config()
+            kubernetes.config.load_incluster_config()
         else:
-            config.load_kube_config()
-    except config.ConfigException as error:
+            kubernetes.config.load_kube_config()
+    except kubernetes.config.ConfigException as error:
         raise ClusterError(
             f"{_WHO}: the configuration for {location.name} cannot be loaded: {error}. Outside of a"
             " pod, pass executable_location=KubernetesExecutableLocation.OFF_CLUSTER, which reads"
             " ~/.kube/config."
         ) from error
-    return client.CoreV1Api()
+    return kubernetes.client.CoreV1Api()
 
 
 def _in_numeric_order(name: str) -> list[tuple[str, int]]:

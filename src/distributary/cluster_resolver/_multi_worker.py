@@ -5,20 +5,28 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distributary.cluster_resolver._addresses import parse_address
+from distributary.cluster_resolver._checks import checked_str, checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._roles import (
-    TASK_TYPES,
-    check_roles,
-    check_task,
-    checked_task_id,
-    checked_task_type,
-    numbered_tasks,
-)
 from distributary.errors import InvalidValueError
 
-__all__ = ["TOKEN_VARIABLE", "MultiWorker", "Peer", "multi_worker"]
+__all__ = [
+    "TOKEN_VARIABLE",
+    "MultiWorker",
+    "Peer",
+    "check_roles",
+    "check_task",
+    "checked_task_type",
+    "multi_worker",
+]
 
 TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
+
+_TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+_SINGLE_TYPES = ("chief", "evaluator")
+_HINTS = {
+    "master": ' TensorFlow 2 and distributary call it "chief".',
+    "coordinator": ' The process that dispatches closures is of the type "chief".',
+}
 
 _HOW_TO_NAME_THE_TASK = (
     'Say which task this process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or'
@@ -89,10 +97,7 @@ class MultiWorker:
     @property
     def address(self) -> str | None:
         """Address of this task; None for an evaluator that the cluster does not list."""
-        for peer in self.peers:
-            if (peer.task_type, peer.task_id) == (self.task_type, self.task_id):
-                return peer.address
-        return None
+        return next((peer.address for peer in self.peers if self._is_this_task(peer)), None)
 
     @property
     def num_workers(self) -> int:
@@ -107,10 +112,8 @@ class MultiWorker:
     @property
     def worker_number(self) -> int | None:
         """Position of this task in `workers`; None if it is not one of them."""
-        for number, peer in enumerate(self.workers):
-            if (peer.task_type, peer.task_id) == (self.task_type, self.task_id):
-                return number
-        return None
+        numbers = (i for i, peer in enumerate(self.workers) if self._is_this_task(peer))
+        return next(numbers, None)
 
     @property
     def is_chief(self) -> bool:
@@ -128,11 +131,10 @@ class MultiWorker:
     @property
     def other_workers(self) -> tuple[Peer, ...]:
         """All of `workers` except this task."""
-        return tuple(
-            peer
-            for peer in self.workers
-            if (peer.task_type, peer.task_id) != (self.task_type, self.task_id)
-        )
+        return tuple(peer for peer in self.workers if not self._is_this_task(peer))
+
+    def _is_this_task(self, peer: Peer) -> bool:
+        return (peer.task_type, peer.task_id) == (self.task_type, self.task_id)
 
 
 def multi_worker(
@@ -170,19 +172,87 @@ def multi_worker(
             )
     checked_type = checked_task_type(task_type, "task_type")
     checked_id = checked_task_id(task_id, "task_id")
-    check_task(
-        spec,
-        checked_type,
-        checked_id,
-        cluster_field="cluster_spec",
-        type_field="task_type",
-        id_field="task_id",
-    )
+    check_task(spec, checked_type, checked_id)
     workers = _peers(spec, ("chief", "worker"))
     _check_no_worker_is_missing(spec)
     return MultiWorker(
         spec, checked_type, checked_id, workers, workers + _peers(spec, ("ps", "evaluator"))
     )
+
+
+def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
+    """Checks that a cluster has only known types of tasks, and at most one chief and evaluator.
+
+    Args:
+        cluster_spec: The cluster.
+        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]'`.
+
+    Raises:
+        InvalidValueError: if it does not.
+    """
+    for job in cluster_spec.jobs:
+        if job not in _TASK_TYPES:
+            raise _unknown_type(f'{field} has the key "{job}"', job)
+        num_tasks = cluster_spec.num_tasks(job)
+        if job in _SINGLE_TYPES and num_tasks > 1:
+            raise InvalidValueError(
+                f'{field}["{job}"] has {num_tasks} tasks ({cluster_spec.as_dict()[job]}), expected'
+                f" one: a job has at most one {job}. Keep the first, and make the others workers."
+            )
+
+
+def check_task(
+    cluster_spec: ClusterSpec,
+    task_type: str,
+    task_id: int,
+    cluster_field: str = "cluster_spec",
+    type_field: str = "task_type",
+    id_field: str = "task_id",
+) -> None:
+    """Checks that a task belongs to a cluster; an evaluator need not be listed there.
+
+    Args:
+        cluster_spec: The cluster, which must not be empty.
+        task_type: A type of tasks that exists.
+        task_id: Number of the task.
+        cluster_field: Where the user wrote the cluster, for messages.
+        type_field: Where the user wrote the type.
+        id_field: Where the user wrote the number.
+
+    Raises:
+        InvalidValueError: if it does not belong to the cluster.
+    """
+    if task_type not in cluster_spec.jobs:
+        if task_type == "evaluator":
+            if task_id != 0:
+                raise InvalidValueError(
+                    f"{id_field} is {task_id}, but a job has at most one evaluator. Set it to 0."
+                )
+            return
+        raise InvalidValueError(
+            f'{type_field} is "{task_type}", but {cluster_field} has no "{task_type}", only'
+            f" {_listing(cluster_spec.jobs)}. Name one of these, or add the addresses of the"
+            f' "{task_type}" tasks.'
+        )
+    if task_id not in cluster_spec.task_indices(task_type):
+        raise InvalidValueError(
+            f'{id_field} is {task_id}, but {cluster_field}["{task_type}"] has'
+            f" {_numbered(cluster_spec, task_type)}. Set it to one of these, or add the"
+            f" address of task {task_id}."
+        )
+
+
+def checked_task_type(task_type: object, field: str) -> str:
+    """Returns the type of a task, after checking it.
+
+    Raises:
+        InvalidTypeError: if it is not a string.
+        InvalidValueError: if there is no such type.
+    """
+    task_type = checked_str(task_type, field, f"a string: one of {_listing(_TASK_TYPES)}")
+    if task_type not in _TASK_TYPES:
+        raise _unknown_type(f'{field} is "{task_type}"', task_type)
+    return task_type
 
 
 def _peers(spec: ClusterSpec, task_types: tuple[str, ...]) -> tuple[Peer, ...]:
@@ -199,7 +269,7 @@ def _check_no_worker_is_missing(spec: ClusterSpec) -> None:
         addresses = spec.job_tasks(task_type) if task_type in spec.jobs else []
         if None in addresses:
             raise InvalidValueError(
-                f'cluster_spec["{task_type}"] has {numbered_tasks(spec, task_type)}:'
+                f'cluster_spec["{task_type}"] has {_numbered(spec, task_type)}:'
                 f" {_name(task_type, addresses.index(None))} is missing. Workers that compute"
                 " together must all be listed, numbered from 0."
             )
@@ -214,6 +284,28 @@ def _summary(spec: ClusterSpec) -> str:
     """Returns the number of tasks of each type: `"1 chief, 2 worker, 1 ps"`."""
     return ", ".join(
         f"{spec.num_tasks(task_type)} {task_type}"
-        for task_type in TASK_TYPES
+        for task_type in _TASK_TYPES
         if task_type in spec.jobs
     )
+
+
+def _numbered(cluster_spec: ClusterSpec, task_type: str) -> str:
+    """Returns text for messages: `"2 tasks, with the numbers 0 and 1"`."""
+    numbers = [str(number) for number in cluster_spec.task_indices(task_type)]
+    if len(numbers) == 1:
+        return f"1 task, with the number {numbers[0]}"
+    return f"{len(numbers)} tasks, with the numbers {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _unknown_type(subject: str, name: str) -> InvalidValueError:
+    lowered = name.lower()
+    hint = _HINTS.get(lowered, "")
+    if lowered in _TASK_TYPES:
+        hint = f' Write it in lower case: "{lowered}".'
+    return InvalidValueError(
+        f"{subject}, which is not a task type.{hint} The task types are {_listing(_TASK_TYPES)}."
+    )
+
+
+def _listing(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -2,49 +2,53 @@
 
 import abc
 
+from distributary.cluster_resolver._checks import checked_str, checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._roles import checked_task_id
-from distributary.errors import InvalidTypeError
 from distributary.topology import local_devices_of
 
-__all__ = ["ClusterResolver", "TaskClusterResolver", "master_url"]
+__all__ = ["ClusterResolver", "master_url"]
 
 
 class ClusterResolver(abc.ABC):
     """A description of where a job runs: the addresses of its tasks, and which one this process is.
 
-    In a subclass of your own, define `cluster_spec` and `master`. Set `task_type`, `task_id` and
-    `rpc_layer` where they apply, or override these properties. Multi-worker strategies need
-    `task_type` and `task_id`.
+    In a subclass of your own, define `cluster_spec`, and `master` if it is not a task. Set
+    `task_type`, `task_id` and `rpc_layer` where they apply, or override these properties.
+    Multi-worker strategies need `task_type` and `task_id`.
 
     Source: `tf.distribute.cluster_resolver.ClusterResolver`.
     """
 
-    _task_type: str | None = None  # set by the user; takes precedence over what is found
+    _task_type: str | None = None  # as set
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment = ""
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the job as they are now; empty if it is this process alone."""
 
-    @abc.abstractmethod
     def master(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, with the protocol in front.
+        """Returns the address of a task, with the protocol in front; `""` if there is no task.
 
         Nothing in distributary uses it.
 
         Args:
-            task_type: Type of the task; give it together with `task_id`. None means the resolver's
-                own.
+            task_type: Type of the task; give it together with `task_id`. None means the type of
+                this task, unless the description of the class says otherwise.
             task_id: Number of the task.
             rpc_layer: Protocol; None means the resolver's.
+
+        Raises:
+            InvalidValueError: if there is no such task.
         """
+        address = self._master_address(task_type, task_id)
+        return "" if address is None else master_url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self,
@@ -64,89 +68,76 @@ class ClusterResolver(abc.ABC):
             config_proto: Ignored; accepted for compatibility.
         """
         del task_type, task_id, config_proto
-        counts = {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
-        return {kind: count for kind, count in counts.items() if count}
+        return self._accelerators_of_any_task()
 
     @property
     def environment(self) -> str:
         """Name of the environment in which the job runs; `""` unless you gave one."""
-        return ""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:
         """Type of this task, such as `"worker"`; None if unknown. You can set it."""
-        return self._found_task_type() if self._task_type is None else self._task_type
+        return self._current_task_type()
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
-        if task_type is not None and not isinstance(task_type, str):
-            raise InvalidTypeError(
-                f"{type(self).__name__}: task_type is {task_type!r} ({type(task_type).__name__}),"
-                ' expected a string, such as "worker".'
-            )
+        if task_type is not None:
+            checked_str(task_type, self._field("task_type"), 'a string, such as "worker"')
         self._task_type = task_type
 
     @property
     def task_id(self) -> int | None:
         """Number of this task among those of its type; None if unknown. You can set it."""
-        return self._found_task_id() if self._task_id is None else self._task_id
+        return self._current_task_id()
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         if task_id is not None:
-            task_id = checked_task_id(task_id, f"{type(self).__name__}: task_id")
+            task_id = checked_task_id(task_id, self._field("task_id"))
         self._task_id = task_id
 
     @property
     def rpc_layer(self) -> str | None:
         """Protocol in front of addresses, such as `"grpc"`; None for none. You can set it."""
-        return self._found_rpc_layer() if self._rpc_layer is None else self._rpc_layer
+        return self._current_rpc_layer()
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
-        if rpc_layer is not None and not isinstance(rpc_layer, str):
-            raise InvalidTypeError(
-                f"{type(self).__name__}: rpc_layer is {rpc_layer!r} ({type(rpc_layer).__name__}),"
-                ' expected a string, such as "grpc", or None.'
-            )
+        if rpc_layer is not None:
+            checked_str(rpc_layer, self._field("rpc_layer"), 'a string, such as "grpc", or None')
         self._rpc_layer = rpc_layer
 
-    # Values of the properties as long as nobody has set them.
+    # The values of the properties. Resolvers that look them up override these methods: a property
+    # cannot be overridden without its setter.
 
-    def _found_task_type(self) -> str | None:
-        return None
+    def _current_task_type(self) -> str | None:
+        return self._task_type
 
-    def _found_task_id(self) -> int | None:
-        return None
+    def _current_task_id(self) -> int | None:
+        return self._task_id
 
-    def _found_rpc_layer(self) -> str | None:
-        return None
+    def _current_rpc_layer(self) -> str | None:
+        return self._rpc_layer
+
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str | None:
+        """Returns the address of the task that `master` was asked for; None if there is none."""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return None
+        return self.cluster_spec().task_address(task_type, task_id)
+
+    def _accelerators_of_any_task(self) -> dict[str, int]:
+        """Returns what `num_accelerators` returns, if it is the same for all tasks."""
+        counts = {kind: len(local_devices_of(kind)) for kind in ("GPU", "TPU")}
+        return {kind: count for kind, count in counts.items() if count}
+
+    def _field(self, name: str) -> str:
+        """Returns the name of an argument or a property, for messages."""
+        return f"{type(self).__name__}: {name}"
 
 
 def master_url(address: str, rpc_layer: str | None) -> str:
     """Returns `"grpc://host:port"`, or the address as it is if there is no protocol."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
-
-
-class TaskClusterResolver(ClusterResolver):
-    """Base class of resolvers whose `master` is a task: by default, this one."""
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, by default of this one, with the protocol in front.
-
-        Without a task, returns `""`.
-
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return master_url(address, rpc_layer or self.rpc_layer)

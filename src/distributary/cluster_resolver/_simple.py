@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import final
 
+from distributary.cluster_resolver._checks import checked_counts, checked_str, wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._resolver import ClusterResolver, master_url
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.errors import InvalidValueError
 
 __all__ = ["SimpleClusterResolver", "UnionResolver"]
 
@@ -41,60 +42,29 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         if not isinstance(cluster_spec, ClusterSpec):
-            raise InvalidTypeError(
-                f"SimpleClusterResolver: cluster_spec is {cluster_spec!r}"
-                f" ({type(cluster_spec).__name__}), expected a ClusterSpec: pass"
-                f" ClusterSpec({cluster_spec!r})."
-            )
-        for field, value in (("master", master), ("environment", environment)):
-            if not isinstance(value, str):
-                raise InvalidTypeError(
-                    f"SimpleClusterResolver: {field} is {value!r} ({type(value).__name__}),"
-                    " expected a string."
-                )
+            expected = f"a ClusterSpec: pass ClusterSpec({cluster_spec!r})"
+            raise wrong_type(cluster_spec, self._field("cluster_spec"), expected)
         self._cluster_spec = cluster_spec
-        self._master = master
-        self._environment = environment
-        self._num_accelerators = _checked_accelerators(num_accelerators)
-        self.task_type = task_type
-        self.task_id = task_id
-        self.rpc_layer = rpc_layer
+        self._master = checked_str(master, self._field("master"))
+        self._environment = checked_str(environment, self._field("environment"))
+        field = self._field("num_accelerators")
+        self._num_accelerators = {}
+        if num_accelerators:
+            example = 'from kinds of devices to numbers of devices, such as {"GPU": 8}'
+            self._num_accelerators = checked_counts(num_accelerators, field, example, minimum=0)
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster spec that you passed."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of the task that you name, or else the `master` that you passed.
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str:
+        if task_type is None or task_id is None:
+            return self._master
+        return self._cluster_spec.task_address(task_type, task_id)
 
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        else:
-            address = self._master
-        return master_url(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Returns the numbers that you passed, for every task."""
-        del task_type, task_id, config_proto
+    def _accelerators_of_any_task(self) -> dict[str, int]:
         return dict(self._num_accelerators)
-
-    @property
-    def environment(self) -> str:
-        """Name of the environment that you passed."""
-        return self._environment
 
 
 @final
@@ -133,14 +103,10 @@ class UnionResolver(ClusterResolver):
             )
         for number, resolver in enumerate(resolvers):
             if not isinstance(resolver, ClusterResolver):
-                raise InvalidTypeError(
-                    f"UnionResolver: argument {number} is {resolver!r}"
-                    f" ({type(resolver).__name__}), expected a ClusterResolver."
-                )
+                raise wrong_type(resolver, self._field(f"argument {number}"), "a ClusterResolver")
         self._resolvers = resolvers
-        self.rpc_layer = rpc_layer
-        self.task_type = task_type
-        self.task_id = task_id
+        self._first = resolvers[0]
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of all resolvers.
@@ -168,10 +134,9 @@ class UnionResolver(ClusterResolver):
         Raises:
             InvalidValueError: if there is no such task.
         """
-        if task_type is not None and task_id is not None:
-            address = self.cluster_spec().task_address(task_type, task_id)
-            return master_url(address, rpc_layer or self.rpc_layer)
-        return self._resolvers[0].master(rpc_layer=rpc_layer or self.rpc_layer)
+        if task_type is None or task_id is None:
+            return self._first.master(rpc_layer=rpc_layer or self.rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self,
@@ -180,53 +145,30 @@ class UnionResolver(ClusterResolver):
         config_proto: object = None,
     ) -> dict[str, int]:
         """Returns the numbers of the first resolver."""
-        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+        return self._first.num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str:
         """Environment of the first resolver."""
-        return self._resolvers[0].environment
+        return self._first.environment
 
-    def _found_task_type(self) -> str | None:
-        return self._resolvers[0].task_type
+    def _current_task_type(self) -> str | None:
+        return self._first.task_type if self._task_type is None else self._task_type
 
-    def _found_task_id(self) -> int | None:
-        return self._resolvers[0].task_id
+    def _current_task_id(self) -> int | None:
+        return self._first.task_id if self._task_id is None else self._task_id
 
-    def _found_rpc_layer(self) -> str | None:
-        return self._resolvers[0].rpc_layer
-
-
-def _checked_accelerators(num_accelerators: Mapping[str, int] | None) -> dict[str, int]:
-    if num_accelerators is None:
-        return {}
-    if not isinstance(num_accelerators, Mapping):
-        raise InvalidTypeError(
-            f"SimpleClusterResolver: num_accelerators is {num_accelerators!r}"
-            f" ({type(num_accelerators).__name__}), expected a dict from kinds of devices to"
-            ' numbers of devices, such as {"GPU": 8}.'
-        )
-    for kind, count in num_accelerators.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise InvalidTypeError(
-                f'SimpleClusterResolver: num_accelerators["{kind}"] is {count!r}'
-                f" ({type(count).__name__}), expected a number of devices."
-            )
-        if count < 0:
-            raise InvalidValueError(
-                f'SimpleClusterResolver: num_accelerators["{kind}"] is {count}, expected a number'
-                " of devices >= 0."
-            )
-    return dict(num_accelerators)
+    def _current_rpc_layer(self) -> str | None:
+        return self._first.rpc_layer if self._rpc_layer is None else self._rpc_layer
 
 
 def _merged(parts: list[list[str] | dict[int, str]], job: str) -> list[str] | dict[int, str]:
-    if all(isinstance(part, list) for part in parts):
-        return [address for part in parts for address in part if isinstance(address, str)]
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
     merged: dict[int, str] = {}
     for part in parts:
-        numbered = part if isinstance(part, dict) else dict(enumerate(part))
-        for number, address in numbered.items():
+        for number, address in part.items() if isinstance(part, dict) else enumerate(part):
             if merged.setdefault(number, address) != address:
                 raise InvalidValueError(
                     f"UnionResolver: {job} {number} is {merged[number]!r} in one resolver and"

@@ -4,14 +4,10 @@ import json
 import os
 from typing import Any, final
 
+from distributary.cluster_resolver._checks import checked_str, checked_task_id, wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
+from distributary.cluster_resolver._multi_worker import check_roles, check_task, checked_task_type
 from distributary.cluster_resolver._resolver import ClusterResolver, master_url
-from distributary.cluster_resolver._roles import (
-    check_roles,
-    check_task,
-    checked_task_id,
-    checked_task_type,
-)
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 __all__ = ["TFConfigClusterResolver"]
@@ -38,7 +34,8 @@ class TFConfigClusterResolver(ClusterResolver):
     cluster is empty and the task is None.
 
     All methods and properties that read it raise `InvalidValueError` or `InvalidTypeError` if it is
-    wrong; the message names the field.
+    wrong; the message names the field. So do `task_type` and `task_id` if the cluster has no such
+    task.
 
     Args:
         task_type: Type of this task; None means that of `TF_CONFIG`.
@@ -57,9 +54,9 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: str | None = None,
     ) -> None:
         self._environment = environment or ""
-        self.task_type = task_type
-        self.task_id = task_id
-        self.rpc_layer = rpc_layer
+        if task_type is not None:
+            checked_task_type(task_type, self._field("task_type"))
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the tasks of the job; empty if `TF_CONFIG` is not set or has no `"cluster"`."""
@@ -94,42 +91,15 @@ class TFConfigClusterResolver(ClusterResolver):
         address = spec.task_address(task_type, task_id)
         return master_url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
 
-    @property
-    def environment(self) -> str:
-        """Name of the environment that you passed."""
-        return self._environment
-
-    @property
-    def task_type(self) -> str | None:
-        """Type that you passed or set, else `TF_CONFIG["task"]["type"]`; None without a task.
-
-        Raises:
-            InvalidValueError: if the cluster has no such tasks.
-        """
+    def _current_task_type(self) -> str | None:
         return self._task()[0]
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = (
-            None if task_type is None else checked_task_type(task_type, f"{_name(self)}: task_type")
-        )
-
-    @property
-    def task_id(self) -> int | None:
-        """Number that you passed or set, else `TF_CONFIG["task"]["index"]`; None without a task.
-
-        Raises:
-            InvalidValueError: if the cluster has no such task.
-        """
+    def _current_task_id(self) -> int | None:
         return self._task()[1]
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = (
-            None if task_id is None else checked_task_id(task_id, f"{_name(self)}: task_id")
-        )
-
-    def _found_rpc_layer(self) -> str | None:
+    def _current_rpc_layer(self) -> str | None:
+        if self._rpc_layer is not None:
+            return self._rpc_layer
         config = _load()
         return _string(config, "rpc_layer") if "rpc_layer" in config else None
 
@@ -137,24 +107,21 @@ class TFConfigClusterResolver(ClusterResolver):
         """Returns type and number, checked against the cluster as soon as both are known."""
         config = _load()
         task_type, task_id = self._task_type, self._task_id
-        type_field, id_field = f"{_name(self)}: task_type", f"{_name(self)}: task_id"
-        task = _task(config)
+        type_field, id_field = self._field("task_type"), self._field("task_id")
+        task = config.get("task", {})
+        if not isinstance(task, dict):
+            raise wrong_type(task, _TASK, 'an object such as {"type": "worker", "index": 0}')
         if task and task_type is None:
             type_field = f'{_TASK}["type"]'
-            task_type = checked_task_type(_entry(task, "type", "index"), type_field)
+            task_type = _entry(task, "type", "index")
         if task and task_id is None:
             id_field = f'{_TASK}["index"]'
             task_id = checked_task_id(_entry(task, "index", "type"), id_field)
+        if task_type is not None:
+            checked_task_type(task_type, type_field)
         spec = _cluster_spec(config)
         if spec and task_type is not None and task_id is not None:
-            check_task(
-                spec,
-                task_type,
-                task_id,
-                cluster_field=_CLUSTER,
-                type_field=type_field,
-                id_field=id_field,
-            )
+            check_task(spec, task_type, task_id, _CLUSTER, type_field, id_field)
         return task_type, task_id
 
 
@@ -170,10 +137,11 @@ def _load() -> _Json:
     try:
         config = json.loads(text, object_pairs_hook=_without_repeated_keys)
     except json.JSONDecodeError as error:
+        excerpt = text[max(0, error.pos - 20) : error.pos + 20]
         raise InvalidValueError(
             f"TF_CONFIG is not valid JSON: {error.msg} at line {error.lineno}, column"
-            f" {error.colno}, near {_excerpt(text, error.pos)!r}. Expected something like"
-            f" {_EXAMPLE}; json.dumps writes it."
+            f" {error.colno}, near {excerpt!r}. Expected something like {_EXAMPLE}; json.dumps"
+            " writes it."
         ) from None
     if not isinstance(config, dict):
         raise InvalidTypeError(
@@ -195,10 +163,6 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> _Json:
     return result
 
 
-def _excerpt(text: str, position: int) -> str:
-    return text[max(0, position - 20) : position + 20]
-
-
 def _cluster_spec(config: _Json) -> ClusterSpec:
     cluster = config.get("cluster", {})
     checked_jobs(cluster, _CLUSTER)  # first, because its errors name the field
@@ -207,17 +171,7 @@ def _cluster_spec(config: _Json) -> ClusterSpec:
     return spec
 
 
-def _task(config: _Json) -> _Json:
-    task = config.get("task", {})
-    if not isinstance(task, dict):
-        raise InvalidTypeError(
-            f"{_TASK} is {task!r} ({type(task).__name__}), expected an object such as"
-            ' {"type": "worker", "index": 0}.'
-        )
-    return task
-
-
-def _entry(task: _Json, key: str, other_key: str) -> object:
+def _entry(task: _Json, key: str, other_key: str) -> Any:
     if key not in task:
         raise InvalidValueError(
             f'{_TASK} is {task!r} and has no "{key}", expected "{key}" beside "{other_key}", as in'
@@ -227,13 +181,4 @@ def _entry(task: _Json, key: str, other_key: str) -> object:
 
 
 def _string(config: _Json, key: str) -> str:
-    value = config[key]
-    if not isinstance(value, str):
-        raise InvalidTypeError(
-            f'TF_CONFIG["{key}"] is {value!r} ({type(value).__name__}), expected a string.'
-        )
-    return value
-
-
-def _name(resolver: ClusterResolver) -> str:
-    return type(resolver).__name__
+    return checked_str(config[key], f'TF_CONFIG["{key}"]')

@@ -1,22 +1,19 @@
 """The hosts of a Cloud TPU."""
 
+import collections
 import os
 from collections.abc import Sequence
 from typing import final
 
 import jax
 
-from distributary.cluster_resolver._addresses import checked_port, join, parse_address
+from distributary.cluster_resolver._addresses import checked_port, join, parse_address, split_port
+from distributary.cluster_resolver._checks import checked_name, wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
-from distributary.cluster_resolver._metadata import MetadataServer
+from distributary.cluster_resolver._metadata import hosts_of_slice, worker_number
 from distributary.cluster_resolver._ranks import int_variable
-from distributary.cluster_resolver._resolver import ClusterResolver, master_url
-from distributary.errors import (
-    ClusterError,
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedError,
-)
+from distributary.cluster_resolver._resolver import ClusterResolver
+from distributary.errors import ClusterError, InvalidValueError, UnsupportedError
 from distributary.topology import local_devices_of
 from distributary.tpu.experimental import Topology, TPUSystemMetadata
 
@@ -35,7 +32,9 @@ class TPUClusterResolver(ClusterResolver):
     task is the number of this host, and the addresses are those of the workers' programs. The hosts
     come from the environment variables `TPU_WORKER_ID` and `TPU_WORKER_HOSTNAMES` (or
     `TPU_PROCESS_ADDRESSES`) on Google Kubernetes Engine, and from the metadata server on a Cloud
-    TPU VM. Everything is looked up when you ask for it, and needs no TPU.
+    TPU VM. Everything is looked up when you ask for it, and needs no TPU. If you do not name a
+    task, `master()` is host 0; for `tpu="local"`, it is `""`. `num_accelerators()` is `{"TPU": n}`
+    with the number of TPU cores of this host, and starts JAX.
 
     Args:
         tpu: None or `""` to ask the environment, then the metadata server; `"local"` for the TPU of
@@ -91,12 +90,10 @@ class TPUClusterResolver(ClusterResolver):
         if coordinator_name is not None and coordinator_address is not None:
             parse_address(coordinator_address, f"{_WHO}: coordinator_address")
             self._coordinator = {coordinator_name: [coordinator_address]}
-        if not isinstance(job_name, str) or not job_name:
-            raise InvalidTypeError(
-                f'{_WHO}: job_name is {job_name!r}, expected a task type, such as "worker".'
-            )
-        self._job_name = job_name
-        self._metadata = MetadataServer(metadata_server)
+        expected = 'a task type, such as "worker"'
+        self._job_name = checked_name(job_name, f"{_WHO}: job_name", expected)
+        self._metadata_server = metadata_server
+        self.task_type, self.rpc_layer = self._job_name, "grpc"
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the hosts of the slice; empty for `tpu="local"`.
@@ -110,27 +107,9 @@ class TPUClusterResolver(ClusterResolver):
         addresses = self._addresses
         if addresses is None:
             _refuse_several_slices()
-            hosts = _hosts_of_environment() or self._metadata.hosts()
+            hosts = _hosts_of_environment() or hosts_of_slice(self._metadata_server)
             addresses = _with_ports(hosts, self._port)
         return ClusterSpec({self._job_name: addresses, **self._coordinator})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Returns the address of a task, by default of host 0: `"grpc://host:port"`; `""` if local.
-
-        Raises:
-            InvalidValueError: if there is no such task.
-        """
-        if self._local:
-            return ""
-        if task_type is None or task_id is None:
-            task_type, task_id = self._job_name, 0
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return master_url(address, rpc_layer or self.rpc_layer)
 
     def get_master(self) -> str:
         """Returns `master()`."""
@@ -140,26 +119,14 @@ class TPUClusterResolver(ClusterResolver):
         """Returns `task_type`."""
         return self.task_type
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Returns `{"TPU": n}` with the number of TPU cores of this host; starts JAX."""
-        del task_type, task_id, config_proto
-        return {"TPU": len(local_devices_of("TPU"))}
-
     def get_tpu_system_metadata(self) -> TPUSystemMetadata:
         """Returns the number and places of the job's TPU cores; 0 without a TPU. Starts JAX."""
         devices = tuple(jax.devices("tpu")) if local_devices_of("TPU") else ()
-        topology = Topology.of_devices(devices) if devices else None
+        if not devices:
+            return TPUSystemMetadata(0, 0, 0, None, ())
+        topology = Topology.of_devices(devices)
         return TPUSystemMetadata(
-            len(devices),
-            0 if topology is None else topology.num_tasks,
-            0 if topology is None else topology.num_tpus_per_task,
-            topology,
-            devices,
+            len(devices), topology.num_tasks, topology.num_tpus_per_task, topology, devices
         )
 
     def __enter__(self) -> "TPUClusterResolver":
@@ -168,32 +135,36 @@ class TPUClusterResolver(ClusterResolver):
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def _found_task_type(self) -> str:
-        return self._job_name
-
-    def _found_task_id(self) -> int | None:
+    def _master_address(self, task_type: str | None, task_id: int | None) -> str | None:
         if self._local:
-            return 0
+            return None
+        if task_type is None or task_id is None:
+            task_type, task_id = self._job_name, 0
+        return self.cluster_spec().task_address(task_type, task_id)
+
+    def _accelerators_of_any_task(self) -> dict[str, int]:
+        return {"TPU": len(local_devices_of("TPU"))}
+
+    def _current_task_id(self) -> int | None:
+        if self._local or self._task_id is not None:
+            return self._task_id or 0
         for name in _ID_VARIABLES:
             if name in os.environ:
                 num_tasks = self.cluster_spec().num_tasks(self._job_name)
                 cure = f"It numbers the {num_tasks} hosts of the TPU."
-                return int_variable(name, cure=cure, maximum=num_tasks - 1)
+                return int_variable(name, cure, num_tasks - 1)
         if self._addresses is not None:
             return 0 if len(self._addresses) == 1 else None
-        if any(os.environ.get(name) for name in _HOST_VARIABLES):
-            hosts = _hosts_of_environment()
-            if len(hosts) == 1:
-                return 0
+        hosts = _hosts_of_environment()
+        if len(hosts) == 1:
+            return 0
+        if hosts:
             raise ClusterError(
                 f"The environment lists {len(hosts)} TPU hosts ({', '.join(hosts)}), but"
                 f" {' and '.join(_ID_VARIABLES)} are not set, so the number of this one is not"
                 f" known. Set {_ID_VARIABLES[0]}, or task_id of the resolver."
             )
-        return self._metadata.worker_number()
-
-    def _found_rpc_layer(self) -> str:
-        return "grpc"
+        return worker_number(self._metadata_server)
 
 
 def _explicit(tpu: str | Sequence[str]) -> list[str]:
@@ -210,10 +181,7 @@ def _explicit(tpu: str | Sequence[str]) -> list[str]:
     elif isinstance(tpu, (list, tuple)):
         entries = list(tpu)
     else:
-        raise InvalidTypeError(
-            f'{field} is {tpu!r} ({type(tpu).__name__}), expected None, "local", or the addresses'
-            " of the hosts of a TPU."
-        )
+        raise wrong_type(tpu, field, 'None, "local", or the addresses of the hosts of a TPU')
     addresses = [
         entry.removeprefix("grpc://") if isinstance(entry, str) else entry for entry in entries
     ]
@@ -226,7 +194,8 @@ def _hosts_of_environment() -> list[str]:
     for name in _HOST_VARIABLES:
         text = os.environ.get(name)
         if text:
-            hosts = [_without_port(entry.strip()) for entry in text.split(",")]
+            # The ports in `TPU_PROCESS_ADDRESSES` belong to libtpu, not to the program.
+            hosts = [split_port(entry.strip())[0] for entry in text.split(",")]
             if not all(hosts):
                 raise ClusterError(
                     f"The environment variable {name} is {text!r}, expected names of hosts"
@@ -236,25 +205,18 @@ def _hosts_of_environment() -> list[str]:
     return []
 
 
-def _without_port(entry: str) -> str:
-    """Removes the port; those in `TPU_PROCESS_ADDRESSES` belong to libtpu, not to the program."""
-    if entry.startswith("["):
-        return entry[1:].partition("]")[0]
-    return entry.partition(":")[0] if entry.count(":") == 1 else entry
-
-
 def _with_ports(hosts: Sequence[str], port: int) -> list[str]:
-    num_before: dict[str, int] = {}
+    num_before: collections.Counter[str] = collections.Counter()
     addresses = []
     for host in hosts:
-        addresses.append(join(host, port + num_before.setdefault(host, 0)))
+        addresses.append(join(host, port + num_before[host]))
         num_before[host] += 1
     return addresses
 
 
 def _refuse_several_slices() -> None:
     name = "MEGASCALE_NUM_SLICES"
-    if name in os.environ and int_variable(name, cure="It counts TPU slices.") > 1:
+    if name in os.environ and int_variable(name, "It counts TPU slices.") > 1:
         raise UnsupportedError(
             f"{name} is {os.environ[name]}: a TPU host knows only the hosts of its own slice. Pass"
             " the addresses of the hosts of all slices as tpu, slice by slice, and set task_id of"

@@ -11,26 +11,28 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
 
-Array: TypeAlias = Any
-Sum: TypeAlias = Callable[[list[Array]], list[Array]]
+Sum: TypeAlias = Callable[[list[jax.Array]], list[jax.Array]]
+# The numbers of the arrays that travel together.
+Packs: TypeAlias = list[list[int]]
 # Groups of replica ids; every replica is in exactly one.
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 # Elements of a float32 vector that a TPU keeps together.
 _TILE = 1024
 
 
-def all_reduce(arrays: list[Array]) -> list[Array]:
+def all_reduce(arrays: list[jax.Array]) -> list[jax.Array]:
     """Sums all arrays in one all-reduce, which XLA makes a single variadic collective."""
     return list(lax.psum(arrays, REPLICA_AXIS))
 
 
-def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
+def all_reduce_of_vectors(arrays: list[jax.Array]) -> list[jax.Array]:
     """Sums arrays in one all-reduce with one vector per dtype.
 
     gloo pays for every array of a collective.
@@ -38,7 +40,7 @@ def all_reduce_of_vectors(arrays: list[Array]) -> list[Array]:
     return _as_vectors(arrays, all_reduce)
 
 
-def _as_vectors(arrays: list[Array], sum_vectors: Sum) -> list[Array]:
+def _as_vectors(arrays: list[jax.Array], sum_vectors: Sum) -> list[jax.Array]:
     """Sums `arrays`, which travel as one vector per dtype."""
     of_dtype: dict[Any, list[int]] = {}
     # The largest array comes first. XLA:CPU pads the first one to the length of the vector, and
@@ -47,17 +49,17 @@ def _as_vectors(arrays: list[Array], sum_vectors: Sum) -> list[Array]:
     for i in sorted(range(len(arrays)), key=lambda i: -arrays[i].size):
         of_dtype.setdefault(arrays[i].dtype, []).append(i)
     vectors = [_as_vector([arrays[i] for i in indices]) for indices in of_dtype.values()]
-    results: list[Array] = [None] * len(arrays)
+    results: dict[int, jax.Array] = {}
     for indices, vector in zip(of_dtype.values(), sum_vectors(vectors), strict=True):
         start = 0
         for i in indices:
             part = lax.slice(vector, (start,), (start + arrays[i].size,))
             results[i] = part.reshape(arrays[i].shape)
             start += arrays[i].size
-    return results
+    return [results[i] for i in range(len(arrays))]
 
 
-def _as_vector(arrays: list[Array]) -> Array:
+def _as_vector(arrays: list[jax.Array]) -> jax.Array:
     if len(arrays) == 1:
         return arrays[0].reshape(-1)
     # No concatenation: XLA:CPU fuses the computation of the gradients into it, which is then 100
@@ -79,7 +81,7 @@ def two_level(groups: Groups) -> Sum:
     inside = [list(group) for group in groups]
     across = [list(members) for members in zip(*groups, strict=True)]
 
-    def one(vector: Array) -> Array:
+    def one(vector: jax.Array) -> jax.Array:
         # Libtpu scatters and gathers only whole tiles; for other sizes it all-reduces twice.
         whole_tiles = _TILE * len(inside[0])
         multiple = whole_tiles if vector.size >= whole_tiles else len(inside[0])
@@ -92,7 +94,7 @@ def two_level(groups: Groups) -> Sum:
     return lambda arrays: _as_vectors(arrays, lambda vectors: [one(v) for v in vectors])
 
 
-def neighbours(num_replicas: int) -> Groups:
+def neighbors(num_replicas: int) -> Groups:
     """Returns about as many groups of neighbors as each has members; () for a prime number."""
     sizes = [size for size in range(2, num_replicas) if num_replicas % size == 0]
     if not sizes:
@@ -104,10 +106,7 @@ def neighbours(num_replicas: int) -> Groups:
 def ring(num_replicas: int) -> Sum:
     """Sums by reduce-scatter, then all-gather: the two halves of a ring all-reduce."""
 
-    def run(arrays: list[Array]) -> list[Array]:
-        return [one(array) for array in arrays]
-
-    def one(array: Array) -> Array:
+    def one(array: jax.Array) -> jax.Array:
         if array.size < num_replicas:
             return lax.psum(array, REPLICA_AXIS)
         padding = -array.size % num_replicas
@@ -116,33 +115,32 @@ def ring(num_replicas: int) -> Sum:
         whole = lax.all_gather(part, REPLICA_AXIS, tiled=True)
         return whole[: array.size].reshape(array.shape)
 
-    return run
+    return lambda arrays: [one(array) for array in arrays]
 
 
-def gather_and_add(accumulate: Callable[[list[Array]], Array] | None = None) -> Sum:
+def gather_and_add(accumulate: Callable[[list[jax.Array]], jax.Array] | None = None) -> Sum:
     """Sums by all-gather; every replica adds in replica order, so all get the same bits."""
 
-    def run(arrays: list[Array]) -> list[Array]:
-        return [one(array) for array in arrays]
-
-    def one(array: Array) -> Array:
+    def one(array: jax.Array) -> jax.Array:
         return add_rows(lax.all_gather(array, REPLICA_AXIS), accumulate)
 
-    return run
+    return lambda arrays: [one(array) for array in arrays]
 
 
-def add_rows(rows: Array, accumulate: Callable[[list[Array]], Array] | None = None) -> Array:
+def add_rows(
+    rows: jax.Array, accumulate: Callable[[list[jax.Array]], jax.Array] | None = None
+) -> jax.Array:
     """Returns the sum of `[replica, *shape]` over the replicas, in replica order."""
     parts = [rows[i] for i in range(rows.shape[0])]
     return functools.reduce(operator.add, parts) if accumulate is None else accumulate(parts)
 
 
-def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]]]) -> Sum:
+def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[jax.Array]], Packs]) -> Sum:
     """Sums packs of arrays one after the other, each by a collective of its own."""
 
-    def run(arrays: list[Array]) -> list[Array]:
-        results: list[Array] = [None] * len(arrays)
-        previous: list[Array] = []
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        results: dict[int, jax.Array] = {}
+        previous: list[jax.Array] = []
         for pack in packs_of(arrays):
             operands = [arrays[i] for i in pack]
             if previous and previous[0].size:
@@ -152,12 +150,12 @@ def in_packs(sum_pack: Sum, packs_of: Callable[[Sequence[Array]], list[list[int]
             previous = sum_pack(operands)
             for i, result in zip(pack, previous, strict=True):
                 results[i] = result
-        return results
+        return [results[i] for i in range(len(arrays))]
 
     return run
 
 
-def _zero_depending_on(array: Array) -> Array:
+def _zero_depending_on(array: jax.Array) -> jax.Array:
     """Returns zero for any bits of `array`, hidden from XLA, which would remove a barrier."""
     element = lax.stop_gradient(array).reshape(-1)[0]
     if jnp.issubdtype(element.dtype, jnp.complexfloating):
@@ -168,14 +166,14 @@ def _zero_depending_on(array: Array) -> Array:
     return lax.shift_right_logical(sign, jnp.ones((), bits.dtype))
 
 
-def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]]]:
+def packs_by_count(num_packs: int) -> Callable[[Sequence[jax.Array]], Packs]:
     """Divides arrays into `num_packs` equal packs, the last with the rest; 0: one pack each.
 
     The last pack comes first, because the last gradients are ready first and packs wait for each
     other.
     """
 
-    def packs(arrays: Sequence[Array]) -> list[list[int]]:
+    def packs(arrays: Sequence[jax.Array]) -> Packs:
         count = len(arrays) if num_packs == 0 else min(num_packs, len(arrays))
         size = len(arrays) // max(count, 1)
         starts = [i * size for i in range(count)] + [len(arrays)]
@@ -184,14 +182,14 @@ def packs_by_count(num_packs: int) -> Callable[[Sequence[Array]], list[list[int]
     return packs
 
 
-def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[Array]], list[list[int]]]:
+def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[jax.Array]], Packs]:
     """Divides arrays into packs of consecutive ones; a pack is full once it holds `bytes_per_pack`.
 
     The order is reversed, as in tf.distribute, because the last gradients are ready first.
     """
 
-    def packs(arrays: Sequence[Array]) -> list[list[int]]:
-        result: list[list[int]] = []
+    def packs(arrays: Sequence[jax.Array]) -> Packs:
+        result: Packs = []
         size = bytes_per_pack
         for i in reversed(range(len(arrays))):
             if size >= bytes_per_pack:
@@ -204,7 +202,7 @@ def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[Array]], list[list
     return packs
 
 
-def all_gather(array: Array, axis: int, num_replicas: int) -> Array:
+def all_gather(array: jax.Array, axis: int, num_replicas: int) -> jax.Array:
     """Concatenates the replicas' arrays along `axis`, on every replica."""
     if num_replicas == 1:
         return array

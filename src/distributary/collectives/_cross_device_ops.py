@@ -8,15 +8,12 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import (
-    NamedSharding,
-    PartitionSpec as P,
-)
+from jax.sharding import Mesh, PartitionSpec as P
 
+from distributary._types import Nest
 from distributary.collectives import _algorithms as algorithms
 from distributary.collectives._destinations import at_device, check_destinations, only_device
 from distributary.collectives._reduce_op import (
-    Array,
     ReduceOp,
     as_reduce_op,
     check_reducible,
@@ -27,12 +24,7 @@ from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMism
 from distributary.options import CommunicationImplementation, CommunicationOptions
 from distributary.topology import REPLICA_AXIS, host_groups, num_logical_devices
 from distributary.tracing import current_scope
-from distributary.values import (
-    IndexedSlices,
-    Mirrored,
-    PerReplica,
-    stack_components,
-)
+from distributary.values import IndexedSlices, Mirrored, PerReplica, stack_components
 
 
 class CrossDeviceOps(abc.ABC):
@@ -49,9 +41,9 @@ class CrossDeviceOps(abc.ABC):
 
     def reduce(
         self,
-        reduce_op: Any,
-        per_replica_value: Any,
-        destinations: Any,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Nest,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Combines one value.
@@ -74,37 +66,32 @@ class CrossDeviceOps(abc.ABC):
 
     def batch_reduce(
         self,
-        reduce_op: Any,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Nest, object]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Combines several values, in one collective if possible; see `reduce`."""
         op = as_reduce_op(reduce_op, "CrossDeviceOps.batch_reduce")
-        pairs = _check_pairs(value_destination_pairs)
+        pairs = _checked(value_destination_pairs)
         options = options or CommunicationOptions()
-        wrapped = [_components_of(value) for value, _ in pairs]
-        if not wrapped:
+        values = [value for value, _ in pairs]
+        if not values:
             return []
-        if len(wrapped) > 1 and len({_mesh_of(value) for value in wrapped}) > 1:
-            return [
-                self.reduce(op, value, destinations, options)
-                for value, (_, destinations) in zip(wrapped, pairs, strict=True)
-            ]
-        if wrapped[0].num_replicas > 1 and all(value.form == "local" for value in wrapped):
-            return self.batch_reduce_implementation(
-                op, list(zip(wrapped, (d for _, d in pairs), strict=True)), options
-            )
-        if wrapped[0].num_replicas == 1:
-            results = [Mirrored(value.values[0]) for value in wrapped]
+        if len({(_mesh_of(value), value.num_replicas) for value in values}) > 1:
+            return [self.reduce(op, value, destinations, options) for value, destinations in pairs]
+        if values[0].num_replicas == 1:
+            results = [Mirrored(value.values[0]) for value in values]
+        elif all(value.form == "local" for value in values):
+            return self.batch_reduce_implementation(op, pairs, options)
         else:
-            results = self._reduce_outside(op, wrapped, options)
+            results = self._reduce_outside(op, values, options)
         devices = [only_device(destinations) for _, destinations in pairs]
         return [
             result if device is None else Mirrored(at_device(result.value(), device))
             for result, device in zip(results, devices, strict=True)
         ]
 
-    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+    def broadcast(self, tensor: Nest, destinations: object) -> Mirrored:
         """Copies one value to all `destinations`."""
         check_destinations(destinations)
         return self.broadcast_implementation(tensor, destinations)
@@ -114,7 +101,7 @@ class CrossDeviceOps(abc.ABC):
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions,
     ) -> Any:
         """Combines one value inside a compiled step; returns an array or `Mirrored`."""
@@ -122,7 +109,7 @@ class CrossDeviceOps(abc.ABC):
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions,
     ) -> list[Any]:
         """Combines several values inside a compiled step, one by one unless overridden."""
@@ -131,7 +118,7 @@ class CrossDeviceOps(abc.ABC):
             for value, destinations in value_destination_pairs
         ]
 
-    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Mirrored:
+    def broadcast_implementation(self, tensor: Nest, destinations: object) -> Mirrored:
         """Copies one value to all `destinations`."""
         device = only_device(destinations)
         if device is not None:
@@ -157,24 +144,23 @@ class CrossDeviceOps(abc.ABC):
     def all_reduce(
         self,
         op: ReduceOp,
-        leaves: Sequence[Any],
+        leaves: Sequence[jax.Array | IndexedSlices],
         num_replicas: int,
         options: CommunicationOptions,
     ) -> list[Any]:
         """Combines arrays and `IndexedSlices` inside a compiled step; for strategies."""
         if num_replicas == 1:
             return [_alone(op, leaf) for leaf in leaves]
-        dense = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, IndexedSlices)}
-        pairs = [(PerReplica.from_local(x, num_replicas),) * 2 for x in dense.values()]
-        reduced = [
-            result.value() if isinstance(result, Mirrored) else result
-            for result in (self.batch_reduce_implementation(op, pairs, options) if pairs else [])
-        ]
+        dense = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, IndexedSlices)]
+        pairs = [(PerReplica.from_local(leaves[i], num_replicas),) * 2 for i in dense]
+        reduced = self.batch_reduce_implementation(op, pairs, options) if pairs else []
         results = dict(zip(dense, reduced, strict=True))
-        return [
-            results[i] if i in results else _reduce_slices(op, leaf, num_replicas)
-            for i, leaf in enumerate(leaves)
-        ]
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, IndexedSlices):
+                results[i] = _reduce_slices(op, leaf, num_replicas)
+            elif isinstance(results[i], Mirrored):
+                results[i] = results[i].value()
+        return [results[i] for i in range(len(leaves))]
 
     def _reduce_outside(
         self, op: ReduceOp, values: list[PerReplica], options: CommunicationOptions
@@ -195,32 +181,35 @@ class CrossDeviceOps(abc.ABC):
                     " Reduce each replica's value to one shape first."
                 )
             stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
-        mesh, _ = _mesh_of(values[0])
-        devices = () if mesh is None else tuple(mesh.devices.flat)
-        # The first device of every replica, if replicas have several logical devices.
-        ops = self.for_devices(devices[:: 1 if mesh is None else num_logical_devices(mesh)])
-
-        def total(rows: list[Array]) -> list[Array]:
-            if mesh is None:
-                return self._reduce_rows(op, rows, options)
-            return jax.shard_map(
-                lambda local: ops.all_reduce(op, [x[0] for x in local], num_replicas, options),
-                mesh=mesh,
-                in_specs=P(REPLICA_AXIS),
-                out_specs=P(),
-                check_vma=False,
-            )(rows)
-
         if stacked:
+            program, devices = self._program(op, _mesh_of(values[0]), num_replicas, options)
             reduced = dispatcher_for(devices).run(
-                lambda: jax.jit(total)(list(stacked.values())), lambda arrays: arrays[0]
+                lambda: jax.jit(program)(list(stacked.values())), lambda arrays: arrays[0]
             )
             results.update(zip(stacked, reduced, strict=True))
         return [Mirrored(results[i], num_replicas) for i in range(len(values))]
 
+    def _program(
+        self, op: ReduceOp, mesh: Mesh | None, num_replicas: int, options: CommunicationOptions
+    ) -> tuple[algorithms.Sum, tuple[jax.Device, ...]]:
+        """Returns a function that combines arrays `[replica, *shape]`, and the devices it needs."""
+        if mesh is None:
+            return lambda rows: self._reduce_rows(op, rows, options), ()
+        devices = tuple(mesh.devices.flat)
+        # The first device of every replica, if replicas have several logical devices.
+        ops = self.for_devices(devices[:: num_logical_devices(mesh)])
+        program = jax.shard_map(
+            lambda local: ops.all_reduce(op, [x[0] for x in local], num_replicas, options),
+            mesh=mesh,
+            in_specs=P(REPLICA_AXIS),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return program, devices
+
     def _reduce_rows(
-        self, op: ReduceOp, rows: list[Array], options: CommunicationOptions
-    ) -> list[Array]:
+        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
+    ) -> list[jax.Array]:
         """Combines arrays `[replica, *shape]` that lie on one device."""
         num_replicas = rows[0].shape[0]
         reduced = jax.vmap(
@@ -229,24 +218,20 @@ class CrossDeviceOps(abc.ABC):
         return [copies[0] for copies in reduced]
 
 
-def _components_of(value: Any) -> PerReplica:
+def _components_of(value: Nest) -> PerReplica:
     if isinstance(value, PerReplica):
         return value
     return PerReplica((value.value() if isinstance(value, Mirrored) else value,))
 
 
-def _mesh_of(value: PerReplica) -> tuple[Any, int]:
-    """Returns the mesh the components lie on and the number of replicas.
-
-    The mesh is None if they lie elsewhere.
-    """
+def _mesh_of(value: PerReplica) -> Mesh | None:
+    """Returns the mesh on which the components are; None if they are elsewhere."""
     leaves = jax.tree.leaves(value.payload) if value.form == "stacked" else []
     sharding = getattr(leaves[0], "sharding", None) if leaves else None
-    if isinstance(sharding, NamedSharding):
-        mesh = sharding.mesh
-        if mesh.shape.get(REPLICA_AXIS) == value.num_replicas:
-            return mesh, value.num_replicas
-    return None, value.num_replicas
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, Mesh) and mesh.shape.get(REPLICA_AXIS) == value.num_replicas:
+        return mesh
+    return None
 
 
 def _concatenate_slices(op: ReduceOp, value: PerReplica) -> IndexedSlices:
@@ -259,7 +244,8 @@ def _concatenate_slices(op: ReduceOp, value: PerReplica) -> IndexedSlices:
     )
 
 
-def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
+def _checked(pairs: object) -> list[tuple[PerReplica, object]]:
+    """Returns pairs of a value and its destinations."""
     if not isinstance(pairs, (list, tuple)) or not all(
         isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
     ):
@@ -269,10 +255,10 @@ def _check_pairs(pairs: Any) -> list[tuple[Any, Any]]:
         )
     for _, destinations in pairs:
         check_destinations(destinations)
-    return [(value, destinations) for value, destinations in pairs]
+    return [(_components_of(value), destinations) for value, destinations in pairs]
 
 
-def _alone(op: ReduceOp, leaf: Any) -> Any:
+def _alone(op: ReduceOp, leaf: jax.Array | IndexedSlices) -> jax.Array | IndexedSlices:
     if isinstance(leaf, IndexedSlices):
         return leaf
     return reduce_arrays(op, [leaf], 1, lambda parts: parts)[0]
@@ -296,6 +282,8 @@ class _Summing(CrossDeviceOps):
     _are_slices = False
     # Name of its collectives without options, for people.
     _without_options = "XLA all-reduce"
+    # Number of packs of arrays, each a collective of its own; 0 for one pack per array.
+    num_packs = 1
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
         hosts = host_groups(devices)
@@ -306,15 +294,29 @@ class _Summing(CrossDeviceOps):
         bound._are_slices = bool(hosts) and devices[0].platform == "tpu"
         return bound
 
-    @abc.abstractmethod
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        """Returns the collective for this many replicas."""
+        """Returns the way to sum over this many replicas."""
+        if options.implementation is CommunicationImplementation.RING:
+            add = algorithms.ring(num_replicas)
+        elif groups := self._levels(options):
+            add = algorithms.two_level(groups)
+        else:
+            add = self._collective(num_replicas)
+        if options.bytes_per_pack:
+            return algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
+        if self.num_packs == 1:
+            return add
+        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+
+    @abc.abstractmethod
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        """Returns the way to sum unless options choose another."""
 
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions,
     ) -> Any:
         pairs = [(per_replica_value, destinations)]
@@ -323,7 +325,7 @@ class _Summing(CrossDeviceOps):
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions,
     ) -> list[Any]:
         num_replicas = value_destination_pairs[0][0].num_replicas
@@ -337,33 +339,31 @@ class _Summing(CrossDeviceOps):
         return reduce_arrays(reduce_op, arrays, num_replicas, add)
 
     def _reduce_rows(
-        self, op: ReduceOp, rows: list[Array], options: CommunicationOptions
-    ) -> list[Array]:
+        self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
+    ) -> list[jax.Array]:
         return reduce_arrays(
             op, rows, rows[0].shape[0], lambda parts: [self._add_rows(part) for part in parts]
         )
 
-    def _add_rows(self, rows: Array) -> Array:
+    def _add_rows(self, rows: jax.Array) -> jax.Array:
         return algorithms.add_rows(rows)
-
-    def _with_options(
-        self, add: algorithms.Sum, num_replicas: int, options: CommunicationOptions
-    ) -> algorithms.Sum:
-        if options.implementation is CommunicationImplementation.RING:
-            add = algorithms.ring(num_replicas)
-        elif groups := self._levels(options):
-            add = algorithms.two_level(groups)
-        if options.bytes_per_pack:
-            add = algorithms.in_packs(add, algorithms.packs_by_bytes(options.bytes_per_pack))
-        return add
 
     def _levels(self, options: CommunicationOptions) -> algorithms.Groups:
         """Returns the groups that reduce first among themselves; () if there are none."""
         chosen = self._are_slices if options.hierarchical is None else options.hierarchical
         return self._hosts if chosen else ()
 
-    def _collectives(self, options: CommunicationOptions | None) -> str:
+    def describe(
+        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
+    ) -> str:
         options = options or CommunicationOptions()
+        return self._text(self._collectives(options), platform, num_workers)
+
+    @abc.abstractmethod
+    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
+        """Returns the text of `describe`, given a phrase for the collectives."""
+
+    def _collectives(self, options: CommunicationOptions) -> str:
         if options.implementation is CommunicationImplementation.RING:
             return "XLA reduce-scatter and all-gather"
         if groups := self._levels(options):
@@ -396,24 +396,19 @@ class NcclAllReduce(_Summing):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs: int = _check_num_packs("NcclAllReduce", num_packs)
+        self.num_packs = _check_num_packs("NcclAllReduce", num_packs)
 
-    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        add = self._with_options(algorithms.all_reduce, num_replicas, options)
-        if options.bytes_per_pack or self.num_packs == 1:
-            return add
-        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        return algorithms.all_reduce
 
-    def describe(
-        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
-    ) -> str:
+    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
         transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
             platform, "shared memory" if num_workers == 1 else "gloo"
         )
         packs = {0: "one per tensor", 1: "one per dtype"}.get(
             self.num_packs, f"{self.num_packs} packs"
         )
-        return f"{self._collectives(options)} over {transport}, {packs}"
+        return f"{collectives} over {transport}, {packs}"
 
 
 @final
@@ -429,13 +424,11 @@ class CollectiveAllReduce(_Summing):
 
     _without_options = "exchanges between pairs, or XLA all-reduce,"
 
-    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        return self._with_options(algorithms.all_reduce_of_vectors, num_replicas, options)
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        return algorithms.all_reduce_of_vectors
 
-    def describe(
-        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
-    ) -> str:
-        return f"{self._collectives(options)} over gloo, one vector per dtype"
+    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
+        return f"{collectives} over gloo, one vector per dtype"
 
 
 @final
@@ -454,19 +447,13 @@ class HierarchicalCopyAllReduce(_Summing):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs: int = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
+        self.num_packs = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
 
-    def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
-        groups = self._hosts or algorithms.neighbours(num_replicas)
-        add = algorithms.two_level(groups) if groups else algorithms.all_reduce
-        add = self._with_options(add, num_replicas, options)
-        if options.bytes_per_pack or self.num_packs == 1:
-            return add
-        return algorithms.in_packs(add, algorithms.packs_by_count(self.num_packs))
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
+        groups = self._hosts or algorithms.neighbors(num_replicas)
+        return algorithms.two_level(groups) if groups else algorithms.all_reduce
 
-    def describe(
-        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
-    ) -> str:
+    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
         return f"hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
 
@@ -487,8 +474,8 @@ class ReductionToOneDevice(_Summing):
 
     def __init__(
         self,
-        reduce_to_device: Any = None,
-        accumulation_fn: Callable[[list[Array]], Array] | None = None,
+        reduce_to_device: object = None,
+        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
@@ -499,14 +486,15 @@ class ReductionToOneDevice(_Summing):
         self.accumulation_fn = accumulation_fn
 
     def _sum(self, num_replicas: int, options: CommunicationOptions) -> algorithms.Sum:
+        return self._collective(num_replicas)  # options have no effect: the order is the point
+
+    def _collective(self, num_replicas: int) -> algorithms.Sum:
         return algorithms.gather_and_add(self.accumulation_fn)
 
-    def _add_rows(self, rows: Array) -> Array:
+    def _add_rows(self, rows: jax.Array) -> jax.Array:
         return algorithms.add_rows(rows, self.accumulation_fn)
 
-    def describe(
-        self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
-    ) -> str:
+    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
         return f"all-gather and addition in replica order on {platform}"
 
 
@@ -522,8 +510,8 @@ def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:
 
 
 def reduce_nest(
-    ops: CrossDeviceOps, op: ReduceOp, tree: Any, num_replicas: int, options: CommunicationOptions
-) -> Any:
+    ops: CrossDeviceOps, op: ReduceOp, tree: Nest, num_replicas: int, options: CommunicationOptions
+) -> Nest:
     """Combines all arrays of a nest together, inside a compiled step."""
     leaves, structure = jax.tree.flatten(
         tree, is_leaf=lambda x: x is None or isinstance(x, IndexedSlices)

@@ -1,15 +1,14 @@
 """Destinations: the devices that the result of a reduction goes to."""
 
-from typing import Any
-
 import jax
 
+from distributary._types import Nest
 from distributary.errors import InvalidValueError
 from distributary.topology import local_copy, resolve_device, uncommitted
 from distributary.tracing import current_scope
 
 
-def check_destinations(destinations: Any) -> None:
+def check_destinations(destinations: object) -> None:
     """Refuses values that name no device.
 
     Raises:
@@ -23,10 +22,10 @@ def check_destinations(destinations: Any) -> None:
         )
 
 
-def at_device(value: Any, device: jax.Device) -> Any:
+def at_device(value: Nest, device: jax.Device) -> Nest:
     """Moves a nest of arrays to one device; an array with a copy there becomes that copy."""
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: jax.Array) -> jax.Array:
         if isinstance(leaf, jax.core.Tracer):
             return leaf
         if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
@@ -38,7 +37,7 @@ def at_device(value: Any, device: jax.Device) -> Any:
     return jax.tree.map(moved, value)
 
 
-def only_device(destinations: Any) -> jax.Device | None:
+def only_device(destinations: object) -> jax.Device | None:
     """Returns the one device that `destinations` names or lies on; None if it is not one.
 
     Also returns None in a step and in a `distributary.function`, which compute on their own

@@ -1,18 +1,21 @@
 """The operations that combine the values of replicas, and their arithmetic."""
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-Array: TypeAlias = Any
+if TYPE_CHECKING:
+    from distributary.variables import VariableAggregation
 
 
 class ReduceOp(enum.Enum):
@@ -29,14 +32,14 @@ class ReduceOp(enum.Enum):
     MEAN = "MEAN"
 
     @staticmethod
-    def from_variable_aggregation(aggregation: Any) -> "ReduceOp":
+    def from_variable_aggregation(aggregation: "VariableAggregation") -> "ReduceOp":
         """Returns the operation of a `VariableAggregation`.
 
         Raises:
             InvalidValueError: for NONE and ONLY_FIRST_REPLICA, which are not reductions.
         """
-        name = getattr(aggregation, "name", None)
-        if name in ("SUM", "MEAN"):
+        name = str(getattr(aggregation, "name", None))
+        if name in ReduceOp.__members__:
             return ReduceOp[name]
         raise InvalidValueError(
             f"ReduceOp.from_variable_aggregation: {aggregation!r} is not a reduction; only"
@@ -44,7 +47,7 @@ class ReduceOp(enum.Enum):
         )
 
 
-def as_reduce_op(value: Any, what: str) -> ReduceOp:
+def as_reduce_op(value: object, what: str) -> ReduceOp:
     """Returns a `ReduceOp`, given itself or its name in any case."""
     if isinstance(value, ReduceOp):
         return value
@@ -61,7 +64,7 @@ def as_reduce_op(value: Any, what: str) -> ReduceOp:
     )
 
 
-def check_reducible(value: Any, what: str) -> Array:
+def check_reducible(value: ArrayLike | None, what: str) -> jax.Array:
     """Returns the value as an array that can be summed.
 
     Raises:
@@ -87,10 +90,10 @@ def check_reducible(value: Any, what: str) -> Array:
 
 def reduce_arrays(
     op: ReduceOp,
-    arrays: Sequence[Array],
+    arrays: Sequence[jax.Array],
     num_replicas: int,
-    add: Callable[[list[Array]], list[Array]],
-) -> list[Array]:
+    add: Callable[[list[jax.Array]], list[jax.Array]],
+) -> list[jax.Array]:
     """Sums or averages every array over the replicas.
 
     Args:
@@ -102,24 +105,16 @@ def reduce_arrays(
     Returns:
         The results; their dtype is that of the arrays, or float32 for the mean of integers.
     """
-    parts: list[Array] = []
-    finish: list[Callable[[Sequence[Array]], Array]] = []
-    for array in arrays:
-        own, done = _prepare(op, array, num_replicas)
-        finish.append(_slice_from(len(parts), len(own), done))
-        parts += own
-    sums = add(parts)
-    return [done(sums) for done in finish]
+    prepared = [_prepare(op, array, num_replicas) for array in arrays]
+    sums = iter(add([part for parts, _ in prepared for part in parts]))
+    return [done(*itertools.islice(sums, len(parts))) for parts, done in prepared]
 
 
-def _slice_from(start: int, count: int, done: Callable[..., Array]) -> Callable[..., Array]:
-    return lambda sums: done(*sums[start : start + count])
+# The arrays to sum, and a function from the sums to the result.
+_Prepared: TypeAlias = tuple[list[jax.Array], Callable[..., jax.Array]]
 
 
-def _prepare(
-    op: ReduceOp, array: Array, num_replicas: int
-) -> tuple[list[Array], Callable[..., Array]]:
-    """Returns the arrays to sum, and a function from the sums to the result."""
+def _prepare(op: ReduceOp, array: jax.Array, num_replicas: int) -> _Prepared:
     if jnp.iscomplexobj(array):
         # In parts, because XLA aborts on an all-reduce of complex constants (JAX 0.10.2), and
         # gradients of complex sums are such constants.
@@ -131,18 +126,17 @@ def _prepare(
     return [array], lambda total: total
 
 
-def _prepare_mean(array: Array, num_replicas: int) -> tuple[list[Array], Callable[..., Array]]:
+def _prepare_mean(array: jax.Array, num_replicas: int) -> _Prepared:
     dtype = array.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         # Quotients and remainders are exact, and their sums do not overflow; int32, because the sum
         # of the remainders may be too large for 8 bits.
         parts = [array // num_replicas, (array % num_replicas).astype(jnp.int32)]
-        return (
-            parts,
-            lambda quotient, remainder: (
-                quotient.astype(jnp.float32) + remainder.astype(jnp.float32) / num_replicas
-            ),
-        )
+
+        def mean(quotient: jax.Array, remainder: jax.Array) -> jax.Array:
+            return quotient.astype(jnp.float32) + remainder.astype(jnp.float32) / num_replicas
+
+        return parts, mean
     if dtype in (jnp.float16, jnp.bfloat16):
         wide, done = _prepare_mean(array.astype(jnp.float32), num_replicas)
         return wide, lambda total: done(total).astype(dtype)

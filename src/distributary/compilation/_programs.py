@@ -1,5 +1,6 @@
 """Stand-ins for the programs of a script that is compiled for a target."""
 
+import math
 import re
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary._types import Nest
 from distributary.compilation._topologies import Topology
 from distributary.errors import CompileError
 from distributary.topology import REPLICA_AXIS, ProgramKind, mesh_of_values
@@ -82,13 +84,13 @@ class Programs:
 
         return _Program(call, mesh, run_here)
 
-    def _end_with(self, name: str, call: Any, mesh: Mesh, args: Any) -> NoReturn:
+    def _end_with(self, name: str, call: Any, mesh: Mesh, args: Nest) -> NoReturn:
         if self.step is None:
             self.step = self._compiled(name, call, mesh, _avals(args, mesh))
         raise ScriptEnded
 
     def _compiled(
-        self, name: str, call: Any, mesh: Mesh, avals: Any
+        self, name: str, call: Any, mesh: Mesh, avals: Nest
     ) -> CompiledStep | CompileError:
         try:
             start = time.perf_counter()
@@ -141,7 +143,7 @@ class _Program:
         return self._run(*args)
 
 
-def _avals(args: Any, mesh: Mesh) -> Any:
+def _avals(args: Nest, mesh: Mesh) -> Nest:
     """Returns the arguments of a program with the placement they would have on `mesh`."""
     none_placed = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args))
 
@@ -161,12 +163,9 @@ def _avals(args: Any, mesh: Mesh) -> Any:
     return jax.tree.map(aval, args)
 
 
-def _bytes_on_a_device(aval: Any) -> int:
+def _bytes_on_a_device(aval: jax.ShapeDtypeStruct) -> int:
     shape = aval.shape if aval.sharding is None else aval.sharding.shard_shape(aval.shape)
-    size = 1
-    for dim in shape:
-        size *= dim
-    return int(size * aval.dtype.itemsize)
+    return math.prod(shape) * aval.dtype.itemsize
 
 
 def _explained(

@@ -1,11 +1,18 @@
 """The API inside `Strategy.run`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from distributary.context._stack import StrategyLike, current_mode, in_default_context
+from distributary._types import Nest
+from distributary.context._stack import current_mode, in_default_context
 from distributary.errors import ContextError, InvalidTypeError
 from distributary.options import CommunicationOptions
+
+if TYPE_CHECKING:
+    import jax
+
+    from distributary.collectives import ReduceOp
+    from distributary.strategies import Strategy
 
 
 @final
@@ -20,8 +27,8 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: StrategyLike,
-        replica_id_in_sync_group: Any,
+        strategy: "Strategy",
+        replica_id_in_sync_group: "int | Callable[[], jax.Array]",
         *,
         averages_gradients: bool = False,
         has_whole_batch: bool = False,
@@ -34,7 +41,7 @@ class ReplicaContext:
         self._replica_id = replica_id_in_sync_group
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> "Strategy":
         """The strategy that runs this replica."""
         return self._strategy
 
@@ -66,8 +73,7 @@ class ReplicaContext:
             ContextError: if this is not the current replica context.
         """
         self._check_current("devices")
-        devices: tuple[str, ...] = self._strategy.extended.device_names()
-        return devices
+        return self._strategy.extended.device_names()
 
     def merge_call(
         self,
@@ -101,8 +107,11 @@ class ReplicaContext:
         return self._strategy.extended._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
-        self, reduce_op: Any, value: Any, options: CommunicationOptions | None = None
-    ) -> Any:
+        self,
+        reduce_op: "ReduceOp | str",
+        value: Nest,
+        options: CommunicationOptions | None = None,
+    ) -> Nest:
         """Sums or averages `value` over all replicas; every replica receives the result.
 
         You can differentiate it: the gradient of a sum is the sum of the replicas' gradients.
@@ -126,7 +135,9 @@ class ReplicaContext:
         self._check_current("all_reduce")
         return self._strategy.extended._all_reduce(reduce_op, value, options)
 
-    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+    def all_gather(
+        self, value: Nest, axis: int, options: CommunicationOptions | None = None
+    ) -> Nest:
         """Concatenates `value` of all replicas, in replica order, along dim `axis`.
 
         You can differentiate it.

@@ -4,8 +4,10 @@ An empty stack is the default context: the default strategy's replica context. `
 pushes a cross-replica mode, `Strategy.run` a replica mode.
 """
 
+import collections
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,18 +18,6 @@ if TYPE_CHECKING:
     from distributary.strategies import Strategy
 
 Role = Literal["cross", "replica", "update"]
-
-
-class StrategyLike(Protocol):
-    """The parts of a strategy that the context stack uses."""
-
-    @property
-    def extended(self) -> Any: ...
-
-    @property
-    def num_replicas_in_sync(self) -> int: ...
-
-    def scope(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +35,7 @@ class Mode:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.modes: list[Mode] = []
-        self.global_scope: Any = None
+        self.global_scope: AbstractContextManager[Strategy] | None = None
 
 
 _state = _ThreadState()
@@ -53,7 +43,7 @@ _default_mode: Mode | None = None
 _make_default_mode: Callable[[], Mode] | None = None
 _default_lock = threading.Lock()
 # Threads with an open scope, for the warning about variables created in helper threads.
-_threads_in_scope: dict[int, int] = {}
+_threads_in_scope: collections.Counter[int] = collections.Counter()
 
 
 def register_default_mode(factory: Callable[[], Mode]) -> None:
@@ -140,7 +130,7 @@ def in_cross_replica_context() -> bool:
     return current_mode().role != "replica"
 
 
-def experimental_set_strategy(strategy: StrategyLike | None) -> None:
+def experimental_set_strategy(strategy: "Strategy | None") -> None:
     """Makes `strategy` current in this thread until the next call; None ends it.
 
     For notebooks, where a `with strategy.scope()` block cannot span cells.
@@ -177,10 +167,10 @@ def experimental_set_strategy(strategy: StrategyLike | None) -> None:
 class ScopeListener(Protocol):
     """An object that is told when scopes are entered and left."""
 
-    def entered(self, strategy: Any) -> bool:
+    def entered(self, strategy: "Strategy") -> bool:
         """Runs when a scope is entered; `left` receives its result."""
 
-    def left(self, strategy: Any, noted: bool) -> None:
+    def left(self, strategy: "Strategy", noted: bool) -> None:
         """Runs when the scope is left."""
 
 
@@ -203,7 +193,7 @@ class StrategyScope:
     `with` binds the strategy itself. Entering the default strategy's scope changes nothing.
     """
 
-    def __init__(self, strategy: StrategyLike) -> None:
+    def __init__(self, strategy: "Strategy") -> None:
         self._strategy = strategy
         self._entered = _Entered()
 
@@ -211,19 +201,18 @@ class StrategyScope:
         if not _state.modes and self._strategy is default_mode().strategy:
             self._entered.modes.append(None)
             return self._strategy
-        if _state.modes:
-            check_same_strategy(self._strategy, "scope()")
-            if _state.modes[-1].role == "replica":
-                raise ContextError(
-                    "scope() was entered inside Strategy.run. A scope is for cross-replica code:"
-                    " enter it before run, or use get_replica_context().merge_call."
-                )
+        check_same_strategy(self._strategy, "scope()")
+        if _state.modes and _state.modes[-1].role == "replica":
+            raise ContextError(
+                "scope() was entered inside Strategy.run. A scope is for cross-replica code:"
+                " enter it before run, or use get_replica_context().merge_call."
+            )
         mode = self._strategy.extended._scope_mode()
         noted = [listener.entered(self._strategy) for listener in _listeners]
         push(mode)
         self._entered.modes.append((mode, noted))
         thread = threading.get_ident()
-        _threads_in_scope[thread] = _threads_in_scope.get(thread, 0) + 1
+        _threads_in_scope[thread] += 1
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
@@ -246,11 +235,9 @@ class StrategyScope:
             listener.left(self._strategy, note)
 
 
-def check_same_strategy(strategy: StrategyLike, what: str) -> None:
+def check_same_strategy(strategy: "Strategy", what: str) -> None:
     """Raises `ContextError` if a strategy other than `strategy` is current."""
-    if not _state.modes:
-        return
-    current = _state.modes[-1].strategy
+    current = _state.modes[-1].strategy if _state.modes else strategy
     if current is not strategy:
         raise ContextError(
             f"{what} of {strategy!r} was called while {current!r} is current: strategies cannot"
@@ -259,12 +246,10 @@ def check_same_strategy(strategy: StrategyLike, what: str) -> None:
         )
 
 
-def require_cross_replica(strategy: StrategyLike, what: str) -> None:
+def require_cross_replica(strategy: "Strategy", what: str) -> None:
     """Raises inside `Strategy.run`, or if a strategy other than `strategy` is current."""
-    if not _state.modes:
-        return
     check_same_strategy(strategy, what)
-    if _state.modes[-1].role == "replica":
+    if _state.modes and _state.modes[-1].role == "replica":
         raise ContextError(
             f"{what} needs a cross-replica context, but was called inside Strategy.run, where the"
             " code runs once per replica. Call it after run, or inside"

@@ -9,6 +9,7 @@ from distributary.coordinator._per_worker import (
     closure_number,
     experimental_get_current_worker_index,
 )
+from distributary.coordinator._queue import RemoteValue
 from distributary.coordinator._ray import ray_cluster
 from distributary.coordinator._server import Server
 from distributary.coordinator._statistics import (
@@ -17,7 +18,6 @@ from distributary.coordinator._statistics import (
     WorkerStatistics,
 )
 from distributary.coordinator._strategy import ParameterServerStrategy
-from distributary.coordinator._values import RemoteValue
 from distributary.options import RecoveryOptions
 
 __all__ = [

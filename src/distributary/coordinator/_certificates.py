@@ -183,7 +183,10 @@ def _general_name(host: str) -> "x509.GeneralName":
     with contextlib.suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
     if not _HOST.fullmatch(host):
-        raise InvalidValueError(f"certs: {host!r} is no name of a host and no IP address.")
+        raise InvalidValueError(
+            f"certs: {host!r} is neither a host name nor an IP address. Separate several hosts by"
+            " spaces, such as --hosts train.example.com 10.0.0.1."
+        )
     return x509.DNSName(host)
 
 

@@ -1,26 +1,63 @@
-"""Plans, which turn the function of a closure into programs for workers and servers."""
+"""Traces the function of a closure, and makes programs for workers and servers of it.
+
+`plan_of` goes through five stages. With a variable `w` in two shards of one row, on servers 0 and
+1, and the function
+
+    def step(iterator):
+        x = next(iterator)
+        w.assign_sub(push(x))
+        return x.sum()
+
+the stages make
+
+1. `_traced`: a pure program of what the function reads, from w:f32[2,3] and x:f32[2,3] to the sum
+   and the new w.
+2. `_in_shards`: a program of what servers keep, from w0:f32[1,3], w1:f32[1,3] and x:f32[2,3] to the
+   sum, the new w0 and the new w1.
+3. `split_over_servers`: a program of the worker, from x to the sum and the pushed values x[0:1] and
+   x[1:2], and an update of each server, from its shard and a pushed value to its new shard.
+4. `rows_of`: programs that take and push only rows of tables. There are none here: without lookups,
+   nothing shows which rows of a variable a step needs.
+5. `_update_of` and `_worker_plan`: exported programs, and what the tasks are told about them. The
+   worker reads no variable; it pushes value 0 to server 0, and value 1 to server 1.
+
+Stages 2 to 4 count inputs and outputs by their positions in the program of stage 2, and pushed
+values by their positions in the order in which the worker computes them. Only stage 5 knows the
+numbers by which servers know variables.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
 
+from distributary._types import Nest
 from distributary.coordinator._nests import copy_of
+from distributary.coordinator._partitioners import Shard
+from distributary.coordinator._plans import Origin, Push, Update, WorkerPlan
 from distributary.coordinator._programs import Program, export_function, export_per_device
-from distributary.coordinator._rows import PushedRows, RowPlan, TablePart, bucket_of
+from distributary.coordinator._table_rows import RowPlan, TablePart
 from distributary.coordinator.passes import (
+    RowSplit,
     ServerPart,
+    ServerSplit,
     SparseUpdate,
+    StepInput,
     in_parts,
     rows_of,
     rows_of_update,
     split_over_servers,
 )
+from distributary.datasets import DatasetIterator
 from distributary.engine import split_result
 from distributary.errors import ContextError, UnsupportedError
 from distributary.tracing import (
+    Array,
     Handle,
+    Jaxpr,
     current_feeding,
     current_scope,
     fed_by,
@@ -32,43 +69,10 @@ from distributary.tracing import (
 )
 from distributary.values import PerReplica
 
-__all__ = ["ClosureTrace", "Part", "Plan", "ServerPlan", "Source", "current_trace", "plan_of"]
+if TYPE_CHECKING:
+    from distributary.coordinator._per_worker import RemoteSource
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class ServerPlan:
-    """The part of a plan that one server runs on the values pushed by a closure.
-
-    Attributes:
-        program: Computes new states from states and pushed values.
-        states: Numbers of the variables that it reads.
-        pushes: Positions of the pushed values that it takes.
-        outputs: Numbers of the variables that it changes.
-        rows: The states, pushes and outputs that are only rows of tables.
-    """
-
-    program: Program
-    states: list[int]
-    pushes: list[int]
-    outputs: list[int]
-    rows: list[PushedRows]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The place of a variable, or of some rows of one.
-
-    Attributes:
-        server: Number of the server.
-        number: Number of the variable on the server.
-        num_rows: Size of dim 0; 0 for a scalar.
-    """
-
-    server: int
-    number: int
-    num_rows: int
+__all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of"]
 
 
 @final
@@ -87,7 +91,7 @@ class Source:
     kind: str
     number: int
     columns: list[list[Handle]]
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
 
     @property
     def handles(self) -> list[Handle]:
@@ -95,7 +99,7 @@ class Source:
         return [handle for column in self.columns for handle in column]
 
     @property
-    def leaves(self) -> list[Any]:
+    def leaves(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the leaves of the data, in their order."""
         return [
             jax.ShapeDtypeStruct(handle.shape, handle.dtype)
@@ -111,19 +115,11 @@ class Plan:
 
     Attributes:
         sources: The data that a worker supplies, in this order.
-        program: The program that a worker runs.
-        inputs: The origin of each input of the program. `("data", i)` is the i-th leaf of the data
-            of all sources; `("replicas", i)` is that leaf and the following ones, one per replica;
-            `("argument", i)` is a leaf of the arguments; `("state", n)` is variable n;
-            `("constant", i)` is one of `constants`; `("rows", i)` holds the rows of the i-th buffer
-            of `rows`; `("position", i)` says where the numbers of the i-th lookup are among these
-            rows.
+        worker: What a worker does.
+        programs: The programs that a worker needs for it.
         constants: Arrays that the function has captured.
-        num_results: Number of outputs that are returned. They come first; the others are pushed.
-        servers: The plan of each server, by server number.
-        server_of: For each variable number, the number of its server.
-        rows: The tables of which a closure takes only rows, and the program that computes the
-            numbers of these rows; None if there are none.
+        updates: What each server does with what is pushed, and the program for it, by server
+            number.
         refusals: The reason why a variable is sent as a whole although only rows of it are looked
             up, by name of the variable.
         cells: For every variable, a function that returns it, or None once it was collected.
@@ -131,16 +127,13 @@ class Plan:
     """
 
     sources: list[Source]
-    program: Program
-    inputs: list[tuple[str, int]]
-    constants: list[Any]
-    num_results: int
-    servers: dict[int, ServerPlan]
-    server_of: dict[int, int]
-    rows: tuple[RowPlan, Program] | None
+    worker: WorkerPlan
+    programs: list[Program]
+    constants: list[np.ndarray]
+    updates: dict[int, tuple[Update, Program]]
     refusals: dict[str, str]
     cells: list[Callable[[], Any]]
-    rebuild: Callable[..., Any]
+    rebuild: Callable[..., Nest]
 
 
 @final
@@ -157,13 +150,17 @@ class ClosureTrace:
             several times, and each trace resets this number.
     """
 
-    def __init__(self, data_avals: Sequence[Any] | None, source_of: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        data_avals: Sequence[jax.ShapeDtypeStruct] | None,
+        source_of: Callable[[DatasetIterator], "RemoteSource"],
+    ) -> None:
         self._source_of = source_of
         self.sources: list[Source] = []
         self.position = 0
         self._data_avals = None if data_avals is None else list(data_avals)
 
-    def take(self, kind: str, number: int, element: Any) -> Any:
+    def take(self, kind: str, number: int, element: Nest) -> Nest:
         """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
 
         Args:
@@ -182,33 +179,29 @@ class ClosureTrace:
         self.position += 1
         return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
 
-    def give(self, iterator: Any) -> Any:
+    def give(self, iterator: Any) -> Nest:
         """Takes the next element of a coordinator's iterator, which is sent to the workers."""
         source = self._source_of(iterator)
         return self.take("fed", source.number, source.element_spec)
 
-    def begin(self, dataset: Any, is_plain: bool) -> Any:
+    def begin(self, dataset: object, is_plain: bool) -> Any:
         """Raises an error: a scheduled function cannot loop over a dataset."""
-        raise _loops_over(dataset)
+        raise ContextError(
+            f"A scheduled function iterates over {dataset!r} while it is traced, so every closure"
+            " would compute with the same elements. Pass iter(dataset) to schedule and call"
+            " next(iterator) in the function, or use create_per_worker_dataset."
+        )
 
     def leave(self, error: Exception) -> None:
         """Raises `error`, as a closure cannot fall back to running on the host."""
         raise error
 
 
-def _loops_over(dataset: Any) -> ContextError:
-    return ContextError(
-        f"A scheduled function iterates over {dataset!r} while it is traced, so every closure would"
-        " compute with the elements of now. Pass iter(dataset) to schedule and call next(iterator)"
-        " in the function, or use create_per_worker_dataset."
-    )
-
-
-def _is_per_replica(value: Any) -> bool:
+def _is_per_replica(value: object) -> bool:
     return isinstance(value, PerReplica)
 
 
-def _handles_of(column: Any, name: str) -> list[Handle]:
+def _handles_of(column: jax.ShapeDtypeStruct | PerReplica, name: str) -> list[Handle]:
     if not isinstance(column, PerReplica):
         return [Handle(None, name, column.shape, column.dtype)]
     first, *others = column.values
@@ -223,8 +216,9 @@ def _read(column: list[Handle]) -> Any:
     values = [scope.read(handle) for handle in column]
     if scope.kind == "replica" and len(values) > 1:
         raise UnsupportedError(
-            "The next batch of a worker has parts of different sizes for its replicas, and is taken"
-            " inside Strategy.run. Take it outside, strategy.run(step, args=(next(iterator),))."
+            "The next batch of a worker has parts of different sizes for its replicas, so"
+            " next(iterator) cannot be called inside Strategy.run. Call it outside:"
+            " strategy.run(step, args=(next(iterator),))."
         )
     if len(values) > 1:
         return PerReplica(values)
@@ -241,14 +235,14 @@ def current_trace() -> ClosureTrace | None:
 
 
 def plan_of(
-    function: Callable[..., Any],
-    avals: Sequence[Any],
-    data_avals: Sequence[Any] | None,
-    parts_of: Callable[[Handle], Sequence[Part]],
+    function: Callable[..., Nest],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    data_avals: Sequence[jax.ShapeDtypeStruct] | None,
+    shards_of: Callable[[Handle], Sequence[Shard]],
     sparse_update: SparseUpdate = "exact",
     num_replicas: int = 1,
     *,
-    source_of: Callable[[Any], Any],
+    source_of: Callable[[DatasetIterator], "RemoteSource"],
 ) -> Plan:
     """Traces the function of a closure and returns its plan; call it in the strategy's scope.
 
@@ -257,7 +251,7 @@ def plan_of(
         avals: Shapes and dtypes of the arguments.
         data_avals: Shapes and dtypes of the data that workers supply; None to use those of its
             sources.
-        parts_of: Returns the places of a handle's variable, in the order of dim 0.
+        shards_of: Returns the shards of a handle's variable, in the order of dim 0.
         sparse_update: What servers do with rows that are not pushed.
         num_replicas: Number of devices of a worker.
         source_of: See `ClosureTrace`.
@@ -266,10 +260,100 @@ def plan_of(
         InvalidTypeError: if the function returns something other than arrays.
         UnsupportedError: if its updates cannot be split over the servers.
     """
-    closure = ClosureTrace(data_avals, source_of)
-    rebuilds: list[Callable[..., Any]] = []
+    traced = _traced(function, avals, ClosureTrace(data_avals, source_of), num_replicas)
+    step = _in_shards(traced, shards_of)
+    split = split_over_servers(
+        step.jaxpr, step.inputs, step.state_of_output, step.constants, traced.num_devices
+    )
+    _check_sums(step, split)
+    rows, refusals = rows_of(split, step.handles.keys(), traced.num_devices)
+    updates = {
+        server: _update_of(step, part, rows, sparse_update)
+        for server, part in split.servers.items()
+    }
+    worker, programs = _worker_plan(step, split, rows, updates)
+    return Plan(
+        traced.sources,
+        worker,
+        programs,
+        # Copies, so that a worker that joins later gets the same values as the others.
+        [copy_of(capture) for capture in traced.captures],
+        {server: (update, program) for server, (update, program, _) in updates.items()},
+        {step.handles[i].name: why for i, why in refusals.items()},
+        [
+            cell
+            for handle in dict.fromkeys(step.handles.values())
+            if (cell := handle.cell) is not None
+        ],
+        traced.rebuild,
+    )
 
-    def flat(*arrays: Any) -> list[Any]:
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """The first stage: a function as a program of arrays.
+
+    Attributes:
+        jaxpr: The program, which each device runs. Its inputs are `captures`, then the values of
+            `handles`, then the arguments. Its outputs are the results, then the new values of
+            `written`.
+        captures: Arrays that the function has captured.
+        handles: What the function reads: variables, and data of the worker.
+        written: The variables that it changes.
+        avals: Shapes and dtypes of the arguments.
+        num_results: Number of results.
+        num_devices: Number of devices that run the program.
+        sources: The data of the worker.
+        rebuild: Converts the results into the return value of the function.
+    """
+
+    jaxpr: Jaxpr
+    captures: list[Array]
+    handles: Sequence[Handle]
+    written: Sequence[Handle]
+    avals: Sequence[jax.ShapeDtypeStruct]
+    num_results: int
+    num_devices: int
+    sources: list[Source]
+    rebuild: Callable[..., Nest]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The second stage: a program with an input and an output for every shard of a variable.
+
+    Attributes:
+        traced: The first stage.
+        jaxpr: The program, without calls of functions.
+        constants: Values of its last inputs.
+        inputs: Its other inputs.
+        handles: The variable of each input that is state, by position.
+        state_of_output: For every output that is new state, the position of its old state.
+    """
+
+    traced: _Traced
+    jaxpr: Jaxpr
+    constants: dict[Var, Array]
+    inputs: list[StepInput]
+    handles: dict[int, Handle]
+    state_of_output: list[int | None]
+
+    def origins(self, positions: Sequence[int]) -> list[Origin]:
+        """Returns the origins of inputs."""
+        return [(self.inputs[i].kind, self.inputs[i].number) for i in positions]
+
+
+def _traced(
+    function: Callable[..., Nest],
+    avals: Sequence[jax.ShapeDtypeStruct],
+    closure: ClosureTrace,
+    num_replicas: int,
+) -> _Traced:
+    rebuilds: list[Callable[..., Nest]] = []
+
+    def flat(*arrays: Array) -> list[Array]:
         outs, rebuild = split_result(function(*arrays), "ClusterCoordinator.schedule")
         rebuilds[:] = [rebuild]
         return outs
@@ -284,154 +368,133 @@ def plan_of(
         is_split = [handle is not None and handle.per_replica for handle in of_inputs]
         jaxpr, consts = per_device(jaxpr, is_split, num_devices)
         captures = [*consts, *captures]
-    data = _inputs_of_data(closure.sources)
-    places = {handle: parts_of(handle) for handle in pure.handles if handle not in data}
-    inputs = [
-        *(_Input("constant", i) for i in range(len(captures))),
-        *(own for handle in pure.handles for own in _inputs_of(handle, places, data)),
-        *(_Input("argument", i) for i in range(len(avals))),
-    ]
-    parts = {h: [part.num_rows for part in own] for h, own in places.items() if len(own) > 1}
-    jaxpr, constants = in_parts(
+    return _Traced(
         jaxpr,
-        {i: parts[h] for i, h in enumerate(pure.handles, len(captures)) if h in parts},
-        {i: parts[h] for i, h in enumerate(pure.written, pure.num_outs) if h in parts},
-    )
-    written = [part.number for handle in pure.written for part in places[handle]]
-    of_number = {own.number: i for i, own in enumerate(inputs) if own.kind == "state"}
-    split = split_over_servers(
-        jaxpr,
-        [own.server for own in inputs],
-        [own.kind in ("data", "replicas", "argument") for own in inputs],
-        [*[None] * pure.num_outs, *(of_number[number] for number in written)],
-        [own.name or f"{own.kind} {own.number}" for own in inputs],
-        constants,
-        num_devices,
-    )
-
-    of_outputs = [handle for handle in pure.written for _ in places[handle]]
-    for i in split.overwritten:
-        handle = of_outputs[i - pure.num_outs]
-        cell = handle.cell() if handle.cell is not None else None
-        if getattr(cell, "is_sum", False):
-            raise UnsupportedError(
-                f"The new value of {handle.name!r} is not its old one and what a worker adds: with"
-                " several workers it would be that of the last one, and no sum over all. Use"
-                " metrics that add to their variables, or compute it from what closures return."
-            )
-
-    def number_of(position: int) -> int:
-        return inputs[position].number
-
-    def origin(position: int) -> tuple[str, int]:
-        return inputs[position].kind, inputs[position].number
-
-    def export(closed: Any, origins: Sequence[tuple[str, int]], split_outputs: bool) -> Program:
-        is_split = [kind in ("replicas", "position") for kind, _ in origins]
-        return export_per_device(closed, is_split, num_devices, split_outputs)
-
-    states = {i: own for i, own in enumerate(inputs) if own.server is not None}
-    rows, refusals = rows_of(split, states, num_devices)
-    servers = {
-        server: _server_plan(
-            part,
-            [number_of(i) for i in part.states],
-            [written[i - pure.num_outs] for i in part.outputs],
-            rows.pushes if rows else {},
-            [space.capacity for space in rows.spaces] if rows else [],
-            sparse_update,
-        )
-        for server, part in split.servers.items()
-    }
-    origins = [origin(i) for i in (rows or split).inputs]
-    row_plan = None
-    if rows is not None:
-        origins += [("rows", i) for i in range(len(rows.buffers))]
-        num_lookups = sum(len(space.lookups) for space in rows.spaces)
-        origins += [("position", i) for i in range(num_lookups)]
-        of_ids = [origin(i) for i in rows.ids_inputs]
-        program = export(rows.ids, of_ids, split_outputs=True)
-        buffers = [
-            (
-                buffer.space,
-                [
-                    TablePart(states[i].server or 0, number_of(i), start, states[i].num_rows)
-                    for i, start in buffer.parts
-                ],
-            )
-            for buffer in rows.buffers
-        ]
-        row_plan = RowPlan(program.name, of_ids, rows.spaces, buffers), program
-    return Plan(
-        closure.sources,
-        export((rows or split).worker, origins, split_outputs=False),
-        origins,
-        # Copies, so that a worker that joins later gets the same values as the others.
-        [copy_of(capture) for capture in captures],
+        captures,
+        pure.handles,
+        pure.written,
+        avals,
         pure.num_outs,
-        servers,
-        {part.number: part.server for own in places.values() for part in own},
-        row_plan,
-        {states[i].name: why for i, why in refusals.items()},
-        [handle.cell for handle in places if handle.cell is not None],
+        num_devices,
+        closure.sources,
         rebuilds[0],
     )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """An input of a function, as in `Plan.inputs`."""
+def _in_shards(traced: _Traced, shards_of: Callable[[Handle], Sequence[Shard]]) -> _Step:
+    data = _inputs_of_data(traced.sources)
+    inputs = [StepInput("constant", i) for i in range(len(traced.captures))]
+    handles: dict[int, Handle] = {}
+    positions: dict[Handle, range] = {}
+    for handle in traced.handles:
+        start = len(inputs)
+        if handle in data:
+            inputs.append(data[handle])
+            continue
+        for shard in shards_of(handle):
+            handles[len(inputs)] = handle
+            inputs.append(
+                StepInput("state", shard.number, handle.name, shard.server, shard.num_rows)
+            )
+        positions[handle] = range(start, len(inputs))
+    inputs += [StepInput("argument", i) for i in range(len(traced.avals))]
+    sizes = {h: [inputs[i].num_rows for i in own] for h, own in positions.items() if len(own) > 1}
+    first, num_results = len(traced.captures), traced.num_results
+    jaxpr, constants = in_parts(
+        traced.jaxpr,
+        {i: sizes[h] for i, h in enumerate(traced.handles, first) if h in sizes},
+        {i: sizes[h] for i, h in enumerate(traced.written, num_results) if h in sizes},
+    )
+    olds = [i for handle in traced.written for i in positions[handle]]
+    return _Step(traced, jaxpr, constants, inputs, handles, [*[None] * num_results, *olds])
 
-    kind: str
-    number: int
-    name: str = ""
-    server: int | None = None
-    num_rows: int = 0
 
-
-def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, _Input]:
+def _inputs_of_data(sources: Sequence[Source]) -> dict[Handle, StepInput]:
     """Returns the input that each handle of the sources stands for."""
-    inputs: dict[Handle, _Input] = {}
-    position = 0
+    inputs: dict[Handle, StepInput] = {}
+    leaf = 0
     for handle in [handle for source in sources for handle in source.handles]:
-        inputs[handle] = _Input("replicas" if handle.per_replica else "data", position)
-        position += handle.num_copies or 1
+        inputs[handle] = StepInput("replicas" if handle.per_replica else "data", leaf)
+        leaf += handle.num_copies or 1
     return inputs
 
 
-def _inputs_of(
-    handle: Handle, places: Mapping[Handle, Sequence[Part]], data: Mapping[Handle, _Input]
-) -> list[_Input]:
-    """Returns the inputs of a handle: the parts of its variable, or the data it stands for."""
-    if handle not in places:
-        return [data[handle]]
-    return [
-        _Input("state", part.number, handle.name, part.server, part.num_rows)
-        for part in places[handle]
-    ]
+def _check_sums(step: _Step, split: ServerSplit) -> None:
+    """Refuses a metric that workers would overwrite instead of adding to it."""
+    for output in split.overwritten:
+        position = step.state_of_output[output]
+        assert position is not None
+        handle = step.handles[position]
+        if handle.cell is not None and getattr(handle.cell(), "is_sum", False):
+            raise UnsupportedError(
+                f"Variable {handle.name!r} is a sum over all workers, but its new value is not its"
+                " old one plus something, so the last worker would overwrite what the others have"
+                " added. Use metrics that add to their variables, or compute the value from what"
+                " closures return."
+            )
 
 
-def _server_plan(
-    part: ServerPart,
-    states: list[int],
-    outputs: list[int],
-    pushes: Mapping[int, tuple[int, int]],
-    capacities: Sequence[int],
-    sparse_update: SparseUpdate,
-) -> ServerPlan:
-    of_output = [states.index(number) if number in states else None for number in outputs]
-    update = rows_of_update(part, of_output, pushes, sparse_update)
-    rows = [
-        PushedRows(**asdict(own), bucket=bucket_of(min(own.size, capacities[own.space])))
-        for own in update.rows
-    ]
+def _update_of(
+    step: _Step, part: ServerPart, rows: RowSplit | None, sparse_update: SparseUpdate
+) -> tuple[Update, Program, list[int]]:
+    """Returns the update of a server, its program, and the pushed values that it takes."""
+    pushes = {} if rows is None else rows.pushes
+    capacities = [] if rows is None else [space.capacity for space in rows.spaces]
+    update = rows_of_update(part, pushes, capacities, sparse_update)
     avals = part.update.in_avals
     buckets: list[int | None] = [None] * len(avals)
-    for own in rows:
+    for own in update.rows:
         if not own.is_whole:
-            for i in (*own.states, *(len(states) + i for i in own.pushes)):
+            for i in (*own.states, *(len(part.states) + i for i in own.pushes)):
                 buckets[i] = own.bucket
-    return ServerPlan(
-        export_function(update.run, avals, buckets), states, part.pushes, outputs, rows
-    )
+    program = export_function(update.run, avals, buckets)
+    states = [step.inputs[i].number for i in part.states]
+    olds = [step.state_of_output[i] for i in part.outputs]
+    outputs = [step.inputs[i].number for i in olds if i is not None]
+    return Update(program.name, states, outputs, update.rows), program, part.pushes
+
+
+def _worker_plan(
+    step: _Step,
+    split: ServerSplit,
+    rows: RowSplit | None,
+    updates: Mapping[int, tuple[Update, Program, list[int]]],
+) -> tuple[WorkerPlan, list[Program]]:
+    """Returns what a worker does, and the programs that it needs for it."""
+    inputs = (rows or split).inputs
+    origins = step.origins(inputs)
+    programs: list[Program] = []
+    row_plan = None
+    if rows is not None:
+        num_lookups = sum(len(space.lookups) for space in rows.spaces)
+        origins += [("rows", i) for i in range(len(rows.buffers))]
+        origins += [("position", i) for i in range(num_lookups)]
+        of_ids = step.origins(rows.ids_inputs)
+        programs.append(_exported(rows.ids, of_ids, step, split_outputs=True))
+        buffers = []
+        for buffer in rows.buffers:
+            parts = [(step.inputs[i], start) for i, start in buffer.parts]
+            tables = [
+                TablePart(own.server or 0, own.number, start, own.num_rows) for own, start in parts
+            ]
+            buffers.append((buffer.space, tables))
+        row_plan = RowPlan(programs[0].name, of_ids, rows.spaces, buffers)
+    program = _exported((rows or split).worker, origins, step, split_outputs=False)
+    pulls: dict[int, list[int]] = {}
+    for own in [step.inputs[i] for i in inputs]:
+        if own.server is not None:
+            pulls.setdefault(own.server, []).append(own.number)
+    pushes = [
+        Push(server, update.name, values, update.rows)
+        for server, (update, _, values) in updates.items()
+    ]
+    num_results = step.traced.num_results
+    plan = WorkerPlan(program.name, origins, num_results, list(pulls.items()), pushes, row_plan)
+    return plan, [program, *programs]
+
+
+def _exported(
+    closed: ClosedJaxpr, origins: Sequence[Origin], step: _Step, split_outputs: bool
+) -> Program:
+    is_split = [kind in ("replicas", "position") for kind, _ in origins]
+    return export_per_device(closed, is_split, step.traced.num_devices, split_outputs)

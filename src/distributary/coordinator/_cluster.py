@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 import math
 import threading
 import weakref
@@ -15,12 +14,15 @@ from typing import Any, Self, final
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
-from distributary.coordinator._closures import Part, ServerPlan
 from distributary.coordinator._copies import CopyOnServers
 from distributary.coordinator._in_process import InProcessLink
 from distributary.coordinator._links import Link
 from distributary.coordinator._messages import JSON, Limits, Message
+from distributary.coordinator._partitioners import Shard
+from distributary.coordinator._plans import Update
+from distributary.coordinator._programs import Program
 from distributary.coordinator._sessions import (
     Heartbeat,
     ServerLink,
@@ -80,43 +82,36 @@ class Session:
     """The workers and servers of one coordinator, with its variables on the servers.
 
     Args:
-        workers: The workers, by number.
-        servers: The servers, by number.
-        describe: Describes a function that makes data, so that workers can find it.
+        cluster: The tasks.
         options: When to give up tasks.
         session: The id by which the tasks know the session.
 
     Attributes:
+        workers: The workers, by number.
+        servers: The servers, by number.
+        describe: Describes a function that makes data, so that workers can find it.
         at_rest: Returns a context in which no closure runs; it raises the error of an earlier
             closure.
         setup: The messages that a worker needs before it can run closures.
         server_links: The links to the servers, by server number.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Task],
-        servers: Sequence[Task],
-        describe: Callable[[Any], JSON],
-        options: RecoveryOptions,
-        session: SessionId,
-    ) -> None:
-        self.workers = workers
-        self.servers = servers
+    def __init__(self, cluster: "Cluster", options: RecoveryOptions, session: SessionId) -> None:
+        self.workers = cluster.workers
+        self.servers = cluster.servers
+        self.describe = cluster.describe
         self.options = options
         self.id = session
         self.setup = Setup()
-        self.server_links = [self._connect(server) for server in servers]
+        self.server_links = [self._connect(server) for server in self.servers]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
         self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self.describe = describe
         self._numbers = itertools.count()
         self._copy_numbers = itertools.count()
-        self._update_numbers = itertools.count()
-        self._updates: dict[str, int] = {}  # those that the servers have been told
+        self._told: set[tuple[int, str]] = set()  # servers and the updates that they know
         self._finished = 0  # the last number that the servers have been told
-        self._next_server = itertools.cycle(range(len(servers)))
+        self._next_server = itertools.cycle(range(len(self.servers)))
         self._lock = threading.Lock()
 
     def watch(
@@ -137,41 +132,25 @@ class Session:
             Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
         ]
 
-    def add_updates(self, servers: Mapping[int, ServerPlan]) -> dict[int, int]:
+    def add_updates(self, updates: Mapping[int, tuple[Update, Program]]) -> None:
         """Tells the servers how to apply the pushes of a function.
 
         Args:
-            servers: The plan of each server, by server number.
-
-        Returns:
-            For each server, the number by which it knows the update.
+            updates: The update of each server and its program, by server number.
 
         Raises:
             PSUnavailableError: if a server is lost.
         """
-        numbers: dict[int, int] = {}
-        new: list[tuple[str, int, Message]] = []
-        for server, plan in servers.items():
-            fields: dict[str, JSON] = {
-                "states": plan.states,
-                "outputs": plan.outputs,
-                "rows": [astuple(rows) for rows in plan.rows],
-            }
-            key = json.dumps([server, plan.program.name, fields])
-            if key in self._updates:
-                numbers[server] = self._updates[key]
-                continue
-            numbers[server] = fields["number"] = next(self._update_numbers)
-            new.append((key, server, Message("update", fields, blobs=[plan.program.content])))
 
-        def tell(own: tuple[str, int, Message]) -> None:
-            key, server, message = own
-            self.server_links[server].call(message)
-            self._updates[key] = numbers[server]  # only now, as other threads rely on it
+        def tell(server: int) -> None:
+            update, program = updates[server]
+            fields = {"update": astuple(update)}
+            self.server_links[server].call(Message("update", fields, blobs=[program.content]))
+            self._told.add((server, update.name))  # only now, as other threads rely on it
 
+        new = [i for i, (update, _) in updates.items() if (i, update.name) not in self._told]
         with ThreadPoolExecutor(max(1, len(new))) as threads:  # each server compiles its program
             list(threads.map(tell, new))
-        return numbers
 
     def finish_many(self, finished: int) -> None:
         """Calls `finish` once enough closures have ended; servers remember them until then."""
@@ -207,7 +186,7 @@ class Session:
             self.assign((server, number), "assign", value)
         return server, number
 
-    def read(self, place: tuple[int, int], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def read(self, place: tuple[int, int], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         """Returns the value of a variable with this shape and dtype."""
         pieces = _pieces(shape, dtype)
         if len(pieces) == 1:
@@ -237,7 +216,7 @@ class Session:
     def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         """Copies variables on their servers; see `Keeper`."""
         copy = self._new_copy(variables)
-        copy.take()
+        copy.make()
         return copy
 
     def load(
@@ -251,29 +230,20 @@ class Session:
         copy.load(path, rows)
         return copy
 
-    def _new_copy(self, variables: Mapping[str, Any]) -> CopyOnServers:
-        places = {
-            name: [(*shard._place, shard.shape[0] if shard.shape else 1) for shard in v._shards]
-            for name, v in variables.items()
-        }
-        return CopyOnServers(
-            next(self._copy_numbers), places, lambda server: self._connect(self.servers[server])
-        )
+    def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
+        shards = {name: _shards_of(variable) for name, variable in variables.items()}
+        connect = lambda server: self._connect(self.servers[server])
+        return CopyOnServers(next(self._copy_numbers), shards, connect)
 
-    def parts_of(self, handle: Handle) -> list[Part]:
-        """Returns the places of a handle's variable: one, or one per shard."""
-        cell = None if handle.cell is None else handle.cell()
-        shards: list[Any] = getattr(cell, "_shards", [])
+    def shards_of(self, handle: Handle) -> list[Shard]:
+        """Returns the shards of a handle's variable, one or several."""
+        shards = [] if handle.cell is None else _shards_of(handle.cell())
         if not shards:
             raise InvalidValueError(
                 f"Variable {handle.name!r} was not created in the scope of the strategy, so no"
                 " server has it. Create it inside `with strategy.scope():`."
             )
-        return [
-            Part(server, number, shard.shape[0] if shard.shape else 0)
-            for shard in shards
-            for server, number in [shard._place]
-        ]
+        return shards
 
     def statistics(self) -> tuple[ServerStatistics, ...]:
         """Returns the statistics of each server.
@@ -313,8 +283,8 @@ class Cluster:
         devices_per_worker: int = 1,
     ) -> None:
         self.devices_per_worker = devices_per_worker
-        self._workers = workers
-        self._servers = servers
+        self.workers = workers
+        self.servers = servers
         self.describe = describe
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -332,12 +302,12 @@ class Cluster:
         session: SessionId | None = None
         while True:
             session = new_session(session)
-            newer = [found for server in self._servers if (found := _greet(server, session))]
+            newer = [found for server in self.servers if (found := _greet(server, session))]
             if not newer:
                 break
             # Another machine's clock is ahead, or two coordinators start at the same time.
             session = max(newer)
-        opened = Session(self._workers, self._servers, self.describe, options, session)
+        opened = Session(self, options, session)
         self._sessions.add(opened)
         return opened
 
@@ -353,7 +323,16 @@ class Cluster:
         self.close()
 
 
-def _pieces(shape: tuple[int, ...], dtype: Any) -> list[tuple[int, int]]:
+def _shards_of(variable: object) -> list[Shard]:
+    shards: list[Any] = getattr(variable, "_shards", [])
+    return [
+        Shard(server, number, shard.shape[0] if shard.shape else 1)
+        for shard in shards
+        for server, number in [shard._place]
+    ]
+
+
+def _pieces(shape: tuple[int, ...], dtype: DTypeLike) -> list[tuple[int, int]]:
     """Returns the ranges of rows in which a value of this shape is sent; a small one has one."""
     if not shape or not shape[0]:
         return [(0, 0)]
@@ -395,9 +374,12 @@ class LocalCluster(Cluster):
     fault: Callable[[str, str, Message, Callable[[Message], Message]], Message] | None = None
 
     def __init__(
-        self, devices_of_workers: Sequence[Sequence[jax.Device]], num_servers: int, limits: Any
+        self,
+        devices_of_workers: Sequence[Sequence[jax.Device]],
+        num_servers: int,
+        limits: Limits | None,
     ) -> None:
-        self._limits: Limits | None = limits
+        self._limits = limits
         self._links: weakref.WeakKeyDictionary[InProcessLink, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -485,7 +467,7 @@ class LocalCluster(Cluster):
         return link
 
     def __repr__(self) -> str:
-        text = f"local_cluster(workers={len(self._workers)}, ps={len(self._servers)}"
+        text = f"local_cluster(workers={len(self.workers)}, ps={len(self.servers)}"
         count = self.devices_per_worker
         return f"{text})" if count == 1 else f"{text}, devices_per_worker={count})"
 

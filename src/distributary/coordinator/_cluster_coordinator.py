@@ -10,15 +10,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 
+from distributary._types import Nest
 from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._cluster import Session
 from distributary.coordinator._driver import Workers
 from distributary.coordinator._messages import Message
-from distributary.coordinator._metrics import MetricsServer, lines_of
 from distributary.coordinator._nests import (
     copy_of,
     leaves_of,
@@ -35,16 +35,18 @@ from distributary.coordinator._per_worker import (
     RemoteSource,
     SharedFeed,
 )
-from distributary.coordinator._queue import Closure, ClosureQueue
+from distributary.coordinator._queue import Closure, ClosureQueue, RemoteValue
 from distributary.coordinator._setup import Key
 from distributary.coordinator._sources import UnknownMakerError, distributed_by
-from distributary.coordinator._statistics import CoordinatorStatistics
-from distributary.coordinator._values import RemoteValue
+from distributary.coordinator._statistics import CoordinatorStatistics, MetricsServer, lines_of
 from distributary.datasets import DatasetIterator
 from distributary.dispatch import call_when_collected
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
 from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
 from distributary.tracing import user_stacklevel
+
+if TYPE_CHECKING:
+    from distributary.coordinator._strategy import ParameterServerStrategy
 
 __all__ = ["ClusterCoordinator"]
 
@@ -75,7 +77,7 @@ class ClusterCoordinator:
         coordinator: ClusterCoordinator = strategy._coordinator
         return coordinator
 
-    def _start(self, strategy: Any) -> None:
+    def _start(self, strategy: "ParameterServerStrategy") -> None:
         self._strategy = strategy
         self._cluster = strategy._cluster
         self._queue = ClosureQueue(self._cluster.options.max_closure_losses, self._cluster.finish)
@@ -112,7 +114,7 @@ class ClusterCoordinator:
         call_when_collected(self, session.close)
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> "ParameterServerStrategy":
         """The strategy whose workers run the functions."""
         return self._strategy
 
@@ -192,7 +194,7 @@ class ClusterCoordinator:
         """Returns whether all closures have ended; raises the same errors as `join`."""
         return self._queue.is_done()
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: Nest) -> Nest:
         """Waits for the `RemoteValue`s in a nest, and returns the nest with their values."""
         return jax.tree.map(
             lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
@@ -359,7 +361,7 @@ class ClusterCoordinator:
                 call,
                 function.avals,
                 data,
-                self._cluster.parts_of,
+                self._cluster.shards_of,
                 self._strategy._sparse_update,
                 self._strategy.num_replicas_in_sync,
                 source_of=source_of,
@@ -374,8 +376,8 @@ class ClusterCoordinator:
             function.cells = plan.cells
             function.rebuild = plan.rebuild
         self._warn_of_refusals(plan.refusals)
-        updates = self._cluster.add_updates(plan.servers)
-        for message in _messages_of(function, plan, updates):
+        self._cluster.add_updates(plan.updates)
+        for message in _messages_of(function, plan):
             self._workers.tell_later(("function", function.number), message)
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
@@ -400,14 +402,17 @@ def _statistics(queue: ClosureQueue, workers: Workers, session: Session) -> Coor
 _OF_WORKERS = (PerWorkerIterator, PerWorkerValues)
 
 
-def _signature_of(leaf: Any) -> Any:
+def _signature_of(leaf: object) -> Any:
     if isinstance(leaf, _OF_WORKERS):
         return leaf.source.signature
     return signature_of(leaf, "ClusterCoordinator.schedule")
 
 
 def _call_of(
-    fn: Callable[..., Any], static: Sequence[Any], dynamic: Sequence[int], tree: Any
+    fn: Callable[..., Any],
+    static: Sequence[Any],
+    dynamic: Sequence[int],
+    tree: jax.tree_util.PyTreeDef,
 ) -> Callable[..., Any]:
     """Returns `fn` as a function of only the arrays at the positions in `dynamic`."""
     # A partial, because `refused_if_consumed` can see what it holds.
@@ -418,14 +423,14 @@ def _call(
     fn: Callable[..., Any],
     static: Sequence[Any],
     dynamic: Sequence[int],
-    tree: Any,
+    tree: jax.tree_util.PyTreeDef,
     *arrays: Any,
 ) -> Any:
     parts = list(static)
-    places = itertools.count()
+    numbers = itertools.count()
     for i, leaf in enumerate(static):
         if isinstance(leaf, _OF_WORKERS):
-            bound = leaf.source.bound(next(places))
+            bound = leaf.source.bound(next(numbers))
             is_value = isinstance(leaf, PerWorkerValues)
             parts[i] = bound.take() if is_value else PerWorkerIterator(bound)
     for i, array in zip(dynamic, arrays, strict=True):
@@ -466,48 +471,17 @@ class _Function:
         return [sources[f].feed if isinstance(f, int) else f for f in self.feeds]
 
 
-def _messages_of(function: _Function, plan: Plan, updates: Mapping[int, int]) -> list[Message]:
-    """Returns the messages that a worker needs before it can run a function.
-
-    Args:
-        function: The function.
-        plan: Its plan for some shapes.
-        updates: For each server number, the number by which that server knows its update.
-    """
-    pulls: dict[int, list[int]] = {}
-    for kind, number in plan.inputs:
-        if kind == "state":
-            pulls.setdefault(plan.server_of[number], []).append(number)
+def _messages_of(function: _Function, plan: Plan) -> list[Message]:
+    """Returns the messages that a worker needs before it can run a function with data of a plan."""
     leaves = [leaf for source in plan.sources for leaf in source.leaves]
+    sources = [(s.kind, s.number, len(s.leaves)) for s in plan.sources]
+    fields = {
+        "function": function.number,
+        "shapes": shapes_of([*leaves, *function.avals]),
+        "plan": astuple(plan.worker),
+    }
+    programs = [program.content for program in plan.programs]
     return [
-        Message(
-            "function",
-            {
-                "function": function.number,
-                "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
-            },
-        ),
-        Message(
-            "plan",
-            {
-                "function": function.number,
-                "shapes": shapes_of([*leaves, *function.avals]),
-                "program": plan.program.name,
-                "inputs": plan.inputs,
-                "num_results": plan.num_results,
-                "pulls": list(pulls.items()),
-                "servers": [
-                    (
-                        number,
-                        updates[number],
-                        server.pushes,
-                        [astuple(rows) for rows in server.rows],
-                    )
-                    for number, server in plan.servers.items()
-                ],
-                "rows": plan.rows and plan.rows[0].to_json(),
-            },
-            plan.constants,
-            [plan.program.content, *([plan.rows[1].content] if plan.rows else [])],
-        ),
+        Message("function", {"function": function.number, "sources": sources}),
+        Message("plan", fields, plan.constants, programs),
     ]

@@ -7,23 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, final
 
 import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._messages import JSON, Message
+from distributary.coordinator._partitioners import Shard
 from distributary.coordinator._sessions import ServerLink
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
 from distributary.files import SavedRows, WrittenFile, read_rows, rows_between, write_arrays
 
-__all__ = ["Copies", "CopyOnServers", "Place", "frozen"]
+__all__ = ["Copies", "CopyOnServers", "frozen"]
 
 _TOKEN = "token"
-
-#: The place of some rows of a variable: number of the server, number of the variable there, and
-#: number of rows, 1 for a scalar.
-Place: TypeAlias = tuple[int, int, int]
 
 
 @final
@@ -61,7 +58,7 @@ class Copies:
         """Drops all copies."""
         self._copies.clear()
 
-    def _take(self, message: Message) -> Message:
+    def _make(self, message: Message) -> Message:
         with self._lock:
             arrays = {number: frozen(array) for number, array in self._variables(message).items()}
         self._copies[message.fields["copy"]] = _Copy(arrays)
@@ -130,7 +127,7 @@ class Copies:
 
     kinds: ClassVar[dict[str, Callable[["Copies", Message], Message]]] = {
         "adopt": _adopt,
-        "copy": _take,
+        "copy": _make,
         "drop": _drop,
         "load": _load,
         "save": _save,
@@ -151,29 +148,29 @@ class CopyOnServers:
 
     Args:
         number: Number of the copy.
-        places: The places of each variable, by name: one per shard.
+        shards: The shards of each variable, by name.
         connect: Opens a link to a server for this copy alone, so that other calls do not wait.
     """
 
     def __init__(
         self,
         number: int,
-        places: Mapping[str, Sequence[Place]],
+        shards: Mapping[str, Sequence[Shard]],
         connect: Callable[[int], ServerLink],
     ) -> None:
         self._number = number
-        self._places = places
-        servers = {server for own in places.values() for server, _, _ in own}
+        self._shards = shards
+        servers = {server for own in shards.values() for server, _, _ in own}
         self._links = {server: connect(server) for server in sorted(servers)}
 
-    def take(self) -> None:
+    def make(self) -> None:
         """Makes the servers copy the current values of the variables."""
         self._begin("copy", {server: {"ids": ids} for server, ids in self._ids().items()})
 
     def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
         """Makes the servers read values from a checkpoint; see `Keeper.load`."""
         wanted: dict[int, list[JSON]] = {server: [] for server in self._links}
-        for name, own in self._places.items():
+        for name, own in self._shards.items():
             start = 0
             for server, _, num_rows in own:
                 found = rows_between(rows[name], start, start + num_rows)
@@ -214,7 +211,7 @@ class CopyOnServers:
                 SavedRows(_file(server), files[server].checksum, str(number), 0, rows)
                 for server, number, rows in own
             ]
-            for name, own in self._places.items()
+            for name, own in self._shards.items()
         }
 
     def adopt(self) -> None:
@@ -238,7 +235,7 @@ class CopyOnServers:
     def _ids(self) -> dict[int, list[int]]:
         """Returns the numbers of the variables on each server."""
         ids: dict[int, list[int]] = {server: [] for server in self._links}
-        for own in self._places.values():
+        for own in self._shards.values():
             for server, number, _ in own:
                 ids[server].append(number)
         return ids

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, final
 
-from distributary.coordinator._cluster import Session, Task
+from distributary.coordinator._cluster import Session
 from distributary.coordinator._links import ConnectionLostError, DeadlineError, exception_of
 from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
@@ -48,16 +48,14 @@ class Workers:
     def __init__(
         self, session: Session, queue: ClosureQueue, add_plan: Callable[[Any, Any], None]
     ) -> None:
-        self._session = session
-        self._queue = queue
+        self.session = session
+        self.queue = queue
+        self.add_plan = add_plan
         self._changed = threading.Condition()
         self._live: list[_Driver] = []
         self._none_since = time.monotonic()
         self._telling = threading.Lock()
-        self._drivers = [
-            _Driver(i, task, session, queue, add_plan, self)
-            for i, task in enumerate(session.workers)
-        ]
+        self._drivers = [_Driver(i, self) for i in range(len(session.workers))]
         for driver in self._drivers:
             driver.start()
 
@@ -80,12 +78,12 @@ class Workers:
     def tell_later(self, key: Key, message: Message) -> None:
         """Tells every worker before it runs closures again."""
         with self._telling:
-            self._session.setup.add(key, lambda worker: message)
+            self.session.setup.add(key, lambda worker: message)
 
     def forget(self, keys: Collection[Key]) -> None:
         """Tells every worker, before it runs closures again, what it can forget."""
         with self._telling:
-            self._session.setup.remove(keys)
+            self.session.setup.remove(keys)
 
     def call(self, message: Callable[[int], Message]) -> Message:
         """Sends a message to any one worker, and returns the reply.
@@ -106,12 +104,12 @@ class Workers:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: ready() or self._queue.closed.is_set(),
-                    self._session.options.no_worker_timeout_seconds,
+                    lambda: ready() or self.queue.closed.is_set(),
+                    self.session.options.no_worker_timeout_seconds,
                 )
                 drivers = ready()
             if not drivers:
-                self._queue.is_done()  # raises why it is closed
+                self.queue.is_done()  # raises why it is closed
                 raise self._error()
             connection = min(drivers, key=lambda driver: driver.is_running).connection
             try:
@@ -141,12 +139,12 @@ class Workers:
         """Fails the queued closures if there has been no worker for too long."""
         with self._changed:
             seconds = time.monotonic() - self._none_since
-            if self._live or seconds < self._session.options.no_worker_timeout_seconds:
+            if self._live or seconds < self.session.options.no_worker_timeout_seconds:
                 return
         if all(driver.is_given_up for driver in self._drivers):
-            self._queue.end(self._error())
+            self.queue.end(self._error())
         else:
-            self._queue.fail_queued(self._error())
+            self.queue.fail_queued(self._error())
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Returns the statistics of each worker."""
@@ -164,24 +162,14 @@ class Workers:
 class _Driver:
     """The thread that gives closures to one worker, and reconnects to it when it is lost."""
 
-    def __init__(
-        self,
-        number: int,
-        task: Task,
-        session: Session,
-        queue: ClosureQueue,
-        add_plan: Callable[[Any, Any], None],
-        workers: Workers,
-    ) -> None:
-        self.name = task.name
+    def __init__(self, number: int, workers: Workers) -> None:
+        self.name = workers.session.workers[number].name
         self.error: Exception | None = None
         self.is_running = False
         self.is_given_up = False
         self._number = number
-        self._task = task
-        self._session = session
-        self._queue = queue
-        self._add_plan = add_plan
+        self._session = workers.session
+        self._queue = workers.queue
         self._workers = workers
         self._connection: _Connection | None = None
         self._num_losses = 0
@@ -274,7 +262,7 @@ class _Driver:
         if old is not None:
             old.close()
         try:
-            new = _Connection(self._number, self._task, self._session, self._queue, seconds)
+            new = _Connection(self._number, self._session, self._queue, seconds)
         except _LOST as error:
             self.error = error
             return None
@@ -289,7 +277,7 @@ class _Driver:
     def _serve(self) -> list[Closure]:
         """Runs closures on the worker until it is lost; returns those it was running."""
         connection = self.connection
-        while closures := self._queue.take(self._workers.num_live(), connection.is_lost):
+        while closures := self._queue.lease(self._workers.num_live(), connection.is_lost):
             self.is_running = True
             try:
                 while closures and self._run(connection, closures):
@@ -335,7 +323,7 @@ class _Driver:
             if "error" in fields:
                 raise exception_of(fields["error"], self.name)
             if "shapes" in fields:
-                self._add_plan(closures[0], fields["shapes"])
+                self._workers.add_plan(closures[0], fields["shapes"])
                 return True  # on this worker, which has already taken their data
         except (*_LOST, CoordinatorReplacedError):
             raise
@@ -385,7 +373,6 @@ class _Connection:
 
     Args:
         number: Number of the worker.
-        task: The worker.
         session: The session in which it is called.
         queue: The queue in which its thread may be waiting.
         seconds: Time that the worker may take to reply.
@@ -401,9 +388,8 @@ class _Connection:
         error: The reason why the connection was lost, or None.
     """
 
-    def __init__(
-        self, number: int, task: Task, session: Session, queue: ClosureQueue, seconds: float
-    ) -> None:
+    def __init__(self, number: int, session: Session, queue: ClosureQueue, seconds: float) -> None:
+        task = session.workers[number]
         self._number = number
         self.told: dict[int, Key] = {}
         self._version = -1  # of the setup, when the worker was last told all of it
@@ -468,8 +454,8 @@ class _Connection:
             reply = self._link.call(message(self._number))
             if reply.kind != "ok":
                 raise InvalidValueError(
-                    f"What another worker has is not known to {self._link.name}:"
-                    f" {reply.fields['why']}. All workers must run the same script."
+                    f"{self._link.name} cannot make the data that another worker has made:"
+                    f" {reply.fields['why']}. Run the same script on all workers."
                 )
             self.told[number] = key
         self._version = version

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.coordinator._certificates import Credentials, name_of_role, role_of_names
@@ -24,17 +24,20 @@ from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
 from distributary.coordinator._links import (
     Calls,
     ConnectionLostError,
+    Link,
     Peer,
     RefusedError,
     Service,
     UnauthenticatedError,
     answer,
     error_reply,
-    wait,
 )
 from distributary.coordinator._messages import Buffer, Limits, Message, WireError, decode, encode
 from distributary.coordinator._token import Challenges, Token
 from distributary.errors import ClusterError, MissingPackageError
+
+if TYPE_CHECKING:
+    import grpc
 
 __all__ = ["GrpcLink", "GrpcServer"]
 
@@ -73,7 +76,7 @@ _SERVER_OPTIONS = (
 
 
 @final
-class GrpcLink:
+class GrpcLink(Link):
     """A `Link` to a task at an address. It connects at the first call.
 
     After a connection has broken, calls wait 50 ms to 1 s until the next one is tried.
@@ -111,27 +114,18 @@ class GrpcLink:
         )
         self._thread.start()
 
-    def start(self, message: Message) -> "Future[Message]":
-        """Sends a request; see `Link`."""
-        return self._start(message)[1]
-
-    def call(self, message: Message, timeout: float | None = None) -> Message:
-        """Sends a request and returns the reply; see `Link`."""
-        connection, future = self._start(message)
-        return wait(connection.calls, future, timeout)
-
     def close(self) -> None:
         """Ends the link; see `Link`."""
         self._closed.set()
         self._connection.cancel()
         self._thread.join()
 
-    def _start(self, message: Message) -> "tuple[_Connection, Future[Message]]":
+    def _start(self, message: Message) -> "tuple[Calls, Future[Message]]":
         buffers = encode(message, self._limits)
         connection = self._connection
         number, future = connection.calls.begin()
         connection.send(number, buffers)
-        return connection, future
+        return connection.calls, future
 
     def _run(self) -> None:
         pause = _MIN_PAUSE_SECONDS
@@ -171,9 +165,9 @@ class GrpcLink:
                 if self._is_stranger(call, asked):
                     call.cancel()
                     return UnauthenticatedError(
-                        f"What listens at {self._address} does not prove that it is {self._task}"
-                        f" of this job. Start all tasks with the same {TOKEN_VARIABLE}, or end the"
-                        " other program that listens there."
+                        f"The program that listens at {self._address} does not prove that it is"
+                        f" {self._task} of this job. Start all tasks with the same"
+                        f" {TOKEN_VARIABLE}, or end the other program that listens there."
                     )
                 connection.allow()
                 for chunk in call:
@@ -187,7 +181,7 @@ class GrpcLink:
             except (self._grpc.RpcError, self._grpc.FutureCancelledError):
                 code, details = call.code(), call.details()
                 if code == self._grpc.StatusCode.INVALID_ARGUMENT:
-                    return WireError(f"{self._name} refuses what was sent: {details}")
+                    return WireError(f"{self._name} refuses a message: {details}")
                 if code == self._grpc.StatusCode.UNAUTHENTICATED:
                     return UnauthenticatedError(f"{self._name} refuses this task: {details}")
                 reason = f"{code.name}: {details}"
@@ -201,14 +195,14 @@ class GrpcLink:
         kind = RefusedError if _REFUSED in reason else ConnectionLostError
         return kind(f"No connection to {self._name}: {reason}.")
 
-    def _watched(self, connection: "_Connection", call: Any) -> Any:
+    def _watched(self, connection: "_Connection", call: "grpc.Call") -> Any:
         """Registers a call, so that `close` cancels it, and returns it."""
         connection.call = call
         if self._closed.is_set():
             call.cancel()
         return call
 
-    def _is_stranger(self, call: Any, asked: Mapping[str, str]) -> bool:
+    def _is_stranger(self, call: "grpc.Call", asked: Mapping[str, str]) -> bool:
         """Returns whether the other end goes on without proving that it knows the token."""
         if self._token is None:
             return False
@@ -323,7 +317,7 @@ class GrpcServer:
         host, ip_address, port = _resolve(address)
         if not (self._has_certificates or insecure or ip_address.is_loopback):
             raise ClusterError(
-                f"Listening at {address} without certificates would let everybody who reaches the"
+                f"Listening at {address} without certificates would let anyone who reaches the"
                 " address read and write the variables. `distributary certs` makes certificates,"
                 " DISTRIBUTARY_CERTS says where they are; insecure=True does without."
             )
@@ -373,11 +367,11 @@ class GrpcServer:
             self._grpc.ssl_server_credentials([pair], credentials.ca, require_client_auth=True),
         )
 
-    def _greet(self, request: bytes, context: Any) -> bytes:
+    def _greet(self, request: bytes, context: "grpc.ServicerContext") -> bytes:
         """Returns a challenge to any caller."""
         return self._challenges.new().encode()
 
-    def _talk(self, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
         peer = self._peer(context)  # checked before anything from the caller is read
         assembly = Assembly(self._limits)
@@ -397,7 +391,7 @@ class GrpcServer:
         except WireError as error:
             return encode(error_reply(error), self._limits)
 
-    def _peer(self, context: Any) -> Peer:
+    def _peer(self, context: "grpc.ServicerContext") -> Peer:
         if not self._has_certificates:
             self._check_token(context)
             return Peer("local", context.peer())
@@ -410,7 +404,7 @@ class GrpcServer:
             f"The certificate with the names {names} has no role.",
         )
 
-    def _check_token(self, context: Any) -> None:
+    def _check_token(self, context: "grpc.ServicerContext") -> None:
         if self._token is None:  # insecure; the caller may wait for a proof
             context.send_initial_metadata(())
             return

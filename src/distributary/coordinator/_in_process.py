@@ -11,12 +11,11 @@ from distributary.coordinator._links import (
     LOCAL,
     Calls,
     ConnectionLostError,
-    Peer,
+    Link,
     RefusedError,
     Service,
     answer,
     error_reply,
-    wait,
 )
 from distributary.coordinator._messages import Limits, Message, decode, encode
 from distributary.dispatch import start_thread
@@ -25,12 +24,11 @@ __all__ = ["InProcessLink"]
 
 
 @final
-class InProcessLink:
+class InProcessLink(Link):
     """A `Link` to a service in the same process. A thread handles the requests.
 
     Args:
         service: The service to call; None for a process that has ended.
-        peer: The caller, as the service sees it.
         name: Name of the other end in messages, such as `"ps 0"`.
         limits: If given, messages are encoded, checked and decoded as if they were sent over a
             network. None hands them over as they are.
@@ -43,27 +41,16 @@ class InProcessLink:
     def __init__(
         self,
         service: Service | None,
-        peer: Peer = LOCAL,
         *,
         name: str = "the service",
         limits: Limits | None = None,
         fault: Callable[[Message, Callable[[Message], Message]], Message] | None = None,
     ) -> None:
-        self._peer = peer
         self._name = name
         self._limits = limits
         self._fault = fault
         self._lock = threading.Lock()
         self._connection = self._connect(service, f"Nothing listens at {name}.")
-
-    def start(self, message: Message) -> "Future[Message]":
-        """Sends a request; see `Link`."""
-        return self._start(message)[1]
-
-    def call(self, message: Message, timeout: float | None = None) -> Message:
-        """Sends a request and returns the reply; see `Link`."""
-        connection, future = self._start(message)
-        return wait(connection.calls, future, timeout)
 
     def cut(self) -> None:
         """Breaks the connection. Calls under way raise; the next call makes a new connection."""
@@ -72,26 +59,22 @@ class InProcessLink:
     def kill(self) -> None:
         """Breaks the connection as if the process at the other end had been killed.
 
-        Calls raise until `revive`. A request that is being handled is still finished.
+        All later calls raise, too. A request that is being handled is still finished.
         """
         self._reconnect(None, None, "broke: it was killed")
-
-    def revive(self, service: Service) -> None:
-        """Connects to the service of a process started in place of the killed one."""
-        self._reconnect(None, service, "was cut")
 
     def close(self) -> None:
         """Ends the link; see `Link`. A request that is being handled is still finished."""
         self._reconnect(None, None, "is closed")
 
-    def _start(self, message: Message) -> "tuple[_Connection, Future[Message]]":
+    def _start(self, message: Message) -> "tuple[Calls, Future[Message]]":
         message = self._carry(message)
         with self._lock:  # so that the thread handles requests in the order of their numbers
             connection = self._connection
             number, future = connection.calls.begin()
             if connection.calls.is_waiting(number):
                 connection.requests.put((number, message))
-        return connection, future
+        return connection.calls, future
 
     def _connect(self, service: Service | None, why_not: str) -> "_Connection":
         connection = _Connection(self._name, service)
@@ -112,7 +95,7 @@ class InProcessLink:
             return
 
         def deliver(message: Message, service: Service = service) -> Message:
-            return self._carry(answer(service, message, self._peer))
+            return self._carry(answer(service, message, LOCAL))
 
         try:
             reply = deliver(message) if self._fault is None else self._fault(message, deliver)

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,12 +32,11 @@ __all__ = [
     "answer",
     "error_reply",
     "exception_of",
-    "wait",
 ]
 
 _ERROR_KIND = "error"  # a kind of reply that services do not use
 _MAX_ERROR_CHARACTERS = 20_000
-_NUM_PARTS = 4  # in which the time for a reply is measured; see `wait`
+_NUM_PARTS = 4  # in which the time for a reply is measured; see `Link.call`
 # Builtin exceptions that can be made of one text; no warnings.
 _BUILTINS = (
     ArithmeticError,
@@ -127,40 +127,6 @@ class Service(Protocol):
         """
 
 
-class Link(Protocol):
-    """A connection over which one task calls another."""
-
-    def start(self, message: Message) -> "Future[Message]":
-        """Sends a request; replies come in the order of the requests.
-
-        Returns:
-            A future of the reply, or of an exception as raised by `call`. It cannot be cancelled.
-
-        Raises:
-            WireError: if the message cannot be encoded.
-        """
-
-    def call(self, message: Message, timeout: float | None = None) -> Message:
-        """Sends a request, waits for the reply and returns it.
-
-        Args:
-            message: The request. Its arrays must not change before the reply.
-            timeout: Seconds to wait; None waits for the reply or the end of the connection.
-
-        Raises:
-            ConnectionLostError: if there is no connection, or it breaks. The next call makes a new
-                one.
-            DeadlineError: if there is no reply in time.
-            WireError: if the message cannot be sent or the other end does not understand it.
-            Exception: the error that the service raised, if its type is in `distributary.errors` or
-                is a common builtin; otherwise the nearest of these types. A note contains the
-                traceback of the other end.
-        """
-
-    def close(self) -> None:
-        """Ends the link. Calls under way raise `ConnectionLostError`."""
-
-
 @final
 class Calls:
     """The calls of a connection that wait for their reply.
@@ -221,6 +187,62 @@ class Calls:
             future.set_exception(_again(error))
 
 
+class Link(ABC):
+    """A connection over which one task calls another."""
+
+    @abstractmethod
+    def _start(self, message: Message) -> "tuple[Calls, Future[Message]]":
+        """Sends a request; returns the calls of its connection, and the future of its reply."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the link. Calls under way raise `ConnectionLostError`."""
+
+    def start(self, message: Message) -> "Future[Message]":
+        """Sends a request; replies come in the order of the requests.
+
+        Returns:
+            A future of the reply, or of an exception as raised by `call`. It cannot be cancelled.
+
+        Raises:
+            WireError: if the message cannot be encoded.
+        """
+        return self._start(message)[1]
+
+    def call(self, message: Message, timeout: float | None = None) -> Message:
+        """Sends a request, waits for the reply and returns it.
+
+        Args:
+            message: The request. Its arrays must not change before the reply.
+            timeout: Seconds to wait; None waits for the reply or the end of the connection. It is
+                split into parts. A part that took much longer than it should does not count: it
+                shows that this process itself was frozen, or had no processor.
+
+        Raises:
+            ConnectionLostError: if there is no connection, or it breaks. The next call makes a new
+                one.
+            DeadlineError: if there is no reply in time.
+            WireError: if the message cannot be sent or the other end does not understand it.
+            Exception: the error that the service raised, if its type is in `distributary.errors` or
+                is a common builtin; otherwise the nearest of these types. A note contains the
+                traceback of the other end.
+        """
+        calls, future = self._start(message)
+        if timeout is None:
+            return future.result()
+        num_silent, part = 0, timeout / _NUM_PARTS
+        while num_silent < _NUM_PARTS:
+            begin = time.monotonic()
+            try:
+                return future.result(part)
+            except TimeoutError:
+                if future.done():  # the service raised a TimeoutError, or a reply has just come
+                    return future.result()
+            num_silent += time.monotonic() - begin < 2 * part
+        calls.forget(future)
+        raise DeadlineError(f"{calls.target} has not replied within {timeout:g} s.")
+
+
 def answer(service: Service, message: Message, peer: Peer) -> Message:
     """Returns the reply of a service, or a reply that describes the exception it raised."""
     try:
@@ -242,27 +264,6 @@ def error_reply(error: Exception) -> Message:
         "traceback": trace[-_MAX_ERROR_CHARACTERS:],
     }
     return Message(_ERROR_KIND, fields)
-
-
-def wait(calls: Calls, future: "Future[Message]", timeout: float | None) -> Message:
-    """Waits for a reply, and returns or raises it as `Link.call` does.
-
-    The timeout is split into parts. A part that took much longer than it should does not count: it
-    shows that this process itself was frozen, or had no processor.
-    """
-    if timeout is None:
-        return future.result()
-    num_silent, part = 0, timeout / _NUM_PARTS
-    while num_silent < _NUM_PARTS:
-        begin = time.monotonic()
-        try:
-            return future.result(part)
-        except TimeoutError:
-            if future.done():  # the service raised a TimeoutError, or a reply has just come
-                return future.result()
-        num_silent += time.monotonic() - begin < 2 * part
-    calls.forget(future)
-    raise DeadlineError(f"{calls.target} has not replied within {timeout:g} s.")
 
 
 def exception_of(fields: Mapping[str, JSON], target: str) -> Exception:

@@ -7,12 +7,15 @@
 Numbers are little-endian. A message contains no code until the receiver deserializes a blob.
 """
 
+import builtins
 import json
 import math
 import struct
+import types
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, final
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import ml_dtypes
 import numpy as np
@@ -29,8 +32,10 @@ __all__ = [
     "aligned_empty",
     "decode",
     "encode",
+    "from_json",
 ]
 
+_T = TypeVar("_T")
 JSON: TypeAlias = Any  # bool, int, float, str, None, and lists and dicts with str keys of these
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -165,6 +170,31 @@ def decode(buffer: Buffer, limits: Limits) -> Message:
     )
 
 
+def from_json(kind: type[_T], value: JSON) -> _T:
+    """Returns the dataclass that `dataclasses.astuple` has turned into lists, sent as JSON.
+
+    Args:
+        kind: The dataclass. Its fields are JSON, dataclasses, and lists and tuples of these.
+        value: The lists.
+    """
+    types_of_fields = typing.get_type_hints(kind).values()
+    return kind(*(_with_type(*pair) for pair in zip(types_of_fields, value, strict=True)))
+
+
+def _with_type(kind: Any, value: JSON) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        return from_json(kind, value)
+    arguments = typing.get_args(kind)
+    match typing.get_origin(kind):
+        case builtins.list:
+            return [_with_type(arguments[0], own) for own in value]
+        case builtins.tuple:
+            return tuple(map(_with_type, arguments, value))
+        case types.UnionType:  # a type or None
+            return None if value is None else _with_type(arguments[0], value)
+    return value
+
+
 def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Returns an array that XLA can use without a copy. It takes memory only where written to."""
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -196,7 +226,9 @@ def _header(message: Message, arrays: Sequence[np.ndarray]) -> bytes:
     try:
         return _ENCODER.encode(header).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"The fields of a message {message.kind!r} are no JSON: {error}") from error
+        raise WireError(
+            f"The fields of a message {message.kind!r} are not JSON: {error}"
+        ) from error
 
 
 def _read_header(
@@ -211,7 +243,9 @@ def _read_header(
         raise WireError(f"A message has {len(view)} bytes, expected {_PREFIX.size} or more.")
     magic, version, header_bytes, num_bytes = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
-        raise WireError(f"What came begins with {magic!r}: it is no message of distributary.")
+        raise WireError(
+            f"A message begins with {magic!r}, expected {_MAGIC!r}: the sender is not distributary."
+        )
     if version != _VERSION:
         raise WireError(
             f"A message has version {version} of the protocol, this process speaks {_VERSION}."
@@ -241,7 +275,7 @@ def _read_header(
 
 def _shape(shape: object) -> tuple[int, ...]:
     if not isinstance(shape, list) or len(shape) > _MAX_NDIM:
-        raise ValueError(f"{shape!r} is no shape")
+        raise ValueError(f"{shape!r} is not a shape")
     sizes = tuple(_size(size) for size in shape)
     # NumPy refuses such a shape even if the array is empty.
     if math.prod(max(size, 1) for size in sizes) >= 1 << 59:
@@ -251,7 +285,7 @@ def _shape(shape: object) -> tuple[int, ...]:
 
 def _size(size: object) -> int:
     if type(size) is not int or not 0 <= size < 1 << 59:
-        raise ValueError(f"{size!r} is no size")
+        raise ValueError(f"{size!r} is not a size")
     return size
 
 

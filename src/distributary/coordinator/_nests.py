@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
+from numpy.typing import DTypeLike
 
+from distributary._types import Nest
 from distributary.coordinator._messages import JSON, WireError, aligned_empty
 from distributary.errors import InvalidTypeError
 from distributary.values import PerReplica
@@ -12,12 +15,12 @@ from distributary.values import PerReplica
 __all__ = ["copy_of", "leaves_of", "nest_of", "shapes_of", "structs_of", "tree_of"]
 
 
-def leaves_of(value: Any) -> list[np.ndarray]:
+def leaves_of(value: Nest) -> list[np.ndarray]:
     """Returns copies of the leaves of a nest, with the dtypes that JAX has for them."""
     return [copy_of(leaf) for leaf in jax.tree.leaves(value)]
 
 
-def copy_of(array: Any, dtype: Any = None) -> np.ndarray:
+def copy_of(array: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray:
     """Copies an array, so that its owner can write to it again before the step runs.
 
     Args:
@@ -55,7 +58,7 @@ def structs_of(shapes: JSON) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(tuple(sizes), jax.numpy.dtype(dtype)) for sizes, dtype in shapes]
 
 
-def nest_of(value: Any) -> JSON:
+def nest_of(value: Nest) -> JSON:
     """Describes the structure of a nest of tuples, lists, dicts with str keys and `PerReplica`.
 
     Raises:
@@ -90,7 +93,7 @@ def tree_of(nest: JSON) -> Any:
         raise WireError(f"A worker describes its data as {nest!r}"[:500]) from error
 
 
-def _value_of(nest: Any) -> Any:
+def _value_of(nest: JSON) -> Any:
     if nest is None:
         return None
     if nest == "leaf":

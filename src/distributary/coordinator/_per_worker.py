@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from distributary._types import Nest
 from distributary.coordinator._closures import current_trace
 from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
 from distributary.coordinator._sources import as_maker
@@ -57,8 +58,8 @@ class _OfWorkers:
     def __init__(self, source: "RemoteSource") -> None:
         if not isinstance(source, RemoteSource):
             raise InvalidTypeError(
-                f"{type(self).__name__}: got {source!r}. What workers have of their own is made by"
-                " create_per_worker_value and create_per_worker_dataset of a ClusterCoordinator."
+                f"{type(self).__name__}: got {source!r}. Use what create_per_worker_value or"
+                " create_per_worker_dataset of a ClusterCoordinator returns."
             )
         self.source = source
 
@@ -80,8 +81,8 @@ class PerWorkerIterator(_OfWorkers):
     def __iter__(self) -> "PerWorkerIterator":
         if current_trace() is not None:  # a loop would never end
             raise ContextError(
-                "A scheduled function loops over the iterator of a per-worker dataset, but it is"
-                " traced, so nobody knows how many batches there are. Call next(iterator), and"
+                "A scheduled function loops over the iterator of a per-worker dataset. The function"
+                " is traced before the number of batches is known. Call next(iterator), and"
                 " schedule the function for every batch."
             )
         return self
@@ -289,7 +290,7 @@ class Peekable:
                 self._ahead.append(self.next())
             return self._ahead[0]
 
-    def put_back(self, element: Any) -> None:
+    def put_back(self, element: Nest) -> None:
         """Puts back the element that was taken last, so that it comes next again."""
         with self._lock:
             self._ahead.append(element)

@@ -1,45 +1,32 @@
 """The roles that may send each kind of message. A message that is not in the table is refused."""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, final
 
-from distributary.coordinator._links import Peer
+from distributary.coordinator._links import Peer, Service
 from distributary.coordinator._messages import Message
+from distributary.job import package_versions
+from distributary.topology import backends_started, local_devices_of, requested_cpu_devices
 
-__all__ = ["SENDERS", "check_sender"]
+__all__ = ["IDENTIFY", "SENDERS", "RoleCheck"]
+
+# A message to any task -> name of the task, its number of devices, versions
+IDENTIFY: Final = "identify"
 
 _CHIEF: Final = frozenset({"chief"})
 _WORKER: Final = frozenset({"worker"})
-_CHIEF_AND_WORKER: Final = _CHIEF | _WORKER
 _LOCAL: Final = frozenset({"local"})
-
-_OF_TASKS: Final = {"identify": _CHIEF, "hello": _CHIEF, "alive": _CHIEF}
+_OF_SESSIONS: Final = (IDENTIFY, "hello", "alive")
+_OF_WORKERS: Final = ("forget", "function", "peek", "plan", "run", "source")
+_OF_SERVERS: Final = ("adopt", "assign", "copy", "create", "drop", "finish", "load", "save")
 #: For each type of receiving task and each kind of message, the roles that may send it.
 SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
     "chief": {},  # the chief serves nobody
-    "worker": {
-        **_OF_TASKS,
-        "forget": _CHIEF,
-        "function": _CHIEF,
-        "peek": _CHIEF,
-        "plan": _CHIEF,
-        "run": _CHIEF,
-        "source": _CHIEF,
-    },
+    "worker": dict.fromkeys((*_OF_SESSIONS, *_OF_WORKERS), _CHIEF),
     "ps": {
-        **_OF_TASKS,
-        "adopt": _CHIEF,
-        "assign": _CHIEF,
-        "copy": _CHIEF,
-        "create": _CHIEF,
-        "drop": _CHIEF,
-        "finish": _CHIEF,
-        "load": _CHIEF,
+        **dict.fromkeys((*_OF_SESSIONS, *_OF_SERVERS, "statistics", "update"), _CHIEF),
         "push": _WORKER,
-        "read": _CHIEF_AND_WORKER,
-        "save": _CHIEF,
-        "statistics": _CHIEF,
-        "update": _CHIEF,
+        "read": _CHIEF | _WORKER,
     },
 }
 # A message with this field is handled once. A task keeps one last number, that of the chief.
@@ -47,31 +34,50 @@ _ONCE: Final = "request"
 _MAX_CHARACTERS = 40
 
 
-def check_sender(task_type: str, name: str, message: Message, peer: Peer) -> None:
-    """Checks that the sender of a message may send it.
+@final
+class RoleCheck:
+    """A filter that passes to a service only messages that their senders may send.
+
+    It also answers the message that asks which task this is.
 
     Args:
-        task_type: Type of the receiving task, `"worker"` or `"ps"`.
-        name: Name of the receiving task, such as `"ps 0"`.
-        message: The message.
-        peer: The sender. The role `"local"` belongs to the job and may send everything.
-
-    Raises:
-        PermissionError: if the sender may not send it.
+        task_type: Type of the task, `"worker"` or `"ps"`.
+        task_id: Number of the task.
+        service: The service.
     """
-    roles = SENDERS[task_type].get(message.kind)
-    if roles is None:
-        raise PermissionError(
-            f"{name} got {message.kind[:_MAX_CHARACTERS]!r} from {peer.identity}, which nobody may"
-            f" send to a {task_type}."
-        )
-    if peer.role not in roles | _LOCAL:
-        raise PermissionError(
-            f"{name} got {message.kind!r} from {peer.identity}, which only the"
-            f" {' and the '.join(sorted(roles))} may send."
-        )
-    if _ONCE in message.fields and peer.role not in _CHIEF | _LOCAL:
-        raise PermissionError(
-            f"{name} got {message.kind!r} with the field {_ONCE!r} from {peer.identity}, which only"
-            " the chief may send."
-        )
+
+    def __init__(self, task_type: str, task_id: int, service: Service) -> None:
+        self._task_type = task_type
+        self._name = f"{task_type} {task_id}"
+        self._service = service
+
+    def handle(self, message: Message, peer: Peer) -> Message:
+        """Handles a message, and returns the reply.
+
+        Raises:
+            PermissionError: if the role of the sender does not allow the message. The role
+                `"local"` belongs to the job and may send everything.
+            Exception: any error that the service raises.
+        """
+        roles = SENDERS[self._task_type].get(message.kind)
+        if roles is None:
+            raise self._refusal(message, peer, f"which nobody may send to a {self._task_type}")
+        if peer.role not in roles | _LOCAL:
+            senders = " and the ".join(sorted(roles))
+            raise self._refusal(message, peer, f"which only the {senders} may send")
+        if _ONCE in message.fields and peer.role not in _CHIEF | _LOCAL:
+            raise self._refusal(
+                message, peer, "which only the chief may send", f" with the field {_ONCE!r}"
+            )
+        if message.kind == IDENTIFY:
+            fields = {"task": self._name, "versions": package_versions(), "devices": _num_devices()}
+            return Message("ok", fields)
+        return self._service.handle(message, peer)
+
+    def _refusal(self, message: Message, peer: Peer, rule: str, part: str = "") -> PermissionError:
+        kind = message.kind[:_MAX_CHARACTERS]
+        return PermissionError(f"{self._name} got {kind!r}{part} from {peer.identity}, {rule}.")
+
+
+def _num_devices() -> int:
+    return len(local_devices_of("CPU")) if backends_started() else requested_cpu_devices()

@@ -14,6 +14,7 @@ from distributary.coordinator._cluster import Cluster, Task
 from distributary.coordinator._grpc import GrpcLink
 from distributary.coordinator._links import ConnectionLostError, UnauthenticatedError
 from distributary.coordinator._messages import Message
+from distributary.coordinator._permissions import IDENTIFY
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
@@ -21,7 +22,6 @@ from distributary.job import package_versions
 
 __all__ = [
     "CONNECT_VARIABLE",
-    "IDENTIFY",
     "cluster_of",
     "connect",
     "connect_seconds",
@@ -32,8 +32,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 CONNECT_VARIABLE: Final = "DISTRIBUTARY_CONNECT_SECONDS"
-# A message to any task -> name of the task, its number of devices, versions
-IDENTIFY: Final = "identify"
 _CONNECT_SECONDS = 120.0
 
 

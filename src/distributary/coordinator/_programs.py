@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 import jax.export
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.dispatch import dispatcher_for
@@ -44,13 +45,13 @@ class Program:
         return cls(digest.hex(), digest + serialized)
 
 
-def export_jaxpr(closed: Any) -> Program:
+def export_jaxpr(closed: ClosedJaxpr) -> Program:
     """Exports a closed jaxpr as a program from a flat list of arrays to another."""
     return export_function(_function_of(closed), closed.in_avals, [None] * len(closed.in_avals))
 
 
 def export_per_device(
-    closed: Any, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
+    closed: ClosedJaxpr, is_split: Sequence[bool], num_devices: int, split_outputs: bool = False
 ) -> Program:
     """Exports a jaxpr as a program in which each device runs it, along the axis `"replica"`.
 
@@ -86,7 +87,7 @@ def export_per_device(
     return _exported(jax.jit(on_all, in_shardings=shardings), structs)
 
 
-def _function_of(closed: Any) -> Callable[..., list[Any]]:
+def _function_of(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
     closed = rewritten_for_cpus(closed)
 
     def run(*inputs: Any) -> list[Any]:
@@ -125,16 +126,16 @@ def export_function(
     return _exported(jax.jit(run), structs)
 
 
-def _exported(jitted: Any, structs: Sequence[Any]) -> Program:
+def _exported(jitted: jax.stages.Wrapped, structs: Sequence[jax.ShapeDtypeStruct]) -> Program:
     try:
         return Program.of(jax.export.export(jitted, platforms=["cpu"])(*structs))
     except NotImplementedError as error:
         if "callback" not in str(error):
             raise
         raise UnsupportedError(
-            "A step calls back into Python, as jax.debug.print and jax.pure_callback do, but only"
-            f" programs travel to workers, no Python code ({error}). Return what is to be printed,"
-            " and fetch it."
+            "A step calls back into Python, as jax.debug.print and jax.pure_callback do, but"
+            f" workers get programs and no Python code ({error}). Return the values that you want"
+            " to print, and fetch them."
         ) from error
 
 
@@ -203,7 +204,9 @@ def _loaded(serialized: bytes, devices: tuple[jax.Device, ...]) -> Callable[...,
     return run
 
 
-def _on_devices(exported: Any, devices: tuple[jax.Device, ...]) -> Callable[..., Sequence[Any]]:
+def _on_devices(
+    exported: jax.export.Exported, devices: tuple[jax.Device, ...]
+) -> Callable[..., Sequence[Any]]:
     if exported.nr_devices != len(devices):
         raise InvalidValueError(
             f"A program is for {exported.nr_devices} devices, and there are {len(devices)}. All"
@@ -237,7 +240,7 @@ _HARMLESS = re.compile(
 _CUSTOM_CALL = re.compile(r'custom_call @"?([^"\s(]+)|call_target_name = "([^"]*)"')
 
 
-def _check_custom_calls(exported: Any) -> None:
+def _check_custom_calls(exported: jax.export.Exported) -> None:
     for names in _CUSTOM_CALL.findall(exported.mlir_module()):
         name = next(filter(None, names), "")
         if _HARMLESS.fullmatch(name) is None:

@@ -1,4 +1,4 @@
-"""The queue of closures that wait for a worker."""
+"""The queue of closures that wait for a worker, and their results."""
 
 import threading
 from collections import deque
@@ -7,14 +7,62 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from distributary.coordinator._values import RemoteValue
+import jax
+
+from distributary._types import Nest
 from distributary.dispatch import progress
 from distributary.errors import CancelledError, UnavailableError
 
-__all__ = ["Closure", "ClosureQueue"]
+__all__ = ["Closure", "ClosureQueue", "RemoteValue"]
 
 _MAX_QUEUED = 262_144  # as in TensorFlow
 _MAX_LEASED = 16
+
+
+class RemoteValue:
+    """The result of a scheduled function, which a worker is yet to compute.
+
+    `ClusterCoordinator.schedule` returns it.
+
+    Source: `tf.distribute.experimental.coordinator.RemoteValue`.
+    """
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._value: Nest = None
+        self._error: BaseException | None = None
+
+    def get(self) -> Nest:
+        """Waits for the value, and returns it as a nest of JAX arrays.
+
+        Raises:
+            CancelledError: if the closure was cancelled because another one failed.
+            Exception: the error that the function raised.
+        """
+        return jax.tree.map(lambda leaf: jax.numpy.asarray(leaf), self.fetch())
+
+    def fetch(self) -> Nest:
+        """Waits for the value, and returns it as a nest of NumPy arrays; raises as `get` does."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def is_ready(self) -> bool:
+        """Returns whether `get` and `fetch` would return or raise without waiting."""
+        return self._ready.is_set()
+
+    def _set(self, value: Nest) -> None:
+        self._value = value
+        self._ready.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ready.set()
+
+    def __repr__(self) -> str:
+        state = "waiting" if not self._ready.is_set() else "failed" if self._error else "ready"
+        return f"<RemoteValue: {state}>"
 
 
 @final
@@ -97,8 +145,8 @@ class ClosureQueue:
             self._has_work.notify()
         return closure.result
 
-    def take(self, num_workers: int, is_lost: Callable[[], bool]) -> list[Closure]:
-        """Waits for closures, and takes some of them for a worker.
+    def lease(self, num_workers: int, is_lost: Callable[[], bool]) -> list[Closure]:
+        """Waits for closures, and leases some of them to a worker.
 
         Args:
             num_workers: Number of workers that share the queue.
@@ -123,11 +171,11 @@ class ClosureQueue:
         return taken
 
     def wake(self) -> None:
-        """Makes threads that wait in `take` check again whether their worker is lost."""
+        """Makes threads that wait in `lease` check again whether their worker is lost."""
         with self._lock:
             self._has_work.notify_all()
 
-    def succeed(self, closure: Closure, value: Any) -> None:
+    def succeed(self, closure: Closure, value: Nest) -> None:
         """Notes that a closure has returned `value`."""
         with self._lock:
             if closure not in self._running:  # after `end`

@@ -18,9 +18,9 @@ from distributary.coordinator._cluster import Cluster, Task, check_numbers
 from distributary.coordinator._grpc import GrpcLink
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import JSON
-from distributary.coordinator._metrics import METRICS_VARIABLE
 from distributary.coordinator._processes import CONNECT_VARIABLE, connect_seconds, meet
 from distributary.coordinator._sources import UnknownMakerError, as_maker
+from distributary.coordinator._statistics import METRICS_VARIABLE
 from distributary.coordinator._task_server import TaskServer
 from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError
@@ -134,7 +134,7 @@ class RayCluster(Cluster):
         return connect
 
     def __repr__(self) -> str:
-        return f"ray_cluster(workers={len(self._workers)}, ps={len(self._servers)})"
+        return f"ray_cluster(workers={len(self.workers)}, ps={len(self.servers)})"
 
 
 def ray_cluster(

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, final
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
@@ -81,7 +82,7 @@ class Server:
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
-        config: Any = None,
+        config: object = None,
         start: bool = True,
         *,
         insecure: bool = False,
@@ -186,7 +187,7 @@ def _server_def(
     return ServerDef(spec, place.task_type, place.task_id)
 
 
-def _end(number: int, frame: Any) -> NoReturn:
+def _end(number: int, frame: FrameType | None) -> NoReturn:
     for other in (signal.SIGTERM, signal.SIGINT):  # so that a second signal ends it at once
         signal.signal(other, signal.SIG_DFL)
     raise SystemExit(0)

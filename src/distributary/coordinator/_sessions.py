@@ -327,7 +327,7 @@ class Heartbeat:
                 self._on_lost(error)
 
 
-def _is_session(value: Any) -> bool:
+def _is_session(value: object) -> bool:
     match value:
         case [int(), str()]:
             return True

@@ -128,7 +128,7 @@ class LocalMakers:
         return as_maker(self._makers[description])
 
 
-def distributed_by(maker: Any, strategy: Any) -> Any:
+def distributed_by(maker: Any, strategy: object) -> Any:
     """Calls a function that distributes a dataset with the strategy, and returns the result.
 
     Workers could not call it, as they do not have the strategy. Any other `maker` is returned
@@ -168,7 +168,7 @@ def describe(maker: Any) -> JSON:
         maker, args, kwargs = maker.func, list(maker.args), dict(maker.keywords)
     maker = _plain(maker)
     if not isinstance(maker, types.FunctionType):
-        raise UnknownMakerError(f"it is no function, but a {type(maker).__name__}")
+        raise UnknownMakerError(f"it is not a function, but a {type(maker).__name__}")
     module, name = maker.__module__, maker.__qualname__
     if _attribute(sys.modules.get(module), name) is not maker:
         raise UnknownMakerError(f"{name} is not at the top level of a module")
@@ -177,7 +177,7 @@ def describe(maker: Any) -> JSON:
     except (TypeError, ValueError):
         is_json = False
     if not is_json:
-        raise UnknownMakerError(f"the arguments of {name} are no JSON: {args}, {kwargs}")
+        raise UnknownMakerError(f"the arguments of {name} are not JSON: {args}, {kwargs}")
     return {"module": module, "name": name, "args": args, "kwargs": kwargs}
 
 
@@ -209,14 +209,14 @@ def find(description: JSON) -> Callable[[], Any]:
     return maker if how is None else DistributedSource(maker, *how)
 
 
-def _attribute(module: Any, qualified_name: str) -> Any:
+def _attribute(module: types.ModuleType | None, qualified_name: str) -> Any:
     value = module
     for name in qualified_name.split("."):
         value = getattr(value, name, None)
     return _plain(value)
 
 
-def _plain(function: Any) -> Any:
+def _plain(function: object) -> Any:
     """Returns the Python function of a `distributary.function`: data is made without compiling."""
     return function.python_function if isinstance(function, Function) else function
 
@@ -239,8 +239,8 @@ def _check_is_beside(main: types.ModuleType, name: str) -> None:
     places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
     if not places or any(part in str(place) for place in places for part in _INSTALLED):
         raise UnknownMakerError(
-            f"{name} is no module in the folder {folder} of a worker's script: write a function in"
-            " the script that calls it"
+            f"{name} is not a module in the folder {folder} of a worker's script: write a function"
+            " in the script that calls it"
         )
 
 

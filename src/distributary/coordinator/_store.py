@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import jax
@@ -10,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._copies import Copies, frozen
-from distributary.coordinator._messages import Message
+from distributary.coordinator._links import Peer
+from distributary.coordinator._messages import Message, from_json
+from distributary.coordinator._plans import Update
 from distributary.coordinator._programs import ProgramCache
-from distributary.coordinator._rows import (
-    PushedRows,
+from distributary.coordinator._table_rows import (
     bucket_sizes,
     check_rows,
     padded,
     rows_in_zeros,
     take_rows,
 )
+from distributary.coordinator.passes import UpdatedRows
 from distributary.errors import InvalidValueError
 
 __all__ = ["ParameterServer"]
@@ -43,9 +44,7 @@ class ParameterServer:
                                                 in these rows
         assign   ids, operation, arrays         operation: assign, assign_add, assign_sub
                  ids, operation, start, arrays  the same for some rows of a table
-        update   number, states, outputs, rows; blobs: the program
-                                                defines what a push with this update does, and
-                                                which variables its program reads and changes
+        update   update; blobs: the program     defines what a push with this `Update` does
         finish   finished                       forgets closures with smaller numbers
         push     update, closure, ids, num_row_reads, arrays; version
                                                 -> the same as read, after the push. The arrays are
@@ -61,7 +60,7 @@ class ParameterServer:
         self.number = number
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
-        self._updates: dict[int, _Update] = {}
+        self._updates: dict[str, Update] = {}
         self._lock = threading.Lock()
         self._copies = Copies(number, self._state, self._lock)
         self._finished = 0
@@ -87,7 +86,7 @@ class ParameterServer:
                 "max_staleness": self._max_staleness,
             }
 
-    def handle(self, message: Message, peer: Any) -> Message:
+    def handle(self, message: Message, peer: Peer | None) -> Message:
         """Handles a message, and returns the reply.
 
         Raises:
@@ -150,16 +149,14 @@ class ParameterServer:
         return Message("ok")
 
     def _add_update(self, message: Message) -> Message:
-        fields = message.fields
+        update = from_json(Update, message.fields["update"])
         (content,) = message.blobs
-        rows = [PushedRows(*own) for own in fields["rows"]]
         with self._lock:
-            for own in rows:
-                self._check_num_rows(own, [*fields["states"], *fields["outputs"]])
-        program = self._programs.add(content)
-        self._updates[fields["number"]] = _Update(
-            program, fields["states"], fields["outputs"], rows
-        )
+            for own in update.rows:
+                self._check_num_rows(own, [*update.states, *update.outputs])
+        if self._programs.add(content) != update.program:
+            raise InvalidValueError(f"ps {self.number} got an update with another program.")
+        self._updates[update.name] = update
         return Message("ok")
 
     def _push(self, message: Message) -> Message:
@@ -182,7 +179,7 @@ class ParameterServer:
                 self._num_pushes += 1
             return self._values(fields["ids"], message.arrays[num_pushed:])
 
-    def _apply(self, update: "_Update", arrays: list[np.ndarray]) -> None:
+    def _apply(self, update: Update, arrays: list[np.ndarray]) -> None:
         """Runs the program of a push, and stores the new values."""
         tables, states, outputs = update.rows, update.states, update.outputs
         num_pushes = len(arrays) - len(tables)
@@ -209,7 +206,7 @@ class ParameterServer:
             check_rows(rows, table.shape)
             if values.shape != (len(rows), *table.shape[1:]):
                 raise InvalidValueError(
-                    f"ps {self.number}: rows of shape {values.shape} are to be put into"
+                    f"ps {self.number}: an update has computed rows of shape {values.shape} for"
                     f" {len(rows)} rows of a variable of shape {table.shape}."
                 )
         for table, rows, values in changes:
@@ -222,13 +219,13 @@ class ParameterServer:
         # Waits, because XLA may still read tables that the next push changes.
         jax.block_until_ready(new)
 
-    def _check_num_rows(self, own: PushedRows, ids: list[int]) -> None:
+    def _check_num_rows(self, own: UpdatedRows, ids: list[int]) -> None:
         """Checks the number of rows of a whole variable, before that many are allocated."""
         shapes = [array.shape for array in self._arrays(ids)]
         if own.is_whole and not any(shape[:1] == (own.size,) for shape in shapes):
             raise InvalidValueError(
-                f"ps {self.number}: rows of a variable of {own.size} rows are to be pushed, but"
-                f" those of the update have the shapes {shapes}."
+                f"ps {self.number}: an update is for rows of a variable of {own.size} rows,"
+                f" but its variables have the shapes {shapes}."
             )
 
     def _table(self, number: int) -> np.ndarray:
@@ -260,24 +257,6 @@ class ParameterServer:
         "statistics": _statistics,
         "update": _add_update,
     }
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """The effect of a push. The coordinator defines it; workers only refer to it.
-
-    Attributes:
-        program: Name of the program that computes new values from states and pushed values.
-        states: Numbers of the variables that it reads.
-        outputs: Numbers of the variables that it changes.
-        rows: The states, pushed values and outputs that are only rows of tables.
-    """
-
-    program: str
-    states: list[int]
-    outputs: list[int]
-    rows: list[PushedRows]
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -8,13 +8,17 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from distributary._types import Nest
+from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
+from distributary.coordinator._partitioners import initial_shards, num_shards_of, sizes_of
 from distributary.coordinator._processes import cluster_of
-from distributary.coordinator._shards import initial_shards, num_shards_of, sizes_of
 from distributary.coordinator._sources import DistributedSource
 from distributary.coordinator.passes import SparseUpdate
+from distributary.engine import Placement
 from distributary.errors import (
     DistributaryWarning,
     InvalidTypeError,
@@ -102,15 +106,13 @@ class ParameterServerStrategy(Strategy):
         self._sparse_update: SparseUpdate = sparse_update
         self._has_warned = False
         count = cluster.devices_per_worker
-        super().__init__(
-            StrategyExtended(
-                self,
-                [jax.local_devices(backend="cpu")[0]],
-                distributed=count > 1,
-                kind_of_variables=_ServerVariable,
-                workers_mesh=make_abstract_mesh(count) if count > 1 else None,
-            )
+        device = jax.local_devices(backend="cpu")[0]
+        placement = (
+            Placement.on_workers(device, make_abstract_mesh(count))
+            if count > 1
+            else Placement.on_one_device(device)
         )
+        super().__init__(StrategyExtended(self, placement, kind_of_variables=_ServerVariable))
 
     @property
     def cluster_resolver(self) -> Any:
@@ -148,7 +150,9 @@ class ParameterServerStrategy(Strategy):
             )
         return super().run(fn, args, kwargs, options)
 
-    def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Nest, axis: int | Sequence[int] | None
+    ) -> Nest:
         """Reduces like `Strategy.reduce`; servers do the computation that follows the result."""
         result = super().reduce(reduce_op, value, axis)
         return result if current_trace() is None else jax.tree.map(push, result)
@@ -278,7 +282,7 @@ class _ServerVariable(AggregatedVariable):
         keeper: Keeper = self._layout.strategy._cluster
         return keeper
 
-    def _initial_state(self, initial: Any) -> Any:
+    def _initial_state(self, initial: ArrayLike) -> Any:
         cluster = self._layout.strategy._cluster
         beside = getattr(neighbor(), "_place", None)
         self._place = cluster.create(np.asarray(initial, self._dtype), beside)
@@ -294,7 +298,7 @@ class _ServerVariable(AggregatedVariable):
         if value is not None:
             self._layout.strategy._cluster.assign(self._place, "assign", np.asarray(value))
 
-    def _change_eager(self, kind: str, value: Any) -> None:
+    def _change_eager(self, kind: str, value: ArrayLike) -> None:
         self._layout.strategy._cluster.assign(self._place, kind, np.asarray(value, self._dtype))
 
 

@@ -11,11 +11,10 @@ import jax
 from distributary.cluster_resolver import Peer as Task
 from distributary.coordinator._certificates import Credentials
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
-from distributary.coordinator._links import Peer, Service
-from distributary.coordinator._messages import JSON, Message
-from distributary.coordinator._metrics import MetricsServer, lines_of
-from distributary.coordinator._permissions import check_sender
-from distributary.coordinator._processes import IDENTIFY, connect_seconds
+from distributary.coordinator._links import Service
+from distributary.coordinator._messages import JSON
+from distributary.coordinator._permissions import RoleCheck
+from distributary.coordinator._processes import connect_seconds
 from distributary.coordinator._sessions import (
     ServerLink,
     SessionId,
@@ -23,19 +22,17 @@ from distributary.coordinator._sessions import (
     SessionService,
     Tenant,
 )
+from distributary.coordinator._statistics import MetricsServer, lines_of
 from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._token import Token, credentials_of
 from distributary.coordinator._worker import Worker
 from distributary.errors import ClusterError
-from distributary.job import package_versions
 from distributary.topology import (
     backends_started,
-    local_devices_of,
     prepare_local_devices,
-    requested_cpu_devices,
 )
 
-__all__ = ["RoleCheck", "TaskServer"]
+__all__ = ["TaskServer"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,37 +125,6 @@ class TaskServer:
             self._metrics.close()
 
 
-@final
-class RoleCheck:
-    """A filter that passes to a service only messages that their senders may send.
-
-    It also answers the message that asks which task this is.
-
-    Args:
-        task_type: `"worker"` or `"ps"`.
-        task_id: Number of the task.
-        service: The service.
-    """
-
-    def __init__(self, task_type: str, task_id: int, service: Service) -> None:
-        self._task_type = task_type
-        self._name = f"{task_type} {task_id}"
-        self._service = service
-
-    def handle(self, message: Message, peer: Peer) -> Message:
-        """Handles a message, and returns the reply.
-
-        Raises:
-            PermissionError: if the role of the sender does not allow the message.
-            Exception: any error that the service raises.
-        """
-        check_sender(self._task_type, self._name, message, peer)
-        if message.kind == IDENTIFY:
-            fields = {"task": self._name, "versions": package_versions(), "devices": _num_devices()}
-            return Message("ok", fields)
-        return self._service.handle(message, peer)
-
-
 def _listen(
     service: Service,
     address: str,
@@ -181,10 +147,6 @@ def _listen(
                 raise
             _log.info("%s", error)
         time.sleep(_POLL_SECONDS)
-
-
-def _num_devices() -> int:
-    return len(local_devices_of("CPU")) if backends_started() else requested_cpu_devices()
 
 
 def _keep_off_accelerators() -> None:

@@ -11,15 +11,16 @@ from typing import Any, ClassVar, final
 import jax
 import numpy as np
 
-from distributary.coordinator._links import error_reply
-from distributary.coordinator._messages import JSON, Message, aligned_empty
+from distributary.coordinator._links import Peer, error_reply
+from distributary.coordinator._messages import JSON, Message, aligned_empty, from_json
 from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
 from distributary.coordinator._per_worker import Peekable
+from distributary.coordinator._plans import Origin, Push, WorkerPlan
 from distributary.coordinator._programs import ProgramCache
-from distributary.coordinator._rows import FoundRows, PushedRows, RowPlan
 from distributary.coordinator._sessions import ServerLink
 from distributary.coordinator._sources import UnknownMakerError
 from distributary.coordinator._statistics import Tally
+from distributary.coordinator._table_rows import FoundRows
 from distributary.errors import InvalidValueError
 
 __all__ = ["Worker"]
@@ -29,31 +30,6 @@ _MAX_SECONDS = 0.1
 _MAX_RESULT_BYTES = 1 << 24
 # The shape and the name of the dtype of every leaf.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Server:
-    """The part of a plan about one server, as in `ServerPlan`."""
-
-    number: int
-    update: int
-    pushes: list[int]
-    rows: list[PushedRows]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The programs that run a scheduled function on data of given shapes; see `Plan`."""
-
-    program: str
-    inputs: list[tuple[str, int]]
-    constants: list[jax.Array]
-    num_results: int
-    pulls: dict[int, list[int]]  # by server
-    servers: list[_Server]
-    rows: RowPlan | None
 
 
 @final
@@ -77,14 +53,14 @@ class _Read:
         ids: Numbers of the variables.
         num_whole: Number of variables, the first ones, to read as a whole; of the others, rows.
         rows: Numbers of the rows, for each of the others.
-        places: Buffer of these rows, and their slice in it, for each of the others.
+        slices: Buffer of these rows, and their slice in it, for each of the others.
         reply: Reply of the server, or None before it has come.
     """
 
     ids: list[int]
     num_whole: int
     rows: list[np.ndarray] = field(default_factory=list)
-    places: list[tuple[int, slice]] = field(default_factory=list)
+    slices: list[tuple[int, slice]] = field(default_factory=list)
     reply: Message | None = None
 
 
@@ -104,14 +80,14 @@ class _Step:
     """
 
     closure: int
-    plan: _Plan | None
+    plan: WorkerPlan | None
     shapes: Shapes
     given: dict[str, Any]
     taken: list[tuple[Peekable, Any]]
     found: list[FoundRows] = field(default_factory=list)
     reads: dict[int, _Read] = field(default_factory=dict)
 
-    def inputs_of(self, origins: list[tuple[str, int]]) -> list[Any]:
+    def inputs_of(self, origins: list[Origin]) -> list[Any]:
         """Returns the inputs of a program."""
         return [self.given[kind][number] for kind, number in origins]
 
@@ -136,9 +112,7 @@ class Worker:
         function function, sources    the data of this worker that a function takes: kinds, numbers
                                       and numbers of leaves; "index" is the number of the worker,
                                       "closure" that of the closure, "bound" refers to `bound`
-        plan     function, shapes, program, inputs, num_results, pulls, servers, rows;
-                 arrays: constants; blobs: its program and, if there are rows, the program of
-                 their numbers
+        plan     function, shapes, plan: a `WorkerPlan`; arrays: constants; blobs: its programs
         forget   keys                 functions and sources that are no longer used
         run      function, closures, num_args, bound, finished; arrays: the arguments and the
                  batches of the kind "fed" of every closure; bound: kinds and numbers of the
@@ -167,7 +141,8 @@ class Worker:
         self._num_devices = len(devices)
         self._programs = ProgramCache(devices)
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
-        self._plans: dict[tuple[int, Shapes], _Plan] = {}
+        # Each with the arrays that its function has captured.
+        self._plans: dict[tuple[int, Shapes], tuple[WorkerPlan, list[jax.Array]]] = {}
         self._iterators: dict[int, Peekable] = {}
         # The leaves and the structure of each value.
         self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
@@ -191,7 +166,7 @@ class Worker:
             "sent_bytes": sum(link.sent_bytes for link in self._links),
         }
 
-    def handle(self, message: Message, peer: Any) -> Message:
+    def handle(self, message: Message, peer: Peer | None) -> Message:
         """Handles a message, and returns the reply.
 
         Raises:
@@ -248,22 +223,11 @@ class Worker:
 
     def _plan(self, message: Message) -> Message:
         fields = message.fields
-        servers = [
-            _Server(number, update, pushes, [PushedRows(*own) for own in rows])
-            for number, update, pushes, rows in fields["servers"]
-        ]
         for content in message.blobs:
             self._programs.add(content)
+        constants = [jax.numpy.asarray(array) for array in message.arrays]
         key = fields["function"], _as_shapes(fields["shapes"])
-        self._plans[key] = _Plan(
-            fields["program"],
-            [(kind, number) for kind, number in fields["inputs"]],
-            [jax.numpy.asarray(array) for array in message.arrays],
-            fields["num_results"],
-            dict(map(tuple, fields["pulls"])),
-            servers,
-            fields["rows"] and RowPlan.from_json(fields["rows"]),
-        )
+        self._plans[key] = from_json(WorkerPlan, fields["plan"]), constants
         return Message("ok")
 
     def _run(self, message: Message) -> Message:
@@ -342,13 +306,13 @@ class Worker:
             with self._tally.time("data"):
                 data, taken = self._data(function, closure, fed, bound)
         shapes = _as_shapes(shapes_of([*data, *args]))
-        plan = self._plans.get((function, shapes))
+        plan, constants = self._plans.get((function, shapes), (None, []))
         step = _Step(closure, plan, shapes, {"data": data, "argument": args}, taken)
         if plan is None:
             return step
-        step.given["constant"] = plan.constants
+        step.given["constant"] = constants
         step.given["replicas"] = _Runs(data, self._num_devices)
-        for server, ids in plan.pulls.items():
+        for server, ids in plan.pulls:
             step.reads[server] = _Read(list(ids), len(ids))
         if plan.rows is not None:
             with self._tally.time("compute"):
@@ -361,7 +325,7 @@ class Worker:
                     read = step.reads.setdefault(part.server, _Read([], 0))
                     read.ids.append(part.number)
                     read.rows.append(rows)
-                    read.places.append((buffer, where))
+                    read.slices.append((buffer, where))
         return step
 
     def _data(
@@ -409,7 +373,7 @@ class Worker:
             if self._num_devices > 1:  # arrays from servers in this process are on one device
                 arrays = [*map(np.asarray, arrays)]
             state.update(zip(own.ids[: own.num_whole], arrays, strict=False))
-            for (i, where), found in zip(own.places, arrays[own.num_whole :], strict=True):
+            for (i, where), found in zip(own.slices, arrays[own.num_whole :], strict=True):
                 if filled[i] is None:
                     assert rows is not None
                     capacity = rows.spaces[rows.buffers[i][0]].capacity
@@ -423,28 +387,28 @@ class Worker:
         assert step.plan is not None
         reads = ahead.reads if isinstance(ahead, _Step) else {}
 
-        def push(server: _Server) -> None:
-            arrays = [np.asarray(pushed[i]) for i in server.pushes]
-            for own in server.rows:
+        def push(to: Push) -> None:
+            arrays = [np.asarray(pushed[i]) for i in to.values]
+            for own in to.rows:
                 where, rows = step.found[own.space].part(own.start, own.size)
                 arrays.append(rows)
                 for i in own.pushes:
                     arrays[i] = arrays[i][where]
-            read = reads.get(server.number, _Read([], 0))
+            read = reads.get(to.server, _Read([], 0))
             fields = {
                 # The closure lets the server apply it once; the version shows how stale it is.
                 "closure": step.closure,
-                "update": server.update,
+                "update": to.update,
                 "ids": read.ids,
                 "num_row_reads": len(read.rows),
             }
-            own_read = step.reads.get(server.number)
+            own_read = step.reads.get(to.server)
             if own_read is not None and own_read.reply is not None:
                 fields["version"] = own_read.reply.fields["version"]
             message = Message("push", fields, [*arrays, *read.rows])
-            read.reply = self._links[server.number].call(message)
+            read.reply = self._links[to.server].call(message)
 
-        list(self._threads.map(push, step.plan.servers))
+        list(self._threads.map(push, step.plan.pushes))
 
     _methods: ClassVar[dict[str, Callable[["Worker", Message], Message]]] = {
         "forget": _forget,
@@ -456,5 +420,5 @@ class Worker:
     }
 
 
-def _as_shapes(shapes: Any) -> Shapes:
+def _as_shapes(shapes: JSON) -> Shapes:
     return tuple((tuple(shape), dtype) for shape, dtype in shapes)

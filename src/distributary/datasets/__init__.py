@@ -1,20 +1,15 @@
 """Sources of data and operations on them; the public names are in `distributary.data`."""
 
 from distributary.datasets._dataset import SHARD_HINT, Dataset
-from distributary.datasets._elements import Prefetch
-from distributary.datasets._file_datasets import ParquetDataset, TextLineDataset, TFRecordDataset
 from distributary.datasets._foreign import foreign, is_hugging_face
+from distributary.datasets._iterables import Once, OneShot, RandomAccess
 from distributary.datasets._iterator import (
     DatasetIterator,
     Optional,
-    go_to,
-    next_as_optional,
-    next_or_out_of_range,
-    restored,
+    PassIterator,
     show_arrays_by,
-    state_of,
 )
-from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
+from distributary.datasets._nodes import Node
 from distributary.datasets._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
@@ -24,16 +19,18 @@ from distributary.datasets._options import (
     Options,
 )
 from distributary.datasets._order import WithOptions
-from distributary.datasets._prefetch import Prefetched
-from distributary.datasets._runs import runs_of
+from distributary.datasets._prefetch import Prefetch, Prefetched
+from distributary.datasets._record_files import TextLineDataset, TFRecordDataset
 from distributary.datasets._sharding import (
     WorkerBatch,
     WorkerBatches,
     WorkerShare,
+    WorkerStream,
     split_rows,
 )
-from distributary.datasets._sources import Once, OneShot, from_list
-from distributary.datasets._structure import TensorSpec, check_dense
+from distributary.datasets._streams import Stream
+from distributary.datasets._structure import TensorSpec, check_dense, sized_spec
+from distributary.datasets._tables import ParquetDataset
 
 __all__ = [
     "AUTOTUNE",
@@ -50,8 +47,11 @@ __all__ = [
     "Optional",
     "Options",
     "ParquetDataset",
+    "PassIterator",
     "Prefetch",
     "Prefetched",
+    "RandomAccess",
+    "Stream",
     "TFRecordDataset",
     "TensorSpec",
     "TextLineDataset",
@@ -59,19 +59,11 @@ __all__ = [
     "WorkerBatch",
     "WorkerBatches",
     "WorkerShare",
+    "WorkerStream",
     "check_dense",
-    "describe",
-    "drawn_seeds",
     "foreign",
-    "from_list",
-    "go_to",
     "is_hugging_face",
-    "next_as_optional",
-    "next_or_out_of_range",
-    "restored",
-    "runs_of",
     "show_arrays_by",
+    "sized_spec",
     "split_rows",
-    "state_of",
-    "with_drawn_seeds",
 ]

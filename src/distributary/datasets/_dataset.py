@@ -1,33 +1,40 @@
 """`Dataset`: the method names of tf.data on NumPy arrays."""
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
-from distributary.datasets._elements import (
-    Batch,
-    Cache,
-    Filter,
-    Map,
-    Prefetch,
-    Unbatch,
-    num_threads,
+from distributary._types import Nest
+from distributary.datasets._arrays import Range, Single, slices
+from distributary.datasets._batching import Batch, Unbatch
+from distributary.datasets._cache import Cache
+from distributary.datasets._file_names import (
+    FileNames,
+    FilePaths,
+    file_names,
+    matching_files,
 )
-from distributary.datasets._files import FileNames, NumpyFiles, file_names, matching_files
 from distributary.datasets._foreign import foreign
+from distributary.datasets._iterables import generated, signature_of
 from distributary.datasets._iterator import DatasetIterator
-from distributary.datasets._nodes import MAX_SEED, Node, describe
+from distributary.datasets._mapping import Filter, Map, call
+from distributary.datasets._nodes import MAX_SEED, Node
+from distributary.datasets._numpy_files import numpy_files
 from distributary.datasets._options import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     Options,
 )
-from distributary.datasets._order import Repeat, Shard, Shuffle, Skip, Take, WithOptions, options_of
+from distributary.datasets._order import Repeat, Shard, Skip, Take, WithOptions, options_of
+from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Concatenate, Interleave, Zip
-from distributary.datasets._sources import Range, Single, generated, signature_of, slices
+from distributary.datasets._shuffle import Shuffle
 from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import iterator_of
@@ -61,8 +68,8 @@ class Dataset:
     def __init__(self, node: Node) -> None:
         if not isinstance(node, Node):
             raise InvalidTypeError(
-                f"Dataset({type(node).__name__}): use Dataset.from_tensor_slices, from_generator or"
-                " from_source to make a dataset."
+                f"Dataset: got {node!r}, which is data and not a dataset yet. Use"
+                " Dataset.from_tensor_slices, from_generator or from_source to make one of it."
             )
         self._node = node
         self._num_passes = 0
@@ -75,7 +82,7 @@ class Dataset:
     # Sources
 
     @staticmethod
-    def from_tensor_slices(tensors: Any, name: str | None = None) -> "Dataset":
+    def from_tensor_slices(tensors: Nest, name: str | None = None) -> "Dataset":
         """Makes a dataset of the rows of arrays.
 
         Args:
@@ -89,17 +96,17 @@ class Dataset:
         return Dataset(slices(tensors))
 
     @staticmethod
-    def from_tensors(tensors: Any, name: str | None = None) -> "Dataset":
+    def from_tensors(tensors: Nest, name: str | None = None) -> "Dataset":
         """Makes a dataset with one element."""
         return Dataset(Single(map_arrays(lambda array: array, tensors)))
 
     @staticmethod
     def from_generator(
         generator: Callable[..., Any],
-        output_types: Any = None,
-        output_shapes: Any = None,
+        output_types: Nest = None,
+        output_shapes: Nest = None,
         args: Sequence[Any] | None = None,
-        output_signature: Any = None,
+        output_signature: Nest = None,
         name: str | None = None,
     ) -> "Dataset":
         """Makes a dataset of the elements that a function yields; it is called for every pass.
@@ -133,12 +140,11 @@ class Dataset:
                 it has `__len__` and `__getitem__`, rows are read as they are needed, so that
                 shuffling costs nothing.
         """
-        return (
-            source if isinstance(source, Dataset) else Dataset(foreign(source, "from_source: got"))
-        )
+        is_ours = isinstance(source, Dataset)
+        return source if is_ours else Dataset(foreign(source, "from_source: got"))
 
     @staticmethod
-    def from_npy(filenames: Any) -> "Dataset":
+    def from_npy(filenames: FilePaths) -> "Dataset":
         """Makes a dataset of the rows of `.npy` files, or of the arrays in `.npz` files as dicts.
 
         Args:
@@ -148,19 +154,17 @@ class Dataset:
         Raises:
             InvalidValueError: for files that are damaged, contain Python objects, or do not match.
         """
-        node = NumpyFiles(file_names(filenames, "from_npy"))
-        node.check()
-        return Dataset(node)
+        return Dataset(numpy_files(file_names(filenames, "from_npy")))
 
     @staticmethod
-    def range(*args: int, output_type: Any = np.int64, name: str | None = None) -> "Dataset":
+    def range(*args: int, output_type: DTypeLike = np.int64, name: str | None = None) -> "Dataset":
         """Makes a dataset of Python's `range(*args)`, as scalars of dtype `output_type`."""
         numbers = range(*args)
         return Dataset(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
 
     @staticmethod
     def list_files(
-        file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
+        file_pattern: FilePaths, shuffle: bool | None = None, seed: int | None = None
     ) -> "Dataset":
         """Makes a dataset of the names of files that match a glob pattern.
 
@@ -177,7 +181,7 @@ class Dataset:
         return names.shuffle(len(names), seed) if shuffle in (None, True) else names
 
     @staticmethod
-    def zip(*args: Any, datasets: Any = None, name: str | None = None) -> "Dataset":
+    def zip(*args: Nest, datasets: Nest = None, name: str | None = None) -> "Dataset":
         """Makes a dataset of the elements of several datasets side by side; ends with the shortest.
 
         Args:
@@ -189,7 +193,10 @@ class Dataset:
         leaves, tree = jax.tree.flatten(nest, is_leaf=lambda x: isinstance(x, Dataset))
         for leaf in leaves:
             if not isinstance(leaf, Dataset):
-                raise InvalidTypeError(f"Dataset.zip: got {leaf!r}, expected datasets.")
+                raise InvalidTypeError(
+                    f"Dataset.zip: got {leaf!r}, expected datasets. Make one of it with"
+                    " Dataset.from_source."
+                )
         return Dataset(Zip(tuple(leaf._node for leaf in leaves), tree))
 
     # Order
@@ -252,7 +259,10 @@ class Dataset:
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
         """Appends the elements of another dataset."""
         if not isinstance(dataset, Dataset):
-            raise InvalidTypeError(f"concatenate: got {dataset!r}, expected a Dataset.")
+            raise InvalidTypeError(
+                f"concatenate: got {dataset!r}, expected a Dataset. Make one of it with"
+                " Dataset.from_source."
+            )
         return Dataset(Concatenate((self._node, dataset._node)))
 
     def interleave(
@@ -276,8 +286,8 @@ class Dataset:
             name: No effect.
         """
 
-        def make(element: Any) -> Node:
-            dataset = map_func(*element) if type(element) is tuple else map_func(element)
+        def make(element: Nest) -> Node:
+            dataset = call(map_func, element)
             if not isinstance(dataset, Dataset):
                 raise InvalidTypeError(
                     f"interleave: map_func returned {dataset!r}, expected a Dataset."
@@ -287,8 +297,8 @@ class Dataset:
         cycle = _DEFAULT_CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
         cycle = _int("interleave", "cycle_length", cycle, minimum=1)
         block = _int("interleave", "block_length", block_length or 1, minimum=1)
-        threads = _threads("interleave", num_parallel_calls)
-        return Dataset(Interleave(self._node, make, cycle, block, threads, _draw()))
+        read_ahead = _num_threads("interleave", num_parallel_calls) is not None
+        return Dataset(Interleave(self._node, make, cycle, block, read_ahead, _draw()))
 
     def flat_map(self, map_func: Callable[..., "Dataset"], name: str | None = None) -> "Dataset":
         """Makes a dataset of every element, and gives the elements of one after the other."""
@@ -314,7 +324,7 @@ class Dataset:
             name: No effect.
         """
         _callable("map", "map_func", map_func)
-        return Dataset(Map(self._node, map_func, _threads("map", num_parallel_calls)))
+        return Dataset(Map(self._node, map_func, _num_threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
         """Keeps the elements for which `predicate` returns True."""
@@ -350,8 +360,8 @@ class Dataset:
     def padded_batch(
         self,
         batch_size: int,
-        padded_shapes: Any = None,
-        padding_values: Any = None,
+        padded_shapes: Nest = None,
+        padding_values: Nest = None,
         drop_remainder: bool = False,
         name: str | None = None,
     ) -> "Dataset":
@@ -392,7 +402,7 @@ class Dataset:
                 f"cache: filename is {filename!r}; only memory is supported. Save the arrays with"
                 " numpy.save and read them with Dataset.from_npy."
             )
-        return Dataset(Cache(self._node, {}))
+        return Dataset(Cache(self._node))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> "Dataset":
         """Makes up to `buffer_size` elements ahead of time, in a thread; AUTOTUNE means 2.
@@ -419,12 +429,9 @@ class Dataset:
         """Returns `transformation_func(self)`."""
         return transformation_func(self)
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any]) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
+        return functools.reduce(reduce_func, self, initial_state)
 
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
@@ -449,7 +456,7 @@ class Dataset:
     def begin_pass(self, is_plain: bool) -> "DatasetIterator":
         """Starts a new pass and returns its iterator, also in a function that is traced."""
         self._num_passes += 1
-        return DatasetIterator(self, self._node, self._num_passes - 1, is_plain)
+        return DatasetIterator(self, self._num_passes - 1, is_plain)
 
     def take_back_pass(self) -> None:
         """Undoes the start of the last pass."""
@@ -463,10 +470,14 @@ class Dataset:
     def __len__(self) -> int:
         size = self._node.cardinality()
         if size == INFINITE_CARDINALITY:
-            raise InvalidTypeError("The dataset is infinite, so it has no length.")
+            raise InvalidTypeError(
+                f"The dataset {self._node.describe()} is infinite, so it has no length. Limit it"
+                " with take."
+            )
         if size == UNKNOWN_CARDINALITY:
             raise InvalidTypeError(
-                f"The length of the dataset {describe(self._node)} is unknown before it is read."
+                f"The length of the dataset {self._node.describe()} is unknown before it is read."
+                " cardinality() says so without an error."
             )
         return size
 
@@ -474,27 +485,29 @@ class Dataset:
         return True
 
     def __repr__(self) -> str:
-        return f"<distributary.data.Dataset: {describe(self._node)}>"
+        return f"<distributary.data.Dataset: {self._node.describe()}>"
 
 
 def _draw() -> int:
     return int(np.random.randint(0, MAX_SEED, dtype=np.int64))
 
 
-def _callable(what: str, name: str, value: Any) -> None:
+def _callable(what: str, name: str, value: object) -> None:
     if not callable(value):
         raise InvalidTypeError(f"{what}: {name} is {value!r}, expected a function.")
 
 
-def _threads(what: str, num_parallel_calls: int | None) -> int | None:
+def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
     if num_parallel_calls is None:
         return None
     calls = _int(what, "num_parallel_calls", num_parallel_calls, minimum=-1)
+    if calls == AUTOTUNE:
+        return os.cpu_count() or 1
     if calls == 0:
         raise InvalidValueError(
             f"{what}: num_parallel_calls is 0, expected a number of threads, AUTOTUNE, or None."
         )
-    return num_threads(calls)
+    return calls
 
 
 def _int(what: str, name: str, value: Any, minimum: int) -> int:

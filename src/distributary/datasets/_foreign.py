@@ -1,14 +1,14 @@
 """Datasets of other libraries, recognized by their classes without importing them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import jax
-import numpy as np
 
+from distributary._types import Nest
+from distributary.datasets._iterables import Iterated, Once, OneShot, RandomAccess
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from distributary.datasets._sources import Iterated, Once, OneShot, RandomAccess
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 
@@ -22,37 +22,31 @@ def foreign(source: Any, what: str) -> Node:
     Raises:
         InvalidTypeError: if it cannot be iterated over.
     """
-    for is_one, convert in _LIBRARIES:
-        if is_one(source):
+    for package, names, convert in _LIBRARIES:
+        if _is_of(source, package, *names):
             return convert(source)
-    if not hasattr(source, "__iter__"):
-        if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-            return RandomAccess(source, _same, None)
+    is_iterable = hasattr(source, "__iter__")
+    has_numbers = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if isinstance(source, (list, tuple)) or (has_numbers and not is_iterable):
+        return RandomAccess(source)
+    if not is_iterable:
         raise InvalidTypeError(
             f"{what} {source!r}, a {type(source).__name__}, which cannot be iterated. Expected an"
             " iterable of batches, such as a distributary.data.Dataset."
         )
     if hasattr(source, "__next__"):
         return Once(OneShot(source))
-    name = type(source).__name__
+    return Iterated(lambda: iter(source), _length_of(source), type(source).__name__)
+
+
+def _length_of(source: Sized) -> int:
     try:
-        count = len(source)
+        return len(source)
     except TypeError:
-        count = UNKNOWN_CARDINALITY
-    if isinstance(source, (list, tuple)):
-        return RandomAccess(source, _same, None)
-    return Iterated(lambda: iter(source), _numbered, count, name)
+        return UNKNOWN_CARDINALITY
 
 
-def _same(item: Any) -> Any:
-    return item
-
-
-def _numbered(item: Any, number: int) -> Any:
-    return item
-
-
-def is_class_of(value: Any, package: str, *names: str) -> bool:
+def _is_of(value: object, package: str, *names: str) -> bool:
     """Returns whether one of a value's classes is from a package and has one of these names."""
     return any(
         cls.__name__ in names and cls.__module__.split(".")[0] == package
@@ -60,29 +54,15 @@ def is_class_of(value: Any, package: str, *names: str) -> bool:
     )
 
 
-# tf.data
-
-
-def _is_tf_data(source: Any) -> bool:
-    return is_class_of(source, "tensorflow", "DatasetV2")
-
-
 def _from_tf_data(source: Any) -> Node:
     for spec in jax.tree.leaves(source.element_spec):
-        if is_class_of(spec, "tensorflow", "SparseTensorSpec", "RaggedTensorSpec"):
+        if _is_of(spec, "tensorflow", "SparseTensorSpec", "RaggedTensorSpec"):
             raise InvalidTypeError(
                 f"The tf.data.Dataset yields {spec}; sparse and ragged tensors have no JAX"
                 " counterpart. Map them with tf.sparse.to_dense or to_tensor first."
             )
     start = lambda: iter(source.as_numpy_iterator())
-    return Iterated(start, _numbered, int(source.cardinality()), "tf.data.Dataset")
-
-
-# torch
-
-
-def _is_torch_loader(source: Any) -> bool:
-    return is_class_of(source, "torch", "DataLoader")
+    return Iterated(start, int(source.cardinality()), "tf.data.Dataset")
 
 
 def _from_torch_loader(source: Any) -> Node:
@@ -91,44 +71,32 @@ def _from_torch_loader(source: Any) -> Node:
             "The torch DataLoader has batch_size=None, so it yields single examples. Give it the"
             " global batch size."
         )
-    try:
-        count = len(source)
-    except TypeError:
-        count = UNKNOWN_CARDINALITY
-    convert = lambda item, _: from_torch(item)
-    return Iterated(lambda: iter(source), convert, count, "torch DataLoader", batched=True)
+    return _from_torch_iterable(source, "torch DataLoader", batched=True)
 
 
-def _is_torch_dataset(source: Any) -> bool:
-    return is_class_of(source, "torch", "Dataset") and hasattr(source, "__getitem__")
+def _from_torch_iterable(
+    source: Any, name: str = "IterableDataset", batched: bool | None = None
+) -> Node:
+    return Iterated(lambda: map(_from_torch, source), _length_of(source), name, batched=batched)
 
 
 def _from_torch_dataset(source: Any) -> Node:
-    return RandomAccess(source, from_torch, False)
+    return RandomAccess(source, _from_torch, False)
 
 
-def from_torch(value: Any) -> Any:
+def _from_torch(value: Any) -> Nest:
     """Converts torch tensors of a nest to NumPy arrays, and its lists, from collate, to tuples."""
     if isinstance(value, dict):
-        return {key: from_torch(item) for key, item in value.items()}
+        return {key: _from_torch(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(from_torch, value))
+        return type(value)(*map(_from_torch, value))
     if isinstance(value, (list, tuple)):
-        return tuple(map(from_torch, value))
-    if is_class_of(value, "torch", "Tensor"):
-        return value.detach().cpu().numpy()
-    return value
-
-
-# grain
-
-
-def _is_grain_map(source: Any) -> bool:
-    return is_class_of(source, "grain", "MapDataset")
+        return tuple(map(_from_torch, value))
+    return value.detach().cpu().numpy() if _is_of(value, "torch", "Tensor") else value
 
 
 def _from_grain_map(source: Any) -> Node:
-    def present(item: Any) -> Any:
+    def present(item: Nest | None) -> Nest:
         if item is None:
             raise InvalidValueError(
                 "The grain MapDataset leaves out elements, as filter does, so its elements do not"
@@ -136,32 +104,24 @@ def _from_grain_map(source: Any) -> Node:
             )
         return item
 
-    return RandomAccess(source, present, None)
-
-
-def _is_grain_iterable(source: Any) -> bool:
-    return is_class_of(source, "grain", "IterDataset", "DataLoader")
+    return RandomAccess(source, present)
 
 
 def _from_grain_iterable(source: Any) -> Node:
     name = f"grain {type(source).__name__}"
-    return Iterated(lambda: iter(source), _numbered, UNKNOWN_CARDINALITY, name)
+    return Iterated(lambda: iter(source), UNKNOWN_CARDINALITY, name)
 
 
-# Hugging Face
-
-
-def is_hugging_face(source: Any) -> bool:
+def is_hugging_face(source: object) -> bool:
     """Returns whether a value is a dataset of the library `datasets`."""
-    return is_class_of(source, "datasets", "Dataset", "IterableDataset")
+    return _is_of(source, "datasets", "Dataset", "IterableDataset")
 
 
 def _from_hugging_face(source: Any) -> Node:
     arrays = source.with_format("numpy")
     if not hasattr(source, "__len__"):
-        return Iterated(lambda: iter(arrays), _numbered, UNKNOWN_CARDINALITY, "IterableDataset")
-    rows: Callable[[np.ndarray], Any] = lambda numbers: _columns(arrays[numbers.tolist()])
-    return RandomAccess(arrays, _same, None, rows)
+        return Iterated(lambda: iter(arrays), UNKNOWN_CARDINALITY, "IterableDataset")
+    return RandomAccess(arrays, getitems=lambda numbers: _columns(arrays[numbers.tolist()]))
 
 
 def _columns(block: dict[str, Any]) -> dict[str, Any]:
@@ -176,13 +136,6 @@ def _columns(block: dict[str, Any]) -> dict[str, Any]:
     return block
 
 
-# Keras
-
-
-def _is_py_dataset(source: Any) -> bool:
-    return is_class_of(source, "keras", "PyDataset")
-
-
 def _from_py_dataset(source: Any) -> Node:
     count = source.num_batches
 
@@ -195,15 +148,18 @@ def _from_py_dataset(source: Any) -> Node:
         source.on_epoch_end()
 
     size = INFINITE_CARDINALITY if count is None else int(count)
-    return Iterated(start, _numbered, size, type(source).__name__, batched=True)
+    return Iterated(start, size, type(source).__name__, batched=True)
 
 
-_LIBRARIES: tuple[tuple[Callable[[Any], bool], Callable[[Any], Node]], ...] = (
-    (_is_tf_data, _from_tf_data),
-    (_is_torch_loader, _from_torch_loader),
-    (_is_torch_dataset, _from_torch_dataset),
-    (_is_grain_map, _from_grain_map),
-    (_is_grain_iterable, _from_grain_iterable),
-    (is_hugging_face, _from_hugging_face),
-    (_is_py_dataset, _from_py_dataset),
+# Package, names of classes, and the function that makes a node of their objects.
+_LIBRARIES: tuple[tuple[str, tuple[str, ...], Callable[[Any], Node]], ...] = (
+    # First, because these are datasets of torch, too, where torch is installed.
+    ("datasets", ("Dataset", "IterableDataset"), _from_hugging_face),
+    ("tensorflow", ("DatasetV2",), _from_tf_data),
+    ("torch", ("DataLoader",), _from_torch_loader),
+    ("torch", ("IterableDataset",), _from_torch_iterable),
+    ("torch", ("Dataset",), _from_torch_dataset),
+    ("grain", ("MapDataset",), _from_grain_map),
+    ("grain", ("IterDataset", "DataLoader"), _from_grain_iterable),
+    ("keras", ("PyDataset",), _from_py_dataset),
 )

@@ -1,16 +1,21 @@
 """Iterators over datasets, with a state that you can save and restore."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, final
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self, final
 
-from distributary.datasets._nodes import Node, describe, drawn_seeds, with_drawn_seeds
+from distributary._types import Nest
+from distributary.datasets._nodes import Node
 from distributary.datasets._streams import Stream
-from distributary.datasets._structure import map_arrays
+from distributary.datasets._structure import Array, map_arrays
 from distributary.errors import InvalidValueError, OutOfRangeError
 from distributary.topology import inside_jax_trace
 from distributary.tracing import next_of
 
-_show: Callable[[Any], Any] | None = None
+if TYPE_CHECKING:
+    from distributary.datasets._dataset import Dataset
+
+_show: Callable[[Array], Any] | None = None
 
 
 def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
@@ -19,32 +24,111 @@ def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
     _show = show
 
 
-class _Restorable(Protocol):
-    """A dataset whose passes can continue from a saved position."""
+class PassIterator(abc.ABC):
+    """Base class of iterators over one pass of a dataset.
 
-    def restore(self, node: Node, num_passes: int) -> None: ...
+    Args:
+        number: Number of the pass.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._position = 0
+
+    @abc.abstractmethod
+    def current_node(self) -> Node:
+        """Returns the dataset of the pass."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> Any: ...
+
+    def get_next(self) -> Any:
+        """Returns the next element.
+
+        Raises:
+            OutOfRangeError: at the end; it is also a `StopIteration`.
+        """
+        try:
+            return next(self)
+        except OutOfRangeError:
+            raise
+        except StopIteration:
+            raise OutOfRangeError("The dataset has no more elements.") from None
+
+    def get_next_as_optional(self) -> "Optional":
+        """Returns the next element as an `Optional`, which has no value at the end."""
+        try:
+            return Optional(next(self))
+        except StopIteration:
+            return Optional()
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position for `set_state`, as a small dict of numbers and strings.
+
+        It counts the elements that you were given, not those that were made ahead of time.
+        """
+        node = self.current_node()
+        return {
+            "dataset": node.describe(),
+            "iteration": self._number,
+            "position": self._position,
+            "seeds": node.drawn_seeds(),
+        }
+
+    def take_state(self, state: dict[str, Any]) -> Node:
+        """Takes over the numbers of a state, and returns the dataset in the order of that time.
+
+        Raises:
+            InvalidValueError: if it is not a state, or belongs to another dataset.
+        """
+        keys = {"dataset", "iteration", "position", "seeds"}
+        if not isinstance(state, dict) or set(state) != keys:
+            raise InvalidValueError(
+                f"set_state: got {state!r}, expected what get_state() of an iterator returned."
+            )
+        node = self.current_node()
+        if state["dataset"] != node.describe():
+            raise InvalidValueError(
+                "set_state: the state belongs to another dataset. It was saved from"
+                f"\n  {state['dataset']}\nand this is\n  {node.describe()}"
+            )
+        self._number, self._position = int(state["iteration"]), int(state["position"])
+        return node.with_drawn_seeds([int(seed) for seed in state["seeds"]])
+
+    def go_to_position(self, advance: Callable[[int], int]) -> None:
+        """Skips the elements before the position by `advance`, which returns how many there were.
+
+        Raises:
+            InvalidValueError: if there are fewer.
+        """
+        skipped = advance(self._position)
+        if skipped < self._position:
+            raise InvalidValueError(
+                f"set_state: the position is {self._position}, but the dataset ends after"
+                f" {skipped} elements. Did its files or arrays change?"
+            )
 
 
 @final
-class DatasetIterator:
+class DatasetIterator(PassIterator):
     """One pass over a `Dataset`.
 
     Source: `tf.data.Iterator`.
     """
 
-    def __init__(
-        self, dataset: _Restorable, node: Node, number: int, is_plain: bool = False
-    ) -> None:
+    def __init__(self, dataset: "Dataset", number: int, is_plain: bool = False) -> None:
+        super().__init__(number)
         self._show = None if is_plain else _show
         self._dataset = dataset
-        self._node = node
-        self._number = number
-        self._position = 0
+        self._node = dataset.node
         self._stream: Stream | None = None
-        self._returned: list[Any] = []
+        self._returned: list[Nest] = []
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def current_node(self) -> Node:
+        return self._node
 
     def __next__(self) -> Any:
         return next_of(self) if inside_jax_trace() else self.pull()
@@ -62,26 +146,10 @@ class DatasetIterator:
         self._position += 1
         return element
 
-    def put_back(self, element: Any) -> None:
+    def put_back(self, element: Nest) -> None:
         """Puts back the element that was taken last, so that it comes next again."""
         self._returned.append(element)
         self._position -= 1
-
-    def get_next(self) -> Any:
-        """Returns the next element.
-
-        Raises:
-            OutOfRangeError: at the end.
-        """
-        return next_or_out_of_range(self)
-
-    def get_next_as_optional(self) -> "Optional":
-        """Returns the next element as an `Optional`, which has no value at the end."""
-        return next_as_optional(self)
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position for `set_state`, as a small dict of numbers and strings."""
-        return state_of(self._node, self._number, self._position)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of an iterator over the same dataset, also from another process.
@@ -93,11 +161,11 @@ class DatasetIterator:
         Raises:
             InvalidValueError: if the state belongs to another dataset.
         """
-        self._node, self._number, self._position = restored(self._node, state)
+        self._node = self.take_state(state)
         self._returned.clear()
         self._dataset.restore(self._node, self._number + 1)
         self._stream = self._node.stream((self._number,))
-        go_to(self._position, self._stream.advance)
+        self.go_to_position(self._stream.advance)
 
 
 @final
@@ -125,64 +193,3 @@ class Optional:
                 "Optional.get_value: there is no value; call has_value() first."
             )
         return self._value[0]
-
-
-def next_or_out_of_range(iterator: Iterator[Any]) -> Any:
-    """Returns the next element; raises OutOfRangeError at the end."""
-    try:
-        return next(iterator)
-    except OutOfRangeError:
-        raise
-    except StopIteration:
-        raise OutOfRangeError("The dataset has no more elements.") from None
-
-
-def next_as_optional(iterator: Iterator[Any]) -> Optional:
-    """Returns the next element as an `Optional`."""
-    try:
-        return Optional(next(iterator))
-    except StopIteration:
-        return Optional()
-
-
-def state_of(node: Node, number: int, position: int) -> dict[str, Any]:
-    """Returns the state of an iterator."""
-    return {
-        "dataset": describe(node),
-        "iteration": number,
-        "position": position,
-        "seeds": drawn_seeds(node),
-    }
-
-
-def restored(node: Node, state: dict[str, Any]) -> tuple[Node, int, int]:
-    """Returns the dataset, the number of the pass and the position that a state describes.
-
-    Raises:
-        InvalidValueError: if it is not a state, or belongs to another dataset.
-    """
-    if not isinstance(state, dict) or set(state) != {"dataset", "iteration", "position", "seeds"}:
-        raise InvalidValueError(
-            f"set_state: got {state!r}, expected what get_state() of an iterator returned."
-        )
-    if state["dataset"] != describe(node):
-        raise InvalidValueError(
-            "set_state: the state belongs to another dataset. It was saved from"
-            f"\n  {state['dataset']}\nand this is\n  {describe(node)}"
-        )
-    node = with_drawn_seeds(node, [int(seed) for seed in state["seeds"]])
-    return node, int(state["iteration"]), int(state["position"])
-
-
-def go_to(position: int, advance: Callable[[int], int]) -> None:
-    """Skips the elements before a position with `advance`, which returns how many there were.
-
-    Raises:
-        InvalidValueError: if there are fewer.
-    """
-    skipped = advance(position)
-    if skipped < position:
-        raise InvalidValueError(
-            f"set_state: the position is {position}, but the dataset ends after {skipped} elements."
-            " Did its files or arrays change?"
-        )

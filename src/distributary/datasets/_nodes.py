@@ -5,29 +5,51 @@ Nodes hold no state; `stream` starts a pass.
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
-from distributary.datasets._streams import Path, Picked, Rows, Stream
-from distributary.datasets._structure import spec_of
+from distributary._types import Nest
+from distributary.datasets._numbered_rows import Rows
+from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.datasets._streams import PEEK, Numbers, Path, Picked, Stream
+from distributary.datasets._structure import spec_of, stack
 from distributary.errors import InvalidValueError
 
 # Upper bound of the numbers drawn for shuffles without a seed.
 MAX_SEED = 2**63
 
 
+Run: TypeAlias = tuple[int | None, Nest]
+"""A number of elements, None for no end, and the nest of `TensorSpec` that describes them."""
+
+
 class Node(abc.ABC):
-    """An operation; its fields hold the nodes that it reads from."""
+    """An operation; its fields hold the nodes that it reads from.
+
+    Attributes:
+        batched: Whether dim 0 of the arrays counts examples; None if the inputs tell.
+        own_arrays: Whether every element has arrays of its own, to which nobody writes; None if
+            the inputs tell.
+        in_memory: Whether elements are made of arrays in memory, without files and user code; None
+            if the inputs tell.
+        pattern: Label, with names of fields in braces.
+    """
+
+    batched: bool | None = None
+    own_arrays: bool | None = None
+    in_memory: bool | None = None
+    pattern: ClassVar[str]
 
     @abc.abstractmethod
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
 
-    @abc.abstractmethod
     def label(self) -> str:
         """Returns the operation and its arguments, by which a pipeline is recognized."""
+        return self.pattern.format_map(vars(self))
 
     def source(self) -> Rows | None:
         """Returns the rows that this node only reorders; None if it makes new elements."""
@@ -35,7 +57,7 @@ class Node(abc.ABC):
 
     def order(self, path: Path) -> Stream:
         """Returns the numbers of the rows of `source`, in order."""
-        raise NotImplementedError
+        return Numbers(self.cardinality())
 
     def elements(self, path: Path) -> Stream:
         """Starts a pass over the elements, for nodes without a `source`."""
@@ -44,86 +66,172 @@ class Node(abc.ABC):
     def stream(self, path: Path) -> Stream:
         """Starts a pass over the elements."""
         source = self.source()
-        if source is not None:
-            return Picked(source, self.order(path))
-        return self.elements(path)
+        return self.elements(path) if source is None else Picked(source, self.order(path))
 
-    def is_identity(self) -> bool:
-        """Returns whether `order` is 0, 1, 2, ... in every pass."""
-        return False
+    def source_in_order(self) -> Rows | None:
+        """Returns the finite `source` if `order` is 0, 1, 2, ... in every pass, else None."""
+        source = self.source()
+        in_order = source is not None and isinstance(self.order(PEEK), Numbers)
+        return source if in_order and self.cardinality() >= 0 else None
 
-    def spec(self) -> Any:
+    def first(self) -> list[Nest]:
+        """Returns a list with the first element, which is still there for other passes."""
+        for element in self.stream(PEEK):
+            return [element]
+        return []
+
+    def spec(self) -> Nest:
         """Returns a nest of `TensorSpec` like the elements; may have to read the first element."""
-        for element in self.stream((0,)):
+        for element in self.first():
             return spec_of(element)
         raise InvalidValueError(
-            f"element_spec: the dataset {describe(self)} is empty, so nothing is known about its"
-            " elements."
+            f"element_spec: the dataset {self.describe()} is empty, so nothing is known about its"
+            " elements. For a generator, output_signature says what they are."
         )
 
-    def fixed_spec(self) -> Any | None:
+    def fixed_spec(self) -> Nest | None:
         """Returns the nest of `TensorSpec` that all elements have; None if elements may differ."""
         return None
 
+    def runs(self) -> list[Run] | None:
+        """Returns the elements of every pass, with consecutive ones of the same shapes together.
+
+        None if only reading the elements would tell.
+        """
+        spec, count = self.fixed_spec(), self.cardinality()
+        if spec is None or count == UNKNOWN_CARDINALITY:
+            return None
+        return [(None if count == INFINITE_CARDINALITY else count, spec)]
+
     def is_batched(self) -> bool | None:
         """Returns whether dim 0 of the arrays counts examples; None if only the user knows."""
-        inputs = self.inputs()
-        return inputs[0].is_batched() if inputs else None
+        if self.batched is not None:
+            return self.batched
+        answers = {node.is_batched() for node in self.inputs()}
+        return answers.pop() if len(answers) == 1 else None
 
     def makes_arrays(self) -> bool:
         """Returns whether every element has arrays of its own, to which nobody writes."""
+        if self.own_arrays is not None:
+            return self.own_arrays
         inputs = self.inputs()
         return bool(inputs) and all(node.makes_arrays() for node in inputs)
 
     def is_in_memory(self) -> bool:
         """Returns whether elements are made of arrays in memory, without files and user code."""
+        if self.in_memory is not None:
+            return self.in_memory
         inputs = self.inputs()
         return bool(inputs) and all(node.is_in_memory() for node in inputs)
 
-    def inputs(self) -> tuple["Node", ...]:
+    # The tree
+
+    def inputs(self) -> "tuple[Node, ...]":
         """Returns the nodes that it reads from."""
-        found: list[Node] = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
+        values = vars(self).values()
+        items = [item for v in values for item in (v if isinstance(v, tuple) else (v,))]
+        return tuple(item for item in items if isinstance(item, Node))
+
+    def tree(self) -> "Iterator[Node]":
+        """Yields the nodes of the tree, inputs first."""
+        for upstream in self.inputs():
+            yield from upstream.tree()
+        yield self
+
+    def replace(self, **changes: object) -> "Node":
+        """Returns the node with other values of some fields."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def rewrite(self, change: "Callable[[Node], Node]") -> "Node":
+        """Returns the tree with `change` applied to every node, inputs first."""
+
+        def rewritten(value: object) -> object:
             if isinstance(value, Node):
-                found.append(value)
-            elif isinstance(value, tuple):
-                found.extend(item for item in value if isinstance(item, Node))
-        return tuple(found)
+                return value.rewrite(change)
+            if isinstance(value, tuple) and any(isinstance(item, Node) for item in value):
+                new = tuple(map(rewritten, value))
+                return value if all(map(operator.is_, new, value)) else new
+            return value
+
+        fields = vars(self)
+        new = {name: rewritten(value) for name, value in fields.items()}
+        changes = {name: value for name, value in new.items() if value is not fields[name]}
+        return change(self.replace(**changes) if changes else self)
+
+    def describe(self) -> str:
+        """Returns the operations of the tree, in the order in which data goes through them."""
+        inputs = [node.describe() for node in self.inputs()]
+        if not inputs:
+            return self.label()
+        before = inputs[0] if len(inputs) == 1 else f"({', '.join(inputs)})"
+        return f"{before} > {self.label()}"
+
+    def drawn_seeds(self) -> list[int]:
+        """Returns the numbers that determine the orders without a seed, inputs first."""
+        return [n.drawn for n in self.tree() if isinstance(n, Random) and n.seed is None]
+
+    def with_drawn_seeds(self, seeds: Sequence[int]) -> "Node":
+        """Returns the same dataset with other numbers in place of `drawn_seeds`."""
+        left = iter(seeds)
+
+        def change(own: Node) -> Node:
+            if not isinstance(own, Random) or own.seed is not None:
+                return own
+            seed = next(left)
+            return own if seed == own.drawn else own.replace(drawn=seed)
+
+        return self.rewrite(change)
+
+    def with_drawn(self, seed: Sequence[int], number: int) -> "Node":
+        """Returns the same dataset, orders without a seed derived from `seed` and a number."""
+        count = len(self.drawn_seeds())
+        if not count:
+            return self
+        words = np.random.SeedSequence([*seed, number]).generate_state(count, np.uint64)
+        return self.with_drawn_seeds([int(word) % MAX_SEED for word in words])
 
 
-def rewrite(node: Node, change: Callable[[Node], Node]) -> Node:
-    """Returns the tree with `change` applied to every node, inputs first."""
-    changes: dict[str, Any] = {}
-    for field in dataclasses.fields(node):  # type: ignore[arg-type]
-        value = getattr(node, field.name)
-        new = value
-        if isinstance(value, Node):
-            new = rewrite(value, change)
-        elif isinstance(value, tuple) and any(isinstance(item, Node) for item in value):
-            new = tuple(rewrite(item, change) for item in value)
-            new = value if all(a is b for a, b in zip(new, value, strict=True)) else new
-        if new is not value:
-            changes[field.name] = new
-    return change(dataclasses.replace(node, **changes) if changes else node)  # type: ignore[type-var]
+class FileSource(Node):
+    """Base class of nodes that read files, or list them.
+
+    Attributes:
+        files: Names of the files.
+    """
+
+    files: tuple[str, ...]
 
 
-def all_nodes(node: Node) -> Iterator[Node]:
-    """Yields the nodes of a tree, inputs first."""
-    for upstream in node.inputs():
-        yield from all_nodes(upstream)
-    yield node
+class NumberedNode(Node):
+    """Base class of nodes whose elements have numbers."""
+
+    def __len__(self) -> int:
+        return self.cardinality()
+
+    @abc.abstractmethod
+    def row(self, number: int) -> Nest:
+        """Returns one element."""
+
+    def rows(self, numbers: np.ndarray) -> Nest:
+        """Returns several elements, stacked."""
+        return stack([self.row(number) for number in numbers.tolist()])
+
+    def source(self) -> Rows | None:
+        return self
+
+    def fixed_spec(self) -> Nest | None:
+        return self.spec()
 
 
-def describe(node: Node) -> str:
-    """Returns the operations of a tree, in the order in which data goes through them."""
-    inputs = node.inputs()
-    if not inputs:
-        return node.label()
-    before = describe(inputs[0])
-    if len(inputs) > 1:
-        before = "(" + ", ".join(describe(upstream) for upstream in inputs) + ")"
-    return f"{before} > {node.label()}"
+class SameElements(Node):
+    """Base class of operations that make no new elements, and usually keep their number."""
+
+    input: Node
+
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+    def spec(self) -> Nest:
+        return self.input.spec()
 
 
 class Random(Node):
@@ -135,29 +243,3 @@ class Random(Node):
     def seed_of(self, path: Path) -> list[int]:
         """Returns the numbers that determine the order of a pass."""
         return [self.drawn if self.seed is None else self.seed, *path]
-
-
-def drawn_seeds(node: Node) -> list[int]:
-    """Returns the numbers that determine the orders without a seed, inputs first."""
-    return [n.drawn for n in all_nodes(node) if isinstance(n, Random) and n.seed is None]
-
-
-def with_drawn_seeds(node: Node, seeds: Sequence[int]) -> Node:
-    """Returns the same dataset with other numbers in place of `drawn_seeds`."""
-    left = iter(seeds)
-
-    def change(own: Node) -> Node:
-        if isinstance(own, Random) and own.seed is None:
-            return dataclasses.replace(own, drawn=next(left))  # type: ignore[type-var]
-        return own
-
-    return rewrite(node, change)
-
-
-def with_drawn(node: Node, seed: Sequence[int], number: int) -> Node:
-    """Returns the same dataset, with orders without a seed derived from `seed` and a number."""
-    count = len(drawn_seeds(node))
-    if not count:
-        return node
-    words = np.random.SeedSequence([*seed, number]).generate_state(count, np.uint64)
-    return with_drawn_seeds(node, [int(word) % MAX_SEED for word in words])

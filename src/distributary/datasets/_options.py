@@ -1,7 +1,9 @@
 """Options for how a dataset is divided among workers."""
 
 import enum
-from typing import Any, ClassVar, Final, final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, final
 
 from distributary.errors import InvalidTypeError
 
@@ -33,39 +35,25 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class _Checked:
-    """A class whose attributes are listed in `_known`, with their defaults and types."""
+    """A dataclass whose options can be assigned; None means that an option is not set."""
 
-    _known: ClassVar[dict[str, tuple[Any, Any]]] = {}
+    _types: ClassVar[Mapping[str, type]]
 
-    def __init__(self) -> None:
-        for name, (default, _) in self._known.items():
-            object.__setattr__(self, name, default)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._known:
+    def __setattr__(self, name: str, value: object) -> None:
+        expected = self._types.get(name)
+        if expected is None:
             raise AttributeError(
-                f"{type(self).__name__} has no option {name!r}; it has {', '.join(self._known)}."
+                f"{type(self).__name__} has no option {name!r}; it has {', '.join(self._types)}."
             )
-        expected = self._known[name][1]
         if value is not None and not isinstance(value, expected):
             raise InvalidTypeError(
                 f"{type(self).__name__}: {name} is {value!r}, expected {expected.__name__}."
             )
         object.__setattr__(self, name, value)
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        return vars(self) == vars(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._known)
-        return f"{type(self).__name__}({fields})"
-
 
 @final
+@dataclass
 class DistributeOptions(_Checked):
     """Options of a dataset that is distributed over workers.
 
@@ -75,11 +63,12 @@ class DistributeOptions(_Checked):
     Source: `tf.data.experimental.DistributeOptions`.
     """
 
-    auto_shard_policy: AutoShardPolicy | None
-    _known: ClassVar = {"auto_shard_policy": (None, AutoShardPolicy)}
+    auto_shard_policy: AutoShardPolicy | None = field(default=None, init=False)
+    _types: ClassVar = {"auto_shard_policy": AutoShardPolicy}
 
 
 @final
+@dataclass
 class Options(_Checked):
     """Options of a dataset, set with `Dataset.with_options`.
 
@@ -90,16 +79,11 @@ class Options(_Checked):
     Source: `tf.data.Options`.
     """
 
-    experimental_distribute: DistributeOptions
-    deterministic: bool | None
-    _known: ClassVar = {
-        "experimental_distribute": (None, DistributeOptions),
-        "deterministic": (None, bool),
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experimental_distribute = DistributeOptions()
+    experimental_distribute: DistributeOptions = field(
+        default_factory=DistributeOptions, init=False
+    )
+    deterministic: bool | None = field(default=None, init=False)
+    _types: ClassVar = {"experimental_distribute": DistributeOptions, "deterministic": bool}
 
     def merge(self, other: "Options") -> "Options":
         """Returns these options, overridden by everything that is set in `other`."""

@@ -1,20 +1,21 @@
-"""Operations that reorder elements or choose among them."""
+"""Operations that choose among elements, or repeat them."""
 
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, final
+from math import inf
+from typing import final
 
-from distributary.datasets._nodes import Node, Random, all_nodes
+from distributary._types import Nest
+from distributary.datasets._nodes import Node, Run, SameElements
+from distributary.datasets._numbered_rows import Rows
 from distributary.datasets._options import INFINITE_CARDINALITY, Options
-from distributary.datasets._order_streams import Chained, Sharded, Shuffled, Skipped, Taken
-from distributary.datasets._streams import Path, Rows, Stream
+from distributary.datasets._streams import Chained, Path, Stream
+from distributary.datasets._structure import Block
 
 
-class _Reordering(Node):
+class Reordering(SameElements):
     """Base class of operations that work the same on elements and on row numbers."""
-
-    input: Node
 
     def source(self) -> Rows | None:
         return self.input.source()
@@ -29,20 +30,18 @@ class _Reordering(Node):
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
         """Applies the operation to the streams of `make`, which give row numbers if `numbers`."""
 
-    def spec(self) -> Any:
-        return self.input.spec()
-
-    def fixed_spec(self) -> Any | None:
+    def fixed_spec(self) -> Nest | None:
         return self.input.fixed_spec()
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Take(_Reordering):
+class Take(Reordering):
     """The first `count` elements."""
 
     input: Node
     count: int
+    pattern = "take({count})"
 
     def cardinality(self) -> int:
         size = self.input.cardinality()
@@ -51,19 +50,17 @@ class Take(_Reordering):
         return size if size < 0 else min(size, self.count)
 
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
-        return Taken(make(path), self.count, numbers)
-
-    def label(self) -> str:
-        return f"take({self.count})"
+        return _Sliced(make(path), numbers, count=self.count)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Skip(_Reordering):
+class Skip(Reordering):
     """All but the first `count` elements; none if it is -1."""
 
     input: Node
     count: int
+    pattern = "skip({count})"
 
     def cardinality(self) -> int:
         size = self.input.cardinality()
@@ -73,21 +70,19 @@ class Skip(_Reordering):
 
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
         if self.count < 0:
-            return Taken(make(path), 0, numbers)
-        return Skipped(make(path), self.count, numbers)
-
-    def label(self) -> str:
-        return f"skip({self.count})"
+            return _Sliced(make(path), numbers, count=0)
+        return _Sliced(make(path), numbers, self.count)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Shard(_Reordering):
+class Shard(Reordering):
     """Every `num_shards`-th element; all elements while `num_shards` is a hint."""
 
     input: Node
     num_shards: int
     index: int
+    pattern = "shard({num_shards}, {index})"
 
     @property
     def is_hint(self) -> bool:
@@ -103,42 +98,71 @@ class Shard(_Reordering):
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
         if self.is_hint:
             return make(path)
-        return Sharded(make(path), self.num_shards, self.index, numbers)
+        return _Sliced(make(path), numbers, self.index, step=self.num_shards)
 
-    def label(self) -> str:
-        return f"shard({self.num_shards}, {self.index})"
+
+@final
+class _Sliced(Stream):
+    """Every `step`-th element or row number, from number `start` on.
+
+    Args:
+        upstream: The elements.
+        numbers: Whether they are row numbers.
+        start: Number of the first element.
+        count: Number of elements at most.
+        step: Distance between two elements.
+    """
+
+    def __init__(
+        self, upstream: Stream, numbers: bool, start: int = 0, count: float = inf, step: int = 1
+    ) -> None:
+        self._upstream = upstream
+        self._numbers = numbers
+        self._to_skip = start
+        self._left = count
+        self._step = step
+
+    def __next__(self) -> Nest:
+        if self._left <= 0:
+            raise StopIteration
+        self._left -= 1
+        if self._to_skip:
+            self._upstream.advance(self._to_skip)
+        self._to_skip = self._step - 1
+        return next(self._upstream)
+
+    def block(self, count: int) -> Block | None:
+        if self._step > 1 and not self._numbers:  # the elements between would be made, too
+            return super().block(count)
+        count = int(min(count, self._left))
+        self._left -= count
+        if not count:
+            return None
+        if self._to_skip:
+            self._upstream.advance(self._to_skip)
+        self._to_skip = 0
+        block = self._upstream.block(count * self._step)
+        return block if block is None or self._step == 1 else block[:: self._step]
+
+    def advance(self, count: int) -> int:
+        count = int(min(count, self._left))
+        self._left -= count
+        if not count:
+            return 0
+        skipped = self._upstream.advance(self._to_skip + count * self._step)
+        done = max(0, skipped - self._to_skip)
+        self._to_skip = 0
+        return -(-done // self._step)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Shuffle(_Reordering, Random):
-    """Elements in random order."""
-
-    input: Node
-    buffer_size: int
-    seed: int | None
-    reshuffle: bool
-    drawn: int
-
-    def cardinality(self) -> int:
-        return self.input.cardinality()
-
-    def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
-        size = self.cardinality()
-        seed = self.seed_of(path if self.reshuffle else ())
-        return Shuffled(make(path), self.buffer_size, seed, numbers, size if size >= 0 else None)
-
-    def label(self) -> str:
-        return f"shuffle({self.buffer_size}, seed={self.seed}, reshuffle={self.reshuffle})"
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Repeat(_Reordering):
+class Repeat(Reordering):
     """The elements `count` times; forever if it is -1."""
 
     input: Node
     count: int
+    pattern = "repeat({count})"
 
     def cardinality(self) -> int:
         size = self.input.cardinality()
@@ -152,38 +176,29 @@ class Repeat(_Reordering):
         def nth(number: int) -> Stream | None:
             return make((*path, number)) if self.count < 0 or number < self.count else None
 
-        size = self.input.cardinality()
-        return Chained(nth, numbers, size)
-
-    def label(self) -> str:
-        return f"repeat({self.count})"
+        return Chained(nth, self.input.cardinality())
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class WithOptions(_Reordering):
+class WithOptions(Reordering):
     """Options for the operations before and after."""
 
     input: Node
     options: Options
-
-    def cardinality(self) -> int:
-        return self.input.cardinality()
+    pattern = "with_options"
 
     def apply(self, make: Callable[[Path], Stream], path: Path, numbers: bool) -> Stream:
         return make(path)
 
-    def is_identity(self) -> bool:
-        return self.input.is_identity()
-
-    def label(self) -> str:
-        return "with_options"
+    def runs(self) -> list[Run] | None:
+        return self.input.runs()
 
 
 def options_of(node: Node) -> Options:
     """Returns the options of a whole tree; later ones win."""
     merged = Options()
-    for own in all_nodes(node):
+    for own in node.tree():
         if isinstance(own, WithOptions):
             merged = merged.merge(own.options)
     return merged

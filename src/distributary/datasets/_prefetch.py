@@ -1,4 +1,4 @@
-"""A thread that makes elements ahead of time."""
+"""Elements that a thread makes ahead of time."""
 
 import contextvars
 import queue
@@ -6,13 +6,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+from distributary._types import Nest
+from distributary.datasets._nodes import Node, Run, SameElements
+from distributary.datasets._streams import Path, Stream
 from distributary.dispatch import start_thread
 
 _END: Any = object()
-_NOTHING_YET: Any = object()
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002
 # To hand an element from thread to thread takes 0.05 ms, and more while both execute Python.
@@ -21,6 +24,22 @@ _SLOW_SECONDS = 0.0002
 # other reasons, so each quick one makes up for a part of a slow one.
 _PATIENCE = 8.0
 _PATIENCE_REGAINED = 0.25
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Prefetch(SameElements):
+    """Elements that a thread makes ahead of time."""
+
+    input: Node
+    depth: int
+    pattern = "prefetch"
+
+    def elements(self, path: Path) -> Stream:
+        return Prefetched(self.input.stream(path), self.depth)
+
+    def runs(self) -> list[Run] | None:
+        return self.input.runs()
 
 
 @final
@@ -62,7 +81,7 @@ class _Shared:
 
 
 @final
-class Prefetched:
+class Prefetched(Stream):
     """An iterator that runs in a thread of its own, at most `depth` elements ahead.
 
     The thread starts with the first `next`. It ends with the source, after an exception, and when
@@ -83,11 +102,15 @@ class Prefetched:
         self._over = False
         self._close: Callable[[], Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
+    def __next__(self) -> Nest:
         return self.next_or_wait(None)
+
+    def advance(self, count: int) -> int:
+        # Until the thread has started, skipped elements need not be made.
+        source = self._shared.source
+        if self._thread is None and isinstance(source, Stream):
+            return source.advance(count)
+        return super().advance(count)
 
     def next_or_wait(self, waiting: Callable[[float], None] | None) -> Any:
         """Returns the next element.
@@ -143,14 +166,13 @@ class Prefetched:
         last = time.perf_counter()
         while True:
             try:
-                element = self._shared.made.get(timeout=_LOOK_SECONDS)
+                return self._shared.made.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
-                element = _NOTHING_YET
-            now = time.perf_counter()
-            waiting(now - last)
-            last = now
-            if element is not _NOTHING_YET:
-                return element
+                pass
+            finally:
+                now = time.perf_counter()
+                waiting(now - last)
+                last = now
 
     def _start(self) -> None:
         context = contextvars.copy_context()

@@ -1,19 +1,22 @@
 """Elements: nests of arrays, how to stack them, and their specs."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 from numpy.exceptions import ComplexWarning
 
+from distributary._types import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-# A stack of elements. Dim 0 of its arrays counts them.
-Block = Any
+Array: TypeAlias = np.ndarray | jax.Array
+Block: TypeAlias = Nest
+"""A stack of elements. Dim 0 of its arrays counts them."""
 
 
 @final
@@ -38,34 +41,26 @@ class TensorSpec:
             object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
-    def accepts(self, array: Any) -> bool:
+    def accepts(self, array: Array) -> bool:
         """Returns whether an array has this shape."""
         return self.shape is None or (
             len(array.shape) == len(self.shape)
-            and all(
-                size is None or size == actual
-                for size, actual in zip(self.shape, array.shape, strict=True)
-            )
+            and all(own in (None, size) for own, size in zip(self.shape, array.shape, strict=True))
         )
 
 
-def flatten(element: Any) -> tuple[list[Any], Any]:
+def flatten(element: Nest) -> tuple[list[Any], PyTreeDef]:
     """Returns the leaves and the structure of an element; lists are arrays, as in tf.data."""
-    return jax.tree.flatten(element, is_leaf=_is_list)
+    return jax.tree.flatten(element, is_leaf=lambda value: type(value) is list)
 
 
-def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Returns the element with this structure and these leaves."""
-    return jax.tree.unflatten(tree, leaves)
-
-
-def map_arrays(fn: Any, element: Any) -> Any:
+def map_arrays(fn: Callable[[Array], Any], element: Nest) -> Nest:
     """Converts every leaf of an element to an array and applies `fn` to it."""
     leaves, tree = flatten(element)
-    return unflatten(tree, [fn(as_array(leaf)) for leaf in leaves])
+    return tree.unflatten([fn(as_array(leaf)) for leaf in leaves])
 
 
-def kept(element: Any) -> Any:
+def kept(element: Nest) -> Nest:
     """Returns an element that stays as it is: its NumPy arrays are copies.
 
     Generators and functions often yield the same array again and again, with new content.
@@ -73,14 +68,10 @@ def kept(element: Any) -> Any:
     if type(element) is np.ndarray:
         return element.copy()
     leaves, tree = flatten(element)
-    return unflatten(tree, [x.copy() if isinstance(x, np.ndarray) else x for x in leaves])
+    return tree.unflatten([x.copy() if isinstance(x, np.ndarray) else x for x in leaves])
 
 
-def _is_list(value: Any) -> bool:
-    return type(value) is list
-
-
-def as_array(leaf: Any) -> Any:
+def as_array(leaf: object) -> Any:
     """Returns a leaf of an element as a NumPy array; arrays of JAX stay where they are.
 
     Raises:
@@ -110,7 +101,7 @@ def as_array(leaf: Any) -> Any:
     return array
 
 
-def check_dense(leaf: Any) -> None:
+def check_dense(leaf: object) -> None:
     """Checks that a leaf is not a sparse matrix.
 
     Raises:
@@ -125,32 +116,27 @@ def check_dense(leaf: Any) -> None:
         )
 
 
-def stack(elements: Sequence[Any]) -> Block:
+def stack(elements: Sequence[Nest]) -> Block:
     """Stacks elements of equal structure, shapes and dtypes into one nest `[element, ...]`.
 
     Raises:
         InvalidValueError: if structures or shapes differ.
         InvalidTypeError: if dtypes differ.
     """
-    columns, tree = columns_of(elements)
-    return unflatten(tree, [_stack_leaves(column) for column in columns])
+    columns, tree = _columns(elements)
+    return tree.unflatten([_stack_leaves(column) for column in columns])
 
 
-def columns_of(elements: Sequence[Any]) -> tuple[list[Any], Any]:
+def _columns(elements: Sequence[Nest]) -> tuple[list[tuple[Any, ...]], PyTreeDef]:
     """Returns for every leaf its values in all elements, and the structure that they share."""
-    rows = []
-    tree = None
-    for number, element in enumerate(elements):
-        leaves, own = flatten(element)
-        if tree is None:
-            tree = own
-        elif own != tree:
+    rows, trees = zip(*map(flatten, elements), strict=True)
+    for number, own in enumerate(trees):
+        if own != trees[0]:
             raise InvalidValueError(
                 f"batch: element {number} of the batch has structure {own}, the first one has"
-                f" {tree}; all elements of a dataset must have the same structure."
+                f" {trees[0]}; all elements of a dataset must have the same structure."
             )
-        rows.append(leaves)
-    return list(zip(*rows, strict=True)), tree
+    return list(zip(*rows, strict=True)), trees[0]
 
 
 def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
@@ -176,7 +162,7 @@ def _stack_leaves(column: Sequence[Any]) -> np.ndarray:
     return np.stack(arrays)
 
 
-def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
+def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block:
     """Stacks arrays of different sizes, padded at the end of every dim.
 
     Args:
@@ -184,52 +170,51 @@ def pad_and_stack(elements: Sequence[Any], shapes: Any, values: Any) -> Block:
         shapes: For every leaf the sizes to pad to, None for the largest in the batch; or None.
         values: For every leaf the padding value, or one value for all; None for 0 and "".
     """
-    columns, tree = columns_of(elements)
-    per_leaf_shapes = _per_leaf(shapes, tree, "padded_shapes", (tuple, list))
-    per_leaf_values = _per_leaf(values, tree, "padding_values", ())
-    stacked = []
-    for column, shape, value in zip(columns, per_leaf_shapes, per_leaf_values, strict=True):
-        arrays = [np.asarray(as_array(leaf)) for leaf in column]
-        if len({array.ndim for array in arrays}) > 1:
-            raise InvalidValueError(
-                "padded_batch: arrays of a batch have"
-                f" {sorted({array.ndim for array in arrays})} dims; they may differ only in size."
-            )
-        largest = tuple(max(sizes) for sizes in zip(*(a.shape for a in arrays), strict=True))
-        target = largest
-        if shape is not None:
-            if len(shape) != len(largest):
-                raise InvalidValueError(
-                    f"padded_batch: padded_shapes has {tuple(shape)} for an array of"
-                    f" {len(largest)} dims."
-                )
-            target = tuple(
-                most if size in (None, -1) else size
-                for size, most in zip(shape, largest, strict=True)
-            )
-        if any(most > size for most, size in zip(largest, target, strict=True)):
-            raise InvalidValueError(
-                f"padded_batch: padded_shapes asks for {target}, but the batch holds an array of"
-                f" shape {largest}."
-            )
-        fill = value if value is not None else ("" if arrays[0].dtype.kind in "UO" else 0)
-        result = np.full((len(arrays), *target), fill, arrays[0].dtype)
-        for row, array in zip(result, arrays, strict=True):
-            row[tuple(slice(size) for size in array.shape)] = array
-        stacked.append(result)
-    return unflatten(tree, stacked)
+    columns, tree = _columns(elements)
+    per_leaf_shapes = _per_leaf(shapes, tree, "padded_shapes", are_shapes=True)
+    per_leaf_values = _per_leaf(values, tree, "padding_values")
+    return tree.unflatten(map(_pad_and_stack_leaves, columns, per_leaf_shapes, per_leaf_values))
 
 
-def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) -> list[Any]:
+def _pad_and_stack_leaves(
+    column: Sequence[Any], shape: Sequence[int | None] | None, value: Any
+) -> np.ndarray:
+    arrays = [np.asarray(as_array(leaf)) for leaf in column]
+    if len(ndims := {array.ndim for array in arrays}) > 1:
+        raise InvalidValueError(
+            f"padded_batch: arrays of a batch have {sorted(ndims)} dims; they may differ only in"
+            " size. Reshape them with map first."
+        )
+    largest = tuple(map(max, zip(*(array.shape for array in arrays), strict=True)))
+    shape = largest if shape is None else shape
+    if len(shape) != len(largest):
+        raise InvalidValueError(
+            f"padded_batch: padded_shapes has {tuple(shape)} for an array of {len(largest)} dims."
+            " Give one size per dim, or None for the largest one in the batch."
+        )
+    sizes = zip(shape, largest, strict=True)
+    target = tuple(most if size in (None, -1) else size for size, most in sizes)
+    if any(most > size for most, size in zip(largest, target, strict=True)):
+        raise InvalidValueError(
+            f"padded_batch: padded_shapes asks for {target}, but the batch holds an array of"
+            f" shape {largest}. Choose larger sizes, or None for the largest one in the batch."
+        )
+    if value is None:
+        value = "" if arrays[0].dtype.kind in "UO" else 0
+    result = np.full((len(arrays), *target), value, arrays[0].dtype)
+    for row, array in zip(result, arrays, strict=True):
+        row[tuple(map(slice, array.shape))] = array
+    return result
+
+
+def _per_leaf(given: Nest, tree: PyTreeDef, name: str, are_shapes: bool = False) -> Sequence[Any]:
     """Returns `given` for every leaf: it may be None, one value for all, or a nest."""
-    if given is None:
-        return [None] * tree.num_leaves
 
     def is_leaf(value: Any) -> bool:
-        if value is None:
-            return True
-        sizes = isinstance(value, leaf_types) if leaf_types else False
-        return sizes and all(size is None or isinstance(size, int) for size in value)
+        is_shape = are_shapes and isinstance(value, (tuple, list))
+        return value is None or (
+            is_shape and all(size is None or isinstance(size, int) for size in value)
+        )
 
     leaves, own = jax.tree.flatten(given, is_leaf=is_leaf)
     if jax.tree_util.treedef_is_leaf(own):
@@ -239,7 +224,7 @@ def _per_leaf(given: Any, tree: Any, name: str, leaf_types: tuple[type, ...]) ->
             f"padded_batch: {name} has structure {own}, but the elements have {tree}. Give one"
             " value for all arrays, or a nest like the elements."
         )
-    return list(leaves)
+    return leaves
 
 
 def join(blocks: Sequence[Block]) -> Block:
@@ -272,17 +257,22 @@ def num_rows(block: Block) -> int:
     return int(size)
 
 
-def spec_of(element: Any) -> Any:
+def spec_of(element: Nest) -> Nest:
     """Returns the specs of an element's arrays."""
     return map_arrays(lambda array: TensorSpec(array.shape, array.dtype), element)
 
 
-def map_specs(fn: Any, spec: Any) -> Any:
-    """Applies `fn` to every `TensorSpec` of a nest."""
-    return jax.tree.map(fn, spec, is_leaf=lambda x: isinstance(x, TensorSpec))
+def batched_spec(spec: Nest, num_rows: int | None) -> Nest:
+    """Returns the specs of a stack of `num_rows` elements."""
+    return jax.tree.map(lambda row: TensorSpec((num_rows, *row.shape), row.dtype), spec)
 
 
-def conform(element: Any, signature: Any, number: int) -> Any:
+def sized_spec(spec: Nest, num_rows: int | None) -> Nest:
+    """Returns the specs of a batch with another number of rows."""
+    return jax.tree.map(lambda leaf: TensorSpec((num_rows, *leaf.shape[1:]), leaf.dtype), spec)
+
+
+def conform(element: Nest, signature: Nest, number: int) -> Nest:
     """Converts an element to the dtypes of a signature.
 
     Floats may lose digits and whole numbers may become floats, as in NumPy. Any other conversion
@@ -294,12 +284,12 @@ def conform(element: Any, signature: Any, number: int) -> Any:
 
     Source: `tf.data.Dataset.from_generator`, which also cuts off what does not fit.
     """
-    specs, tree = jax.tree.flatten(signature, is_leaf=lambda x: isinstance(x, TensorSpec))
+    specs, tree = jax.tree.flatten(signature)
     leaves, own = flatten(element)
     if own != tree:
         raise InvalidTypeError(
             f"from_generator: element {number} has structure {own}, but output_signature has"
-            f" {tree}."
+            f" {tree}. Yield elements of that structure, or change output_signature."
         )
     arrays = []
     for leaf, spec in zip(leaves, specs, strict=True):
@@ -314,21 +304,19 @@ def conform(element: Any, signature: Any, number: int) -> Any:
         if not spec.accepts(converted):
             raise InvalidValueError(
                 f"from_generator: element {number} has shape {array.shape}, but output_signature"
-                f" has {spec.shape}."
+                f" has {spec.shape}. In output_signature, a size that varies is None."
             )
         arrays.append(converted)
-    return unflatten(tree, arrays)
+    return jax.tree.unflatten(tree, arrays)
 
 
-def _converted(array: Any, dtype: Any) -> Any:
+def _converted(array: Array, dtype: np.dtype) -> Array | None:
     """Returns the array with a dtype; None if its values do not fit."""
-    is_text = array.dtype == object or array.dtype.kind in "US"
-    if dtype.kind in "OUS":
-        return array if is_text else None
+    is_text = array.dtype.kind in "OUS"
+    if is_text or dtype.kind in "OUS":
+        return array if is_text and dtype.kind in "OUS" else None
     if array.dtype == dtype:
         return array
-    if is_text:
-        return None
     with np.errstate(invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", ComplexWarning)
         converted = array.astype(dtype)
@@ -339,6 +327,6 @@ def _converted(array: Any, dtype: Any) -> Any:
     return converted if may_round or bool(np.all(converted == array)) else None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

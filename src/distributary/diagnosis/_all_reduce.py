@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
@@ -49,19 +49,19 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
     for size in _SIZES:
         seconds, right = _timed(mesh, [size], _REPEATS[size])
         if not right:
-            return Check(
-                "all-reduce",
-                "problem",
-                f"the sum of {format_bytes(size)} over {mesh.size} replicas is wrong",
+            detail = f"the sum of {format_bytes(size)} over {mesh.size} replicas is wrong"
+            fix = (
                 "Compare the versions of jax, the driver and NCCL with those that JAX supports;"
-                " check the memory of the devices",
+                " check the memory of the devices"
             )
+            return Check("all-reduce", "problem", detail, fix)
         median = statistics.median(seconds)
         rows.append({"bytes": size, "seconds": median, "bytes_per_second": size / median})
     largest = rows[-1]
-    share = None if bound is None else bound * largest["bytes"] / largest["seconds"]
+    share = None if bound is None else bound * largest["bytes_per_second"]
     times = ", ".join(f"{format_bytes(r['bytes'])} {_format_seconds(r['seconds'])}" for r in rows)
-    detail = f"{mesh.size} replicas: {times}; {_verdict(share, basis)}"
+    speed = basis if share is None else f"the largest at {share:.0%} of the speed of {basis}"
+    detail = f"{mesh.size} replicas: {times}; {speed}"
     numbers = {"replicas": mesh.size, "sizes": rows, "share_of_hardware": share, "hardware": basis}
     if share is not None and share < _LOW_SHARE:
         fix = _fix_of_slow(mesh, between_processes=network_bytes_per_second is not None)
@@ -103,7 +103,8 @@ def format_bytes(size: float) -> str:
 def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float], bool]:
     """Returns the seconds of every repetition, and whether the sums are right."""
     replicas = NamedSharding(mesh, P(REPLICA_AXIS))
-    first = _first_local_replica(mesh)
+    own = jax.process_index()
+    first = next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == own)
     num_own = num_local_replicas(replicas)
     values = np.arange(first + 1, first + num_own + 1, dtype=np.float32)
     arrays = [
@@ -111,7 +112,7 @@ def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float],
         for size in sizes
     ]
 
-    def reduce(rows: list[Any]) -> list[Any]:
+    def reduce(rows: list[jax.Array]) -> list[jax.Array]:
         return [jax.lax.psum(row, REPLICA_AXIS) for row in rows]
 
     call = jax.jit(
@@ -131,11 +132,6 @@ def _timed(mesh: Mesh, sizes: Sequence[int], repeats: int) -> tuple[list[float],
     return seconds[1:], right  # without the first run, which compiles
 
 
-def _first_local_replica(mesh: Mesh) -> int:
-    own = jax.process_index()
-    return next(i for i, device in enumerate(mesh.devices.flat) if device.process_index == own)
-
-
 def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | None, str]:
     """Returns the fewest seconds per byte that the hardware needs, and the reason."""
     device = mesh.devices.flat[0]
@@ -152,12 +148,6 @@ def _bound(mesh: Mesh, network_bytes_per_second: float | None) -> tuple[float | 
         ring = 2 * (mesh.size - 1) / mesh.size
         return ring / rate_of_link, f"a ring over NVLink, {rate_of_link / 1e9:.0f} GB/s"
     return None, f"the expected speed of {device.device_kind} is not known"
-
-
-def _verdict(share: float | None, basis: str) -> str:
-    if share is None:
-        return basis
-    return f"the largest at {share:.0%} of the speed of {basis}"
 
 
 def _fix_of_slow(mesh: Mesh, *, between_processes: bool) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, final
@@ -27,6 +28,8 @@ __all__ = ["PARTS", "Report", "examine"]
 
 PARTS: Final = ("machine", "links", "all-reduce", "training")
 """Parts that can be run alone."""
+
+_ALONE = "this process"  # name of a task without a cluster
 
 
 @final
@@ -77,13 +80,14 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
     try:
         place = _place()
     except DistributaryError as error:
-        failed = Check(
-            "cluster", "problem", str(error), "Correct TF_CONFIG as the message says, or unset it"
-        )
-        report = Report({"this process": [failed]}, ("this process",), ())
+        fix = "Correct TF_CONFIG as the message says, or unset it"
+        failed = Check("cluster", "problem", str(error), fix)
+        report = Report({_ALONE: [failed]}, (_ALONE,), ())
         use(report)
         return report
-    peers = () if place is None else _members(place)
+    # An evaluator is a job of its own, so it does not meet the others.
+    all_peers = () if place is None else place.peers
+    peers = tuple(peer for peer in all_peers if peer.task_type != "evaluator")
     if place is None or len(peers) < 2 or place.address is None or {*parts} == {"machine"}:
         report = _alone(parts, place)
         use(report)
@@ -97,13 +101,8 @@ def _place() -> MultiWorker | None:
     return multi_worker(spec, resolver.task_type, resolver.task_id) if spec else None
 
 
-def _members(place: MultiWorker) -> tuple[Peer, ...]:
-    """Returns the tasks that meet. An evaluator is a job of its own, so it is not one of them."""
-    return tuple(peer for peer in place.peers if peer.task_type != "evaluator")
-
-
 def _alone(parts: Sequence[str], place: MultiWorker | None) -> Report:
-    name = "this process" if place is None else place.name
+    name = _ALONE if place is None else place.name
     checks = [*_before_jax(parts, place)]
     if "links" in parts:
         checks.append(Check("links", "skipped", "there is only one process"))
@@ -126,9 +125,8 @@ def _together(
     checks = [*_before_jax(parts, place)]
 
     def failed(error: ClusterError, fix: str) -> Report:
-        report = Report(
-            {place.name: [*checks, Check("links", "problem", str(error), fix)]}, tasks, ()
-        )
+        checks.append(Check("links", "problem", str(error), fix))
+        report = Report({place.name: checks}, tasks, ())
         use(report)
         return report
 
@@ -136,31 +134,26 @@ def _together(
     try:
         meeting = Meeting(peers, number, wait_seconds, any_port=reduces)
     except ClusterError as error:
-        return failed(
-            error, "End the other program, which `ss -ltnp` shows, or choose another port"
-        )
+        fix = "End the other program, which `ss -ltnp` shows, or choose another port"
+        return failed(error, fix)
     with contextlib.closing(meeting):
         try:
             links = meeting.measure()
         except ClusterError as error:
-            fix = (
-                f"Check that {tasks[0]} runs and that no firewall blocks its port, and look at its"
-                " output"
-            )
-            report = failed(error, fix)
-            meeting.stay()
+            fix = f"Check that {tasks[0]} runs and that no firewall blocks its port"
+            report = failed(error, f"{fix}, and look at its output")
+            time.sleep(wait_seconds)  # so that others learn whether they reach this task
             return report
         found = [*link_checks(links, peers, wait_seconds)]
         checks += found if number == 0 else ()
         checks += _after_links(parts, links, found, reduces)
-        report = Report({place.name: checks}, tasks, tuple(links))
+        of_tasks = {place.name: checks}
         reports = meeting.reports([asdict(check) for check in checks])
         if reports is not None:
-            arrived = {link.source for link in links}
-            others = {
-                task: _checks_of(reports[n]) for n, task in enumerate(tasks) if n and n in arrived
-            }
-            report = Report({**report.checks, **others}, tasks, tuple(links))
+            for n in sorted({link.source for link in links} - {0}):
+                of_tasks[tasks[n]] = _checks_of(reports[n])
+        report = Report(of_tasks, tasks, tuple(links))
+        if reports is not None:
             use(report)
         return report
 
@@ -174,12 +167,10 @@ def _after_links(
         slowest = min(x.bytes_per_second for x in links if x.source != x.target)
         yield from _with_jax(parts, MultiWorkerMirroredStrategy, num_devices, slowest)
         return
-    why = (
-        "the workers do not reach each other"
-        if reduces
-        else "workers of a job with parameter servers do not all-reduce"
-    )
     if "all-reduce" in parts:
+        why = "workers of a job with parameter servers do not all-reduce"
+        if reduces:
+            why = "the workers do not reach each other"
         yield Check("all-reduce", "skipped", why)
     if "machine" in parts:
         yield from _with_jax(["machine"], MirroredStrategy, num_devices, None)
@@ -187,8 +178,8 @@ def _after_links(
 
 def _checks_of(report: Json) -> list[Check]:
     if report is None:
-        text = "it ended before its checks were done"
-        return [Check("links", "problem", text, "Look at its output")]
+        detail = "it ended before its checks were done"
+        return [Check("links", "problem", detail, "Look at its output")]
     return [Check(**check) for check in report]
 
 
@@ -221,16 +212,13 @@ def _with_jax(
         yield machine.devices(num_devices)
         yield machine.thread_pool()
         yield machine.allocator(os.environ)
-    checks: dict[str, Callable[[], Check]] = {
-        "all-reduce": lambda: all_reduce(strategy.extended.mesh, network_bytes_per_second),
-        "training": lambda: training(strategy),
-    }
-    for part, check in checks.items():
-        if part not in parts:
-            continue
-        try:
-            yield check()
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
-            fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
-            yield Check(part, "problem", f"{type(error).__name__}: {error}", fix)
-            return
+    part = "all-reduce"
+    try:
+        if part in parts:
+            yield all_reduce(strategy.extended.mesh, network_bytes_per_second)
+        part = "training"
+        if part in parts:
+            yield training(strategy)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo raises ValueError
+        fix = "Look at the output of the other workers; on GPUs set NCCL_DEBUG=INFO"
+        yield Check(part, "problem", f"{type(error).__name__}: {error}", fix)

@@ -1,5 +1,6 @@
 """Checks of the links between tasks, from the measurements."""
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from distributary.cluster_resolver import Peer
@@ -19,6 +20,7 @@ def link_checks(
         peers: The tasks.
         wait_seconds: Seconds for which the first task waited for the others.
     """
+    problem = functools.partial(Check, "links", "problem")
     sources = {link.source for link in links}
     for number, peer in enumerate(peers):
         if number in sources:
@@ -32,54 +34,35 @@ def link_checks(
         else:
             state = "which no other task reaches"
             fix = f"Start the doctor on {peer.name} too, and look at what it prints"
-        yield Check(
-            "links",
-            "problem",
-            f"{peer}, {state}, did not connect to {peers[0]} within {wait_seconds:g} s",
-            fix,
+        yield problem(
+            f"{peer}, {state}, did not connect to {peers[0]} within {wait_seconds:g} s", fix
         )
     broken = [link for link in links if link.error is not None and link.target in sources]
     for number, peer in enumerate(peers):
         to_it = [link for link in broken if link.target == number]
         if len(to_it) == len(sources):
-            yield Check(
-                "links",
-                "problem",
+            yield problem(
                 f"no task reaches {peer}: {to_it[0].error}",
                 f"Give {peer.name} in TF_CONFIG an address at which the other tasks reach its"
                 " machine, and open its ports in the firewall",
             )
             continue
         for link in to_it:
-            yield Check(
-                "links",
-                "problem",
+            yield problem(
                 f"{peers[link.source].name} does not reach {peer}: {link.error}",
                 f"Open the ports of {peer.host} for {peers[link.source].host} in the firewalls"
                 " between them",
             )
     slow = slow_links(links, peers)
     for link, best in slow:
-        yield Check(
-            "links",
-            "warning",
-            f"{_arrow(link, peers)} is slow: {_speed(link)}; {_arrow(best, peers)} has"
-            f" {_speed(best)}",
-            _fix_of_slow(peers[link.source].host, peers[link.target].host),
-        )
+        detail = f"{_text(link, peers, ' is slow:')}; {_text(best, peers, ' has')}"
+        fix = _fix_of_slow(peers[link.source].host, peers[link.target].host)
+        yield Check("links", "warning", detail, fix)
     working = [link for link in links if link.error is None and link.source != link.target]
     if working and not broken and not slow and len(sources) == len(peers):
         slowest = min(working, key=lambda link: link.bytes_per_second)
-        yield Check(
-            "links",
-            "ok",
-            f"all {len(working)} work; the slowest, {_arrow(slowest, peers)}, has"
-            f" {_speed(slowest)}",
-        )
-
-
-def _arrow(link: Link, peers: Sequence[Peer]) -> str:
-    return f"{peers[link.source].name} to {peers[link.target].name}"
+        detail = f"all {len(working)} work; the slowest, {_text(slowest, peers, ', has')}"
+        yield Check("links", "ok", detail)
 
 
 def _fix_of_slow(source: str, target: str) -> str:
@@ -88,7 +71,9 @@ def _fix_of_slow(source: str, target: str) -> str:
     return f"Check cables, switches, drivers and bandwidth limits between {source} and {target}"
 
 
-def _speed(link: Link) -> str:
+def _text(link: Link, peers: Sequence[Peer], verb: str) -> str:
+    round_trip, rate = link.round_trip_seconds * 1e6, link.bytes_per_second / 1e6
     return (
-        f"{link.round_trip_seconds * 1e6:.0f} us round trip, {link.bytes_per_second / 1e6:.0f} MB/s"
+        f"{peers[link.source].name} to {peers[link.target].name}{verb} {round_trip:.0f} us round"
+        f" trip, {rate:.0f} MB/s"
     )

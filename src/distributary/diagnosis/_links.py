@@ -18,8 +18,9 @@ from typing import final
 
 from distributary.cluster_resolver import Peer
 from distributary.diagnosis._check import Json
+from distributary.dispatch import start_thread
 from distributary.errors import ClusterError
-from distributary.job import Channel
+from distributary.job import Channel, Reception, connected
 from distributary.launch import free_addresses
 
 __all__ = ["Link", "Meeting", "loopback", "slow_links"]
@@ -28,9 +29,8 @@ _CONNECT_SECONDS = 3.0
 _TRANSFER_SECONDS = 20.0  # for one message and its answer
 _REPORT_SECONDS = 60.0  # for a measurement of another task
 _END_SECONDS = 600.0  # for the rest of the checks of the first task
-_RETRY_SECONDS = 0.1
 _POLL_SECONDS = 0.1
-_MAX_STRANGERS = 32  # connections from elsewhere that a task answers at the same time
+_MAX_STRANGERS = 32  # measurements from elsewhere that a task answers at the same time
 
 _PING_SECONDS = 0.1
 _MIN_PINGS, _MAX_PINGS = 5, 500
@@ -110,14 +110,15 @@ class Meeting:
         self._number = number
         self._wait_seconds = wait_seconds
         self._any_port = any_port
-        self._members: dict[int, Channel] = {}  # of the first task: connections to the others
-        self._leader: Channel | None = None  # of the others: the connection to the first task
+        # By number: at the first task, connections to the others; at the others, one to the first.
+        self._channels: dict[int, Channel] = {}
         self._listener = _Listener(peers[number], len(peers))
 
     def measure(self) -> list[Link]:
         """Returns the links between all tasks, by source and target, at every task.
 
         A task that did not come has no links of its own, but the others tried to connect to it.
+        After an error this task still listens, so that others learn whether they reach it.
 
         Raises:
             ClusterError: if the first task cannot be reached, or ends.
@@ -126,36 +127,32 @@ class Meeting:
         self._listener.close()  # because JAX is about to listen there
         return links
 
-    def stay(self) -> None:
-        """Waits after `measure` has failed, so that others learn whether they reach this task."""
-        time.sleep(self._wait_seconds)
-
     def reports(self, own: Json) -> list[Json] | None:
         """Returns at the first task what every task passes, None for tasks that are gone.
 
         Returns None at the other tasks. They stay until the first one leaves, so that its report is
         complete before a launcher notices their end.
         """
-        if self._leader is not None:
+        if self._number != 0:
             with contextlib.suppress(OSError):
-                self._leader.send("report", own)
-                self._leader.receive(_END_SECONDS)
+                self._channels[0].send("report", own)
+                self._channels[0].receive(_END_SECONDS)
             return None
         reports: list[Json] = [own, *(None for _ in self._peers[1:])]
-        for number, member in self._members.items():
+        for number, channel in self._channels.items():
             with contextlib.suppress(OSError):
-                reports[number] = member.receive(_REPORT_SECONDS).content
+                reports[number] = channel.receive(_REPORT_SECONDS).content
         return reports
 
     def close(self) -> None:
         """Closes the connections."""
         self._listener.close()
-        for channel in [*self._members.values(), *([self._leader] if self._leader else [])]:
+        for channel in self._channels.values():
             channel.close()
 
     def _lead(self) -> list[Link]:
-        self._members = self._listener.wait_for_members(len(self._peers) - 1, self._wait_seconds)
-        sources = [0, *sorted(self._members)]
+        self._channels = self._listener.wait_for_members(len(self._peers) - 1, self._wait_seconds)
+        sources = [0, *sorted(self._channels)]
         pairs = [(source, target) for source in sources for target in range(len(self._peers))]
         links = {(link.source, link.target): link for link in self._measured(pairs)}
         doubtful = [
@@ -165,9 +162,9 @@ class Meeting:
             links[again.source, again.target] = _better(links[again.source, again.target], again)
         found = [links[pair] for pair in sorted(links)]
         self._listener.close()  # before the others connect to JAX at this port
-        for member in self._members.values():
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                member.send("links", [asdict(link) for link in found])
+                channel.send("links", [asdict(link) for link in found])
         return found
 
     def _measured(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Link]:
@@ -175,43 +172,35 @@ class Meeting:
             for source, target in together:
                 if source:
                     with contextlib.suppress(OSError):
-                        self._members[source].send("measure", target)
+                        self._channels[source].send("measure", target)
             for source, target in sorted(together):  # this task first: the others are busy
                 if source == 0:
                     yield self._link_to(target)
                     continue
                 try:
-                    yield Link(**self._members[source].receive(_REPORT_SECONDS).content)
+                    yield Link(**self._channels[source].receive(_REPORT_SECONDS).content)
                 except (OSError, TypeError):
                     yield Link(source, target, error=f"{self._peers[source].name} ended")
 
     def _follow(self) -> list[Link]:
-        self._leader = self._joined()
+        first = self._peers[0]
         try:
-            while (order := self._leader.receive(_END_SECONDS)).kind == "measure":
-                self._leader.send("link", asdict(self._link_to(order.content)))
+            leader = connected(first.host, first.port, str(first), self._wait_seconds)
+        except OSError as error:
+            raise ClusterError(
+                f"{self._peers[self._number].name} could not reach {first} within"
+                f" {self._wait_seconds:g} s: {_reason(error)}."
+            ) from error
+        self._channels[0] = leader
+        try:
+            leader.send("join", self._number)
+            while (order := leader.receive(_END_SECONDS)).kind == "measure":
+                leader.send("link", asdict(self._link_to(order.content)))
             return [Link(**link) for link in order.content]
         except OSError as problem:
             raise ClusterError(
-                f"{self._peers[0]} ended while the links were being measured: {problem}."
+                f"{first} ended while the links were being measured: {problem}."
             ) from None
-
-    def _joined(self) -> Channel:
-        first = self._peers[0]
-        deadline = time.monotonic() + self._wait_seconds
-        while True:
-            try:
-                connection = socket.create_connection((first.host, first.port), _CONNECT_SECONDS)
-                leader = Channel(connection, str(first))
-                leader.send("join", self._number)
-                return leader
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"{self._peers[self._number].name} could not reach {first} within"
-                        f" {self._wait_seconds:g} s: {_reason(error)}."
-                    ) from error
-            time.sleep(_RETRY_SECONDS)
 
     def _link_to(self, target: int) -> Link:
         peer = self._peers[target]
@@ -226,11 +215,8 @@ class Meeting:
 def loopback() -> Link:
     """Returns the link of this machine to itself."""
     own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
-    meeting = Meeting([own], 0, 0.0, any_port=False)
-    try:
+    with contextlib.closing(Meeting([own], 0, 0.0, any_port=False)) as meeting:
         return meeting.measure()[0]
-    finally:
-        meeting.close()
 
 
 @final
@@ -239,12 +225,11 @@ class _Listener:
 
     def __init__(self, peer: Peer, num_peers: int) -> None:
         self._server = _server(peer)
-        self._server.settimeout(_POLL_SECONDS)
+        self._num_peers = num_peers
         self._arrivals: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MAX_STRANGERS + 2 * num_peers)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._listen, self._ended.set, "distributary-links")
 
     def wait_for_members(self, count: int, seconds: float) -> dict[int, Channel]:
         """Returns connections to the tasks that have come, by their numbers from 1 to `count`."""
@@ -268,29 +253,22 @@ class _Listener:
         self._thread.join()
         self._server.close()
 
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                connection, _ = self._server.accept()
-            except TimeoutError:
-                continue
-            if not self._room.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._answer, args=[connection], daemon=True).start()
+    def _listen(self) -> None:
+        with Reception(self._server, self._num_peers) as reception:
+            while not self._ended.is_set():
+                for channel, message in reception.arrivals(time.monotonic() + _POLL_SECONDS):
+                    if message.kind == "join" and type(message.content) is int:
+                        self._arrivals.put((message.content, channel))
+                    elif message.kind == "measure" and self._room.acquire(blocking=False):
+                        answer = threading.Thread(target=self._answer, args=[channel], daemon=True)
+                        answer.start()
+                    else:  # from a program that is not a task, or from too many of them
+                        channel.close()
 
-    def _answer(self, connection: socket.socket) -> None:
-        channel = Channel(connection, "a task")
+    def _answer(self, channel: Channel) -> None:
         try:
-            kind, number, _ = channel.receive(_TRANSFER_SECONDS)
-            if kind == "join" and type(number) is int:
-                self._arrivals.put((number, channel))
-                return
-            if kind == "measure":
+            with contextlib.suppress(OSError), channel.detached() as connection:
                 _echo(connection)
-            channel.close()
-        except OSError:  # a program that is not a task
-            channel.close()
         finally:
             self._room.release()
 

@@ -1,7 +1,6 @@
 """Checks of this machine and process."""
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import ipaddress
 import json
@@ -13,9 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from distributary.cluster_resolver import MultiWorker
 from distributary.diagnosis._check import Check
 from distributary.errors import ClusterError
+from distributary.job import package_versions
 from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
 from distributary.topology import (
     cpu_thread_pool_size,
@@ -25,19 +27,6 @@ from distributary.topology import (
     short_name,
 )
 
-__all__ = [
-    "allocator",
-    "cluster",
-    "devices",
-    "host_name",
-    "keras",
-    "memory",
-    "ports",
-    "thread_pool",
-    "versions",
-]
-
-_PACKAGES = ("distributary", "jax", "jaxlib", "numpy", "keras")
 _GIB = 2**30
 # A process with JAX takes about 0.4 GiB before it has any data.
 _LITTLE_MEMORY: Final = 2**30
@@ -46,20 +35,12 @@ _NUM_PORTS = 16  # a job on one machine rarely needs more
 
 def versions() -> Check:
     """Reports the versions of Python and of the packages that take part in training."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    found = {"python": platform.python_version(), **package_versions(), "numpy": np.__version__}
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    fix = None
     if found.get("jax") != found.get("jaxlib"):
-        return Check(
-            "versions",
-            "warning",
-            detail,
-            f"jax and jaxlib differ: pip install 'jaxlib=={found.get('jax')}'",
-            found,
-        )
-    return Check("versions", "ok", detail, numbers=found)
+        fix = f"jax and jaxlib differ: pip install 'jaxlib=={found.get('jax')}'"
+    return Check("versions", "warning" if fix else "ok", detail, fix, found)
 
 
 def keras(environ: Mapping[str, str]) -> Check:
@@ -75,12 +56,9 @@ def keras(environ: Mapping[str, str]) -> Check:
     detail = f"its backend is {backend!r} ({origin})"
     if backend == "jax":
         return Check("keras", "ok", detail)
-    return Check(
-        "keras",
-        "warning",
-        f"{detail}, but strategies distribute Keras models only on JAX",
-        "export KERAS_BACKEND=jax, or set it in os.environ before keras is imported",
-    )
+    detail += ", but strategies distribute Keras models only on JAX"
+    fix = "export KERAS_BACKEND=jax, or set it in os.environ before keras is imported"
+    return Check("keras", "warning", detail, fix)
 
 
 def cluster(place: MultiWorker | None) -> Check:
@@ -96,14 +74,12 @@ def ports(place: MultiWorker | None) -> Check:
     try:
         free = free_addresses("127.0.0.1", _NUM_PORTS)
     except ClusterError as error:
-        return Check(
-            "ports", "problem", str(error), "End the programs that listen there: `ss -ltnp`"
-        )
-    sentence = f"{free[0].rpartition(':')[2]} and others are free for local jobs"
-    own = None if place is None else place.address
-    return Check(
-        "ports", "ok", sentence if own is None else f"{own} is for this process; {sentence}"
-    )
+        fix = "End the programs that listen there: `ss -ltnp`"
+        return Check("ports", "problem", str(error), fix)
+    detail = f"{free[0].rpartition(':')[2]} and others are free for local jobs"
+    if place is not None and place.address is not None:
+        detail = f"{place.address} is for this process; {detail}"
+    return Check("ports", "ok", detail)
 
 
 def host_name(place: MultiWorker | None) -> Check:
@@ -112,25 +88,17 @@ def host_name(place: MultiWorker | None) -> Check:
     gloo, which all-reduces between CPUs of several processes, listens there, regardless of the
     cluster.
     """
-    name = socket.gethostname()
+    name, gloo = socket.gethostname(), "gloo, which all-reduces between CPUs of several processes,"
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        return Check(
-            "host name",
-            "problem" if _has_other_hosts(place) else "warning",
-            f"{name} has no address: {error.strerror}; gloo, which all-reduces between CPUs"
-            " of several processes, needs one",
-            f"Add a line with this machine's address and {name} to /etc/hosts",
-        )
+        detail = f"{name} has no address: {error.strerror}; {gloo} needs one"
+        fix = f"Add a line with this machine's address and {name} to /etc/hosts"
+        return Check("host name", "problem" if _has_other_hosts(place) else "warning", detail, fix)
     if _is_loopback(str(address)) and _has_other_hosts(place):
-        return Check(
-            "host name",
-            "problem",
-            f"{name} is {address}, which other machines cannot reach; gloo, which all-reduces"
-            " between CPUs of several processes, listens there",
-            f"Give {name} in /etc/hosts the address at which the other hosts reach this one",
-        )
+        detail = f"{name} is {address}, which other machines cannot reach; {gloo} listens there"
+        fix = f"Give {name} in /etc/hosts the address at which the other hosts reach this one"
+        return Check("host name", "problem", detail, fix)
     return Check("host name", "ok", f"{name} is {address}")
 
 
@@ -155,16 +123,13 @@ def memory() -> Check:
         return Check("memory", "skipped", "this system does not say how much is free")
     detail = f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB are free"
     numbers = {"total_bytes": total, "available_bytes": available}
-    if available < _LITTLE_MEMORY:
-        return Check(
-            "memory",
-            "warning",
-            detail,
-            "End other programs, or give the container more memory: a process takes 0.4 GiB"
-            " before it has any data",
-            numbers,
-        )
-    return Check("memory", "ok", detail, numbers=numbers)
+    if available >= _LITTLE_MEMORY:
+        return Check("memory", "ok", detail, numbers=numbers)
+    fix = (
+        "End other programs, or give the container more memory: a process takes 0.4 GiB before it"
+        " has any data"
+    )
+    return Check("memory", "warning", detail, fix, numbers)
 
 
 def _memory() -> tuple[int | None, int | None]:
@@ -193,14 +158,10 @@ def allocator(environ: Mapping[str, str]) -> Check:
     missing = {name: text for name, text in ALLOCATOR_SETTINGS.items() if name not in environ}
     if not missing:
         return Check("allocator", "ok", "glibc keeps freed memory for the next step")
-    return Check(
-        "allocator",
-        "warning",
-        "glibc returns the memory that a step frees to the system, so every step has to request it"
-        " again",
-        "Start with `distributary launch`, or export "
-        + " ".join(f"{name}={value}" for name, value in missing.items()),
-    )
+    settings = " ".join(f"{name}={value}" for name, value in missing.items())
+    detail = "glibc returns the memory that a step frees, so every step has to request it again"
+    fix = f"Start with `distributary launch`, or export {settings}"
+    return Check("allocator", "warning", detail, fix)
 
 
 def devices(num_wanted: int) -> Check:
@@ -209,36 +170,29 @@ def devices(num_wanted: int) -> Check:
     Args:
         num_wanted: Number of CPU devices that this process has without those made for the checks.
     """
-    found = [device for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)]
     numbers = [
         {
             "name": short_name(device),
             "kind": device.device_kind,
             "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         }
-        for device in found
+        for kind in ("GPU", "TPU", "CPU")
+        for device in local_devices_of(kind)
     ]
-    texts = [
-        f"{one['name']} {one['kind']}"
-        + (
-            ""
-            if one["memory_bytes"] is None
-            else f" ({one['memory_bytes'] / _GIB:.0f} GiB for JAX)"
-        )
-        for one in numbers
-        if one["kind"] != "cpu"
-    ]
+    texts = []
+    for one in numbers:
+        if one["kind"] != "cpu":
+            size = one["memory_bytes"]
+            memory = "" if size is None else f" ({size / _GIB:.0f} GiB for JAX)"
+            texts.append(f"{one['name']} {one['kind']}{memory}")
+    unused = None if texts else _unused_accelerator()
     num_cpus = len(local_devices_of("CPU"))
     made = f", {num_cpus} for the checks below" if num_cpus != num_wanted else ""
-    texts.append(f"{num_wanted} CPU on {num_cores()} cores{made}")
-    unused = None if len(texts) > 1 else _unused_accelerator()
-    return Check(
-        "devices",
-        "ok" if unused is None else "warning",
-        ", ".join(texts) + ("" if unused is None else f"; {unused[0]}"),
-        None if unused is None else unused[1],
-        {"devices": numbers},
-    )
+    detail = ", ".join([*texts, f"{num_wanted} CPU on {num_cores()} cores{made}"])
+    if unused is None:
+        return Check("devices", "ok", detail, numbers={"devices": numbers})
+    problem, fix = unused
+    return Check("devices", "warning", f"{detail}; {problem}", fix, {"devices": numbers})
 
 
 def _unused_accelerator() -> tuple[str, str] | None:
@@ -249,12 +203,9 @@ def _unused_accelerator() -> tuple[str, str] | None:
         what, extra = "this machine has a TPU", "tpu"
     else:
         return None
-    platforms = os.environ.get("JAX_PLATFORMS")
-    fix = (
-        f"Unset JAX_PLATFORMS, which is {platforms!r}"
-        if platforms
-        else f"pip install 'distributary[{extra}]'"
-    )
+    fix = f"pip install 'distributary[{extra}]'"
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        fix = f"Unset JAX_PLATFORMS, which is {platforms!r}"
     return f"{what}, but JAX does not use it", fix
 
 
@@ -264,9 +215,5 @@ def thread_pool() -> Check:
     detail = f"XLA has {size} threads on {num_cores()} cores for {num_devices} CPU devices"
     if cpu_threads_suffice(num_devices):
         return Check("thread pool", "ok", detail)
-    return Check(
-        "thread pool",
-        "problem",
-        f"{detail}; with so few, devices can wait for each other forever",
-        f"export PJRT_NPROC={2 * num_devices}",
-    )
+    detail += "; with so few, devices can wait for each other forever"
+    return Check("thread pool", "problem", detail, f"export PJRT_NPROC={2 * num_devices}")

@@ -1,13 +1,13 @@
 """A short training: it must learn, replicas must agree, and one device must get the same."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.context import get_replica_context
+from distributary.context import ReplicaContext, get_replica_context
+from distributary.datasets import Dataset
 from distributary.diagnosis._check import Check
 from distributary.gradients import value_and_grad
 from distributary.strategies import OneDeviceStrategy, Strategy
@@ -85,42 +85,33 @@ def _trained(
         biases = [Variable(np.zeros(m, np.float32)) for _, m in sizes]
     variables = [*kernels, *biases]
 
-    def summed_loss(x: Any, y: Any) -> Any:
-        hidden = jax.nn.relu(_product(x, kernels[0]) + biases[0])
-        scores = jax.nn.log_softmax(_product(hidden, kernels[1]) + biases[1])
+    def summed_loss(x: jax.Array, y: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            hidden = jax.nn.relu(x @ kernels[0].value() + biases[0])
+            scores = jax.nn.log_softmax(hidden @ kernels[1].value() + biases[1])
         return -jnp.take_along_axis(scores, y[:, None], axis=1).sum()
 
-    def step(x: Any, y: Any) -> Any:
-        context = get_replica_context()
-        assert context is not None
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
         loss, gradients = value_and_grad(summed_loss, variables)(x, y)
-        loss, gradients = context.all_reduce("SUM", (loss, gradients))
+        loss, gradients = _context().all_reduce("SUM", (loss, gradients))
         for variable, gradient in zip(variables, gradients, strict=True):
             variable.assign_sub(_LEARNING_RATE / batch_size * gradient)
         return loss / batch_size
 
-    def copies() -> Any:
-        context = get_replica_context()
-        assert context is not None
+    def copies() -> jax.Array:
         flat = jnp.concatenate([jnp.ravel(v.value()) for v in variables])
-        return context.all_gather(flat[None], axis=0)
+        return _context().all_gather(flat[None], axis=0)
 
-    own = batch_size // strategy.num_replicas_in_sync
-    losses = []
-    for number in range(_NUM_STEPS):
-        rows = np.arange(number * batch_size, (number + 1) * batch_size) % len(images)
-
-        def part(context: Any, rows: np.ndarray = rows) -> Any:
-            start = context.replica_id_in_sync_group * own
-            return images[rows[start : start + own]], labels[rows[start : start + own]]
-
-        batch = strategy.experimental_distribute_values_from_function(part)
-        losses.append(strategy.run(step, args=batch))
+    examples = Dataset.from_tensor_slices((images, labels)).repeat()
+    batches = strategy.experimental_distribute_dataset(examples.batch(batch_size).take(_NUM_STEPS))
+    losses = [strategy.run(step, args=batch) for batch in batches]
     gathered = np.asarray(strategy.experimental_local_results(strategy.run(copies))[0])
     same = bool((gathered == gathered[0]).all())
     results = [float(np.asarray(strategy.experimental_local_results(loss)[0])) for loss in losses]
     return results, [np.asarray(v.value()) for v in variables], same
 
 
-def _product(x: Any, kernel: Any) -> Any:
-    return jnp.matmul(x, kernel.value(), precision=jax.lax.Precision.HIGHEST)
+def _context() -> ReplicaContext:
+    context = get_replica_context()
+    assert context is not None
+    return context

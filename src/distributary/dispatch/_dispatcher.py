@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import starmap
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import jax
 
+from distributary._types import Nest
 from distributary.dispatch._job_events import job_programs
 from distributary.dispatch._latest import latest_program
 from distributary.errors import InvalidValueError
@@ -62,8 +63,6 @@ class Dispatcher:
         InvalidValueError: if `max_in_flight` is below 1, or is given without a lock.
     """
 
-    __slots__ = ("_lock", "_max_in_flight", "_since_token", "_stride", "_tokens", "bounded")
-
     def __init__(
         self, lock: AbstractContextManager[object] | None, max_in_flight: int | None = None
     ) -> None:
@@ -95,7 +94,7 @@ class Dispatcher:
             self._stride = _stride_of(max_in_flight)
 
     def run(
-        self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Any
+        self, call: Callable[..., _T], token_of: Callable[[_T], jax.Array | None], *args: Nest
     ) -> _T:
         """Dispatches one program; if too many are in flight, waits for an earlier one first.
 
@@ -123,7 +122,7 @@ class Dispatcher:
         made: list[_T],
         call: Callable[..., _T],
         token_of: Callable[[_T], jax.Array | None],
-        args: tuple[Any, ...],
+        args: tuple[Nest, ...],
     ) -> None:
         """Dispatches like `run`, for programs that consume arguments; appends outputs to `made`.
 

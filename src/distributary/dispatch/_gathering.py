@@ -1,12 +1,11 @@
 """Reads arrays that are stored in parts, as a whole."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.dispatch._dispatcher import dispatcher_for
 from distributary.dispatch._job_events import JobEvent, job_programs
@@ -30,5 +29,5 @@ def fetch_whole(stored: jax.Array, shape: Sequence[int]) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=32)
-def _gather_on(mesh: jax.sharding.Mesh) -> Any:
+def _gather_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, P()))

@@ -2,11 +2,14 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from types import FrameType
+from typing import Any, TypeAlias, final
 
 __all__ = ["interrupts"]
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], Any]
 
 
 @final
@@ -17,9 +20,9 @@ class _Interrupts:
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None  # the program's own
+        self._handler: _Handler | None = None  # the program's own
         self._is_held = False
-        self._caught: tuple[Any, ...] | None = None
+        self._caught: tuple[int, FrameType | None] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -38,11 +41,11 @@ class _Interrupts:
                 signal.signal(signal.SIGINT, handler)
             self._handler = None
 
-    def _receive(self, *details: Any) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._is_held:
-            self._caught = details
+            self._caught = number, frame
         else:
-            (self._handler or signal.default_int_handler)(*details)
+            (self._handler or signal.default_int_handler)(number, frame)
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 
@@ -19,8 +20,6 @@ class JobEvent:
         key: Hash of the name and the texts, the same on every worker.
     """
 
-    __slots__ = ("describe", "key", "name")
-
     def __init__(
         self, name: str, describe: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
     ) -> None:
@@ -33,6 +32,7 @@ class JobEvent:
 
 
 @final
+@dataclass(eq=False)
 class JobPrograms:
     """The events of a job, which all workers begin in the same order.
 
@@ -46,16 +46,13 @@ class JobPrograms:
         latest: The last event that was begun, with its values.
     """
 
-    __slots__ = ("_is_alone", "enter", "error", "explain", "latest", "num_meetings", "position")
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.num_meetings = 0
-        self.error: Exception | None = None
-        self.explain: Callable[[Exception], Exception] | None = None
-        self.enter: Callable[[JobEvent, tuple[Any, ...]], None] | None = None
-        self.latest: tuple[str, tuple[Any, ...]] = "the start", ()
-        self._is_alone = False
+    position: int = 0
+    num_meetings: int = 0
+    error: Exception | None = None
+    explain: Callable[[Exception], Exception] | None = None
+    enter: Callable[[JobEvent, tuple[Any, ...]], None] | None = None
+    latest: tuple[str, tuple[Any, ...]] = "the start", ()
+    _is_alone: bool = False
 
     def explained(self, error: Exception) -> Exception:
         """Returns the error to raise for `error`; if another worker caused it, that reason."""

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, final
 
-from distributary.dispatch._timing import ProgramTimer, wait_for_output
+from distributary.dispatch._timing import Output, ProgramTimer, wait_for_output
 
 
 @final
+@dataclass(eq=False)
 class LatestProgram:
     """The program that was dispatched last in this process.
 
@@ -20,15 +22,12 @@ class LatestProgram:
         timer: Timer of programs, while a step is a sample.
     """
 
-    __slots__ = ("blocked_seconds", "count", "dispatched_at", "lock", "output", "timer")
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.count = 0
-        self.output: Any = None
-        self.dispatched_at = 0.0
-        self.blocked_seconds = 0.0
-        self.timer: ProgramTimer | None = None
+    count: int = 0
+    output: Output = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    dispatched_at: float = 0.0
+    blocked_seconds: float = 0.0
+    timer: ProgramTimer | None = None
 
     def wait(self) -> None:
         """Waits until the devices have finished it."""
@@ -43,7 +42,7 @@ class LatestProgram:
         elif timer is not None:
             self.blocked_seconds += timer.start(self.output)
 
-    def end(self, output: Any, result: Any) -> None:
+    def end(self, output: Output, result: Output) -> None:
         """Records a program; call it after the program was dispatched.
 
         Args:
@@ -61,7 +60,8 @@ class LatestProgram:
         """Returns whether the devices are still at work on it."""
         # jaxlib 0.10.2 ends the process if you ask a deleted array whether it is ready.
         with self.lock:
-            output = self.output[0] if isinstance(self.output, list) else self.output
+            # `Any`, because the type of arrays does not have `is_ready`.
+            output: Any = self.output[0] if isinstance(self.output, list) else self.output
             return output is not None and not output.is_deleted() and not output.is_ready()
 
 

@@ -1,12 +1,14 @@
 """The progress of this process, for someone who watches it."""
 
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import final
 
 import jax
 import numpy as np
 
 
 @final
+@dataclass(eq=False)
 class Progress:
     """The progress of this process, for someone who watches it.
 
@@ -17,20 +19,17 @@ class Progress:
         values: Latest numbers of the program itself, such as its loss, by name.
     """
 
-    __slots__ = ("is_watched", "num_examples", "num_steps", "values")
-
-    def __init__(self) -> None:
-        self.is_watched = False
-        self.num_steps = 0
-        self.num_examples = 0
-        self.values: dict[str, float] = {}
+    is_watched: bool = False
+    num_steps: int = 0
+    num_examples: int = 0
+    values: dict[str, float] = field(default_factory=dict)
 
     def add(self, num_steps: int, num_examples: int) -> None:
         """Counts steps."""
         self.num_steps += num_steps
         self.num_examples += num_examples
 
-    def note_logs(self, logs: Any) -> None:
+    def note_logs(self, logs: object) -> None:
         """Takes the numbers from the logs of Keras; they are computed already."""
         if isinstance(logs, dict):
             kinds = (jax.Array, np.ndarray, np.generic, float, int)

@@ -3,13 +3,17 @@
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, final
+from dataclasses import dataclass
+from typing import TypeAlias, final
 
 import jax
 
-__all__ = ["ProfiledSteps", "ProgramTimer", "profiled_steps", "wait_for_output"]
+__all__ = ["Output", "ProfiledSteps", "ProgramTimer", "profiled_steps", "wait_for_output"]
 
 _MAX_PROGRAMS = 16
+
+Output: TypeAlias = jax.Array | list[jax.Array] | None
+"""An array that a program makes, a list with one per replica, or None."""
 
 
 @final
@@ -30,14 +34,14 @@ class ProgramTimer:
         """True after too many programs: the loop has ended without taking its timer away."""
         return not self._num_left
 
-    def start(self, before: Any) -> float:
+    def start(self, before: Output) -> float:
         """Waits for the output of an earlier program; returns the seconds that this took."""
         begin = time.perf_counter()
         wait_for_output(before)
         self._begin = now = time.perf_counter()
         return now - begin
 
-    def stop(self, output: Any) -> float:
+    def stop(self, output: Output) -> float:
         """Waits for the output of the program dispatched since `start`; returns the seconds."""
         begin = time.perf_counter()
         wait_for_output(output)
@@ -49,7 +53,7 @@ class ProgramTimer:
         return end - begin
 
 
-def wait_for_output(output: Any) -> None:
+def wait_for_output(output: Output) -> None:
     """Waits for an array or for all arrays of a list; does nothing for None."""
     # If a program has failed, the error is raised where its output is read.
     with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, ValueError):
@@ -59,6 +63,7 @@ def wait_for_output(output: Any) -> None:
 
 
 @final
+@dataclass(eq=False)
 class ProfiledSteps:
     """A hook through which a profile learns where steps begin.
 
@@ -67,10 +72,7 @@ class ProfiledSteps:
             first step of a loop. None otherwise.
     """
 
-    __slots__ = ("begin_step",)
-
-    def __init__(self) -> None:
-        self.begin_step: Callable[[bool], None] | None = None
+    begin_step: Callable[[bool], None] | None = None
 
 
 profiled_steps = ProfiledSteps()

@@ -1,29 +1,34 @@
 """One path for every step: from a function over a traced program to an executable."""
 
-from distributary.engine._cache import ProgramCache
-from distributary.engine._compiled import (
+from distributary.engine._arguments import (
     is_dynamic,
     placed_struct_of,
-    replica_shardings,
     signature_of,
     split_result,
     struct_of,
 )
+from distributary.engine._cache import ProgramCache
+from distributary.engine._engine import Engine, Programs
 from distributary.engine._function import Function, function
-from distributary.engine._runner import ReplicaRunner
-from distributary.engine._staged import Place, Staged
+from distributary.engine._placement import Placement
+from distributary.engine._several_steps import several_steps
+from distributary.engine._step import RUN, UPDATE, StepKind, traced_replica_id
 
 __all__ = [
+    "RUN",
+    "UPDATE",
+    "Engine",
     "Function",
-    "Place",
+    "Placement",
     "ProgramCache",
-    "ReplicaRunner",
-    "Staged",
+    "Programs",
+    "StepKind",
     "function",
     "is_dynamic",
     "placed_struct_of",
-    "replica_shardings",
+    "several_steps",
     "signature_of",
     "split_result",
     "struct_of",
+    "traced_replica_id",
 ]

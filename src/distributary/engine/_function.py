@@ -10,15 +10,9 @@ import jax
 
 from distributary.context import current_mode, in_default_context
 from distributary.datasets import Dataset, DatasetIterator
+from distributary.engine._arguments import is_dynamic, signature_of, split_result, struct_of
 from distributary.engine._cache import Inner, ProgramCache
-from distributary.engine._compiled import (
-    Compiled,
-    VariableGoneError,
-    is_dynamic,
-    signature_of,
-    split_result,
-    struct_of,
-)
+from distributary.engine._executable import Executable, VariableGoneError
 from distributary.errors import InvalidTypeError
 from distributary.inputs import DistributedInput
 from distributary.tracing import (
@@ -106,7 +100,7 @@ class Function:
         entry = programs.get(key)
         if type(entry) is _Entry:
             try:
-                return entry.compiled([leaves[i] for i in entry.picks])
+                return entry.executable([leaves[i] for i in entry.picks])
             except VariableGoneError:
                 del programs[key]
         try:
@@ -136,7 +130,7 @@ class Function:
             raise LeaveTrace
         if type(entry) is _Entry:
             try:
-                return entry.compiled([*[leaves[i] for i in entry.picks], *feeds.values])
+                return entry.executable([*[leaves[i] for i in entry.picks], *feeds.values])
             except VariableGoneError:
                 pass
         try:
@@ -154,7 +148,7 @@ class Function:
             key = _after(key, outcome)
         self._cache.note_trace(self.python_function, made, key)
         programs[key] = entry
-        return entry.compiled([*[leaves[i] for i in entry.picks], *feeds.values])
+        return entry.executable([*[leaves[i] for i in entry.picks], *feeds.values])
 
     def _on_host(self, args: Any, kwargs: Any) -> Any:
         with self._inner.active():
@@ -191,7 +185,12 @@ class Function:
         program.strategies.clear()  # so that a function does not keep strategies alive
         (rebuild,) = results
         name = getattr(self.python_function, "__name__", repr(self.python_function))
-        return _Entry(owner.extended.runner.compiled(program, rebuild, name), picks)
+        extended = owner.extended
+        title = f"the program of {name}"
+        executable = Executable(
+            program, extended.placement, rebuild, name, title, extended.step_counts
+        )
+        return _Entry(executable, picks)
 
     def __repr__(self) -> str:
         return f"<distributary.function {getattr(self.python_function, '__qualname__', '?')}>"
@@ -201,10 +200,10 @@ class Function:
 class _Entry:
     """A compiled version of a function."""
 
-    __slots__ = ("compiled", "picks")
+    __slots__ = ("executable", "picks")
 
-    def __init__(self, compiled: Compiled, picks: Sequence[int]) -> None:
-        self.compiled = compiled
+    def __init__(self, executable: Executable, picks: Sequence[int]) -> None:
+        self.executable = executable
         self.picks = picks
 
 

@@ -1,13 +1,18 @@
 """Updates of state that is kept in the host memory of the device that computes them."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
 
-from distributary.tracing import Array, in_order_of_outputs, part_of_program, variables_of
+from distributary.tracing import (
+    Array,
+    aval_of,
+    in_order_of_outputs,
+    part_of_program,
+    variables_of,
+)
 
 # This much state may come to the device before the results of earlier state have gone back.
 _PART_BYTES = 1 << 26
@@ -99,7 +104,7 @@ def _parts(eqns: Sequence[Any], state: set[Any], new: set[Any]) -> list[_Part]:
             parts.append(part)
         seen.update(reads)
         part.reads += reads
-        part.num_bytes += sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in reads)
+        part.num_bytes += sum(v.size * v.dtype.itemsize for v in map(aval_of, reads))
         part.eqns.append(eqn)
         part.stores += [v for v in eqn.outvars if v in new]
     return parts

@@ -9,7 +9,8 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.engine._compiled import struct_of
+from distributary.engine._arguments import struct_of
+from distributary.engine._placement import Placement
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import Array, FunctionProgram, ReplicaProgram, cut_around_mesh
 from distributary.xla_cpu import with_cpu_rewrites
@@ -44,9 +45,7 @@ class Staged:
         closed: The program, a closed jaxpr.
         inputs: Places of the inputs.
         outputs: Places where the outputs are wanted.
-        mesh: Mesh of the replicas' devices.
-        home: Sharding of the parameter device.
-        storage: Sharding of the variables there: `home`, or its host memory.
+        placement: The mesh of the replicas, and where the variables lie.
     """
 
     def __init__(
@@ -54,10 +53,12 @@ class Staged:
         closed: Any,
         inputs: Sequence[Place],
         outputs: Sequence[Place],
-        mesh: Any,
-        home: Any,
-        storage: Any,
+        placement: Placement,
     ) -> None:
+        mesh, home, storage = placement.mesh, placement.home, placement.storage
+        assert mesh is not None
+        assert home is not None
+        assert storage is not None
         self._home = home
         self._storage = storage
         self._replicated = NamedSharding(mesh, P())
@@ -200,29 +201,23 @@ def _one_copy(value: Any) -> Any:
 
 @final
 class StagedProgram:
-    """The program of a `Compiled` in two stages, for arguments of one signature.
+    """The program of an `Executable` in two stages, for arguments of one signature.
 
     Args:
         program: The program.
-        stacked: Sharding of `[replica, *shape]`; None with one replica.
-        mesh: Mesh of the replicas' devices.
-        home: Sharding of the parameter device.
-        storage: Sharding of the variables there, see `Staged`.
+        placement: The mesh of the replicas, and where the variables lie.
+        shardings: For every argument, its sharding if it comes as a NumPy array, else None.
     """
 
     def __init__(
         self,
         program: ReplicaProgram | FunctionProgram,
-        stacked: Any,
-        mesh: Any,
-        home: Any,
-        storage: Any,
+        placement: Placement,
+        shardings: Sequence[NamedSharding | None] | None,
     ) -> None:
         self._program = program
-        self._stacked = stacked
-        self._mesh = mesh
-        self._home = home
-        self._storage = storage
+        self._placement = placement
+        self._shardings = shardings
         self._staged: Staged | None = None
         self._tree: Any = None
 
@@ -258,25 +253,30 @@ class StagedProgram:
         args: Sequence[Any],
     ) -> Staged:
         program = self._program
+        stacked, storage = self._placement.stacked, self._placement.storage
         closed, shapes = jax.make_jaxpr(
             lambda *values: program(captures, *values), return_shape=True
         )(*jax.tree.map(struct_of, (written, read_only, list(args))))
         is_function = isinstance(program, FunctionProgram)
+        leaves = jax.tree.leaves(args)
         inputs = [
             *[
-                Place(self._stacked, is_data=True) if handle.per_replica else Place(self._storage)
+                Place(stacked, is_data=True) if handle.per_replica else Place(storage)
                 for handle in (*program.written, *program.read_only)
             ],
-            *[Place(is_data=is_function and jnp.ndim(x) > 0) for x in jax.tree.leaves(args)],
+            *[
+                Place(sharding, is_data=is_function and jnp.ndim(x) > 0)
+                for x, sharding in zip(leaves, self._shardings or [None] * len(leaves), strict=True)
+            ],
         ]
         outputs = [
-            Place(self._stacked if handle.per_replica else self._storage, replaces=i)
+            Place(stacked if handle.per_replica else storage, replaces=i)
             for i, handle in enumerate(program.written)
         ]
         for k, result in enumerate(shapes[1]):
             is_split = isinstance(program, ReplicaProgram) and program.split_outs[k]
-            rows = self._stacked if is_split and not isinstance(result, list) else None
+            rows = stacked if is_split and not isinstance(result, list) else None
             outputs += [Place(rows) for _ in jax.tree.leaves(result)]
         self._tree = jax.tree.structure(shapes)
-        self._staged = Staged(closed, inputs, outputs, self._mesh, self._home, self._storage)
+        self._staged = Staged(closed, inputs, outputs, self._placement)
         return self._staged

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from distributary.checkpoint import PreemptionCheckpointHandler, TerminationConfig
     from distributary.coordinator import ParameterServerStrategy, local_cluster, ray_cluster
     from distributary.datasets import Optional
+    from distributary.experimental import partitioners
     from distributary.monitoring import StatisticsLogger, dashboard, profile
     from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
 
@@ -37,21 +38,22 @@ __all__ = [
 
 
 # Imported on first use, because their modules take a while to import.
-__getattr__ = late_names(
-    __name__,
-    {
-        "MultiWorkerMirroredStrategy": "distributary.strategies",
-        "Optional": "distributary.datasets",
-        "ParameterServerStrategy": "distributary.coordinator",
-        "PreemptionCheckpointHandler": "distributary.checkpoint",
-        "StatisticsLogger": "distributary.monitoring",
-        "TPUStrategy": "distributary.strategies",
-        "TerminationConfig": "distributary.checkpoint",
-        "coordinator": "distributary.coordinator",
-        "dashboard": "distributary.monitoring",
-        "local_cluster": "distributary.coordinator",
-        "partitioners": "distributary.experimental.partitioners",
-        "profile": "distributary.monitoring",
-        "ray_cluster": "distributary.coordinator",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "MultiWorkerMirroredStrategy": "distributary.strategies",
+            "Optional": "distributary.datasets",
+            "ParameterServerStrategy": "distributary.coordinator",
+            "PreemptionCheckpointHandler": "distributary.checkpoint",
+            "StatisticsLogger": "distributary.monitoring",
+            "TPUStrategy": "distributary.strategies",
+            "TerminationConfig": "distributary.checkpoint",
+            "coordinator": "distributary.coordinator",
+            "dashboard": "distributary.monitoring",
+            "local_cluster": "distributary.coordinator",
+            "partitioners": "distributary.experimental.partitioners",
+            "profile": "distributary.monitoring",
+            "ray_cluster": "distributary.coordinator",
+        },
+    )

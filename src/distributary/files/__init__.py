@@ -5,6 +5,7 @@ from distributary.files._array_files import (
     WrittenFile,
     read_rows,
     rows_between,
+    unreadable,
     write_arrays,
 )
 from distributary.files._save_locks import check_free, hold, release
@@ -17,5 +18,6 @@ __all__ = [
     "read_rows",
     "release",
     "rows_between",
+    "unreadable",
     "write_arrays",
 ]

@@ -7,6 +7,8 @@ written, and that the file belongs to the checkpoint.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import math
 import os
@@ -15,14 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import google_crc32c
 import numpy as np
 
 from distributary.errors import CheckpointError
 
-__all__ = ["SavedRows", "WrittenFile", "read_rows", "rows_between", "write_arrays"]
+__all__ = ["SavedRows", "WrittenFile", "read_rows", "rows_between", "unreadable", "write_arrays"]
+
+_Result = TypeVar("_Result")
 
 _PIECE_BYTES = 4 << 20
 _MAX_THREADS = 4
@@ -116,11 +120,13 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> WrittenFile:
             return int(google_crc32c.value(piece))
 
         calls = [
-            (first + described[name]["data_offsets"][0] + low, source[low:high])
+            functools.partial(
+                write, first + described[name]["data_offsets"][0] + low, source[low:high]
+            )
             for name, source in sources.items()
             for low, high in _pieces(source.size)
         ]
-        header = _header(described, _in_threads(write, calls))
+        header = _header(described, _in_threads(calls))
         _write_all(descriptor, np.frombuffer(header, np.uint8), 0)
         os.fsync(descriptor)
     except BaseException:
@@ -152,21 +158,26 @@ def read_rows(
             for array, own in zip(arrays, rows, strict=True):
                 num_rows = array.shape[0] if array.ndim else 1
                 if sum(part.stop - part.start for part in own) != num_rows:
-                    raise _UnreadableError(f"{own} are not the {num_rows} rows of an array")
+                    raise _UnreadableError(f"{own} do not make up the {num_rows} rows of an array")
                 target, row_bytes = _bytes_of(array), array.nbytes // max(1, num_rows)
                 for part in own:
                     key = (part.file, part.checksum)
                     if key not in files:
-                        files[key] = stack.enter_context(_ArrayFile.opened(path, *key))
+                        files[key] = stack.enter_context(_opened(path, *key))
                     size = (part.stop - part.start) * row_bytes
                     calls += files[key].calls(part.name, part.start * row_bytes, target[:size])
                     target = target[size:]
-            _in_threads(_ArrayFile.read_piece, calls)
+            _in_threads(calls)
     except (OSError, _UnreadableError) as error:
-        raise CheckpointError(
-            f"The checkpoint {path} cannot be read: {error}. Restore another checkpoint, or copy"
-            " this one again from where it is whole."
-        ) from None
+        raise unreadable(path, str(error)) from None
+
+
+def unreadable(path: Path, problem: str) -> CheckpointError:
+    """Returns the error about a damaged checkpoint."""
+    return CheckpointError(
+        f"The checkpoint {path} cannot be read: {problem}. Restore another checkpoint, or copy"
+        " this one again from where it is whole."
+    )
 
 
 class _UnreadableError(Exception):
@@ -189,43 +200,16 @@ class _ArrayFile:
         self._descriptor = descriptor
         self._places: dict[str, tuple[int, int, list[int]]] = {}
         digits = header[_METADATA]["crc32c"]
+        starts = range(0, len(digits), _CHECKSUM_DIGITS)
+        checksums = iter([int(digits[i : i + _CHECKSUM_DIGITS], 16) for i in starts])
         for name, described in header.items():
             if name != _METADATA:
                 start, stop = described["data_offsets"]
-                own = digits[: _CHECKSUM_DIGITS * len(_pieces(stop - start))]
-                digits = digits[len(own) :]
-                checksums = [
-                    int(own[i : i + _CHECKSUM_DIGITS], 16)
-                    for i in range(0, len(own), _CHECKSUM_DIGITS)
-                ]
-                self._places[name] = (first + start, stop - start, checksums)
+                own = list(itertools.islice(checksums, len(_pieces(stop - start))))
+                self._places[name] = (first + start, stop - start, own)
 
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls, path: Path, file: str, checksum: int) -> Iterator["_ArrayFile"]:
-        """Opens the file with this name and checksum in the folder of a checkpoint."""
-        if not _FILE.fullmatch(file):  # another name could lead out of the folder
-            raise _UnreadableError(f"{file!r} is no file of a checkpoint")
-        try:
-            descriptor = os.open(path / file, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise _UnreadableError(f"its file {file} is missing") from None
-        try:
-            num_bytes = os.fstat(descriptor).st_size
-            length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
-            first = _LENGTH_BYTES + length
-            header = os.pread(descriptor, first, 0) if first <= num_bytes else b""
-            if google_crc32c.value(header) != checksum:
-                raise _UnreadableError(
-                    f"its file {file} is damaged, or that of another checkpoint: the first bytes"
-                    " do not have the checksum that was saved"
-                )
-            yield cls(file, descriptor, json.loads(header[_LENGTH_BYTES:]), first)
-        finally:
-            os.close(descriptor)
-
-    def calls(self, name: str, start: int, target: np.ndarray) -> list[tuple[Any, ...]]:
-        """Returns arguments of `read_piece` that fill a target with bytes of an array."""
+    def calls(self, name: str, start: int, target: np.ndarray) -> list[Callable[[], None]]:
+        """Returns calls that fill a target with bytes of an array, from `start` on."""
         if name not in self._places:
             raise _UnreadableError(f"its file {self._file} has no array {name!r}")
         first, size, checksums = self._places[name]
@@ -235,34 +219,52 @@ class _ArrayFile:
                 f"{name!r} in its file {self._file} has {size} bytes, of which {start} to {stop}"
                 " are needed"
             )
+
+        def read_piece(low: int, high: int, checksum: int) -> None:
+            """Reads and checks bytes `low` to `high` of the array, and copies the wanted ones."""
+            is_wanted = start <= low and high <= stop
+            piece = (
+                target[low - start : high - start] if is_wanted else np.empty(high - low, np.uint8)
+            )
+            num_read = _read_all(self._descriptor, piece, first + low)
+            if num_read != piece.size or google_crc32c.value(piece) != checksum:
+                raise _UnreadableError(
+                    f"its file {self._file} is damaged: bytes {first + low} to {first + high}, of"
+                    f" {name!r}, do not have the checksum that was saved"
+                )
+            if not is_wanted:
+                from_, to = max(low, start), min(high, stop)
+                target[from_ - start : to - start] = piece[from_ - low : to - low]
+
         return [
-            (self, name, first, low, high, checksum, start, target)
+            functools.partial(read_piece, low, high, checksum)
             for (low, high), checksum in zip(_pieces(size), checksums, strict=True)
             if low < stop and start < high
         ]
 
-    def read_piece(
-        self,
-        name: str,
-        first: int,
-        low: int,
-        high: int,
-        checksum: int,
-        start: int,
-        target: np.ndarray,
-    ) -> None:
-        """Reads and checks bytes `low` to `high` of an array, and copies the wanted ones."""
-        is_wanted = start <= low and high <= start + target.size
-        piece = target[low - start : high - start] if is_wanted else np.empty(high - low, np.uint8)
-        num_read = _read_all(self._descriptor, piece, first + low)
-        if num_read != piece.size or google_crc32c.value(piece) != checksum:
+
+@contextlib.contextmanager
+def _opened(path: Path, file: str, checksum: int) -> Iterator[_ArrayFile]:
+    """Opens the file with this name and checksum in the folder of a checkpoint."""
+    if not _FILE.fullmatch(file):  # another name could lead out of the folder
+        raise _UnreadableError(f"{file!r} is not the name of a file of a checkpoint")
+    try:
+        descriptor = os.open(path / file, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _UnreadableError(f"its file {file} is missing") from None
+    try:
+        num_bytes = os.fstat(descriptor).st_size
+        length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+        first = _LENGTH_BYTES + length
+        header = os.pread(descriptor, first, 0) if first <= num_bytes else b""
+        if google_crc32c.value(header) != checksum:
             raise _UnreadableError(
-                f"its file {self._file} is damaged: bytes {first + low} to {first + high}, of"
-                f" {name!r}, do not have the checksum that was saved"
+                f"its file {file} is damaged, or that of another checkpoint: the first bytes do not"
+                " have the checksum that was saved"
             )
-        if not is_wanted:
-            from_, to = max(low, start), min(high, start + target.size)
-            target[from_ - start : to - start] = piece[from_ - low : to - low]
+        yield _ArrayFile(file, descriptor, json.loads(header[_LENGTH_BYTES:]), first)
+    finally:
+        os.close(descriptor)
 
 
 def _header(described: Mapping[str, Any], checksums: Iterable[int]) -> bytes:
@@ -288,11 +290,11 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return [(low, min(low + _PIECE_BYTES, size)) for low in range(0, size, _PIECE_BYTES)]
 
 
-def _in_threads(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+def _in_threads(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
     if len(calls) <= 1:
-        return [function(*call) for call in calls]
+        return [call() for call in calls]
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        return list(threads.map(lambda call: function(*call), calls))
+        return list(threads.map(lambda call: call(), calls))
 
 
 def _write_all(descriptor: int, data: np.ndarray, start: int) -> None:

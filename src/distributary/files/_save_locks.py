@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from distributary.errors import CheckpointError
@@ -29,10 +30,18 @@ _SECONDS_BETWEEN_TRIES = 0.05
 # Each lock needs a file descriptor, and a process often has only 1024.
 _MAX_SINGLE = 64
 
-# Open descriptors, by file. Closing one releases its lock.
-_of_series: dict[Path, int] = {}
-_of_single: dict[Path, int] = {}
 _lock = threading.Lock()
+
+
+@dataclass
+class _Held:
+    """A lock of this process. Closing its descriptor releases it."""
+
+    descriptor: int
+    is_series: bool
+
+
+_held: dict[Path, _Held] = {}  # by file
 
 
 def hold(directory: Path, name: str, is_series: bool) -> None:
@@ -49,27 +58,26 @@ def hold(directory: Path, name: str, is_series: bool) -> None:
     """
     file = _file(directory, name)
     with _lock:
-        for held in (_of_series, _of_single):
-            if file in held and not _is_at(file, held[file]):  # the file has been removed
-                os.close(held.pop(file))
-        if file in _of_series:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _of_single.pop(file, None)
-        if descriptor is None:
-            descriptor = _acquired(file)
-        (_of_series if is_series else _of_single)[file] = descriptor
-        while len(_of_single) > _MAX_SINGLE:
-            _remove(_of_single, next(iter(_of_single)))
+        held = _held.pop(file, None)
+        if held is not None and not _is_at(file, held.descriptor):  # the file has been removed
+            os.close(held.descriptor)
+            held = None
+        if held is None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            held = _Held(_acquired(file), is_series)
+        held.is_series = held.is_series or is_series
+        _held[file] = held
+        single = [file for file, held in _held.items() if not held.is_series]
+        for oldest in single[:-_MAX_SINGLE]:
+            _remove(oldest)
 
 
 def release(directory: Path, name: str) -> None:
     """Releases the lock of a name, so that other processes can save under it."""
     file = _file(directory, name)
     with _lock:
-        for held in (_of_series, _of_single):
-            if file in held:
-                _remove(held, file)
+        if file in _held:
+            _remove(file)
 
 
 def check_free(directory: Path, name: str) -> None:
@@ -80,7 +88,7 @@ def check_free(directory: Path, name: str) -> None:
     """
     file = _file(directory, name)
     with _lock:
-        if file in _of_series or file in _of_single:
+        if file in _held:
             return
         try:
             descriptor = _opened(file, os.O_RDWR)
@@ -166,8 +174,8 @@ def _is_at(file: Path, descriptor: int) -> bool:
         return False
 
 
-def _remove(held: dict[Path, int], file: Path) -> None:
-    descriptor = held.pop(file)
+def _remove(file: Path) -> None:
+    descriptor = _held.pop(file).descriptor
     with contextlib.suppress(OSError):
         if _is_at(file, descriptor):
             file.unlink()
@@ -176,18 +184,16 @@ def _remove(held: dict[Path, int], file: Path) -> None:
 
 @atexit.register
 def _release_all() -> None:
-    for held in (_of_series, _of_single):
-        for file in list(held):
-            _remove(held, file)
+    for file in list(_held):
+        _remove(file)
 
 
 def _leave_to_parent() -> None:
     """Forgets the locks in a forked process: they belong to its parent."""
     global _lock
     _lock = threading.Lock()
-    for held in (_of_series, _of_single):
-        while held:
-            os.close(held.popitem()[1])
+    while _held:
+        os.close(_held.popitem()[1].descriptor)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from distributary._types import Nest
 from distributary.engine import function
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.gradients._tape import GradientTape
@@ -15,7 +16,7 @@ from distributary.variables import as_variable
 
 
 def value_and_grad(
-    fn: Callable[..., Any], variables: Any, has_aux: bool = False
+    fn: Callable[..., Any], variables: Nest, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function that computes `fn` and its gradient with respect to `variables`.
 
@@ -60,7 +61,7 @@ def value_and_grad(
     return call
 
 
-def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Callable[..., Any]:
+def grad(fn: Callable[..., Any], variables: Nest, has_aux: bool = False) -> Callable[..., Any]:
     """Returns a function that computes the gradient of `fn` with respect to `variables`.
 
     Like `value_and_grad`, but the function returns `gradients`, or `(gradients, aux)` with
@@ -78,7 +79,7 @@ def grad(fn: Callable[..., Any], variables: Any, has_aux: bool = False) -> Calla
     return call
 
 
-def _check_variables(variables: Any) -> None:
+def _check_variables(variables: Nest) -> None:
     leaves = jax.tree.leaves(variables)
     for leaf in leaves:
         if as_variable(leaf) is None:
@@ -94,7 +95,7 @@ def _check_variables(variables: Any) -> None:
             )
 
 
-def _scalar(result: Any, has_aux: bool) -> Any:
+def _scalar(result: Nest, has_aux: bool) -> jax.Array:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise InvalidTypeError(
             f"value_and_grad: with has_aux=True the function must return (value, aux), got"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distributary._types import Nest
 from distributary.context import Mode, ReplicaContext, current_mode, get_replica_context, pop, push
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import Array
@@ -91,11 +92,11 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     return of_global_batch
 
 
-def _part(result: Array, context: Any) -> Array:
+def _part(result: Array, context: ReplicaContext) -> Array:
     return result / context.num_replicas_in_sync
 
 
-def _num_rows(name: str, args: Any) -> int:
+def _num_rows(name: str, args: Nest) -> int:
     sizes = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args) if jnp.ndim(leaf)}
     if len(sizes) != 1:
         found = f"arrays of {sorted(sizes)} rows" if sizes else "no array"

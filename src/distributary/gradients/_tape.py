@@ -8,6 +8,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
+from distributary._types import Nest
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -94,7 +95,7 @@ class GradientTape:
         self._scope.mark_tape(self._record.number, "stop")
         self._recording = False
 
-    def watch(self, tensor: Any) -> None:
+    def watch(self, tensor: Nest) -> None:
         """Watches an array or variable, or a nest of them.
 
         You need to watch variables that are not trainable. Arrays need not be watched.
@@ -163,11 +164,11 @@ class GradientTape:
 
     def gradient(
         self,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        unconnected_gradients: Any = UnconnectedGradients.NONE,
-    ) -> Any:
+        target: Nest,
+        sources: Nest,
+        output_gradients: Nest = None,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+    ) -> Nest:
         """Returns the gradient of the sum of `target` with respect to `sources`.
 
         Args:
@@ -207,35 +208,21 @@ class GradientTape:
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
-        order: list[tuple[str, Any]] = []
-        arrays: list[Any] = []
-        variables: list[Variable | ForeignVariable] = []
-        for leaf in leaves:
-            variable = as_variable(leaf)
-            if variable is not None:
-                if self._watches(variable) and jnp.issubdtype(variable.dtype, jnp.inexact):
-                    known = [v is variable for v in variables]
-                    order.append(("variable", known.index(True) if any(known) else len(variables)))
-                    if not any(known):
-                        variables.append(variable)
-                else:
-                    order.append(("none", None))
-            elif isinstance(leaf, jax.Array):
-                order.append(("array", len(arrays)))
-                arrays.append(leaf)
-            elif isinstance(leaf, float):
-                order.append(("none", None))
-            else:
-                raise InvalidTypeError(
-                    f"GradientTape.gradient: source {leaf!r} is a {type(leaf).__name__}, expected"
-                    " variables and arrays."
-                )
-        handles = [variable._handle for variable in variables]
+        differentiated = [self._differentiated(leaf) for leaf in leaves]
+        arrays = [source for source in differentiated if isinstance(source, jax.Array)]
+        variables = {  # by identity: a source that is given twice is one
+            id(source): source
+            for source in differentiated
+            if source is not None and not isinstance(source, jax.Array)
+        }
+        handles = [variable._handle for variable in variables.values()]
         results = scope.gradient(record, targets, seeds, arrays, handles)
-        by_kind = {"array": results[: len(arrays)], "variable": results[len(arrays) :]}
+        of_arrays = iter(results[: len(arrays)])
+        of_variables = dict(zip(variables, results[len(arrays) :], strict=True))
         gradients = []
-        for leaf, (kind, index) in zip(leaves, order, strict=True):
-            gradient = None if kind == "none" else by_kind[kind][index]
+        for leaf, source in zip(leaves, differentiated, strict=True):
+            is_array = isinstance(source, jax.Array)
+            gradient = next(of_arrays) if is_array else of_variables.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
             if gradient is None and zero:
@@ -243,8 +230,23 @@ class GradientTape:
             gradients.append(gradient)
         return jax.tree.unflatten(tree, gradients)
 
+    def _differentiated(self, leaf: Any) -> jax.Array | Variable | ForeignVariable | None:
+        """Returns the array or variable of a source; None if its gradient is None."""
+        variable = as_variable(leaf)
+        if variable is not None:
+            is_inexact = jnp.issubdtype(variable.dtype, jnp.inexact)
+            return variable if is_inexact and self._watches(variable) else None
+        if isinstance(leaf, jax.Array):
+            return leaf
+        if isinstance(leaf, float):
+            return None
+        raise InvalidTypeError(
+            f"GradientTape.gradient: source {leaf!r} is a {type(leaf).__name__}, expected"
+            " variables and arrays."
+        )
 
-def _target(leaf: Any) -> Any:
+
+def _target(leaf: object) -> jax.Array:
     if not isinstance(leaf, (jax.Array, Variable, float)):
         raise InvalidTypeError(
             f"GradientTape.gradient: target {leaf!r} is a {type(leaf).__name__}, expected an array."
@@ -258,7 +260,7 @@ def _target(leaf: Any) -> Any:
     return array
 
 
-def _seeds(output_gradients: Any, targets: Sequence[Any]) -> list[Any]:
+def _seeds(output_gradients: Nest, targets: Sequence[jax.Array]) -> list[jax.Array]:
     if output_gradients is None:
         return [jnp.ones_like(target) for target in targets]
     given = jax.tree.leaves(output_gradients, is_leaf=lambda x: x is None)

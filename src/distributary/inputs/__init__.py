@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         DistributedIterator,
         PerReplicaSpec,
     )
-    from distributary.inputs._sources import Batches, Elements, checked
+    from distributary.inputs._step_data import Batches, Elements, checked
 
 __all__ = [
     "Batches",
@@ -33,16 +33,17 @@ __all__ = [
 ]
 
 # Imported on first use: many programs never distribute a dataset, and importing takes a while.
-__getattr__ = late_names(
-    __name__,
-    {
-        "Batches": "_sources",
-        "Coworkers": "_coworkers",
-        "DistributedDataset": "_distributed_dataset",
-        "DistributedIterator": "_distributed_dataset",
-        "Elements": "_sources",
-        "PerReplicaSpec": "_distributed_dataset",
-        "checked": "_sources",
-        "spec_of": "_coworkers",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "Batches": "_step_data",
+            "Coworkers": "_coworkers",
+            "DistributedDataset": "_distributed_dataset",
+            "DistributedIterator": "_distributed_dataset",
+            "Elements": "_step_data",
+            "PerReplicaSpec": "_distributed_dataset",
+            "checked": "_step_data",
+            "spec_of": "_coworkers",
+        },
+    )

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+from jax.tree_util import PyTreeDef
 
+from distributary._types import Nest
 from distributary.errors import InvalidValueError, ReplicaMismatchError
-from distributary.inputs._coworkers import Coworkers, Leaves, parts_of
+from distributary.inputs._coworkers import Coworkers, Leaves, parts_of, signature_of_specs
+from distributary.inputs._step_data import StepData
 
 # A number of consecutive steps, None for no end, and their signature.
 SignedRun = tuple[int | None, str]
@@ -28,7 +31,7 @@ class Ready:
     """
 
     signature: str
-    tree: Any
+    tree: PyTreeDef
     parts: Callable[[], Iterable[Any]]
     values: Any
 
@@ -42,33 +45,30 @@ class AgreedSteps:
     no data left get parts without rows.
 
     Args:
+        source: The data of this worker.
         coworkers: All workers that take the steps.
         place: Name of the pass.
         number: Number of the first step.
-        runs: The signatures of all steps of this worker; None if only reading would tell.
-        spec: Returns the spec of a part; called if this worker has no part.
         finish: Turns the parts of all replicas, on every worker, into the values of a step.
     """
 
     def __init__(
         self,
+        source: StepData,
         coworkers: Coworkers,
         place: str,
         number: int,
-        runs: list[SignedRun] | None,
-        spec: Callable[[], Any],
-        finish: Callable[[list[Any]], Any],
+        finish: Callable[[list[Nest]], Any],
     ) -> None:
+        self._source = source
         self._coworkers = coworkers
         self._job = coworkers.job
         self._place = place
         self._first = self._number = number
-        self._runs = runs
-        self._spec = spec
         self._finish = finish
         self._began = False
         self._known: list[Iterator[str]] | None = None
-        self._tree: Any = None
+        self._tree: PyTreeDef = None
         self._over = False
 
     def next(self, take: Callable[[], Ready]) -> Any:
@@ -110,9 +110,15 @@ class AgreedSteps:
 
     def _begin(self) -> None:
         self._began = True
-        runs = self._job.agree(f"the start of {self._place}", lambda: self._runs)
-        if None not in runs:
-            self._known = [_signatures(own, self._first) for own in runs]
+        told = self._job.agree(f"the start of {self._place}", self._signed_runs)
+        if None not in told:
+            self._known = [_signatures(runs, self._first) for runs in told]
+
+    def _signed_runs(self) -> list[SignedRun] | None:
+        runs = self._source.runs()
+        if runs is None:
+            return None
+        return [(count, signature_of_specs(parts)) for count, parts in runs]
 
     def _check_known(self, own: str, announced: str) -> None:
         if own != announced:
@@ -155,7 +161,7 @@ class AgreedSteps:
         )
 
     def _find_tree(self) -> None:
-        self._tree = jax.tree.structure(self._spec())
+        self._tree = jax.tree.structure(self._source.spec())
 
     def _without_rows(self, leaves: Leaves) -> Leaves:
         if any(not shape for _, shape in leaves):

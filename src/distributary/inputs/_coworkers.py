@@ -4,12 +4,15 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
+from numpy.typing import DTypeLike
 
+from distributary._types import Nest
 from distributary.dispatch import JobEvent, dispatcher_for, job_programs
 from distributary.errors import ReplicaMismatchError
 from distributary.job import Consensus
@@ -69,7 +72,7 @@ class Coworkers:
 
 
 @functools.lru_cache(maxsize=8)
-def _cutter(mesh: Any) -> Callable[..., list[jax.Array]]:
+def _cutter(mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.jit(_cut, static_argnums=1, out_shardings=replicated)
 
@@ -78,13 +81,13 @@ def _cut(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     return [rows[(i, *map(slice, shape))] for i, shape in enumerate(shapes)]
 
 
-Shape = tuple[int, ...]
-# Dtype and shape of every leaf.
-Leaves = tuple[tuple[str, Shape], ...]
+Shape: TypeAlias = tuple[int, ...]
+Leaves: TypeAlias = tuple[tuple[str, Shape], ...]
+"""Dtype and shape of every leaf."""
 
 
 @functools.lru_cache(maxsize=1024)
-def signature(tree: Any, parts: tuple[tuple[tuple[Any, Shape], ...], ...]) -> str:
+def signature(tree: PyTreeDef, parts: tuple[tuple[tuple[Any, Shape], ...], ...]) -> str:
     """Returns the shapes of a worker's part of a step, as text.
 
     Args:
@@ -100,7 +103,7 @@ def spec_of(value: Any) -> tuple[str, Shape]:
     return _dtype_name(jnp.result_type(value)), np.shape(value)
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     # Devices may hold a shorter dtype.
     return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
@@ -112,7 +115,7 @@ def parts_of(text: str) -> tuple[str, tuple[Leaves, ...]]:
     return tree, tuple(tuple((dtype, tuple(shape)) for dtype, shape in leaves) for leaves in parts)
 
 
-def signature_of_specs(parts: Sequence[Any]) -> str:
+def signature_of_specs(parts: Sequence[Nest]) -> str:
     """Returns the signature of the replicas' parts, given as nests of `TensorSpec`."""
     flat = [jax.tree.flatten(part) for part in parts]
     return signature(

@@ -5,35 +5,37 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
+from distributary._types import Nest
 from distributary.datasets import (
     INFINITE_CARDINALITY,
-    Optional,
+    Node,
+    PassIterator,
     Prefetched,
     TensorSpec,
     WorkerBatch,
     WorkerShare,
-    go_to,
-    next_as_optional,
-    next_or_out_of_range,
-    restored,
     split_rows,
-    state_of,
 )
 from distributary.dispatch import JobEvent, job_programs, progress
 from distributary.errors import DistributaryWarning, InvalidValueError, ReplicaMismatchError
 from distributary.inputs._agreed_steps import AgreedSteps, Ready
 from distributary.inputs._contexts import DistributedInput
-from distributary.inputs._coworkers import signature, signature_of_specs
-from distributary.inputs._sources import Batches, Elements
+from distributary.inputs._coworkers import signature
 from distributary.inputs._statistics import Loop, StepCounts
+from distributary.inputs._step_data import StepData
 from distributary.topology import local_copy
 from distributary.tracing import refuse_in_trace, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
+
+Array: TypeAlias = np.ndarray | jax.Array
+Given: TypeAlias = WorkerBatch | list[Nest]
+"""A worker's data for a step: its rows of a global batch, or one element per replica."""
 
 
 class Placer(Protocol):
@@ -41,9 +43,9 @@ class Placer(Protocol):
 
     def place_rows(self, value: PerReplica) -> PerReplica: ...
 
-    def place_components(self, values: Any) -> PerReplica: ...
+    def place_components(self, values: Sequence[Any]) -> PerReplica: ...
 
-    def place_alone(self, value: Any) -> Any: ...
+    def place_alone(self, value: Nest) -> Nest: ...
 
 
 @final
@@ -80,7 +82,7 @@ class DistributedDataset(DistributedInput):
 
     def __init__(
         self,
-        source: Batches | Elements,
+        source: StepData,
         placer: Placer | None,
         share: WorkerShare,
         depth: int,
@@ -100,7 +102,7 @@ class DistributedDataset(DistributedInput):
         return self._source.cardinality()
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """Nest of `PerReplicaSpec`, or of `TensorSpec` with one replica.
 
         Dim 0 is None if some parts of a batch may have fewer rows than others. It is known only if
@@ -111,7 +113,7 @@ class DistributedDataset(DistributedInput):
         # A worker that runs out of data gets parts without rows.
         may_end = self._source.coworkers is not None and self.cardinality != INFINITE_CARDINALITY
 
-        def distributed(spec: TensorSpec) -> Any:
+        def distributed(spec: TensorSpec) -> TensorSpec | PerReplicaSpec:
             size = spec.shape[0] if spec.shape else None
             if self._source.is_global:
                 even = size is not None and size % share.num_replicas == 0
@@ -122,15 +124,11 @@ class DistributedDataset(DistributedInput):
             parts = [TensorSpec(own, spec.dtype)] * share.replicas_per_worker
             return parts[0] if share.num_replicas == 1 else PerReplicaSpec(tuple(parts))
 
-        spec = self._source.spec()
-        return jax.tree.map(distributed, spec, is_leaf=lambda x: isinstance(x, TensorSpec))
+        return jax.tree.map(distributed, self._source.spec())
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any]) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every step's values."""
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
+        return functools.reduce(reduce_func, self, initial_state)
 
     def __iter__(self) -> "DistributedIterator":
         _check_not_traced()
@@ -166,7 +164,7 @@ class DistributedDataset(DistributedInput):
 
     # For the iterator
 
-    def num_examples(self, values: Any) -> int:
+    def num_examples(self, values: Nest) -> int:
         """Returns the number of rows that the replicas of this process have in a step's values."""
         leaf = _first_leaf(values)
         if not isinstance(leaf, PerReplica):
@@ -176,8 +174,8 @@ class DistributedDataset(DistributedInput):
         rows = _first_leaf(leaf.payload).shape
         return self.share.replicas_per_worker * (rows[1] if len(rows) > 1 else 1)
 
-    def _distribute(self, given: Any) -> Any:
-        """Returns the values of a step from a worker's batch, or from a list of elements."""
+    def _distribute(self, given: Given) -> Nest:
+        """Returns the values of a step."""
         num_replicas = self.share.replicas_per_worker
         if isinstance(given, WorkerBatch):
             if self.share.num_replicas == 1:
@@ -186,7 +184,7 @@ class DistributedDataset(DistributedInput):
                 size = given.sizes[0]
                 place = self._placer.place_rows
 
-                def placed(rows: Any) -> Any:
+                def placed(rows: Array) -> PerReplica:
                     stacked = rows.reshape(num_replicas, size, *rows.shape[1:])
                     return place(PerReplica.from_stacked(stacked, num_replicas))
 
@@ -207,7 +205,7 @@ class DistributedDataset(DistributedInput):
             return self._placer.place_components(value.values)
         return self._placer.place_rows(stacked)
 
-    def _alone(self, rows: Any) -> Any:
+    def _alone(self, rows: Nest) -> Nest:
         return rows if self._placer is None else self._placer.place_alone(rows)
 
 
@@ -221,14 +219,14 @@ def _check_not_traced() -> None:
     )
 
 
-def _first_leaf(nest: Any) -> Any:
+def _first_leaf(nest: Nest) -> Any:
     # Called in every step; jax.tree.leaves takes several times as long.
     while isinstance(nest, (tuple, list, dict)):
         nest = next(iter(nest.values())) if isinstance(nest, dict) else nest[0]
     return nest
 
 
-def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
+def _flat(parts: Sequence[Nest]) -> tuple[list[list[Any]], PyTreeDef]:
     """Returns the leaves of the replicas' parts, and their common structure."""
     flat = [jax.tree.flatten(part) for part in parts]
     tree = flat[0][1]
@@ -241,7 +239,7 @@ def _flat(parts: Sequence[Any]) -> tuple[list[list[Any]], Any]:
     return [leaves for leaves, _ in flat], tree
 
 
-def _ready(place: Callable[[Any], Any], given: Any) -> Ready:
+def _ready(place: Callable[[Given], Any], given: Given) -> Ready:
     """Returns this worker's data for a step, placed as if all workers had the same shapes."""
     if isinstance(given, WorkerBatch):
         leaves, tree = jax.tree.flatten(given.rows)
@@ -257,19 +255,19 @@ def _ready(place: Callable[[Any], Any], given: Any) -> Ready:
     return Ready(signature(tree, tuple(shapes)), tree, parts, values)
 
 
-def _per_replica(parts: list[Any]) -> Any:
+def _per_replica(parts: list[Nest]) -> Nest:
     """Returns the values of an uneven step, from the parts of all replicas."""
     return jax.tree.map(lambda *components: PerReplica(components), *parts)
 
 
-def _undivided(given: Any) -> Any:
-    """Returns all replicas' rows of a step from a worker's batch, or from a list of elements."""
+def _undivided(given: Given) -> Nest:
+    """Returns all replicas' rows of a step."""
     if isinstance(given, WorkerBatch):
         return given.rows
     return jax.tree.map(lambda *own: np.concatenate([local_copy(part) for part in own]), *given)
 
 
-def _worker_batch(given: Any) -> WorkerBatch:
+def _worker_batch(given: Given) -> WorkerBatch:
     """Returns the rows like `_undivided`, together with the sizes of the parts."""
     if isinstance(given, WorkerBatch):
         return given
@@ -280,8 +278,14 @@ _NEXT = JobEvent("the next step of a distributed dataset")
 
 
 @final
-class DistributedIterator(DistributedInput):
+class DistributedIterator(PassIterator, DistributedInput):
     """An iterator over a `DistributedDataset`.
+
+    Args:
+        dataset: The dataset.
+        number: Number of the pass.
+        place: Turns a worker's data for a step into the values of the step.
+        join: Does the same for the parts of all replicas, if their shapes differ between workers.
 
     Source: `tf.distribute.DistributedIterator`.
     """
@@ -290,21 +294,20 @@ class DistributedIterator(DistributedInput):
         self,
         dataset: DistributedDataset,
         number: int,
-        place: Callable[[Any], Any],
-        join: Callable[[list[Any]], Any],
+        place: Callable[[Given], Any],
+        join: Callable[[list[Nest]], Any],
     ) -> None:
+        super().__init__(number)
         self._dataset = dataset
-        self._number = number
         self._place = place
         self._join = join
         self._agreed: AgreedSteps | None = None
-        self._position = 0
         self._loop = Loop(dataset.counts)
-        self._steps: Any = None
+        self._steps: Any = None  # an iterator, once the pass has begun
         self._prefetched: Prefetched | None = None
 
-    def __iter__(self) -> "DistributedIterator":
-        return self
+    def current_node(self) -> Node:
+        return self._dataset._source.node
 
     def __next__(self) -> Any:
         _check_not_traced()
@@ -331,17 +334,11 @@ class DistributedIterator(DistributedInput):
         self._loop.waiting(time.perf_counter() - begin)
         return values
 
-    def _start(self, stream: Iterator[Any]) -> None:
+    def _start(self, stream: Iterator[Given]) -> None:
         source, place = self._dataset._source, self._place
         if source.coworkers is not None:
-            runs = source.runs()
             self._agreed = AgreedSteps(
-                source.coworkers,
-                self._pass_name(),
-                self._position,
-                runs and [(count, signature_of_specs(parts)) for count, parts in runs],
-                source.spec,
-                self._join,
+                source, source.coworkers, self._pass_name(), self._position, self._join
             )
             place = functools.partial(_ready, place)
         self._steps = map(place, stream)
@@ -363,29 +360,10 @@ class DistributedIterator(DistributedInput):
         """Returns `next(iterator)`."""
         return next(self)
 
-    def get_next(self) -> Any:
-        """Returns the values of the next step.
-
-        Raises:
-            OutOfRangeError: at the end; it is also a `StopIteration`.
-        """
-        return next_or_out_of_range(self)
-
-    def get_next_as_optional(self) -> Optional:
-        """Returns the values of the next step as an `Optional`, without a value at the end."""
-        return next_as_optional(self)
-
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Nest:
         """Specs of the values, see `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position for `set_state`, as a small dict of numbers and strings.
-
-        It counts the batches that you were given, not those that were made ahead of time.
-        """
-        return state_of(self._dataset._source.node, self._number, self._position)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of an iterator over the same dataset, also from another process.
@@ -397,17 +375,15 @@ class DistributedIterator(DistributedInput):
             InvalidValueError: if the state belongs to another dataset.
         """
         source = self._dataset._source
-        node, self._number, self._position = restored(source.node, state)
-        source.node = node
+        source.node = self.take_state(state)
         self._dataset._num_passes = self._number + 1
         stream = source.stream((self._number,))
-        coworkers = source.coworkers
-        if coworkers is None:
-            go_to(self._position, stream.advance)
-        else:
+        advance, coworkers = stream.advance, source.coworkers
+        if coworkers is not None:
             where = f"position {self._position} of {self._pass_name()}"
-            advance = lambda count: max(coworkers.job.agree(where, lambda: stream.advance(count)))
-            go_to(self._position, advance)
+            job = coworkers.job
+            advance = lambda count: max(job.agree(where, lambda: stream.advance(count)))
+        self.go_to_position(advance)
         self.close()
         self._start(stream)
 

@@ -4,7 +4,7 @@ Every conversation is a `Channel`. `connect` lets the workers meet, starts `Live
 `Consensus`, with which everything above this package agrees on something on the host.
 """
 
-from distributary.job._channel import Channel, ChannelClosedError, Message
+from distributary.job._channel import Channel, ChannelClosedError, Message, connected
 from distributary.job._connection import connect
 from distributary.job._consensus import Consensus, consensus
 from distributary.job._copies import copies
@@ -19,6 +19,7 @@ __all__ = [
     "Message",
     "Reception",
     "connect",
+    "connected",
     "consensus",
     "copies",
     "is_proof",

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import final
 
-from distributary.job._places import Places, stack_of
+from distributary.job._places import Places, call_at, is_between_calls, is_waiting, stack_of
 from distributary.job._waits import (
     Kind,
     Wait,
@@ -70,15 +70,13 @@ _LOCKS = frozenset({"__enter__", "acquire", "get", "with"})
 _SLEEPS = frozenset({"poll", "select", "sleep"})
 _SAME_END_SECONDS = 0.005  # between the ends of a wait that a signal has interrupted
 _OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_LIBRARIES = tuple(
-    {
-        os.path.join(path, "")
-        for path in (
-            *map(sysconfig.get_paths().get, ("stdlib", "platstdlib", "purelib", "platlib")),
-            _OWN_FOLDER,
-        )
-        if path
-    }
+_LIBRARIES = (
+    _OWN_FOLDER,
+    "<frozen ",
+    *(
+        os.path.join(sysconfig.get_path(name), "")
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ),
 )
 
 
@@ -198,17 +196,18 @@ class Activity:
         self, ignored: Collection[int], tree: Collection[int], seconds: float | None
     ) -> tuple[bool, bool]:
         """Returns whether a thread of Python moves, and whether a child could wake one."""
-        idents = self._python_threads(ignored)
-        if self._thread_id not in idents:  # it is at an interactive prompt, or has ended
+        self._find_threads(ignored)
+        if self._thread_id not in self._threads:  # it is at an interactive prompt, or has ended
             return True, False
-        self._note_busy_threads(idents, seconds)
+        for ident, thread in self._threads.items():
+            before, thread.cpu_seconds = thread.cpu_seconds, cpu_seconds_of_thread(_tid_of(ident))
+            thread.share = _share(before, thread.cpu_seconds, seconds)
         moves = needs_children = False
         for number in range(_NUM_LOOKS):
             # After a sleep this thread has just taken the lock of Python, and hands it on after
             # 5 ms at the earliest. So the frames, values and waits that it sees belong together.
             time.sleep(_LOOK_SECONDS)
-            for ident in idents:
-                thread = self._threads[ident]
+            for ident, thread in self._threads.items():
                 # A thread that has not run since the latest look is still at the same place.
                 if number == 0 or (
                     (ident == self._thread_id or thread.may_compute) and thread.may_be_elsewhere()
@@ -219,26 +218,18 @@ class Activity:
             if moves:
                 break
         # On a machine that is too busy, a library may have computed without being seen.
-        for ident in idents:
-            computing_at = self._threads[ident].computing_at
+        for thread in self._threads.values():
+            computing_at = thread.computing_at
             moves |= len(computing_at) == _NUM_LOOKS and len(set(computing_at)) == 1
             computing_at.clear()
         return moves, needs_children
 
-    def _python_threads(self, ignored: Collection[int]) -> list[int]:
-        idents = [
-            ident
+    def _find_threads(self, ignored: Collection[int]) -> None:
+        self._threads = {
+            ident: self._threads.get(ident) or _Thread()
             for ident in sys._current_frames()
             if ident == self._thread_id or not {ident, _tid_of(ident)} & set(ignored)
-        ]
-        self._threads = {ident: self._threads.get(ident) or _Thread() for ident in idents}
-        return idents
-
-    def _note_busy_threads(self, idents: Collection[int], seconds: float | None) -> None:
-        for ident in idents:
-            thread = self._threads[ident]
-            before, thread.cpu_seconds = thread.cpu_seconds, cpu_seconds_of_thread(_tid_of(ident))
-            thread.share = _share(before, thread.cpu_seconds, seconds)
+        }
 
     def _thread_moves(
         self, ident: int, thread: _Thread, tree: Collection[int]
@@ -263,30 +254,18 @@ class Activity:
         if reader and (thread.share > _BUSY_SHARE or (has_repeated and _looks_for_files(reader))):
             return True, False
         if wait.kind is Kind.NONE:
-            if self._places.is_between_calls(frame):
+            if is_between_calls(frame):
                 return False, True
             thread.computing_at.append(place)
             return computes_without_python(tid), True
-        if not self._is_wait_of_python(frame, wait) or (wait.end is not None and not has_repeated):
+        if not _is_wait_of_python(frame, wait) or (wait.end is not None and not has_repeated):
             return True, False
-        is_input = self._places.call_at(frame) == "input" and wait.files == ((0, False),)
+        is_input = call_at(frame) == "input" and wait.files == ((0, False),)
         is_script = ident == self._thread_id
         if not is_input and is_from_elsewhere(wait, os.getpid(), tree, servers=is_script):
             return True, False
         is_private_lock = wait.kind is Kind.LOCK and wait.end is None and wait.is_private
         return False, not is_private_lock
-
-    def _is_wait_of_python(self, frame: FrameType, wait: Wait) -> bool:
-        """Returns whether Python itself waits.
-
-        Libraries wait for threads of their own.
-        """
-        if wait.kind not in (Kind.LOCK, Kind.SLEEP) or self._places.is_waiting(frame):
-            return True
-        name = self._places.call_at(frame)
-        if wait.kind is Kind.SLEEP:
-            return name in _SLEEPS or frame.f_globals.get(name) is time.sleep
-        return name in _LOCKS or _is_for_the_interpreter(wait)
 
     def _has_repeated(self, thread: _Thread, place: int, wait: Wait, tid: int) -> bool:
         """Returns whether a wait at this place has ended before without a change."""
@@ -303,19 +282,19 @@ class Activity:
 
         Every call may end by itself, except for endless waits in `threading`.
         """
-        idents = self._python_threads(ignored)
-        moves = self._thread_id not in idents
+        self._find_threads(ignored)
+        moves = self._thread_id not in self._threads
         for _ in range(_NUM_LOOKS):
             time.sleep(_LOOK_SECONDS)
             frames = sys._current_frames()
-            for ident in idents:
+            for ident, thread in self._threads.items():
                 frame = frames.get(ident)
                 if frame is None:
                     return True
-                place, seen = self._places.of(frame), self._threads[ident].seen
-                is_still = self._places.is_between_calls(frame) or _waits_without_end(frame)
-                moves |= not is_still or place not in seen
-                seen.add(place)
+                place = self._places.of(frame)
+                is_still = is_between_calls(frame) or _waits_without_end(frame)
+                moves |= not is_still or place not in thread.seen
+                thread.seen.add(place)
         return moves
 
     # Other threads and processes
@@ -381,9 +360,19 @@ def _is_alarm_set() -> bool:
     return delay > 0 and not interval  # profilers repeat
 
 
-def _is_for_the_interpreter(wait: Wait) -> bool:
-    """Returns whether a thread waits for the lock of Python, which it requests repeatedly."""
-    return bool(wait.end and wait.end / 1e9 - time.monotonic() <= sys.getswitchinterval())
+def _is_wait_of_python(frame: FrameType, wait: Wait) -> bool:
+    """Returns whether Python itself waits.
+
+    Libraries wait for threads of their own.
+    """
+    if wait.kind not in (Kind.LOCK, Kind.SLEEP) or is_waiting(frame):
+        return True
+    name = call_at(frame)
+    if wait.kind is Kind.SLEEP:
+        return name in _SLEEPS or frame.f_globals.get(name) is time.sleep
+    # A thread that waits for the lock of Python requests it repeatedly.
+    is_for_python = wait.end and wait.end / 1e9 - time.monotonic() <= sys.getswitchinterval()
+    return name in _LOCKS or bool(is_for_python)
 
 
 def _moves_bytes(thread: _Thread, tid: int) -> bool:
@@ -428,7 +417,7 @@ def _tid_of(ident: int) -> int:
 
 
 def _is_of_script(code: CodeType) -> bool:
-    return not code.co_filename.startswith((*_LIBRARIES, "<frozen "))
+    return not code.co_filename.startswith(_LIBRARIES)
 
 
 def _is_of_this_library(code: CodeType) -> bool:

@@ -14,16 +14,19 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-__all__ = ["MAX_BLOB_BYTES", "Channel", "ChannelClosedError", "Message"]
-
 _MAX_LINE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 40
 _PART_BYTES = 1 << 20
 _NUM_PROBES = 3
+_RETRY_SECONDS = 0.1
 
 
 class ChannelClosedError(ConnectionError):
-    """The other process has closed the connection, or does not speak the language."""
+    """The other process has closed the connection, or has sent something else than messages."""
+
+
+class NotAMessageError(ChannelClosedError):
+    """The other process has sent something else than messages."""
 
 
 class Message(NamedTuple):
@@ -79,10 +82,10 @@ class Channel:
             ChannelClosedError: if the other process is gone.
         """
         line = json.dumps([kind, content, len(blob)]).encode() + b"\n"
-        data = memoryview(line + blob if len(blob) <= _PART_BYTES else line)
-        self._send(data)
-        if len(blob) > _PART_BYTES:
-            self._send(memoryview(blob))
+        if len(blob) <= _PART_BYTES:  # one packet, if it fits
+            line, blob = line + blob, b""
+        self._send(memoryview(line))
+        self._send(memoryview(blob))
 
     def receive(self, seconds: float | None = None) -> Message:
         """Waits for the next message.
@@ -138,6 +141,11 @@ class Channel:
         """Returns the address of this machine to which the other one is connected."""
         return str(self._socket.getsockname()[0])
 
+    def detached(self) -> socket.socket:
+        """Returns the connection, in place of the channel, for bytes that are no messages."""
+        self._socket.setblocking(True)
+        return self._socket
+
     def shut(self) -> None:
         """Ends the conversation, so that a thread that waits for a message stops waiting."""
         with contextlib.suppress(OSError):
@@ -180,23 +188,43 @@ class Channel:
         end = received.find(b"\n")
         if end < 0:
             if len(received) > self._max_line_bytes:
-                raise self._stranger()
+                raise self._not_a_message()
             return None
         try:
             kind, content, size = json.loads(received[:end])
+            is_message = type(kind) is str and type(size) is int
         except (ValueError, TypeError, RecursionError):
-            raise self._stranger() from None
-        if (
-            not isinstance(kind, str)
-            or type(size) is not int
-            or not 0 <= size <= self.max_blob_bytes
-        ):
-            raise self._stranger()
+            is_message = False
+        if not is_message or not 0 <= size <= self.max_blob_bytes:
+            raise self._not_a_message()
         if len(received) < end + 1 + size:
             return None
         blob = bytes(memoryview(received)[end + 1 : end + 1 + size])
         del received[: end + 1 + size]
         return Message(kind, content, blob)
 
-    def _stranger(self) -> ChannelClosedError:
-        return ChannelClosedError(f"{self.peer} has sent {bytes(self._received[:100])!r}")
+    def _not_a_message(self) -> NotAMessageError:
+        return NotAMessageError(f"{self.peer} has sent {bytes(self._received[:100])!r}")
+
+
+def connected(host: str, port: int, peer: str, seconds: float) -> Channel:
+    """Connects to another process, which may only be starting, so it tries again and again.
+
+    Args:
+        host: Host of the other process.
+        port: Port at which the other process listens.
+        peer: Name of the other process, for messages to people.
+        seconds: Time to try.
+
+    Raises:
+        OSError: if the last attempt failed.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return Channel(socket.create_connection((host, port), max(left, _RETRY_SECONDS)), peer)
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(min(_RETRY_SECONDS, left))

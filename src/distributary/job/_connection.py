@@ -8,10 +8,10 @@ import jax
 from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import BackendStartedError, ClusterError
-from distributary.job._consensus import connected_channels, consensus, start_consensus
+from distributary.job._consensus import consensus, start_consensus
 from distributary.job._copies import copies
 from distributary.job._liveness import Liveness
-from distributary.job._meeting import bind_address, meet
+from distributary.job._meeting import bind_address, meet, meet_again
 from distributary.job._relay import relay_to
 from distributary.job._sequence import EventSequence
 from distributary.options import CommunicationOptions
@@ -38,11 +38,12 @@ def connect(place: MultiWorker, options: CommunicationOptions) -> None:
     if jax.distributed.is_initialized():
         if backends_started() and jax.process_count() != place.num_workers:
             raise ClusterError(
-                f"JAX is connected to {jax.process_count()} processes already, and the cluster has"
-                f" {place.num_workers} workers. A process belongs to one job."
+                f"JAX is already connected to {jax.process_count()} processes, but the cluster has"
+                f" {place.num_workers} workers. A process can be part of one job only, so start"
+                " another program for this cluster."
             )
         if consensus() is None and place.num_workers > 1:  # connected by the script itself
-            Liveness(place, connected_channels(place, "liveness"), timeout_seconds).start()
+            Liveness(place, meet_again(place, "liveness"), timeout_seconds).start()
             _agree(place)
         return
     if backends_started():

@@ -3,28 +3,22 @@
 import atexit
 import contextlib
 import json
-import secrets
-import socket
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import ClusterError, WorkerMismatchError
 from distributary.job._channel import Channel, ChannelClosedError, Message
-from distributary.job._meeting import bind_address
-from distributary.job._reception import Reception
-from distributary.topology import coordination_client
+from distributary.job._meeting import meet_again
 from distributary.tracing import script_line
 
-__all__ = ["Consensus", "connected_channels", "consensus", "start_consensus"]
+__all__ = ["Consensus", "consensus", "start_consensus"]
 
-_CONNECT_SECONDS = 60.0
-_KEY = "distributary/channels"
 _STEPS = "steps"  # topic of the thread that runs the script
 
 
@@ -94,24 +88,14 @@ class Consensus:
             WorkerLostError: if `Liveness` has noticed that a worker is gone.
         """
         own = Message(topic, [place, script_line()], message)
-        if topic == _STEPS:
-            self.latest_mismatch = None
-            self.waiting_at = place
-            job_programs.num_meetings += 1  # before the position: `Liveness` relies on the order
-            job_programs.position += 1
-        try:
+        is_script = topic == _STEPS
+        with self._waiting(place, is_script):
+            if is_script:
+                self.latest_mismatch = None
+                # Before the position, and after `waiting_at`: `Liveness` relies on the order.
+                job_programs.num_meetings += 1
+                job_programs.position += 1
             said = self._collect(own, seconds) if self.number == 0 else self._ask(own, seconds)
-        except ChannelClosedError as gone:
-            self.shut()  # tells the others, too
-            error = ClusterError(
-                f"{gone}, and what that worker has to say at {place} was needed here. Look at its"
-                " output. If it ended without an error: all workers must take the same steps over"
-                " the same datasets."
-            )
-            raise job_programs.explained(error) from None
-        finally:
-            if topic == _STEPS:
-                self.waiting_at = None
         if any(one.content[0] != place for one in said):
             raise self._at_different_places([one.content for one in said])
         return [one.blob for one in said]
@@ -187,33 +171,40 @@ class Consensus:
             TimeoutError: if it tells nothing in time.
             ClusterError: if worker 0 is gone.
         """
-        is_script = threading.current_thread() is threading.main_thread()
-        if is_script:
-            self.waiting_at = topic
-        try:
+        with self._waiting(topic, threading.current_thread() is threading.main_thread()):
             return self._mailboxes[0].take(topic, seconds).content
-        except ChannelClosedError as gone:
-            error = ClusterError(f"{gone}, and its answer was needed: {topic}. Look at its output.")
-            raise job_programs.explained(error) from None
-        finally:
-            if is_script:
-                self.waiting_at = None
 
     def shut(self) -> None:
         """Ends the conversations, so that every thread that waits for a message stops."""
         for mailbox in self._mailboxes.values():
             mailbox.channel.shut()
 
+    @contextlib.contextmanager
+    def _waiting(self, place: str, is_script: bool) -> Iterator[None]:
+        """Tells `Liveness` that the script waits, and which worker has gone meanwhile."""
+        if is_script:
+            self.waiting_at = place
+        try:
+            yield
+        except ChannelClosedError as gone:
+            self.shut()  # tells the others, too
+            error = ClusterError(
+                f"{gone}, and its message at {place} was needed here. Look at its output. If it"
+                " ended without an error, let all workers take the same steps over the same"
+                " datasets."
+            )
+            raise job_programs.explained(error) from None
+        finally:
+            if is_script:
+                self.waiting_at = None
+
     def _collect(self, own: Message, seconds: float | None) -> list[Message]:
         said = [own, *(box.take(own.kind, seconds) for box in self._mailboxes.values())]
-        # Usually all say the same.
-        same = said.count(own) == len(said)
+        # Usually all say the same, and a short answer says so.
+        answer = [Message(own.kind, None)] if said.count(own) == len(said) else said
         with self._sending:
             for mailbox in self._mailboxes.values():
-                if same:
-                    mailbox.channel.send(own.kind, None)
-                    continue
-                for one in said:
+                for one in answer:
                     mailbox.channel.send(*one)
         return said
 
@@ -232,8 +223,8 @@ class Consensus:
             for name, (place, line) in zip(self.names, places, strict=True)
         )
         return self.mismatch(
-            f"The workers are at different places of their programs: {seen}. All workers must do"
-            " the same things with the strategy, in the same order."
+            f"The workers are at different places of their programs: {seen}. Let all workers call"
+            " the same methods of the strategy, in the same order."
         )
 
     def mismatch(self, text: str) -> WorkerMismatchError:
@@ -253,7 +244,7 @@ class _Mailbox:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._changed = threading.Condition()
-        self._kept: dict[str, deque[Message]] = {}
+        self._kept: list[Message] = []  # read by a thread that waits for another topic
         self._is_reading = False
 
     def take(self, topic: str, seconds: float | None) -> Message:
@@ -270,12 +261,9 @@ class _Mailbox:
 
         with self._changed:
             while True:
-                kept = self._kept.get(topic)
-                if kept:
-                    message = kept.popleft()
-                    if not kept:
-                        del self._kept[topic]
-                    return message
+                at = next((i for i, kept in enumerate(self._kept) if kept.kind == topic), None)
+                if at is not None:
+                    return self._kept.pop(at)
                 if not self._is_reading:
                     break
                 if not self._changed.wait(left()):
@@ -284,7 +272,7 @@ class _Mailbox:
         try:
             while (message := self.channel.receive(left())).kind != topic:
                 with self._changed:
-                    self._kept.setdefault(message.kind, deque()).append(message)
+                    self._kept.append(message)
                     self._changed.notify_all()
             return message
         finally:
@@ -315,85 +303,5 @@ def start_consensus(place: MultiWorker) -> Consensus:
     global _consensus
     assert place.worker_number is not None
     names = [peer.name for peer in place.workers]
-    _consensus = Consensus(names, place.worker_number, connected_channels(place, "consensus"))
+    _consensus = Consensus(names, place.worker_number, meet_again(place, "consensus"))
     return _consensus
-
-
-def connected_channels(place: MultiWorker, purpose: str) -> dict[int, Channel]:
-    """Returns channels by number: from worker 0 to each other worker, from the others to worker 0.
-
-    All workers call it once for each purpose, after JAX has connected them.
-
-    Raises:
-        ClusterError: if the workers cannot reach each other.
-    """
-    key = f"{_KEY}/{purpose}"
-    return _accepted(place, key) if place.worker_number == 0 else {0: _connected(place, key)}
-
-
-def _accepted(place: MultiWorker, key: str) -> dict[int, Channel]:
-    """Listens at a free port of worker 0 and tells the others its number through JAX's service."""
-    peers = tuple(map(str, place.workers))
-    token = secrets.token_hex(16)
-    host, _, _ = bind_address(place.workers[0]).rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    client = coordination_client()
-    try:
-        server = socket.create_server((host.strip("[]"), 0), family=family)
-    except OSError as error:
-        client.key_value_set(key, json.dumps([0, token]))
-        raise _cannot_listen(peers[0]) from error
-    with server:
-        client.key_value_set(key, json.dumps([server.getsockname()[1], token]))
-        arrived: dict[int, Channel] = {}
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        with Reception(server, len(peers)) as reception:
-            for channel, message in reception.arrivals(deadline):
-                number = _number_of(message, token)
-                if number is None or number in arrived or not 0 < number < len(peers):
-                    channel.close()  # from a program outside of the job
-                    continue
-                channel.peer = peers[number]
-                arrived[number] = channel
-                if len(arrived) == len(peers) - 1:
-                    return arrived
-        missing = [p for number, p in enumerate(peers) if number and number not in arrived]
-        raise ClusterError(
-            f"{', '.join(missing)} did not connect to {peers[0]} within {_CONNECT_SECONDS:g} s."
-            " Workers must reach every port of the first one."
-        )
-
-
-def _number_of(message: Message, token: str) -> int | None:
-    """Returns the number of the worker that has connected; None if it is not of the job."""
-    content = message.content
-    if message.kind != "join" or not isinstance(content, list) or len(content) != 2:
-        return None
-    said, number = content
-    is_known = isinstance(said, str) and secrets.compare_digest(said.encode(), token.encode())
-    return number if is_known and type(number) is int else None
-
-
-def _connected(place: MultiWorker, key: str) -> Channel:
-    first = place.workers[0]
-    milliseconds = int(_CONNECT_SECONDS * 1000)
-    port, token = json.loads(coordination_client().blocking_key_value_get(key, milliseconds))
-    if not port:
-        raise _cannot_listen(str(first))
-    try:
-        connection = socket.create_connection((first.host, port), _CONNECT_SECONDS)
-        channel = Channel(connection, str(first))
-        channel.send("join", [token, place.worker_number])
-        return channel
-    except OSError as error:
-        raise ClusterError(
-            f"{place.name} cannot connect to {first}, port {port}: {error}. Workers must reach"
-            " every port of the first one."
-        ) from error
-
-
-def _cannot_listen(first: str) -> ClusterError:
-    return ClusterError(
-        f"{first} cannot listen for the other workers: the address of a worker must be one of its"
-        " own machine."
-    )

@@ -95,8 +95,8 @@ def _drifted(what: str, names: Sequence[str], workers: Sequence[str], seen: Sequ
     return (
         f"The copies of variable {names[drifted[0]]!r}{more} have drifted apart, found {what}:"
         f" {', '.join(others)} holds other values than {example}."
-        " Go on from the last checkpoint. Look for what one worker alone computes, for machines of"
-        " different kinds, and for broken hardware."
+        " Continue from the last checkpoint. Possible causes are something that only one worker"
+        " computes, machines of different kinds, and broken hardware."
     )
 
 

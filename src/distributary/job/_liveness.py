@@ -37,7 +37,7 @@ from distributary.cluster_resolver import MultiWorker
 from distributary.dispatch import job_programs
 from distributary.errors import WorkerLostError, WorkerMismatchError
 from distributary.job._activity import Activity
-from distributary.job._channel import Channel, ChannelClosedError
+from distributary.job._channel import Channel, ChannelClosedError, NotAMessageError
 from distributary.job._consensus import consensus
 from distributary.job._relay import relay_pids
 
@@ -78,10 +78,9 @@ class _Report(NamedTuple):
 @final
 @dataclass(eq=False)
 class _Worker:
-    """The facts about a worker: another one at the end of a channel, or this one."""
+    """The facts about a worker: another one, or this one."""
 
     name: str
-    channel: Channel | None = None
     report: _Report = field(default_factory=_Report)
     silent_beats: int = 0
     has_finished: bool = False
@@ -110,10 +109,8 @@ class Liveness:
         self._max_silent_beats = max(2, round(heartbeat_timeout_seconds / _BEAT_SECONDS))
         self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._workers = [_Worker(str(peer)) for peer in place.workers]
-        for number, channel in channels.items():
-            self._workers[number].channel = channel
         self._own = self._workers[self._number]
-        self._others = [self._workers[number] for number in channels]
+        self._channels = {self._workers[number]: channel for number, channel in channels.items()}
         self._activity = Activity(ignored=relay_pids)
         self._awaited: list[_Worker] = []  # others wait for these; only on worker 0
         self._lock = threading.Lock()  # for sending
@@ -143,9 +140,8 @@ class Liveness:
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for worker in self._others:
-                assert worker.channel is not None
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
+            for worker, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, worker)
             beat_at = time.monotonic()
             while not self._is_decided.is_set():
                 for key, _ in selector.select(max(0.0, beat_at - time.monotonic())):
@@ -165,16 +161,14 @@ class Liveness:
             os._exit(self._exit_code)
 
     def _hear(self, worker: _Worker) -> None:
-        assert worker.channel is not None
         try:
-            for kind, content, _ in worker.channel.arrived():
+            for kind, content, _ in self._channels[worker].arrived():
                 worker.silent_beats = 0
                 self._understand(worker, kind, content)
-        except ChannelClosedError as gone:
-            if "has sent" in str(gone):
-                self._lose(f"{worker.name} was lost: {gone}")
-            else:
-                self._lose(f"{worker.name} was lost: its process has ended without a word")
+        except NotAMessageError as error:
+            self._lose(f"{worker.name} was lost: {error}")
+        except ChannelClosedError:
+            self._lose(f"{worker.name} was lost: its process has ended without a word")
 
     def _understand(self, worker: _Worker, kind: str, content: Any) -> None:
         if kind in ("lost", "differ"):
@@ -194,10 +188,10 @@ class Liveness:
         if self._number == 0:
             is_awaited = self._own in self._awaited
         else:
-            is_awaited = self._others[0].report.is_awaited
+            is_awaited = self._workers[0].report.is_awaited
         self._own.report = self._own_report(self._activity.beat(is_awaited))
         # Silence is counted in beats, because a process that is frozen itself then counts nothing.
-        for worker in self._others:
+        for worker in self._channels:
             report = self._own.report._replace(is_awaited=worker in self._awaited)
             self._say(worker, "beat", report)
             worker.silent_beats += 1
@@ -291,7 +285,7 @@ class Liveness:
         """Asks all workers what they are doing; the answers are told with the reason."""
         self._suspicion = kind, reason
         self._unanswered_beats = 0
-        for worker in self._others:
+        for worker in self._channels:
             worker.place = None
             self._say(worker, "place", None)
         self._own.place = self._own_place()
@@ -317,7 +311,7 @@ class Liveness:
         _say_on_stderr(f"{WorkerLostError.line_prefix}{reason}\n")
         if kind == "differ":
             job_programs.error = WorkerMismatchError(
-                f"{reason}. All workers must do the same things with the strategy, in the same"
+                f"{reason}. Let all workers call the same methods of the strategy, in the same"
                 " order."
             )
         else:
@@ -372,19 +366,17 @@ class Liveness:
         _end(self._exit_code)
 
     def _say_to_all(self, kind: str, content: Any) -> None:
-        for worker in self._others:
+        for worker in self._channels:
             self._say(worker, kind, content)
 
     def _say(self, worker: _Worker, kind: str, content: Any) -> None:
-        assert worker.channel is not None
         # `_hear` notices workers that are gone.
         with self._lock, contextlib.suppress(ChannelClosedError):
-            worker.channel.send(kind, content)
+            self._channels[worker].send(kind, content)
 
     def _close(self) -> None:
-        for worker in self._others:
-            assert worker.channel is not None
-            worker.channel.close()
+        for channel in self._channels.values():
+            channel.close()
 
 
 def _told(worker: _Worker) -> str:

@@ -7,24 +7,29 @@ at the address that JAX's coordination service uses afterward. `Liveness` keeps 
 
 import contextlib
 import errno
-import hashlib
 import importlib.metadata
 import json
+import os
 import platform
+import secrets
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, TypeAlias
 
 from distributary.cluster_resolver import MultiWorker, Peer
 from distributary.errors import ClusterError
-from distributary.job._channel import Channel, ChannelClosedError, Message
+from distributary.job._channel import Channel, ChannelClosedError, Message, connected
+from distributary.job._proofs import is_proof, proof
 from distributary.job._reception import Reception
+from distributary.topology import coordination_client
 
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras")
-_RETRY_SECONDS = 0.1
 # Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
+_AGAIN_SECONDS = 60.0  # for connections of workers that have started
+
+_Facts: TypeAlias = dict[str, Any]  # about one worker, as JSON
+_Address: TypeAlias = tuple[Any, ...]  # as sockets expect it
 
 
 def bind_address(peer: Peer) -> str:
@@ -33,9 +38,25 @@ def bind_address(peer: Peer) -> str:
     Raises:
         ClusterError: if its host is unknown.
     """
-    family, address = _resolved(peer)
-    host = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
-    return f"{host}:{address[1]}"
+    family, (host, port, *_) = resolved(peer)
+    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+
+
+def resolved(peer: Peer) -> tuple[socket.AddressFamily, _Address]:
+    """Returns the address of a worker on its own machine, and its family.
+
+    Raises:
+        ClusterError: if its host is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ClusterError(
+            f"{peer}: the host is unknown: {error.strerror or error}. Give {peer.name} an address"
+            " that all workers can resolve."
+        ) from error
+    family, _, _, _, address = found[0]
+    return family, address
 
 
 def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
@@ -54,17 +75,43 @@ def meet(place: MultiWorker, deadline_seconds: float) -> dict[int, Channel]:
             the same worker, or their clusters or package versions differ; the message says which.
     """
     assert place.worker_number is not None
-    facts = _facts(place)
-    deadline = time.monotonic() + deadline_seconds
-    if place.worker_number == 0:
-        with (
-            _listening(place.workers[0]) as server,
-            Reception(server, place.num_workers) as reception,
-        ):
-            return _Host(reception, place, facts, deadline, deadline_seconds).run()
-    # Held while the workers meet: a second process with the same task fails here.
-    with _own_port(place.workers[place.worker_number]):
-        return {0: _asked(place, facts, deadline, deadline_seconds)}
+    is_first = place.worker_number == 0
+    # Only the first worker is connected to, but all hold their ports while they meet: a second
+    # process with the same task fails here.
+    with _held_port(place.workers[place.worker_number], must_be_own=is_first) as server:
+        if is_first:
+            return _hear_all(server, place, deadline_seconds)
+        return {0: _ask(place.workers[0].port, place, deadline_seconds)}
+
+
+def meet_again(place: MultiWorker, purpose: str) -> dict[int, Channel]:
+    """Returns more channels between the same workers as `meet`.
+
+    All workers call it once for each purpose, after JAX has connected them: worker 0 listens at a
+    free port, and tells the others its number and a secret through JAX's service.
+
+    Raises:
+        ClusterError: if the workers cannot reach each other.
+    """
+    first, client = place.workers[0], coordination_client()
+    key = f"distributary/channels/{purpose}"
+    if place.worker_number != 0:
+        milliseconds = int(_AGAIN_SECONDS * 1000)
+        port, secret = json.loads(client.blocking_key_value_get(key, milliseconds))
+        if not port:
+            raise _cannot_listen(first, reason=secret)
+        return {0: _ask(port, place, _AGAIN_SECONDS, secret)}
+    family, (host, *_) = resolved(first)
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        reason = _reason_of(error)
+        client.key_value_set(key, json.dumps([0, reason]))
+        raise _cannot_listen(first, reason) from error
+    with server:
+        secret = secrets.token_hex(16)
+        client.key_value_set(key, json.dumps([server.getsockname()[1], secret]))
+        return _hear_all(server, place, _AGAIN_SECONDS, secret)
 
 
 def package_versions() -> dict[str, str]:
@@ -76,115 +123,139 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _facts(place: MultiWorker) -> dict[str, Any]:
-    versions = {"python": platform.python_version(), **package_versions()}
+def _facts(place: MultiWorker, secret: str = "") -> _Facts:
+    minor_version = ".".join(platform.python_version_tuple()[:2])
+    versions = {"python": minor_version, **package_versions()}
     workers = [str(peer) for peer in place.workers]
     facts = {"worker": place.worker_number, "workers": workers, "versions": versions}
-    return {**facts, "check": _check(facts)}
+    return {**facts, "check": _check(facts, secret)}
 
 
-def _check(facts: dict[str, Any]) -> str:
+def _check(facts: _Facts, secret: str = "") -> str:
     """Returns a digest that shows that the other facts come from a worker, undamaged."""
-    parts = json.dumps([facts[name] for name in ("worker", "workers", "versions")], sort_keys=True)
-    return hashlib.sha256(parts.encode()).hexdigest()
+    return proof(secret, "worker", *(facts[name] for name in ("worker", "workers", "versions")))
 
 
-@final
-class _Host:
-    """The first worker, which hears from all others and tells each the result."""
+def _held_port(peer: Peer, *, must_be_own: bool) -> socket.socket:
+    """Returns a socket that listens at the address of a worker, so that nobody else can."""
+    family, address = resolved(peer)
+    try:
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"{peer}: the port is in use, perhaps by another process that is also {peer.name},"
+                " or by a job that has not ended. End that process, or choose another port for"
+                f" {peer.name} on all workers."
+            ) from error
+        if must_be_own:
+            raise _cannot_listen(peer, _reason_of(error)) from error
+    # The cluster may know this machine by another address; only the first worker must have its own.
+    return socket.socket(family)
 
-    def __init__(
-        self,
-        reception: Reception,
-        place: MultiWorker,
-        facts: dict[str, Any],
-        deadline: float,
-        deadline_seconds: float,
-    ) -> None:
-        self._reception = reception
-        self._place = place
-        self._facts = facts
-        self._deadline = deadline
-        self._deadline_seconds = deadline_seconds
-        self._arrived: dict[int, tuple[Channel, dict[str, Any]]] = {}
 
-    def run(self) -> dict[int, Channel]:
-        """Returns the channels to all others."""
-        problem: str | None = "it was interrupted"
-        try:
-            problem = self._wait() or self._difference()
-            self._answer(problem)
-        finally:
-            if problem is not None:
-                for channel, _ in self._arrived.values():
-                    channel.close()
+def _reason_of(error: OSError) -> str:
+    return os.strerror(error.errno or 0)  # `strerror` of `create_server` is longer
+
+
+def _cannot_listen(peer: Peer, reason: str) -> ClusterError:
+    return ClusterError(
+        f"{peer} cannot listen at its address: {reason}. The address of a worker must be one of its"
+        " own machine, with a port that it may use."
+    )
+
+
+def _port_of(first: Peer, port: int) -> str:
+    if port == first.port:
+        return str(first)
+    return f"{first}, port {port} (workers must reach every port of the first one)"
+
+
+# On the first worker
+
+
+def _hear_all(
+    server: socket.socket, place: MultiWorker, deadline_seconds: float, secret: str = ""
+) -> dict[int, Channel]:
+    """Waits for the other workers, tells each the result, and returns the channels to them."""
+    arrived: dict[int, tuple[Channel, _Facts]] = {}
+    problem: str | None = "it was interrupted"
+    try:
+        problem = _problem_of(server, place, deadline_seconds, secret, arrived)
+        for channel, _ in arrived.values():
+            with contextlib.suppress(ChannelClosedError):
+                channel.send("verdict", problem)
+    finally:
         if problem is not None:
-            raise ClusterError(problem)
-        return {number: channel for number, (channel, _) in self._arrived.items()}
+            for channel, _ in arrived.values():
+                channel.close()
+    if problem is not None:
+        raise ClusterError(problem)
+    return {number: channel for number, (channel, _) in arrived.items()}
 
-    def _wait(self) -> str | None:
-        """Waits for the others; returns the problem, if there is one."""
-        for channel, message in self._reception.arrivals(self._deadline):
-            facts = _checked(message)
+
+def _problem_of(
+    server: socket.socket,
+    place: MultiWorker,
+    deadline_seconds: float,
+    secret: str,
+    arrived: dict[int, tuple[Channel, _Facts]],
+) -> str | None:
+    """Adds the other workers to `arrived`; returns why the job cannot go on, or None."""
+    own = _facts(place, secret)
+    deadline = time.monotonic() + deadline_seconds
+    with Reception(server, place.num_workers) as reception:
+        for channel, message in reception.arrivals(deadline):
+            facts = _checked(message, secret)
             if facts is None:  # from a program outside of the job
                 channel.close()
                 continue
             number = facts["worker"]
-            if number in self._arrived or not 0 < number < self._place.num_workers:
+            if number in arrived or not 0 < number < place.num_workers:
                 channel.close()
                 return (
-                    f"Two processes are worker number {number} of the cluster"
-                    f" {self._facts['workers']}. Give every process a task of its own, in"
-                    ' TF_CONFIG: {"task": {"type": "worker", "index": ...}}.'
+                    f"Two processes are worker number {number} of the cluster {own['workers']}."
+                    " Give every process a task of its own, in TF_CONFIG:"
+                    ' {"task": {"type": "worker", "index": ...}}.'
                 )
-            channel.peer = str(self._place.workers[number])
-            self._arrived[number] = channel, facts
-            if len(self._arrived) == self._place.num_workers - 1:
-                return None
-        return self._missing()
+            channel.peer = str(place.workers[number])
+            arrived[number] = channel, facts
+            if len(arrived) == place.num_workers - 1:
+                # With a secret, JAX has connected them: they have been compared, or the script has
+                # decided that they fit together.
+                return None if secret else _difference(place, own, arrived)
+    missing = [str(peer) for n, peer in enumerate(place.workers) if n and n not in arrived]
+    return (
+        f"{', '.join(missing)} did not connect to"
+        f" {_port_of(place.workers[0], server.getsockname()[1])} within {deadline_seconds:g} s."
+        " Start the same program on every worker, with the same cluster in TF_CONFIG, and check"
+        " that every worker can reach that address."
+    )
 
-    def _missing(self) -> str:
-        missing = [
-            str(peer)
-            for number, peer in enumerate(self._place.workers)
-            if number and number not in self._arrived
-        ]
-        return (
-            f"After {self._deadline_seconds:g} s {', '.join(missing)} did not come to"
-            f" {self._place.workers[0]}. Start the same program on every worker; is it running,"
-            " with the same cluster in its TF_CONFIG, and can it reach that address?"
-        )
 
-    def _difference(self) -> str | None:
-        """Returns how the workers differ, or None."""
-        for number, (_, facts) in sorted(self._arrived.items()):
-            name = self._place.workers[number].name
-            if facts["workers"] != self._facts["workers"]:
+def _difference(
+    place: MultiWorker, own: _Facts, arrived: dict[int, tuple[Channel, _Facts]]
+) -> str | None:
+    """Returns how the workers differ, or None."""
+    for number, (_, facts) in sorted(arrived.items()):
+        name = place.workers[number].name
+        if facts["workers"] != own["workers"]:
+            return (
+                f"{name} has another cluster than {place.name}: {facts['workers']} and"
+                f" {own['workers']}. Give all workers the same cluster."
+            )
+        theirs, ours = facts["versions"], own["versions"]
+        for package in sorted({*theirs, *ours}):
+            if theirs.get(package) != ours.get(package):
                 return (
-                    f"{name} has another cluster than {self._place.name}: {facts['workers']} and"
-                    f" {self._facts['workers']}. Give all workers the same cluster."
+                    f"{name} has {package} {theirs.get(package, 'not installed')}, {place.name} has"
+                    f" {ours.get(package, 'not installed')}: they would compile different programs."
+                    " Install the same versions on all workers."
                 )
-            theirs, ours = facts["versions"], self._facts["versions"]
-            for package in sorted({*theirs, *ours}):
-                if package == "python":
-                    same = _minor(theirs.get(package)) == _minor(ours.get(package))
-                else:
-                    same = theirs.get(package) == ours.get(package)
-                if not same:
-                    return (
-                        f"{name} has {package} {theirs.get(package, 'not installed')},"
-                        f" {self._place.name} has {ours.get(package, 'not installed')}: they would"
-                        " compile different programs. Install the same versions on all workers."
-                    )
-        return None
-
-    def _answer(self, problem: str | None) -> None:
-        for channel, _ in self._arrived.values():
-            with contextlib.suppress(ChannelClosedError):
-                channel.send("verdict", problem)
+    return None
 
 
-def _checked(message: Message) -> dict[str, Any] | None:
+def _checked(message: Message, secret: str) -> _Facts | None:
     """Returns the facts of a worker; None for anything else, which anybody can send."""
     facts = message.content
     try:
@@ -196,43 +267,35 @@ def _checked(message: Message) -> dict[str, Any] | None:
             and isinstance(versions, dict)
             and 0 <= worker < len(workers)
             and all(isinstance(text, str) for text in (*workers, *versions.values()))
-            and facts["check"] == _check(facts)
+            and is_proof(facts["check"], secret, "worker", worker, workers, versions)
         )
         return facts if is_one else None
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return None
 
 
-def _minor(version: str | None) -> list[str]:
-    return (version or "").split(".")[:2]
+# On the others
 
 
-def _asked(
-    place: MultiWorker, facts: dict[str, Any], deadline: float, deadline_seconds: float
-) -> Channel:
+def _ask(port: int, place: MultiWorker, deadline_seconds: float, secret: str = "") -> Channel:
     """Tells the first worker that this one is there; returns the channel to it."""
     first = place.workers[0]
-    connection, reason = None, "no answer"
-    while connection is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise ClusterError(
-                f"{place.name} could not reach {first} within {deadline_seconds:g} s: {reason}."
-                " Is it running, and is the address the one it has in its own TF_CONFIG?"
-            )
+    deadline = time.monotonic() + deadline_seconds
+    try:
+        channel = connected(first.host, port, str(first), deadline_seconds)
+    except OSError as error:
+        raise ClusterError(
+            f"{place.name} could not reach {_port_of(first, port)} within {deadline_seconds:g} s:"
+            f" {error.strerror or error}. Check that it is running, and that it has the same"
+            " address in its own TF_CONFIG."
+        ) from error
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(channel.close)
         try:
-            connection = socket.create_connection((first.host, first.port), timeout=left)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            time.sleep(min(_RETRY_SECONDS, max(0.0, left)))
-    channel = Channel(connection, str(first))
-    with contextlib.ExitStack() as stack:
-        stack.callback(channel.close)
-        try:
-            channel.send("here", facts)
+            channel.send("here", _facts(place, secret))
             answer = channel.receive(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS)
             if answer.kind != "verdict" or not isinstance(answer.content, (str, type(None))):
-                raise ChannelClosedError("it says something else")
+                raise ChannelClosedError(f"it sent an unexpected message, {answer.kind!r:.100}")
         except OSError as problem:
             raise ClusterError(
                 f"{first} did not say whether the workers of the cluster are complete: {problem}."
@@ -240,57 +303,5 @@ def _asked(
             ) from problem
         if answer.content is not None:
             raise ClusterError(answer.content)
-        stack.pop_all()
+        on_failure.pop_all()
         return channel
-
-
-@contextlib.contextmanager
-def _listening(peer: Peer) -> Iterator[socket.socket]:
-    family, address = _resolved(peer)
-    with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(address)
-        except OSError as error:
-            raise ClusterError(_cannot_bind(peer, error)) from error
-        server.listen()
-        yield server
-
-
-@contextlib.contextmanager
-def _own_port(peer: Peer) -> Iterator[None]:
-    family, address = _resolved(peer)
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            held.bind(address)
-            held.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ClusterError(_cannot_bind(peer, error)) from error
-            # The cluster may know this machine by another address; only the first worker must have
-            # its own.
-        yield
-
-
-def _cannot_bind(peer: Peer, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"{peer}: the port is in use. Another process listens there, perhaps one that is"
-            f" {peer.name} too, or a job that has not ended. End it, or choose another port for all"
-            " workers."
-        )
-    return (
-        f"{peer}: this process cannot listen there: {error.strerror}. The address of a worker must"
-        " be one of its own machine."
-    )
-
-
-def _resolved(peer: Peer) -> tuple[Any, Any]:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            peer.host, peer.port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise ClusterError(f"{peer}: the host is unknown: {error.strerror or error}.") from error
-    return family, address

@@ -6,6 +6,7 @@ defined.
 """
 
 import dis
+import functools
 import gc
 import operator
 import os
@@ -19,7 +20,7 @@ from itertools import islice
 from types import CodeType, CoroutineType, FrameType, GeneratorType
 from typing import Any, final
 
-__all__ = ["Places", "stack_of"]
+__all__ = ["Places", "call_at", "is_between_calls", "is_waiting", "stack_of"]
 
 _Value = Any  # the value of a variable of the program
 
@@ -75,8 +76,6 @@ class Places:
     def __init__(self) -> None:
         # By id, because code compares by content. The entry keeps the code alive, and so its id.
         self._assigned: dict[int, tuple[CodeType, tuple[str, ...], tuple[str, ...]]] = {}
-        self._waiting: dict[str, bool] = {}  # by file
-        self._calls: dict[tuple[int, int], tuple[CodeType, str]] = {}
 
     def of(self, frame: FrameType) -> int:
         """Returns a number for the place of a thread: the positions and variables in its stack."""
@@ -87,30 +86,9 @@ class Places:
                 marks += map(_mark, self._values(each))
         return hash(tuple(marks))
 
-    def call_at(self, frame: FrameType) -> str:
-        """Returns the name of the C function that a frame calls; `with` for entering a context.
-
-        Otherwise returns the name of the instruction.
-        """
-        code, position = frame.f_code, frame.f_lasti
-        if (id(code), position) not in self._calls:
-            self._calls[id(code), position] = code, _call_at(code, position)
-        return self._calls[id(code), position][1]
-
-    def is_between_calls(self, frame: FrameType) -> bool:
-        """Returns whether the frame is at an instruction that cannot take long."""
-        return self.call_at(frame).startswith(_BETWEEN_CALLS)
-
-    def is_waiting(self, frame: FrameType) -> bool:
-        """Returns whether a frame is in a module whose purpose is to wait."""
-        filename = frame.f_code.co_filename
-        if filename not in self._waiting:
-            self._waiting[filename] = bool(_WAITING.match(filename))
-        return self._waiting[filename]
-
     def _values(self, frame: FrameType) -> list[_Value]:
         code = frame.f_code
-        if self.is_waiting(frame):
+        if is_waiting(frame):
             return []
         if id(code) not in self._assigned:
             self._assigned[id(code)] = code, *_names_assigned(code)
@@ -141,6 +119,25 @@ def _names_assigned(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(found["STORE_NAME"]), tuple(found["STORE_GLOBAL"])
 
 
+def is_waiting(frame: FrameType) -> bool:
+    """Returns whether a frame is in a module whose purpose is to wait."""
+    return bool(_WAITING.match(frame.f_code.co_filename))
+
+
+def is_between_calls(frame: FrameType) -> bool:
+    """Returns whether the frame is at an instruction that cannot take long."""
+    return call_at(frame).startswith(_BETWEEN_CALLS)
+
+
+def call_at(frame: FrameType) -> str:
+    """Returns the name of the C function that a frame calls; `with` for entering a context.
+
+    Otherwise returns the name of the instruction.
+    """
+    return _call_at(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=4096)  # code is equal only if its instructions are
 def _call_at(code: CodeType, position: int) -> str:
     before = [each for each in dis.get_instructions(code) if each.offset <= position]
     if not before:

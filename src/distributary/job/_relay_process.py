@@ -34,8 +34,8 @@ def _accept(server: socket.socket, address: tuple[str, int]) -> None:
             continue
         for connection in (client, service):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _start(_to_service, client, service)
-        _start(_to_client, service, client)
+        _start(_pass_on, client, service, True)
+        _start(_pass_on, service, client, False)  # leaves the client's connection open
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
@@ -50,19 +50,13 @@ def _connect(address: tuple[str, int]) -> socket.socket:
         time.sleep(_RETRY_SECONDS)
 
 
-def _to_service(client: socket.socket, service: socket.socket) -> None:
-    with client, service:
-        _pass_on(client, service)
-
-
-def _to_client(service: socket.socket, client: socket.socket) -> None:
-    _pass_on(service, client)  # leaves the client's connection open
-
-
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _pass_on(source: socket.socket, target: socket.socket, closes: bool) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(_PART_BYTES):
             target.sendall(data)
+    if closes:
+        source.close()
+        target.close()
 
 
 def _start(function: Callable[..., None], *args: object) -> None:

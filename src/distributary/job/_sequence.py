@@ -1,5 +1,6 @@
 """A check that all workers run the same programs in the same order, at no cost per step."""
 
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -69,8 +70,8 @@ class EventSequence:
         described = [json.loads(zlib.decompress(one)) for one in compressed]
         raise self._consensus.mismatch(
             f"The workers differ in {event.name}: {self._difference(described)}. All workers must"
-            " do the same with the same numbers; give what differs between them, such as data,"
-            " with strategy.experimental_distribute_values_from_function."
+            " do the same with the same numbers. Pass values that differ between workers, such as"
+            " data, through strategy.experimental_distribute_values_from_function."
         )
 
     def forget(self) -> None:
@@ -100,18 +101,17 @@ def first_difference(
     one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]
 ) -> tuple[str, str] | None:
     """Returns the first difference between two descriptions of an event, or None."""
-    for i in range(max(len(one), len(other))):
-        pair = [lines[i] if i < len(lines) else ("nothing more", "") for lines in (one, other)]
-        if pair[0][0] != pair[1][0]:
-            letters = enumerate(zip(pair[0][0], pair[1][0], strict=False))
-            same = next((at for at, (a, b) in letters if a != b), 0)
-            first, second = (_shown(text, where, same) for text, where in pair)
-            return first, second
+    for mine, theirs in itertools.zip_longest(one, other, fillvalue=("nothing more", "")):
+        if mine[0] != theirs[0]:
+            letters = enumerate(zip(mine[0], theirs[0], strict=False))
+            num_equal = next((at for at, (a, b) in letters if a != b), 0)
+            return _shown(mine, num_equal), _shown(theirs, num_equal)
     return None
 
 
-def _shown(text: str, where: str, at: int) -> str:
-    """Returns a text; if it is long, the part around position `at`."""
+def _shown(line: tuple[str, str], at: int) -> str:
+    """Returns the text of a line and its place; of a long text, the part around position `at`."""
+    text, where = line
     if len(text) > _MAX_TEXT_CHARACTERS:
         begin = max(0, at - _MAX_TEXT_CHARACTERS // 3)
         end = begin + _MAX_TEXT_CHARACTERS

@@ -17,81 +17,12 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import final
+from typing import TypeAlias, final
 
-__all__ = [
-    "Kind",
-    "Wait",
-    "can_look",
-    "children_of",
-    "computes_without_python",
-    "cpu_seconds_of_process",
-    "cpu_seconds_of_thread",
-    "is_from_elsewhere",
-    "is_stopped",
-    "num_bytes_moved",
-    "tasks_of",
-    "wait_of",
-]
-
-_NUMBERS = {
-    "x86_64": {
-        "read": 0,
-        "write": 1,
-        "poll": 7,
-        "pread64": 17,
-        "readv": 19,
-        "writev": 20,
-        "select": 23,
-        "pause": 34,
-        "nanosleep": 35,
-        "accept": 43,
-        "sendto": 44,
-        "recvfrom": 45,
-        "sendmsg": 46,
-        "recvmsg": 47,
-        "wait4": 61,
-        "rt_sigtimedwait": 128,
-        "rt_sigsuspend": 130,
-        "futex": 202,
-        "clock_nanosleep": 230,
-        "epoll_wait": 232,
-        "waitid": 247,
-        "pselect6": 270,
-        "ppoll": 271,
-        "epoll_pwait": 281,
-        "accept4": 288,
-    },
-    "aarch64": {
-        "epoll_pwait": 22,
-        "read": 63,
-        "write": 64,
-        "readv": 65,
-        "writev": 66,
-        "pread64": 67,
-        "pselect6": 72,
-        "ppoll": 73,
-        "waitid": 95,
-        "futex": 98,
-        "nanosleep": 101,
-        "clock_nanosleep": 115,
-        "rt_sigsuspend": 133,
-        "rt_sigtimedwait": 137,
-        "accept": 202,
-        "sendto": 206,
-        "recvfrom": 207,
-        "sendmsg": 211,
-        "recvmsg": 212,
-        "accept4": 242,
-        "wait4": 260,
-    },
-}
-_READS = {"read", "readv", "pread64", "recvfrom", "recvmsg", "accept", "accept4"}
-_WRITES = {"write", "writev", "sendto", "sendmsg"}
 _PRIVATE_FUTEX = 128
 _FUTEX_COMMANDS = 127
 _FUTEX_WAITS = {0, 6, 9}  # FUTEX_WAIT, FUTEX_LOCK_PI, FUTEX_WAIT_BITSET
@@ -99,8 +30,11 @@ _TIMER_ABSTIME = 1
 _PAUSE_MICROSECONDS = 2000
 _COMPUTED_SECONDS = 0.0002  # more than it takes to ask for the lock
 _GET_FILE_OF_PROCESS = 438  # pidfd_getfd, the same number on all architectures
+_MAX_FILES = 1024  # of those that one call waits for
 
-_names = {number: name for name, number in _NUMBERS.get(platform.machine(), {}).items()}
+_Arguments: TypeAlias = Sequence[int]  # of a system call, always six
+_File: TypeAlias = tuple[int, bool]  # a descriptor, and whether the thread wants to write there
+
 _libc = ctypes.PyDLL(None) if sys.platform == "linux" else None
 
 
@@ -131,9 +65,11 @@ class Wait:
 
     kind: Kind
     end: int | None = None
-    files: tuple[tuple[int, bool], ...] = ()
+    files: tuple[_File, ...] = ()
     is_private: bool = True
 
+
+_WaitOf: TypeAlias = Callable[[int, _Arguments], Wait]
 
 _RUNS = Wait(Kind.NONE)
 _UNKNOWN = Wait(Kind.UNKNOWN)
@@ -141,7 +77,7 @@ _UNKNOWN = Wait(Kind.UNKNOWN)
 
 def can_look() -> bool:
     """Returns whether this machine tells what threads wait for."""
-    return bool(_names) and bool(_read_at_once(b"/proc/self/syscall"))
+    return bool(_waits) and bool(_read_at_once(b"/proc/self/syscall"))
 
 
 def wait_of(pid: int, tid: int) -> Wait:
@@ -151,33 +87,11 @@ def wait_of(pid: int, tid: int) -> Wait:
         return _UNKNOWN
     if fields[0] == b"running":
         return _RUNS
-    name = _names.get(int(fields[0]), "")
+    wait = _waits.get(int(fields[0]))
     arguments = [int(field, 16) for field in fields[1:7]]
-    if len(arguments) < 6:  # -1: it waits outside of a system call
+    if wait is None or len(arguments) < 6:  # the number is -1 outside of a system call
         return _UNKNOWN
-    if name == "futex":
-        return _futex_wait(pid, arguments)
-    if name == "clock_nanosleep":
-        is_absolute = arguments[1] & _TIMER_ABSTIME
-        return Wait(Kind.SLEEP, (_time_at(pid, arguments[2]) or 0) if is_absolute else 0)
-    if name == "nanosleep":
-        return Wait(Kind.SLEEP, 0)
-    if name in _READS or name in _WRITES:
-        return Wait(Kind.FILES, files=((arguments[0], name in _WRITES),))
-    if name in ("poll", "ppoll"):
-        is_endless = arguments[2] == 0 if name == "ppoll" else _is_negative(arguments[2])
-        return _wait_for_any(_polled(pid, *arguments[:2]), is_endless)
-    if name in ("select", "pselect6"):
-        return _wait_for_any(_selected(pid, arguments), arguments[4] == 0)
-    if name in ("epoll_wait", "epoll_pwait"):
-        return _wait_for_any(tuple(_watched(pid, arguments[0])), _is_negative(arguments[3]))
-    if name in ("wait4", "waitid"):
-        return Wait(Kind.CHILD)
-    if name in ("pause", "rt_sigsuspend"):
-        return Wait(Kind.SIGNAL)
-    if name == "rt_sigtimedwait":
-        return Wait(Kind.SIGNAL, None if arguments[2] == 0 else 0)
-    return _UNKNOWN
+    return wait(pid, arguments)
 
 
 def is_from_elsewhere(wait: Wait, pid: int, tree: Collection[int], servers: bool) -> bool:
@@ -302,7 +216,10 @@ def _is_negative(argument: int) -> bool:
     return bool(argument & 0x80000000)  # sign bit of an int
 
 
-def _futex_wait(pid: int, arguments: list[int]) -> Wait:
+# The waits of system calls, from their arguments
+
+
+def _futex_wait(pid: int, arguments: _Arguments) -> Wait:
     _, operation, _, timeout, *_ = arguments
     command = operation & _FUTEX_COMMANDS
     if command not in _FUTEX_WAITS:
@@ -313,47 +230,109 @@ def _futex_wait(pid: int, arguments: list[int]) -> Wait:
     return Wait(Kind.LOCK, end, is_private=bool(operation & _PRIVATE_FUTEX))
 
 
-# Which files a thread waits for
+def _clock_wait(pid: int, arguments: _Arguments) -> Wait:
+    is_absolute = arguments[1] & _TIMER_ABSTIME
+    return Wait(Kind.SLEEP, (_time_at(pid, arguments[2]) or 0) if is_absolute else 0)
 
 
-def _wait_for_any(files: tuple[tuple[int, bool], ...], is_endless: bool) -> Wait:
+def _read_wait(pid: int, arguments: _Arguments) -> Wait:
+    return Wait(Kind.FILES, files=((arguments[0], False),))
+
+
+def _write_wait(pid: int, arguments: _Arguments) -> Wait:
+    return Wait(Kind.FILES, files=((arguments[0], True),))
+
+
+def _wait_for_any(files: Iterable[_File], is_endless: bool) -> Wait:
     end = None if is_endless else 0
-    if files:
+    if files := tuple(files):
         return Wait(Kind.FILES, end, files)
     return Wait(Kind.SIGNAL if is_endless else Kind.SLEEP, end)
 
 
-def _polled(pid: int, address: int, number: int) -> tuple[tuple[int, bool], ...]:
-    number = min(number, 1024)
-    files: list[tuple[int, bool]] = []
+def _poll_wait(pid: int, arguments: _Arguments) -> Wait:
+    return _wait_for_any(_polled(pid, arguments), _is_negative(arguments[2]))
+
+
+def _ppoll_wait(pid: int, arguments: _Arguments) -> Wait:
+    return _wait_for_any(_polled(pid, arguments), arguments[2] == 0)
+
+
+def _select_wait(pid: int, arguments: _Arguments) -> Wait:
+    return _wait_for_any(_selected(pid, arguments), arguments[4] == 0)
+
+
+def _epoll_wait(pid: int, arguments: _Arguments) -> Wait:
+    return _wait_for_any(_watched(pid, arguments[0]), _is_negative(arguments[3]))
+
+
+def _signal_wait(pid: int, arguments: _Arguments) -> Wait:
+    return Wait(Kind.SIGNAL)
+
+
+def _timed_signal_wait(pid: int, arguments: _Arguments) -> Wait:
+    return Wait(Kind.SIGNAL, None if arguments[2] == 0 else 0)
+
+
+def _polled(pid: int, arguments: _Arguments) -> Iterator[_File]:
+    address, number = arguments[0], min(arguments[1], _MAX_FILES)
     for fd, events, _ in struct.iter_unpack("ihh", _memory(pid, address, 8 * number)):
         if fd >= 0:
-            files += _wanted(fd, events)
-    return tuple(files)
+            yield from _wanted(fd, events)
 
 
-def _wanted(fd: int, events: int) -> Iterator[tuple[int, bool]]:
+def _wanted(fd: int, events: int) -> Iterator[_File]:
     if events & select.POLLOUT:
         yield fd, True
     if events & ~select.POLLOUT or not events:
         yield fd, False
 
 
-def _selected(pid: int, arguments: list[int]) -> tuple[tuple[int, bool], ...]:
-    number = min(arguments[0], 1024)
-    files: list[tuple[int, bool]] = []
+def _selected(pid: int, arguments: _Arguments) -> Iterator[_File]:
+    number = min(arguments[0], _MAX_FILES)
     for address, writes in ((arguments[1], False), (arguments[2], True)):
         if address:
             bits = int.from_bytes(_memory(pid, address, 8 * ((number + 63) // 64)), "little")
-            files += [(fd, writes) for fd in range(number) if bits >> fd & 1]
-    return tuple(files)
+            yield from ((fd, writes) for fd in range(number) if bits >> fd & 1)
 
 
-def _watched(pid: int, epoll: int) -> Iterator[tuple[int, bool]]:
+def _watched(pid: int, epoll: int) -> Iterator[_File]:
     for line in _read_at_once(b"/proc/%d/fdinfo/%d" % (pid, epoll), num_bytes=1 << 16).split(b"\n"):
         words = line.split()
         if len(words) > 3 and words[0] == b"tfd:":
             yield from _wanted(int(words[1]), int(words[3], 16) & 0xFFFF)
+
+
+# The numbers of each call on x86-64 and aarch64, which lacks some; from the tables of Linux.
+_CALLS: dict[str, tuple[int | None, int | None, _WaitOf]] = {
+    "read": (0, 63, _read_wait),
+    "readv": (19, 65, _read_wait),
+    "pread64": (17, 67, _read_wait),
+    "recvfrom": (45, 207, _read_wait),
+    "recvmsg": (47, 212, _read_wait),
+    "accept": (43, 202, _read_wait),
+    "accept4": (288, 242, _read_wait),
+    "write": (1, 64, _write_wait),
+    "writev": (20, 66, _write_wait),
+    "sendto": (44, 206, _write_wait),
+    "sendmsg": (46, 211, _write_wait),
+    "poll": (7, None, _poll_wait),
+    "ppoll": (271, 73, _ppoll_wait),
+    "select": (23, None, _select_wait),
+    "pselect6": (270, 72, _select_wait),
+    "epoll_wait": (232, None, _epoll_wait),
+    "epoll_pwait": (281, 22, _epoll_wait),
+    "futex": (202, 98, _futex_wait),
+    "nanosleep": (35, 101, lambda pid, arguments: Wait(Kind.SLEEP, 0)),
+    "clock_nanosleep": (230, 115, _clock_wait),
+    "wait4": (61, 260, lambda pid, arguments: Wait(Kind.CHILD)),
+    "waitid": (247, 95, lambda pid, arguments: Wait(Kind.CHILD)),
+    "pause": (34, None, _signal_wait),
+    "rt_sigsuspend": (130, 133, _signal_wait),
+    "rt_sigtimedwait": (128, 137, _timed_signal_wait),
+}
+_column = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
+_waits = {} if _column is None else {call[_column]: call[2] for call in _CALLS.values()}
 
 
 # Who has the other end

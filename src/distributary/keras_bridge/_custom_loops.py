@@ -35,7 +35,8 @@ class KerasVariable(ForeignVariable):
     """
 
     def __init__(self, variable: Any, strategy: Any) -> None:
-        self._reference: Callable[[], Any] = weakref.ref(variable)
+        #: A weak reference to the Keras variable, whose `_value` is the stored array.
+        self.holder: Callable[[], Any] = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
         #: Whether the value stands for a sum over replicas or workers, like the values of metrics.
@@ -52,7 +53,7 @@ class KerasVariable(ForeignVariable):
     @property
     def variable(self) -> Any:
         """The Keras variable."""
-        return self._reference()
+        return self.holder()
 
     @property
     def trainable(self) -> bool:
@@ -61,12 +62,11 @@ class KerasVariable(ForeignVariable):
 
     @property
     def _value(self) -> Any:
-        # Does not use `variable`, because programs read and write all variables in every run.
-        return self._reference()._value
+        return self.holder()._value
 
     @_value.setter
     def _value(self, value: Any) -> None:
-        self._reference()._value = value
+        self.holder()._value = value
 
     @property
     def _shards(self) -> list[Any]:
@@ -101,6 +101,27 @@ def _stand_in(variable: Any) -> KerasVariable:
     place(variable, strategy)
     variable._distributary_stand_in = known = KerasVariable(variable, strategy)
     return known
+
+
+def is_kept_as_sum(variable: Any) -> bool:
+    """Returns whether programs see a variable as a sum over the replicas."""
+    return _stand_in(variable)._handle.summed
+
+
+def assign_agreed(variable: Any, value: Any, is_total: bool = False) -> None:
+    """Assigns a value that all replicas share, in a step.
+
+    Args:
+        variable: The Keras variable.
+        value: The value.
+        is_total: Whether it is the sum over the replicas, if the variable stands for one.
+    """
+    scope = current_scope()
+    assert scope is not None
+    stand_in = _stand_in(variable)
+    array = jnp.asarray(value, stand_in.dtype)
+    write = scope.write_total if is_total and stand_in._handle.summed else scope.write
+    write(stand_in._handle, array)
 
 
 @final

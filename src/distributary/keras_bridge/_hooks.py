@@ -60,7 +60,6 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("keras.src.backend.jax.trainer", "JAXTrainer.make_predict_function", _models.make("predict")),
     ("keras.src.backend.jax.trainer", "JAXTrainer._get_jax_state", _models.get_jax_state),
     ("keras.src.backend.jax.trainer", "JAXTrainer.jax_state_sync", _models.jax_state_sync),
-    ("keras.src.layers.layer", "Layer.__setattr__", _models.setattr_),
     ("keras.src.backend.jax.trainer", "JAXEpochIterator._get_iterator", _models.get_iterator),
     ("keras.src.backend.jax.trainer", "_distribute_data", _models.distribute_data),
     ("keras.src.backend.jax.trainer", "callbacks_module", _models.callbacks_module),
@@ -167,6 +166,11 @@ def install() -> None:
         targets = [(*find(module, path), make) for module, path, make in hooks]
         for owner, name, make in targets:
             _replace(owner, name, make)
+        if hooks is HOOKS:
+            # Keras' trainers inherit this from another class that models have.
+            _models.store_state_untracked(
+                importlib.import_module("keras.src.backend.jax.trainer").JAXTrainer
+            )
         _installed = True
 
 

@@ -12,7 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from distributary.keras_bridge._replica import in_trainer, is_uneven, replica_context, total
+from distributary.keras_bridge._replica import (
+    in_trainer,
+    is_uneven,
+    note_scaled_loss,
+    replica_context,
+    share_of_batch,
+    total,
+)
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -24,13 +31,22 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
         values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
     ) -> Any:
         context = replica_context()
-        if context is None or reduction in (None, "none") or values.shape == ():
+        if context is None or reduction in (None, "none"):
             return original(values, sample_weight, reduction)
+        if values.shape == ():  # the mean over this replica's rows
+            loss = original(values, sample_weight, reduction)
+            if in_trainer() and is_uneven():
+                note_scaled_loss()
+                weight = share_of_batch() * context.num_replicas_in_sync
+                loss = (loss * weight).astype(loss.dtype)
+            return loss
         if values.shape == (0,) and not is_uneven():  # the whole batch is empty
             return original(values, sample_weight, reduction)
         num_replicas = context.num_replicas_in_sync
         scale = num_replicas if in_trainer() else 1
         loss = jnp.sum(values) * scale
+        if in_trainer():
+            note_scaled_loss()
         if reduction not in _MEANS:
             return loss
         divisor: Any

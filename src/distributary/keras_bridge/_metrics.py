@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from distributary.keras_bridge._replica import in_trainer, replica_context, sums
+from distributary.keras_bridge._replica import (
+    has_own_means,
+    in_trainer,
+    is_uneven,
+    replica_context,
+    share_of_batch,
+    sums,
+    total,
+)
 
 
 def get_metrics_result(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,8 +54,16 @@ def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., A
         values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any
     ) -> Any:
         context = replica_context()
-        if context is not None and in_trainer() and sample_weight is None and not jnp.ndim(values):
-            sample_weight = 1 / context.num_replicas_in_sync
+        if context is not None and in_trainer() and not jnp.ndim(values):
+            if sample_weight is None:
+                sample_weight = 1 / context.num_replicas_in_sync
+                if has_own_means():
+                    sample_weight = share_of_batch()
+            elif is_uneven() and not has_own_means() and isinstance(sample_weight, int):
+                # Keras weights the loss with the number of rows, but the part of a replica is
+                # scaled for parts of equal size, see `_losses`.
+                num_rows = total(context, jnp.float32(sample_weight))
+                sample_weight = num_rows / context.num_replicas_in_sync
         return original(values, sample_weight, reduce_fn, dtype)
 
     return reduce_to_samplewise_values

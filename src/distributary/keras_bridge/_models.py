@@ -15,12 +15,12 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
-from distributary.dispatch import interrupts
 from distributary.errors import ContextError, DistributaryWarning
 from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
-from distributary.keras_bridge._trainer import Kind, StepFunction
+from distributary.keras_bridge._step import Kind
+from distributary.keras_bridge._trainer import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.tracing import user_stacklevel
 
@@ -95,40 +95,14 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         check_same_strategy(strategy, f"{self.name}.{what}")
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
             begin_call(self, original, args, kwargs)
-        with strategy.scope(), interrupts.watched():
+        with strategy.scope():
             token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)
-            except BaseException:
-                _restore(self)
-                raise
             finally:
                 current_call.reset(token)
-                for function in _step_functions(self):
-                    function.latest = None  # so that it keeps no old weights alive
 
     return method
-
-
-def _restore(model: Any) -> None:
-    """Gives the variables the state of the last finished step, after an exception."""
-    for function in _step_functions(model):
-        if function.latest is None:
-            continue
-        _, state = function.latest
-        lists = function.variables()
-        for variables, values in zip(lists, state, strict=True):
-            for variable, value in zip(variables, values, strict=True):
-                current = variable._value
-                if current is None or current.is_deleted():
-                    variable._value = value
-    model._jax_state = None
-    model._jax_state_synced = True
-
-
-def _step_functions(model: Any) -> list[StepFunction]:
-    functions = [getattr(model, name, None) for name in _FUNCTIONS]
-    return [function for function in functions if isinstance(function, StepFunction)]
 
 
 def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
@@ -160,8 +134,7 @@ def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Moves variables that were created elsewhere to the devices of the strategy, before a step.
 
-    Keras then takes the values out of the variables. They are kept here so that they can be
-    restored after an exception.
+    The state stays in the variables, so Keras gets none.
     """
 
     def _get_jax_state(
@@ -186,53 +159,42 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
             place_in_parts(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)
-        if keeps_on_servers(strategy):
-            return tuple([() for is_wanted in parts.values() if is_wanted])
-        kind = "train" if optimizer_variables else "test" if metrics_variables else "predict"
-        function = getattr(self, f"{kind}_function")
-        state = tuple([[v._value for v in part] for part in function.variables()])
-        function.latest = None, state
-        if purge_model_variables:
-            self._purge_model_variables(**parts)
-        return state
+        return tuple([() for is_wanted in parts.values() if is_wanted])
 
     return _get_jax_state
 
 
 def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts the arrays of the state into the variables after steps, whether in parts or not."""
+    """Waits for the steps of workers; variables of other strategies have their values always."""
 
     def jax_state_sync(self: Any) -> None:
         strategy = strategy_of(self)
-        if strategy is not None and keeps_on_servers(strategy):
-            for name in _FUNCTIONS:
-                if getattr(self, name, None) is not None:
-                    getattr(self, name).join()
-            self._jax_state_synced = True
-            return
-        state = getattr(self, "_jax_state", None)
-        if strategy_of(self) is None or not state or self._jax_state_synced:
+        if strategy is None:
             original(self)
             return
-        for name, values in state.items():
-            of = self.optimizer.variables if name == "optimizer_variables" else getattr(self, name)
-            for variable, value in zip(of, values or (), strict=False):
-                variable._value = value
+        for name in _FUNCTIONS:
+            function = getattr(self, name, None)
+            if function is not None and hasattr(function, "join"):
+                function.join()
         self._jax_state_synced = True
 
     return jax_state_sync
 
 
-def setattr_(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Keras store the state after a step without searching it for layers each time."""
+def store_state_untracked(trainer: Any) -> None:
+    """Makes models store the state after a step, which is empty, without a search for layers.
+
+    Args:
+        trainer: The class that gives models their `fit`.
+    """
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
         if name == "_jax_state" and strategy_of(self) is not None:
             object.__setattr__(self, name, value)
         else:
-            original(self, name, value)
+            super(trainer, self).__setattr__(name, value)
 
-    return __setattr__
+    trainer.__setattr__ = __setattr__
 
 
 def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:

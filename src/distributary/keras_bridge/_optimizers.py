@@ -7,19 +7,20 @@ gradients of the whole batch, as on one device.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import keras
 from jax import lax
 
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy, has_strategy
 from distributary.keras_bridge._replica import (
+    has_own_means,
     in_optimizer,
     in_trainer,
+    is_away_from_variables,
     is_for_servers,
-    is_sharing,
     optimizing,
     replica_context,
+    share_of_batch,
 )
 from distributary.keras_bridge._variables import ON_SERVERS
 from distributary.topology import REPLICA_AXIS
@@ -67,28 +68,27 @@ def _must_combine() -> bool:
     """Returns whether an optimizer receives the gradients of a single replica."""
     if in_optimizer():
         return False
-    return replica_context() is not None or is_sharing() or is_for_servers()
+    return replica_context() is not None or is_for_servers() or is_away_from_variables()
 
 
 def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     """Combines the gradients of all replicas: mean in a step of `fit`, sum in `Strategy.run`.
 
-    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`. If replicas share a whole
-    batch, the gradients of the first one are used.
+    Gradients of a scaled loss are summed in `fit`, too, see `scale_loss`.
     """
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     present = [gradients[i] for i in given]
     if is_for_servers() and current_mode().role != "replica":
         reduced = [push(value) for value in present]
-    elif is_sharing():
-        # All replicas have equal values, but only a collective marks them as shared, so that
-        # everything after it is computed once.
-        is_first = lax.axis_index(REPLICA_AXIS) == 0
-        parts = [jnp.where(is_first, value, jnp.zeros_like(value)) for value in present]
-        reduced = lax.psum(parts, REPLICA_AXIS)
+    elif is_away_from_variables():
+        # Everything after a collective is computed where the variables lie.
+        reduced = lax.psum(present, REPLICA_AXIS)
     else:
         is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+        if in_trainer() and has_own_means():
+            weight = share_of_batch() * get_strategy().num_replicas_in_sync
+            present = [(value * weight).astype(value.dtype) for value in present]
         reduced = get_strategy().extended.reduce_gradients(op, present)
     result = list(gradients)
     for i, gradient in zip(given, reduced, strict=True):

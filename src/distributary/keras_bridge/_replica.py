@@ -7,7 +7,6 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from distributary.collectives import ReduceOp
 from distributary.context import (
@@ -19,16 +18,18 @@ from distributary.context import (
     pop,
     push,
 )
-from distributary.keras_bridge._joined_sums import METRICS
+from distributary.engine import traced_replica_id
 from distributary.keras_bridge._variables import keeps_on_servers
-from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
 from distributary.variables import VariableAggregation, across_replicas
+from distributary.xla_cpu import JOINABLE
 
 
 class _ThreadState(threading.local):
     in_optimizer = False
-    is_sharing = False
+    is_away = False
+    share: Any = None
+    is_scaled: bool = False
     sums: "Sums | None" = None
 
 
@@ -60,9 +61,9 @@ def in_optimizer() -> bool:
     return _state.in_optimizer
 
 
-def is_sharing() -> bool:
-    """Returns whether all replicas compute the same whole batch, with one optimizer for all."""
-    return _state.is_sharing
+def is_away_from_variables() -> bool:
+    """Returns whether the only replica computes on another device than that of the variables."""
+    return _state.is_away and current_scope() is not None
 
 
 def is_for_servers() -> bool:
@@ -87,18 +88,62 @@ def optimizing() -> Iterator[None]:
 
 
 @contextmanager
-def trainer_replica(strategy: Any) -> Iterator[ReplicaContext]:
-    """Runs the block as the code of one replica of a step of `fit`, `evaluate` or `predict`."""
-    number = lambda: lax.axis_index(REPLICA_AXIS)
-    context = ReplicaContext(strategy, number, averages_gradients=True)
+def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
+    """Runs the block as the code of one replica of a step of `fit`, `evaluate` or `predict`.
+
+    Args:
+        strategy: The strategy.
+        num_rows: Number of rows of its part of the batch.
+    """
+    context = ReplicaContext(strategy, traced_replica_id, averages_gradients=True)
     mode = Mode(strategy, "replica", context)
     push(mode)
-    before, _state.sums = _state.sums, Sums(context)
+    before = _state.sums, _state.share, _state.is_scaled
+    _state.sums, _state.is_scaled = Sums(context), False
+    _state.share = 1 / context.num_replicas_in_sync
     try:
+        if is_uneven():
+            _state.share = num_rows / total(context, jnp.float32(num_rows))
         yield context
     finally:
-        _state.sums = before
+        _state.sums, _state.share, _state.is_scaled = before
         pop(mode)
+
+
+def share_of_batch() -> Any:
+    """Returns the share of this replica's rows in those of the whole batch, in a trainer's step."""
+    return _state.share
+
+
+def note_scaled_loss() -> None:
+    """Tells that the loss is scaled so that its mean over the replicas is that of the batch."""
+    _state.is_scaled = True
+
+
+def has_own_means() -> bool:
+    """Returns whether the step computes means of its own over the rows of an uneven part.
+
+    Keras' losses are scaled where they are computed. What the script computes by itself, such as
+    the loss of its own `train_step`, has to be weighted with the rows afterwards.
+    """
+    return is_uneven() and not _state.is_scaled
+
+
+def mean_over_rows(context: ReplicaContext, values: list[Any]) -> list[Any]:
+    """Returns the means over the whole batch of values that are means over a replica's rows."""
+    if not values or not is_uneven():
+        means: list[Any] = context.all_reduce(ReduceOp.MEAN, values) if values else []
+        return means
+    dtypes = [jnp.result_type(value, jnp.float32) for value in values]
+    parts = [
+        (value * share_of_batch()).astype(dtype)
+        for value, dtype in zip(values, dtypes, strict=True)
+    ]
+    sums_of_parts: list[Any] = context.all_reduce(ReduceOp.SUM, parts)
+    return [
+        x.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else x
+        for x, value in zip(sums_of_parts, values, strict=True)
+    ]
 
 
 @contextmanager
@@ -112,21 +157,12 @@ def sole_replica(strategy: Any) -> Iterator[None]:
     if strategy.num_replicas_in_sync == 1:
         mode = Mode(strategy, "replica", ReplicaContext(strategy, lambda: jnp.int32(0)))
     push(mode)
+    before, _state.is_away = _state.is_away, strategy.extended.placement.home is not None
     try:
         yield
     finally:
+        _state.is_away = before
         pop(mode)
-
-
-@contextmanager
-def sharing_a_batch(strategy: Any) -> Iterator[None]:
-    """Runs the block like `sole_replica`, with one optimizer for all replicas; see `is_sharing`."""
-    before, _state.is_sharing = _state.is_sharing, True
-    try:
-        with sole_replica(strategy):
-            yield
-    finally:
-        _state.is_sharing = before
 
 
 def sums() -> "Sums":
@@ -168,7 +204,7 @@ class Sums:
         if aggregation == "only_first_replica":
             return [of_first_replica(self._context, value) for value in values]
         op = ReduceOp.SUM if aggregation == "sum" else ReduceOp.MEAN
-        with jax.named_scope(METRICS):
+        with jax.named_scope(JOINABLE):
             return self._context.all_reduce(op, values) if values else []
 
     def note_of_all(self, values: list[Any]) -> None:
@@ -206,10 +242,9 @@ def agreed_state(
         if before[i] is not after[i] and variable.name != "seed_generator_state"
     ]
     floats = [i for i in changed if jnp.issubdtype(after[i].dtype, jnp.inexact)]
-    if floats:
-        means = context.all_reduce(ReduceOp.MEAN, [after[i] for i in floats])
-        for i, mean in zip(floats, means, strict=True):
-            result[i] = mean
+    means = mean_over_rows(context, [after[i] for i in floats])
+    for i, mean in zip(floats, means, strict=True):
+        result[i] = mean
     for i in set(changed) - set(floats):
         result[i] = of_first_replica(context, after[i])
     return result

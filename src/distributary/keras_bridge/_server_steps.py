@@ -3,7 +3,6 @@
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, final
 
 import jax
@@ -14,15 +13,8 @@ from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, Remo
 from distributary.dispatch import progress
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.keras_bridge._data import UnknownSizes, current_call
-from distributary.keras_bridge._replica import optimizing, trainer_replica
-from distributary.keras_bridge._trainer import (
-    PARTS,
-    Kind,
-    common_size,
-    logs_of_all,
-    num_rows,
-    variables_of_part,
-)
+from distributary.keras_bridge._step import Kind, ModelStep, num_rows
+from distributary.keras_bridge._trainer import common_size
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -51,6 +43,7 @@ class ServerSteps:
         self._kind = kind
         self._strategy = strategy
         self._num_replicas = strategy.num_replicas_in_sync
+        self._step = ModelStep(trainer, kind, strategy)
         self._coordinator = ClusterCoordinator(strategy)
         self._counts = strategy.extended.step_counts
         self._max_ahead = _MAX_AHEAD_PER_WORKER * strategy.num_workers
@@ -61,11 +54,11 @@ class ServerSteps:
 
         def on_batch(batch: Any) -> Any:
             if self._num_replicas == 1:
-                return strategy.run(self._step, args=(batch,))
+                return strategy.run(self._step.alone, args=(batch,))
             parts = _parts_of(batch, self._num_replicas)
             if parts is None:  # one device computes the whole batch
-                return self._step(_whole(batch))
-            result = strategy.run(self._step_of_replica, args=(parts,))
+                return self._step.alone(_whole(batch))
+            result = strategy.run(self._step.of_replica, args=(parts,))
             if self._kind == "predict":
                 return _whole(result)
             return jax.tree.map(lambda own: own[0], map_leaves(lambda x: x.payload, result))
@@ -112,33 +105,6 @@ class ServerSteps:
         if self._kind != "predict":
             self._running.append(value)
         return value
-
-    def _step_of_replica(self, data: Any) -> Any:
-        """Runs the part of a step that belongs to one of several replicas of a worker."""
-        with trainer_replica(self._strategy) as context:
-            out = self._step(data)
-            return out if self._kind == "predict" else logs_of_all(context, out)
-
-    def _step(self, data: Any) -> Any:
-        """Runs a step on a worker and the servers; assigns the variables that it changes."""
-        trainer = self._trainer
-        variables = [variables_of_part(trainer, part) for part in PARTS[self._kind]]
-        state = [[v.value for v in part] for part in variables]
-        given = [list(part) for part in state]
-        if self._kind == "train":
-            out, new = trainer.train_step(tuple(given), data)
-        elif self._kind == "test":
-            out, new = trainer.test_step(tuple(given), data)
-        else:
-            out, non_trainable = trainer.predict_step(tuple(given), data)
-            new = given[0], non_trainable
-        for name, part, before, after in zip(PARTS[self._kind], variables, state, new, strict=True):
-            # An optimizer has made the new values of trainable variables, too.
-            with optimizing() if name in ("trainable", "optimizer") else nullcontext():
-                for variable, old, value in zip(part, before, after, strict=True):
-                    if value is not old:
-                        variable.assign(value)
-        return out
 
     def _latest_logs(self, last: RemoteValue) -> Any:
         """Returns the logs of the latest step that ended; `train_on_batch` waits for its own."""

@@ -187,13 +187,6 @@ def whole_value(variable: Any, value: Any) -> Any:
         return jnp.asarray(whole)
 
 
-def stored_value(variable: Any, value: Any) -> Any:
-    """Returns the array to store for a value that is the same on all workers."""
-    if shard_dim(variable._layout) is not None:
-        return put_sharded(value, variable._layout)
-    return put_replicated(value, variable._layout)
-
-
 @contextmanager
 def together(model: Any) -> Iterator[None]:
     """Runs the block with whole values in the variables of a model's optimizer, on every worker.

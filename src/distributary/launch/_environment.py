@@ -51,11 +51,6 @@ class Task:
     def __str__(self) -> str:
         return f"{self.task_type} {self.task_id}"
 
-    @property
-    def file_stem(self) -> str:
-        """Name of the task in file names."""
-        return f"{self.task_type}-{self.task_id}"
-
 
 # Below the ports that systems give out on request, so that no other program gets one meanwhile.
 _PORTS = range(10_000, 32_000)
@@ -81,8 +76,8 @@ def free_addresses(host: str, count: int) -> list[str]:
             ports.append(port)
     if len(ports) < count:
         raise ClusterError(
-            f"{host} does not have {count} free ports between {_PORTS.start} and {_PORTS.stop}. Is"
-            " it an address of this machine?"
+            f"{host} does not have {count} free ports between {_PORTS.start} and {_PORTS.stop}."
+            " Check that it is an address of this machine, and end programs that listen there."
         )
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for port in ports]
 
@@ -93,13 +88,12 @@ def worker_environ(
     task: Task,
     cluster: Mapping[str, Sequence[str]],
     num_restarts: int,
-    status_fd: int,
     token: str | None = None,
 ) -> dict[str, str]:
-    """Returns the environment of one worker.
+    """Returns the environment of one worker, without its descriptor for `report`.
 
-    Sets `TF_CONFIG`, `DISTRIBUTARY_RESTART`, `DISTRIBUTARY_STATUS_FD` and, with
-    `devices_per_worker`, `JAX_NUM_CPU_DEVICES`. Variables that the user has not set are added:
+    Sets `TF_CONFIG`, `DISTRIBUTARY_RESTART` and, with `devices_per_worker`, `JAX_NUM_CPU_DEVICES`.
+    Variables that the user has not set are added:
     `PYTHONUNBUFFERED=1`, so that output appears as soon as it is written, and
     `GRPC_VERBOSITY=ERROR` in jobs with servers. With `tune`, also the allocator settings of glibc,
     and the size of XLA's thread pool: the worker's share of the cores, or more if its devices need
@@ -112,8 +106,7 @@ def worker_environ(
         task: The task that the worker is.
         cluster: Addresses of the job's tasks by type, in the order of their numbers.
         num_restarts: Number of times that the job, or one of its tasks, was started again.
-        status_fd: Descriptor for `report`.
-        token: Secret that the tasks of a job with servers share.
+        token: Secret that the tasks of a job with servers share; None without servers.
     """
     result = dict(environ)
     result.pop(TOKEN_VARIABLE, None)
@@ -126,7 +119,6 @@ def worker_environ(
         }
     )
     result[RESTART_VARIABLE] = str(num_restarts)
-    result[STATUS_VARIABLE] = str(status_fd)
     result.setdefault("PYTHONUNBUFFERED", "1")
     if options.num_servers:
         # Otherwise gRPC logs that the servers have ended when the job ends.

@@ -4,15 +4,12 @@ One `Job` decides for all hosts. It knows nothing of sockets, processes and cloc
 
     gathering --all ready--> running --all finished--> over
         ^                       |  (a task that the others can do without fails: it starts again)
-        |                       v a worker fails, a host is lost
-        +----all stopped--- stopping        (without restarts left: over)
+        +--a worker fails, or---+          (without restarts left: over)
+           a host is lost
 """
 
-import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict, final, get_args
+from typing import Any, NamedTuple, TypedDict, final, get_args
 
 from distributary.job import Message
 
@@ -28,8 +25,6 @@ __all__ = [
     "Report",
     "Restart",
     "Start",
-    "Stop",
-    "Stopped",
     "TaskState",
     "Tasks",
     "decode",
@@ -37,21 +32,25 @@ __all__ = [
 ]
 
 
-@final
-@dataclass(frozen=True)
-class Prepare:
-    """Command: choose addresses for the workers of this host, and report `Ready`."""
+class Prepare(NamedTuple):
+    """Command: end the workers of this host if there are any, and report `Ready`; a start follows.
+
+    Args:
+        generation: Number of the next attempt, which is the number of restarts before it.
+        text: The reason of a restart, for the user; `""` for the first start.
+        origin: Rank of the host that caused the restart.
+    """
 
     generation: int
+    text: str = ""
+    origin: int = -1
 
 
-@final
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Command: start the workers of this host.
 
     Args:
-        generation: Number of the attempt, which is the number of restarts before it.
+        generation: Number of the attempt.
         workers: Address of every worker of the job, or of every task if there are servers.
         first: Position of this host's first address.
     """
@@ -61,25 +60,7 @@ class Start:
     first: int
 
 
-@final
-@dataclass(frozen=True)
-class Stop:
-    """Command: end the workers of this host, and report `Stopped`; a restart follows.
-
-    Args:
-        generation: Number of the next attempt.
-        text: The reason, for the user.
-        origin: Rank of the host that caused it.
-    """
-
-    generation: int
-    text: str
-    origin: int
-
-
-@final
-@dataclass(frozen=True)
-class Restart:
+class Restart(NamedTuple):
     """Command: start a task of this host again, at the addresses that the job already has.
 
     Args:
@@ -93,9 +74,7 @@ class Restart:
     text: str
 
 
-@final
-@dataclass(frozen=True)
-class Exit:
+class Exit(NamedTuple):
     """Command: end the workers of this host, then the launcher with an exit code.
 
     Args:
@@ -111,18 +90,19 @@ class Exit:
     last_lines: Sequence[str] = ()
 
 
-@final
-@dataclass(frozen=True)
-class Ready:
-    """Report: addresses that the workers of this host can have."""
+class Ready(NamedTuple):
+    """Report: none of this host's worker processes is left, and new ones can have these addresses.
+
+    Args:
+        generation: Number of the attempt, from `Prepare`.
+        addresses: An address for every task of this host.
+    """
 
     generation: int
     addresses: Sequence[str]
 
 
-@final
-@dataclass(frozen=True)
-class Failed:
+class Failed(NamedTuple):
     """Report: a worker of this host has failed.
 
     Args:
@@ -140,25 +120,13 @@ class Failed:
     task: str = ""
 
 
-@final
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """Report: all workers of this host have ended with exit code 0."""
 
     generation: int
 
 
-@final
-@dataclass(frozen=True)
-class Stopped:
-    """Report: after `Stop`, none of this host's worker processes is left."""
-
-    generation: int
-
-
-@final
-@dataclass(frozen=True)
-class Interrupted:
+class Interrupted(NamedTuple):
     """Report: the launcher of this host was told to end."""
 
     code: int
@@ -175,9 +143,7 @@ class TaskState(TypedDict):
     num_restarts: int
 
 
-@final
-@dataclass(frozen=True)
-class Tasks:
+class Tasks(NamedTuple):
     """Report: the tasks of this host, for the page of host 0. It does not affect the job.
 
     Args:
@@ -189,8 +155,8 @@ class Tasks:
     numbers: Mapping[str, dict[str, float]]
 
 
-Command = Prepare | Start | Restart | Stop | Exit
-Report = Ready | Failed | Finished | Stopped | Interrupted | Tasks
+Command = Prepare | Start | Restart | Exit
+Report = Ready | Failed | Finished | Interrupted | Tasks
 
 _TYPES: dict[str, type[Any]] = {
     cls.__name__: cls for cls in (*get_args(Command), *get_args(Report))
@@ -199,7 +165,7 @@ _TYPES: dict[str, type[Any]] = {
 
 def encode(message: Command | Report) -> tuple[str, dict[str, Any]]:
     """Returns the kind and the content of a command or report, for a `Channel`."""
-    return type(message).__name__, dataclasses.asdict(message)
+    return type(message).__name__, message._asdict()
 
 
 def decode(message: Message) -> Any:
@@ -214,13 +180,6 @@ def decode(message: Message) -> Any:
         raise ValueError(f"launch: {message!r:.200} is not a message of the launcher.") from error
 
 
-class _State(enum.Enum):
-    GATHERING = enum.auto()
-    RUNNING = enum.auto()
-    STOPPING = enum.auto()
-    OVER = enum.auto()
-
-
 @final
 class Job:
     """A job, which decides when its hosts start, stop, restart and end.
@@ -231,23 +190,21 @@ class Job:
         num_hosts: Number of hosts.
         max_restarts: Number of restarts that are allowed, of all workers or of one that the others
             can do without.
+
+    Attributes:
+        is_over: True once all hosts were told to end.
     """
 
     def __init__(self, num_hosts: int, max_restarts: int) -> None:
+        self.is_over = False
+        self._is_running = False  # otherwise the hosts gather, or the job is over
         self._num_hosts = num_hosts
         self._max_restarts = max_restarts
         self._generation = 0
         self._num_restarts = 0
-        self._state = _State.STOPPING  # nothing is running, and nobody has joined
         self._joined: set[int] = set()
-        self._stopped: set[int] = set()
+        self._addresses: dict[int, Sequence[str]] = {}  # of the hosts that are ready
         self._finished: set[int] = set()
-        self._addresses: dict[int, Sequence[str]] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """True once all hosts were told to end."""
-        return self._state is _State.OVER
 
     @property
     def missing(self) -> list[int]:
@@ -257,16 +214,21 @@ class Job:
     def join(self, host: int) -> list[tuple[int, Command]]:
         """Takes note that a host has come, or has come back."""
         self._joined.add(host)
-        self._stopped.add(host)
-        return self._gather_if_possible()
+        # Nothing reserves the addresses of a host, so all of them are chosen at the last moment.
+        return [] if self.missing else self._gather(Prepare(self._generation))
 
     def lose(self, host: int, text: str) -> list[tuple[int, Command]]:
-        """Takes note that a host has disappeared without notice."""
+        """Takes note that a host has disappeared without notice.
+
+        If hosts gather, the others wait for it to come back. But at the very first start, once all
+        hosts are there, it is a failure: it could not do what it was told.
+        """
+        is_first_start = self._generation == 0 and not self.missing and not self.is_over
         self._joined.discard(host)
-        if self._state is _State.STOPPING:  # the restart can wait for it to come back
-            self._stopped.discard(host)
-            return []
-        return self._fail(1, text, host, ())
+        self._addresses.pop(host, None)
+        if self._is_running or is_first_start:
+            return self._fail(1, text, host, ())
+        return []
 
     def fail(self, text: str) -> list[tuple[int, Command]]:
         """Ends the job for a reason that has nothing to do with a worker."""
@@ -277,62 +239,48 @@ class Job:
         match report:
             case Interrupted(code, text):
                 return self._exit(Exit(code, text, host))
-            case Stopped(generation) if generation == self._generation:
-                self._stopped.add(host)
-                return self._gather_if_possible()
-            case Failed(generation, code, text, lines, task) if generation == self._generation:
-                return self._fail(code, text, host, lines, task)
             case Ready(generation, addresses) if generation == self._generation:
                 self._addresses[host] = addresses
                 return self._start_if_possible()
+            case Failed(generation, code, text, lines, task) if generation == self._generation:
+                if self._is_running:  # others fail because of the first
+                    return self._fail(code, text, host, lines, task)
             case Finished(generation) if generation == self._generation:
                 self._finished.add(host)
-                if self._state is _State.RUNNING and len(self._finished) == self._num_hosts:
+                if self._is_running and len(self._finished) == self._num_hosts:
                     return self._exit(Exit(0))
         return []
 
-    def _gather_if_possible(self) -> list[tuple[int, Command]]:
-        if self._state is not _State.STOPPING:
-            return []
-        if len(self._joined & self._stopped) < self._num_hosts:
-            return []
-        return self._gather()
-
-    def _gather(self) -> list[tuple[int, Command]]:
-        self._state = _State.GATHERING
+    def _gather(self, command: Prepare) -> list[tuple[int, Command]]:
+        self._is_running = False
         self._addresses.clear()
         self._finished.clear()
-        return [(host, Prepare(self._generation)) for host in range(self._num_hosts)]
+        return [(host, command) for host in sorted(self._joined)]
 
     def _start_if_possible(self) -> list[tuple[int, Command]]:
-        if self._state is not _State.GATHERING or len(self._addresses) < self._num_hosts:
+        if self.is_over or self._is_running or len(self._addresses) < self._num_hosts:
             return []
         hosts = range(self._num_hosts)
         workers = [address for host in hosts for address in self._addresses[host]]
         if len(set(workers)) < len(workers):  # two hosts on the same machine chose the same port
-            return self._gather()
-        self._state = _State.RUNNING
+            return self._gather(Prepare(self._generation))
+        self._is_running = True
         first = [sum(len(self._addresses[h]) for h in range(host)) for host in hosts]
         return [(host, Start(self._generation, workers, first[host])) for host in hosts]
 
     def _fail(
         self, code: int, text: str, host: int, lines: Sequence[str], task: str = ""
     ) -> list[tuple[int, Command]]:
-        if self._state not in (_State.GATHERING, _State.RUNNING):
-            return []  # others fail because of the first
         if self._num_restarts == self._max_restarts:
             return self._exit(Exit(code, text, host, lines))
         self._num_restarts += 1
         if task:
             return [(host, Restart(self._num_restarts, task, text))]
         self._generation = self._num_restarts
-        stop = Stop(self._generation, text, host)
-        self._state = _State.STOPPING
-        self._stopped.clear()
-        return [(joined, stop) for joined in sorted(self._joined)]
+        return self._gather(Prepare(self._generation, text, host))
 
     def _exit(self, command: Exit) -> list[tuple[int, Command]]:
         if self.is_over:
             return []
-        self._state = _State.OVER
+        self.is_over, self._is_running = True, False
         return [(host, command) for host in sorted(self._joined)]

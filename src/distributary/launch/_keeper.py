@@ -7,8 +7,8 @@ The launcher runs this file with the standard library alone, without importing d
 `CONTROL_FD` is a stream socket. The launcher writes `T` (send TERM, and KILL after the grace
 period) or `K` (send KILL). When the launcher ends, in whatever way, the socket is closed. That
 means the same as `T`, so the workers get their grace period even if the launcher was killed. The
-keeper writes the lines `started PID` and `exit CODE` or `signal NUMBER`, and closes the socket when
-no process is left.
+keeper writes the lines `started PID` and `ended CODE`, where a signal has a negative number, and
+closes the socket when no process is left.
 
 On Linux the keeper is the subreaper of its descendants: those that lose their parent become its
 children. So it finds them even in sessions of their own, and "no child left" means that all are
@@ -22,8 +22,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
-from types import FrameType
 
 _IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -55,9 +53,8 @@ class _Keeper:
         """Runs until the worker and everything that it has started have ended."""
         os.set_inheritable(self._control_fd, False)
         wake_fd = self._install_handlers()
-        prctl = _prctl()
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._pid = self._start_worker(prctl)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._pid = self._start_worker()
         self._tell(f"started {self._pid}")
         while self._reap():
             if self._kill_at is not None:
@@ -72,19 +69,15 @@ class _Keeper:
 
     def _install_handlers(self) -> int:
         """Returns a descriptor on which the numbers of received signals can be read."""
-
-        def ignore(number: int, frame: FrameType | None) -> None:
-            """Does nothing: the number is written to the wake-up descriptor."""
-
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         for number in (*_STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, ignore)
+            signal.signal(number, lambda number, frame: None)  # but not ignored
         return read_fd
 
-    def _start_worker(self, prctl: Callable[[int, int], None]) -> int:
+    def _start_worker(self) -> int:
         keeper_pid = os.getpid()
         # Without this, a signal between fork and exec would reach a handler that does nothing.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -92,7 +85,7 @@ class _Keeper:
         if pid == 0:
             try:
                 os.setpgid(0, 0)
-                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != keeper_pid:  # the keeper ended before prctl
                     os._exit(_NOT_STARTED)
                 # Python ignores SIGPIPE; programs expect the default at their start.
@@ -155,13 +148,12 @@ class _Keeper:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return not _IS_LINUX and _group_exists(self._pid)
+                return not _IS_LINUX and _signal_group(self._pid, 0)
             if pid == 0:
                 return True
             if pid == self._pid:
                 self._worker_is_alive = False
-                code = os.waitstatus_to_exitcode(status)
-                self._tell(f"exit {code}" if code >= 0 else f"signal {-code}")
+                self._tell(f"ended {os.waitstatus_to_exitcode(status)}")
                 self._begin_to_end(self._grace_seconds)  # the processes that it has left behind
 
     def _tell(self, line: str) -> None:
@@ -169,28 +161,18 @@ class _Keeper:
             os.write(self._control_fd, f"{line}\n".encode())
 
 
-def _prctl() -> Callable[[int, int], None]:
-    """Returns the system call of that name; on other systems than Linux, it does nothing."""
-    if not _IS_LINUX:
-        return lambda option, argument: None
-    import ctypes
+def _prctl(option: int, argument: int) -> None:
+    """Makes the system call of that name; on other systems than Linux, it does nothing."""
+    if _IS_LINUX:
+        import ctypes
 
-    libc = ctypes.CDLL(None)
-
-    def prctl(option: int, argument: int) -> None:
-        libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
-
-    return prctl
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
 
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _group_exists(group: int) -> bool:
+def _signal_group(group: int, number: int) -> bool:
+    """Sends a signal to a process group; returns whether there is such a group of ours."""
     try:
-        os.killpg(group, 0)
+        os.killpg(group, number)
     except OSError:
         return False
     return True

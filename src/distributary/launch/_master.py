@@ -20,8 +20,8 @@ from distributary.job import (
     proof,
 )
 from distributary.launch._job import Command, Job, Tasks, decode, encode
+from distributary.launch._link import PROTOCOL, SILENT_SECONDS
 from distributary.launch._options import HostOptions, LaunchOptions, split_address
-from distributary.launch._remote_link import PROTOCOL, SILENT_SECONDS
 
 __all__ = ["Master"]
 
@@ -157,15 +157,12 @@ class Master:
         if hello["protocol"] != PROTOCOL:
             raise _RefusedError("it runs another version of distributary")
         host = int(hello["host_rank"])
-        if hello["num_hosts"] != self._hosts.num_hosts:
-            raise _RefusedError(
-                f"host {host} has --nnodes {hello['num_hosts']}, host 0 has {self._hosts.num_hosts}"
-            )
-        if hello["devices_per_worker"] != self._devices_per_worker:
-            raise _RefusedError(
-                f"host {host} has --devices-per-worker {hello['devices_per_worker']}, host 0 has"
-                f" {self._devices_per_worker}"
-            )
+        for option, theirs, ours in (
+            ("--nnodes", hello["num_hosts"], self._hosts.num_hosts),
+            ("--devices-per-worker", hello["devices_per_worker"], self._devices_per_worker),
+        ):
+            if theirs != ours:
+                raise _RefusedError(f"host {host} has {option} {theirs}, host 0 has {ours}")
         if host in self._channels:
             raise _RefusedError(f"--node-rank {host} is taken by {self._channels[host].peer}")
         if self._job.is_over:
@@ -175,21 +172,22 @@ class Master:
 
     def _hear(self, host: int, message: Message | None) -> None:
         """Handles a message of a host; None means that the host has gone."""
+        if message is None:
+            peer = self._channels.pop(host).peer
+            self._tasks.pop(host, None)
+            text = f"lost the connection to the launcher of host {host} ({peer})"
+            self._send(self._job.lose(host, text))
+            return
         try:
-            report = None if message is None else decode(message)
+            report = decode(message)
         except ValueError as error:
             self._say(f"host {host}: {error}")
             self._channels[host].shut()  # None comes next
             return
         if isinstance(report, Tasks):
             self._tasks[host] = report
-        elif report is not None:
-            self._send(self._job.report(host, report))
         else:
-            peer = self._channels.pop(host).peer
-            self._tasks.pop(host, None)
-            text = f"lost the connection to the launcher of host {host} ({peer})"
-            self._send(self._job.lose(host, text))
+            self._send(self._job.report(host, report))
 
     def _send(self, commands: list[tuple[int, Command]]) -> None:
         for host, command in commands:
@@ -204,25 +202,17 @@ def _listen(hosts: HostOptions) -> socket.socket:
     end = time.monotonic() + hosts.join_seconds
     while True:
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                name, port, type=socket.SOCK_STREAM
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen()
-            except BaseException:
-                listener.close()
-                raise
-            return listener
+            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = found[0]
+            return socket.create_server(address, family=family)
         except OSError as error:
             # The name of a Kubernetes pod is published only some time after the pod has started.
             is_early = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
             if not is_early or time.monotonic() >= end:
+                reason = str(error.strerror).partition(" (")[0]  # `create_server` adds the address
                 raise LaunchError(
-                    f"launch: host 0 cannot listen on the master address {hosts.master}:"
-                    f" {error.strerror}. Give an address of host 0 and a free port."
+                    f"launch: host 0 cannot listen on the master address {hosts.master}: {reason}."
+                    " Give an address of host 0 and a free port."
                 ) from error
         time.sleep(_POLL_SECONDS)
 

@@ -7,9 +7,11 @@ import re
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, final
+from typing import IO, BinaryIO, Final, final
 
 from distributary.errors import WorkerLostError
 
@@ -38,6 +40,10 @@ class TaskOutput:
         name: Name in the prefix of its lines.
         number: Number that determines the color.
         log: File that gets everything, or None.
+
+    Attributes:
+        ended: Set once all writers have closed both streams.
+        reason: Which other worker was lost, if a line says so.
     """
 
     def __init__(self, name: str, number: int, log: BinaryIO | None) -> None:
@@ -45,8 +51,8 @@ class TaskOutput:
         self.number = number
         self.log = log
         self.num_open = 2
-        self.ended = threading.Event()  # set once all writers have closed both streams
-        self.reason = ""  # which other worker was lost
+        self.ended = threading.Event()
+        self.reason = ""
         self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
 
     def remember(self, lines: Iterable[bytes]) -> None:
@@ -65,6 +71,34 @@ class TaskOutput:
 
 
 @final
+@dataclass(eq=False)
+class _Stream:
+    """The stdout or stderr of a task, which is copied whole lines at a time."""
+
+    task: TaskOutput
+    number: int  # of our own descriptor to which it goes
+    file: IO[bytes]
+    prefix: bytes
+    pending: bytearray = field(default_factory=bytearray)  # start of a line
+    num_searched: int = 0  # bytes of it in which no line ends
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """Returns the lines that more data completes."""
+        self.pending += data
+        lines = []
+        begin = 0
+        for match in _LINE_END.finditer(self.pending, self.num_searched):
+            lines.append(bytes(self.pending[begin : match.start()]))
+            begin = match.end()
+        del self.pending[:begin]
+        if len(self.pending) >= _MAX_LINE_BYTES:
+            lines.append(bytes(self.pending))
+            self.pending.clear()
+        self.num_searched = max(0, len(self.pending) - 1)  # the last byte may be "\r"
+        return lines
+
+
+@final
 class Output:
     """A thread that copies the output of all workers, and the only one to write to the terminal.
 
@@ -76,6 +110,10 @@ class Output:
         stderr_fd: Descriptor for the lines of their stderr, the messages of the launcher and, if it
             is a terminal, the status line.
         environ: Environment with `NO_COLOR` and `TERM`.
+        should_stop: Returns whether the user wants the launcher to end even with output left to
+            write. `wait` and `close` give up then.
+
+    Attributes:
         status: Returns the text of the status line, `""` for none. Called in the thread.
     """
 
@@ -84,89 +122,87 @@ class Output:
         stdout_fd: int,
         stderr_fd: int,
         environ: Mapping[str, str],
-        status: Callable[[], str],
+        should_stop: Callable[[], bool],
     ) -> None:
+        self.status: Callable[[], str] = lambda: ""
         self._fds = (stdout_fd, stderr_fd)
-        self._is_terminal = tuple(_is_terminal(fd) for fd in self._fds)
+        self._should_stop = should_stop
+        self._is_terminal = (os.isatty(stdout_fd), os.isatty(stderr_fd))
         self._has_color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._has_status = self._is_terminal[_STDERR] and environ.get("TERM") != "dumb"
         self._is_closed = [False, False]
-        self._status = status
         self._status_at = 0.0  # when the status line is due
         self._status_is_visible = False
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        # Any thread appends, ours removes: a task with its descriptors, a message, or None for the
-        # end.
-        self._requests: collections.deque[tuple[TaskOutput, int, int] | str | None] = (
-            collections.deque()
-        )
+        # Any thread appends, ours removes and calls; None is the end.
+        self._requests: collections.deque[Callable[[], None] | None] = collections.deque()
         self._is_writing = False
         self._last_read_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="launch-output", daemon=True)
         self._thread.start()
 
     def attach(
-        self, name: str, number: int, stdout_fd: int, stderr_fd: int, log_path: Path | None
+        self, name: str, number: int, streams: tuple[IO[bytes], IO[bytes]], log_path: Path | None
     ) -> TaskOutput:
-        """Starts to copy two streams, until they end; then closes their descriptors.
+        """Starts to copy two streams, until they end; then closes them.
 
         Args:
             name: Name in the prefix of the lines.
             number: Number that determines the color.
-            stdout_fd: Descriptor from which to read the worker's stdout.
-            stderr_fd: Descriptor from which to read its stderr.
+            streams: The worker's stdout and stderr.
             log_path: File that gets an exact copy of both, or None.
         """
         log = None if log_path is None else open(log_path, "wb", buffering=0)  # noqa: SIM115
         task = TaskOutput(name, number, log)
-        self._request((task, stdout_fd, stderr_fd))
+        self._request(partial(self._begin, task, streams))
         return task
 
     def say(self, text: str) -> None:
         """Writes the launcher's own lines to stderr."""
-        self._request(text)
+        self._request(partial(self._say, text))
 
-    def wait(self, task: TaskOutput, should_stop: Callable[[], bool]) -> None:
+    def wait(self, task: TaskOutput) -> None:
         """Waits until everything that a task has written is copied.
 
-        Gives up when `should_stop()` is true, or after a second without output: then a process that
-        the launcher does not know holds the other end.
+        Gives up after a second without output: then a process that the launcher does not know
+        holds the other end.
         """
         started_at = time.monotonic()
-        while not task.ended.wait(0.05) and not should_stop():
+        while not task.ended.wait(0.05) and not self._should_stop():
             idle_since = max(started_at, self._last_read_at)
             if not self._is_writing and time.monotonic() - idle_since > _IDLE_SECONDS:
                 return
 
-    def close(self, should_stop: Callable[[], bool]) -> None:
+    def close(self) -> None:
         """Writes the rest, removes the status line and ends the thread.
 
-        Gives up when `should_stop()` is true; the thread then ends with the process.
+        If it gives up, the thread ends with the process.
         """
         self._request(None)
-        while self._thread.is_alive() and not should_stop():
+        while self._thread.is_alive() and not self._should_stop():
             self._thread.join(0.05)
 
-    def _request(self, request: tuple[TaskOutput, int, int] | str | None) -> None:
+    def _request(self, request: Callable[[], None] | None) -> None:
         self._requests.append(request)
         with contextlib.suppress(OSError):
             os.write(self._wake_write, b".")
 
+    # Everything below runs in the thread.
+
     def _run(self) -> None:
         while self._handle_requests():
-            events = self._selector.select(_STATUS_SECONDS if self._has_status else None)
-            for key, _ in events:
-                if key.fd == self._wake_read:
+            for key, _ in self._selector.select(_STATUS_SECONDS if self._has_status else None):
+                if key.data is None:
                     os.read(self._wake_read, 4096)
                 else:
-                    key.data.copy()
+                    self._copy(key.data)
             if self._has_status and time.monotonic() >= self._status_at:
                 self._draw_status()
         for key in list(self._selector.get_map().values()):
-            if key.fd != self._wake_read:
-                key.data.finish()
+            if key.data is not None:
+                self._finish(key.data)
         self._erase_status()
         self._selector.close()
         os.close(self._wake_read)
@@ -177,64 +213,84 @@ class Output:
             request = self._requests.popleft()
             if request is None:
                 return False
-            if isinstance(request, str):
-                prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
-                lines = request.splitlines()
-                self.write(_STDERR, b"".join(prefix + line.encode() + b"\n" for line in lines))
-                continue
-            task, *descriptors = request
-            for stream, fd in zip((_STDOUT, _STDERR), descriptors, strict=True):
-                prefix = self._prefix(task.name, _COLORS[task.number % len(_COLORS)], stream)
-                copier = _Copier(self, task, stream, fd, prefix)
-                self._selector.register(fd, selectors.EVENT_READ, copier)
+            request()
         return True
 
-    def _prefix(self, name: str, color: int, stream: int) -> bytes:
-        if self._has_color and self._is_terminal[stream]:
+    def _say(self, text: str) -> None:
+        prefix = self._prefix("launcher", _LAUNCHER_COLOR, _STDERR)
+        self._write_lines(_STDERR, prefix, [line.encode() for line in text.splitlines()])
+
+    def _begin(self, task: TaskOutput, files: tuple[IO[bytes], IO[bytes]]) -> None:
+        for number, file in enumerate(files):
+            prefix = self._prefix(task.name, _COLORS[task.number % len(_COLORS)], number)
+            stream = _Stream(task, number, file, prefix)
+            self._selector.register(file, selectors.EVENT_READ, stream)
+
+    def _prefix(self, name: str, color: int, number: int) -> bytes:
+        if self._has_color and self._is_terminal[number]:
             return f"\x1b[{color}m[{name}]\x1b[0m ".encode()
         return f"[{name}] ".encode()
 
-    def read(self, fd: int) -> bytes:
-        """Returns some bytes of a worker's output, none at its end."""
+    def _copy(self, stream: _Stream) -> None:
+        """Reads once, and writes all complete lines."""
         self._last_read_at = time.monotonic()
         try:
-            return os.read(fd, _READ_BYTES)
+            data = os.read(stream.file.fileno(), _READ_BYTES)
         except OSError:
-            return b""
+            data = b""
+        if not data:
+            self._finish(stream)
+            return
+        if stream.task.log is not None:
+            stream.task.log.write(data)
+        self._emit(stream, stream.lines(data))
 
-    def forget(self, fd: int) -> None:
-        """Stops reading a descriptor, and closes it."""
-        self._selector.unregister(fd)
-        os.close(fd)
+    def _finish(self, stream: _Stream) -> None:
+        """Writes the last line, even if it is incomplete, and stops reading."""
+        self._selector.unregister(stream.file)
+        stream.file.close()
+        rest = bytes(stream.pending).rstrip(b"\r")
+        self._emit(stream, [rest] if rest else [])
+        task = stream.task
+        task.num_open -= 1
+        if not task.num_open:
+            if task.log is not None:
+                task.log.close()
+            task.ended.set()
 
-    def write(self, stream: int, data: bytes) -> None:
-        """Writes whole lines; drops them once nobody can read them."""
-        if self._is_terminal[stream]:
+    def _emit(self, stream: _Stream, lines: Sequence[bytes]) -> None:
+        if stream.number == _STDERR:
+            stream.task.remember(lines)
+        self._write_lines(stream.number, stream.prefix, lines)
+
+    def _write_lines(self, number: int, prefix: bytes, lines: Sequence[bytes]) -> None:
+        if lines and self._is_terminal[number]:
             self._erase_status()
-        self._write(stream, data)
+        self._write(number, b"".join(prefix + line + b"\n" for line in lines))
 
-    def _write(self, stream: int, data: bytes) -> None:
-        if self._is_closed[stream]:
+    def _write(self, number: int, data: bytes) -> None:
+        """Writes to our own stdout or stderr; drops the data once nobody can read it."""
+        if self._is_closed[number]:
             return
         self._is_writing = True
         view = memoryview(data)
         while view:
             try:
-                view = view[os.write(self._fds[stream], view) :]
+                view = view[os.write(self._fds[number], view) :]
             except BlockingIOError:  # another process has made it non-blocking
                 with selectors.DefaultSelector() as selector:
-                    selector.register(self._fds[stream], selectors.EVENT_WRITE)
+                    selector.register(self._fds[number], selectors.EVENT_WRITE)
                     selector.select()
             except OSError:  # its reader, or its terminal, has gone
-                self._is_closed[stream] = True
-                if stream == _STDOUT:
+                self._is_closed[number] = True
+                if number == _STDOUT:
                     self.say("stdout is closed; the workers' output to it is dropped.")
                 break
         self._is_writing = False
 
     def _draw_status(self) -> None:
         self._status_at = time.monotonic() + _STATUS_SECONDS
-        text = self._status()
+        text = self.status()
         if not text:
             self._erase_status()
             return
@@ -250,69 +306,3 @@ class Output:
             self._status_is_visible = False
             self._status_at = 0.0
             self._write(_STDERR, _ERASE_LINE)
-
-
-@final
-class _Copier:
-    """A copier of one stream of a worker, whole lines at a time."""
-
-    def __init__(
-        self, output: Output, task: TaskOutput, stream: int, fd: int, prefix: bytes
-    ) -> None:
-        self._output = output
-        self._task = task
-        self._stream = stream
-        self._fd = fd
-        self._prefix = prefix
-        self._pending = bytearray()  # start of a line
-        self._num_searched = 0  # bytes of it in which no line ends
-
-    def copy(self) -> None:
-        """Reads once, and writes all complete lines."""
-        data = self._output.read(self._fd)
-        if not data:
-            self.finish()
-            return
-        if self._task.log is not None:
-            self._task.log.write(data)
-        self._pending += data
-        self._emit(self._complete_lines())
-
-    def finish(self) -> None:
-        """Writes the last line, even if it is incomplete, and stops."""
-        self._output.forget(self._fd)
-        rest = bytes(self._pending).rstrip(b"\r")
-        self._emit([rest] if rest else [])
-        self._task.num_open -= 1
-        if not self._task.num_open:
-            if self._task.log is not None:
-                self._task.log.close()
-            self._task.ended.set()
-
-    def _complete_lines(self) -> list[bytes]:
-        lines = []
-        begin = 0
-        for match in _LINE_END.finditer(self._pending, self._num_searched):
-            lines.append(bytes(self._pending[begin : match.start()]))
-            begin = match.end()
-        del self._pending[:begin]
-        if len(self._pending) >= _MAX_LINE_BYTES:
-            lines.append(bytes(self._pending))
-            self._pending.clear()
-        self._num_searched = max(0, len(self._pending) - 1)  # the last byte may be "\r"
-        return lines
-
-    def _emit(self, lines: list[bytes]) -> None:
-        if self._stream == _STDERR:
-            self._task.remember(lines)
-        if lines:
-            self._output.write(
-                self._stream, b"".join(self._prefix + line + b"\n" for line in lines)
-            )
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False

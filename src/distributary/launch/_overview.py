@@ -1,15 +1,16 @@
 """The content of the dashboard: the tasks of this host or, on host 0, of all hosts."""
 
+import collections
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from distributary.launch._job import Tasks, TaskState
 from distributary.launch._options import LaunchOptions
 
-__all__ = ["RUNNING", "Overview", "count_running"]
+__all__ = ["RUNNING", "count_running", "describe", "numbers_of"]
 
 RUNNING: Final = "running"
 _NOUNS: Final = {"chief": "chiefs", "worker": "workers", "ps": "ps"}
@@ -20,67 +21,47 @@ def count_running(states: Sequence[TaskState]) -> str:
 
     Returns `""` if there are no tasks.
     """
-    is_running: dict[str, list[bool]] = {}
-    for state in states:
-        task_type = state["name"].partition(" ")[0]
-        is_running.setdefault(task_type, []).append(state["state"] == RUNNING)
-    if "ps" in is_running:
-        parts = [
-            f"{sum(is_running[task_type])} of {len(is_running[task_type])} {noun}"
-            for task_type, noun in _NOUNS.items()
-        ]
-    else:
-        all_types = [value for values in is_running.values() for value in values]
-        parts = [f"{sum(all_types)} of {len(all_types)}"] if all_types else []
-    return f"{', '.join(parts)} running" if parts else ""
+    all_tasks = collections.Counter(_type_of(state) for state in states)
+    running = collections.Counter(_type_of(state) for state in states if state["state"] == RUNNING)
+    if not all_tasks:
+        return ""
+    parts = [f"{running.total()} of {all_tasks.total()}"]
+    if "ps" in all_tasks:
+        parts = [f"{running[type_]} of {all_tasks[type_]} {noun}" for type_, noun in _NOUNS.items()]
+    return f"{', '.join(parts)} running"
 
 
-@final
-class Overview:
-    """A collection of the tasks of a job.
+def _type_of(state: TaskState) -> str:
+    return state["name"].partition(" ")[0]
+
+
+def numbers_of(hosts: Mapping[int, Tasks]) -> dict[str, dict[str, float]]:
+    """Returns the numbers that tasks have reported, by the tasks' names.
+
+    Args:
+        hosts: The tasks of this host and of others, as far as known here, by rank.
+    """
+    return {name: numbers for tasks in hosts.values() for name, numbers in tasks.numbers.items()}
+
+
+def describe(options: LaunchOptions, by_host: Mapping[int, Tasks]) -> dict[str, Any]:
+    """Returns the job and the state of its tasks, for the page.
 
     Args:
         options: The job.
-        own: Returns the tasks of this host.
-        others: Returns the tasks of the other hosts, as far as known here, by rank.
+        by_host: The tasks of this host and of others, as far as known here, by rank.
     """
-
-    def __init__(
-        self,
-        options: LaunchOptions,
-        own: Callable[[], Tasks],
-        others: Callable[[], Mapping[int, Tasks]],
-    ) -> None:
-        self._options = options
-        self._own = own
-        self._others = others
-
-    def numbers(self) -> dict[str, dict[str, float]]:
-        """Returns the numbers that tasks have reported, by the tasks' names. For any thread."""
-        return {
-            name: numbers
-            for tasks in (self._own(), *self._others().values())
-            for name, numbers in tasks.numbers.items()
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the job and the state of its tasks. For any thread."""
-        hosts = self._options.hosts
-        by_host = {0 if hosts is None else hosts.host_rank: self._own(), **self._others()}
-        states = [
-            (host, state) for host, tasks in sorted(by_host.items()) for state in tasks.states
-        ]
-        program, *arguments = self._options.command
-        command = shlex.join([Path(program).name, *arguments])
-        where = platform.node()
-        if hosts is not None and self._options.is_first_host:
-            where = f"{hosts.num_hosts} hosts"
-        elif hosts is not None:
-            where += f", host {hosts.host_rank} of {hosts.num_hosts}"
-        return {
-            "title": count_running([state for _, state in states]) or "Nothing runs yet",
-            "subtitle": f"{command} on {where}",
-            "tasks": [
-                state if hosts is None else {**state, "host": host} for host, state in states
-            ],
-        }
+    hosts = options.hosts
+    states = [(rank, state) for rank, tasks in sorted(by_host.items()) for state in tasks.states]
+    program, *arguments = options.command
+    command = shlex.join([Path(program).name, *arguments])
+    where = platform.node()
+    if hosts is not None and options.is_first_host:
+        where = f"{hosts.num_hosts} hosts"
+    elif hosts is not None:
+        where += f", host {hosts.host_rank} of {hosts.num_hosts}"
+    return {
+        "title": count_running([state for _, state in states]) or "Nothing runs yet",
+        "subtitle": f"{command} on {where}",
+        "tasks": [state if hosts is None else {**state, "host": rank} for rank, state in states],
+    }

@@ -1,20 +1,20 @@
 """Runs a job from beginning to end."""
 
+import contextlib
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 
 from distributary.errors import UnsupportedError
 from distributary.launch._environment import replaced_settings
-from distributary.launch._link import Link, LocalLink
+from distributary.launch._job import Tasks
+from distributary.launch._link import Link, LocalLink, RemoteLink
 from distributary.launch._master import Master
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
-from distributary.launch._overview import Overview
-from distributary.launch._remote_link import RemoteLink
+from distributary.launch._overview import describe, numbers_of
 from distributary.launch._signals import Signals
 from distributary.launch._supervisor import Supervisor
-from distributary.monitoring import Dashboard, serve
+from distributary.monitoring import serve
 
 __all__ = ["run"]
 
@@ -53,50 +53,37 @@ def run(
     environ = dict(os.environ if environ is None else environ)
     if options.log_dir is not None:
         options.log_dir.mkdir(parents=True, exist_ok=True)
-    supervisor: Supervisor | None = None
-    link: Link | None = None
-    master: Master | None = None
-
-    def status() -> str:
-        return "" if supervisor is None else supervisor.status()
-
-    def should_not_wait() -> bool:
-        return supervisor is not None and supervisor.should_not_wait()
-
-    output = Output(stdout_fd, stderr_fd, environ, status)
-    try:
+    signals = Signals(options.grace_seconds + 1)
+    output = Output(stdout_fd, stderr_fd, environ, signals.want_end_now)
+    with contextlib.ExitStack() as stack:
+        stack.callback(output.close)
         for sentence in replaced_settings(environ, options):
             output.say(sentence)
+        master: Master | None = None
         # Until the first worker starts, signals have their usual effect.
-        if options.hosts is not None and options.is_first_host:
-            master = Master(options, output.say)
-        link = _link(options)
-        with Signals() as signals:
-            supervisor = Supervisor(options, environ, link, output, signals)
-            others = master.tasks if master is not None else dict
-            overview = Overview(options, supervisor.tasks, others)
-            with _dashboard(options, overview) as dashboard:
-                if dashboard is not None:
-                    output.say(f"The dashboard is at {dashboard.url}")
-                return supervisor.run()
-    finally:
-        if link is not None:
-            link.close()
-        if master is not None:
-            master.close()
-        output.close(should_not_wait)
+        if options.hosts is None:
+            link: Link = LocalLink(options.max_restarts)
+        else:
+            if options.is_first_host:
+                master = Master(options, output.say)
+                stack.callback(master.close)
+            link = RemoteLink(options.hosts, options.devices_per_worker)
+        stack.callback(link.close)
+        stack.enter_context(signals)
+        supervisor = Supervisor(options, environ, link, output, signals)
+        output.status = supervisor.status
+        if options.dashboard_port is not None:
 
+            def tasks() -> dict[int, Tasks]:
+                rank = 0 if options.hosts is None else options.hosts.host_rank
+                return {rank: supervisor.tasks(), **({} if master is None else master.tasks())}
 
-def _dashboard(
-    options: LaunchOptions, overview: Overview
-) -> AbstractContextManager[Dashboard | None]:
-    if options.dashboard_port is None:
-        return nullcontext()
-    port, address = options.dashboard_port, options.dashboard_address
-    return serve(overview.numbers, overview.describe, port, address)
-
-
-def _link(options: LaunchOptions) -> Link:
-    if options.hosts is None:
-        return LocalLink(options.max_restarts)
-    return RemoteLink(options.hosts, options.devices_per_worker)
+            dashboard = serve(
+                lambda: numbers_of(tasks()),
+                lambda: describe(options, tasks()),
+                options.dashboard_port,
+                options.dashboard_address,
+            )
+            stack.enter_context(dashboard)
+            output.say(f"The dashboard is at {dashboard.url}")
+        return supervisor.run()

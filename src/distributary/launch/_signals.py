@@ -17,10 +17,17 @@ class Signals:
     """A receiver of SIGINT, SIGTERM and SIGHUP inside its `with` block, in the main thread.
 
     An ignored signal stays ignored, so `nohup distributary launch ...` survives its terminal.
+
+    Args:
+        patience_seconds: Seconds after the first signal in which the launcher may wait for others.
+
+    Attributes:
+        received: Numbers of all signals that have arrived, in this order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience_seconds: float) -> None:
         self.received: list[int] = []
+        self._patience_seconds = patience_seconds
         self._first_at = 0.0
         self._num_taken = 0
         self._previous: dict[int, Any] = {}
@@ -46,18 +53,21 @@ class Signals:
         """Returns the descriptor that becomes readable when a signal has arrived."""
         return self._read_end.fileno()
 
-    def take(self) -> list[int]:
-        """Returns the signals that have arrived since the last call."""
+    def take(self) -> list[tuple[int, bool]]:
+        """Returns the signals that have arrived since the last call, and whether each is the first.
+
+        Only one of all is the first.
+        """
         with contextlib.suppress(BlockingIOError):
             self._read_end.recv(4096)
-        new = self.received[self._num_taken :]
-        self._num_taken += len(new)
-        return new
+        first, self._num_taken = self._num_taken, len(self.received)
+        return [(self.received[i], i == 0) for i in range(first, self._num_taken)]
 
-    def wants_end_now(self, grace_seconds: float) -> bool:
-        """Returns whether there was a second signal, or the first is some seconds old."""
+    def want_end_now(self) -> bool:
+        """Returns whether there was a second signal, or the first was too long ago."""
         if len(self.received) < 2:
-            return bool(self.received) and time.monotonic() > self._first_at + grace_seconds
+            is_late = time.monotonic() > self._first_at + self._patience_seconds
+            return bool(self.received) and is_late
         return True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -120,23 +120,26 @@ def _report(ended: threading.Event) -> None:
 
 @final
 class StatusReader:
-    """The launcher's end of one worker's channel."""
+    """The launcher's end of one worker's channel.
 
-    def __init__(self) -> None:
+    Args:
+        warn: Called at the first line that `report` would not write.
+    """
+
+    def __init__(self, warn: Callable[[], None]) -> None:
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self.write_fd, False)
+        self._warn: Callable[[], None] | None = warn
         self._pending = b""
         self._last: dict[str, float] = {}
-        self.num_unreadable = 0  # lines that `report` does not write
 
     def fileno(self) -> int:
-        """Returns the descriptor that becomes readable when `receive` has something to do."""
-        return self._read_fd
+        """Returns the descriptor that becomes readable when `receive` has something to do.
 
-    def close_write_end(self) -> None:
-        """Closes the worker's end here; to be called once the worker has inherited it."""
-        os.close(self.write_fd)
+        -1 when closed.
+        """
+        return self._read_fd
 
     def receive(self) -> bool:
         """Reads what has arrived; returns False at the end."""
@@ -145,16 +148,17 @@ class StatusReader:
         except BlockingIOError:
             return True
         *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > _MAX_MESSAGE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
         for line in lines:
             self._read_line(line)
-        if len(self._pending) > _MAX_MESSAGE_BYTES:
-            self._pending = b""
-            self.num_unreadable += 1
         return bool(data)
 
     def close(self) -> None:
         """Stops reading."""
         os.close(self._read_fd)
+        self._read_fd = -1
 
     def numbers(self) -> dict[str, float]:
         """Returns all numbers that the worker has reported, the latest of each. For any thread."""
@@ -176,6 +180,8 @@ class StatusReader:
         try:
             values = {str(name): float(value) for name, value in json.loads(line).items()}
         except (AttributeError, TypeError, ValueError):
-            self.num_unreadable += 1
+            if self._warn is not None:
+                self._warn()
+            self._warn = None
         else:
             self._last = {**self._last, **values}  # a new dict, because other threads read it

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from distributary.launch._environment import Task
+from distributary.launch._environment import STATUS_VARIABLE, Task
+from distributary.launch._options import LaunchOptions
+from distributary.launch._output import Output
+from distributary.launch._status import StatusReader
 
 __all__ = ["Ending", "Worker"]
 
@@ -47,58 +50,75 @@ class Ending:
 
 @final
 class Worker:
-    """A running worker, together with the keeper process that is its parent.
+    """One run of a task: its process, the keeper process that is its parent, output and status.
 
     Args:
+        options: The job.
         task: Task that the worker is.
-        command: Command line of the worker.
-        environ: Environment of the worker.
-        grace_seconds: Seconds between TERM and KILL.
-        inherited_fd: Descriptor that it gets in addition to stdin, stdout and stderr.
+        number: Number that determines the color of its output.
+        environ: Environment of the worker, without the descriptor for `report`.
+        num_restarts: Number of times that the job, or one of its tasks, was started again.
+        output: Shows its output, and messages.
+
+    Attributes:
+        ending: How the process has ended; None while it is running.
+        is_gone: True once its descendants have ended, too.
+        is_to_restart: True if the task starts again once this run is gone.
     """
 
     def __init__(
         self,
+        options: LaunchOptions,
         task: Task,
-        command: Sequence[str],
+        number: int,
         environ: Mapping[str, str],
-        grace_seconds: float,
-        inherited_fd: int,
+        num_restarts: int,
+        output: Output,
     ) -> None:
         self.task = task
-        self.ending: Ending | None = None  # None while it is running
-        self.is_gone = False  # true once its descendants have ended, too
+        self.number = number
+        self.ending: Ending | None = None
+        self.is_gone = False
+        self.is_to_restart = False
         self.started_at = time.monotonic()
         self._pid: int | None = None
         self._received = b""
+        self.status = StatusReader(
+            lambda: output.say(
+                f"{task} writes lines to {STATUS_VARIABLE} that are not JSON with numbers; they are"
+                " ignored."
+            )
+        )
+        status_fd = self.status.write_fd
         self._control, keeper_end = socket.socketpair()
         with keeper_end:
             keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(keeper_end.fileno())]
             self._keeper = subprocess.Popen(
-                [*keeper, str(grace_seconds), *command],
+                [*keeper, str(options.grace_seconds), *options.command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=dict(environ),
-                pass_fds=(keeper_end.fileno(), inherited_fd),
+                env={**environ, STATUS_VARIABLE: str(status_fd)},
+                pass_fds=(keeper_end.fileno(), status_fd),
                 # Ctrl-C goes to the launcher alone, and the worker is not in the launcher's group.
                 start_new_session=True,
             )
+        os.close(status_fd)
         self._control.setblocking(False)
+        log_path = None
+        if options.log_dir is not None:
+            log_path = (
+                options.log_dir / f"{task.task_type}-{task.task_id}.restart-{num_restarts}.log"
+            )
+        stdout, stderr = self._keeper.stdout, self._keeper.stderr
+        assert stdout is not None
+        assert stderr is not None
+        self.output = output.attach(str(task), number, (stdout, stderr), log_path)
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when `receive` has something to do."""
         return self._control.fileno()
-
-    def take_output(self) -> tuple[int, int]:
-        """Returns the descriptors of stdout and stderr, which then belong to the caller."""
-        descriptors = []
-        for stream in (self._keeper.stdout, self._keeper.stderr):
-            assert stream is not None
-            descriptors.append(os.dup(stream.fileno()))
-            stream.close()
-        return descriptors[0], descriptors[1]
 
     def receive(self) -> None:
         """Reads and notes the messages of the keeper."""
@@ -115,7 +135,7 @@ class Worker:
             if word == "started":
                 self._pid = int(number)
             else:
-                self.ending = Ending(int(number) if word == "exit" else -int(number))
+                self.ending = Ending(int(number))
         if not data:
             self._finish()
 

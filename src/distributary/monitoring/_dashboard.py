@@ -5,7 +5,7 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.monitoring._closing import Closing
@@ -16,7 +16,13 @@ from distributary.monitoring._server import HttpServer
 from distributary.monitoring._sinks import JsonLines, TensorBoard
 from distributary.topology import short_name
 
+if TYPE_CHECKING:
+    from distributary.strategies import Strategy
+
 __all__ = ["Dashboard", "StatisticsLogger", "dashboard", "serve"]
+
+_SAMPLE_SECONDS = 1.0
+_TASK = "this process"
 
 
 @final
@@ -39,7 +45,7 @@ class Dashboard(Closing):
         return f"<dashboard at {self.url}>"
 
 
-def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Dashboard:
+def dashboard(strategy: "Strategy", port: int = 0, *, address: str = "127.0.0.1") -> Dashboard:
     """Serves a page that shows the run of a strategy: its speed, its loss, and its waiting times.
 
     The page shows the numbers of `strategy.step_statistics`, the numbers of a `ClusterCoordinator`,
@@ -63,7 +69,8 @@ def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Da
     collect = _collect_from(strategy, "dashboard")
     extended = strategy.extended
     devices = [short_name(device) for device in extended.worker_devices]
-    what = f"{type(strategy).__name__}, {_count(extended.num_replicas, 'replica')}"
+    num_replicas = extended.num_replicas
+    what = f"{type(strategy).__name__}, {num_replicas} replica{'s' if num_replicas > 1 else ''}"
 
     def describe() -> dict[str, Any]:
         where = f"process {os.getpid()} on {platform.node()}"
@@ -75,9 +82,7 @@ def dashboard(strategy: Any, port: int = 0, *, address: str = "127.0.0.1") -> Da
     return serve(collect, describe, port, address)
 
 
-def serve(
-    collect: Callable[[], Tasks], describe: Describe, port: int, address: str, seconds: float = 1.0
-) -> Dashboard:
+def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: str) -> Dashboard:
     """Serves the page for the numbers of some tasks.
 
     Args:
@@ -85,17 +90,15 @@ def serve(
         describe: Returns title, subtitle and the state of the tasks.
         port: Port to listen on; 0 takes a free one.
         address: Address to listen on.
-        seconds: Seconds between samples.
     """
     if not 0 <= port < 1 << 16:
         raise InvalidValueError(
             f"dashboard: port is {port}, expected 0 to 65535; 0 takes any free port."
         )
-    recorder = Recorder(collect, seconds)
+    recorder = Recorder(collect, _SAMPLE_SECONDS)
+    page = partial(respond, recorder, describe)
     try:
-        server = HttpServer(
-            address, port, partial(respond, recorder, describe), "distributary-dashboard"
-        )
+        server = HttpServer(address, port, page, "distributary-dashboard")
     except OSError:
         recorder.close()
         raise
@@ -129,7 +132,7 @@ class StatisticsLogger(Closing):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: "Strategy",
         *,
         json_lines: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
@@ -157,17 +160,10 @@ class StatisticsLogger(Closing):
         self._recorder.close()
 
 
-_TASK = "this process"
-
-
-def _collect_from(strategy: Any, caller: str) -> Callable[[], Tasks]:
+def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], Tasks]:
     if not hasattr(strategy, "step_statistics"):
         raise InvalidTypeError(
             f"{caller}: strategy is {strategy!r}, expected a distributary strategy, such as"
             " distributary.MirroredStrategy()."
         )
     return lambda: {_TASK: numbers_of(strategy.extended)}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,10 +8,13 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from distributary.dispatch import progress
 from distributary.errors import DistributaryError
+
+if TYPE_CHECKING:
+    from distributary.strategies import StrategyExtended
 
 __all__ = ["Numbers", "finite", "numbers_of", "rates"]
 
@@ -27,7 +30,7 @@ _PER_STEP = (
 )
 
 
-def numbers_of(extended: Any) -> Numbers:
+def numbers_of(extended: "StrategyExtended") -> Numbers:
     """Returns all numbers of a strategy's run in this process, as sums since its beginning.
 
     Args:
@@ -50,7 +53,7 @@ def numbers_of(extended: Any) -> Numbers:
     return numbers | progress.values
 
 
-def _flat(statistics: Any, prefix: str) -> Numbers:
+def _flat(statistics: object, prefix: str) -> Numbers:
     """Returns the numbers in a dataclass, and in dataclasses in its tuples."""
     assert is_dataclass(statistics)
     numbers: Numbers = {}

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
 from distributary.monitoring._numbers import finite
-from distributary.monitoring._recorder import Recorder, Sample
+from distributary.monitoring._recorder import Recorder
 from distributary.monitoring._server import Answer
 
 __all__ = ["Describe", "respond"]
@@ -37,13 +37,12 @@ def respond(recorder: Recorder, describe: Describe, path: str) -> Answer | None:
         return None
     (first,) = parse_qs(url.query).get("first", ["0"])[:1]
     samples, following = recorder.samples(int(first) if first.isdecimal() else 0)
-    content = {**describe(), "samples": list(map(_finite, samples)), "next": following}
+    shown = [
+        {**sample, "tasks": {name: finite(numbers) for name, numbers in sample["tasks"].items()}}
+        for sample in samples
+    ]
+    content = {**describe(), "samples": shown, "next": following}
     return Answer(json.dumps(content).encode(), "application/json", headers=_HEADERS)
-
-
-def _finite(sample: Sample) -> Sample:
-    tasks = {name: finite(numbers) for name, numbers in sample["tasks"].items()}
-    return {**sample, "tasks": tasks}
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def profile(path: str | os.PathLike[str], num_steps: int = 5) -> "Profile":
     if num_steps < 1:
         raise InvalidValueError(f"profile: num_steps is {num_steps}, expected 1 or more.")
     if profiled_steps.begin_step is not None:
-        raise ContextError("profile: another profile is being recorded; close it first.")
+        raise ContextError("profile: another profile is being recorded. Close it first.")
     return Profile(Path(path), num_steps)
 
 

@@ -60,8 +60,6 @@ class Recorder:
 
     def close(self) -> None:
         """Takes a last sample and ends the thread."""
-        if self._closed.is_set():
-            return
         self._closed.set()
         self._thread.join()
 

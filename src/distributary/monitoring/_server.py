@@ -1,18 +1,18 @@
 """A server for HTTP requests, by default only from this machine."""
 
+import asyncio
 import contextlib
 import errno
 import io
 import ipaddress
 import logging
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from http.server import BaseHTTPRequestHandler
+from typing import Final, TypeAlias, final
 
-if TYPE_CHECKING:
-    from asyncio import StreamReader, StreamWriter, Task, WriteTransport
+from distributary.dispatch import start_thread
 
 __all__ = ["Answer", "HttpServer"]
 
@@ -58,7 +58,7 @@ _BAD_HOST = Answer(b"The header Host names another machine.\n", status=403)
 class _Client:
     """A connection, the rest of the answer that is left to send, and the answer's whole size."""
 
-    transport: "WriteTransport"
+    transport: asyncio.WriteTransport
     unread: memoryview = _NOTHING
     num_bytes: int = 0
 
@@ -94,23 +94,23 @@ class HttpServer:
     def __init__(
         self, address: str, port: int, respond: _Respond, name: str, num_ports: int = 1
     ) -> None:
-        import asyncio
-
-        hosts = {"localhost", address.lower(), socket.gethostname().lower()}
-        self._request_type = _request_type(respond, hosts)
+        self._respond = respond
+        self._hosts = {"localhost", address.lower(), socket.gethostname().lower()}
         self._socket = _listen(address, range(port, port + num_ports))
         self.port: int = self._socket.getsockname()[1]
         self._clients: dict[asyncio.Task[None], _Client] = {}  # the oldest comes first
         self._closing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, self._stop, name)
 
     def close(self) -> None:
         """Stops the server and ends its thread."""
+        self._stop()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # raised if the thread has ended
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -119,8 +119,6 @@ class HttpServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        import asyncio
-
         server = await asyncio.start_server(
             self._accept, sock=self._socket, limit=_MAX_REQUEST_BYTES, backlog=_BACKLOG
         )
@@ -134,9 +132,7 @@ class HttpServer:
         server.close()
         await asyncio.sleep(0)  # lets connections that were cut off close
 
-    def _accept(self, reader: "StreamReader", writer: "StreamWriter") -> None:
-        import asyncio
-
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._closing.is_set():
             writer.transport.abort()
             return
@@ -144,9 +140,7 @@ class HttpServer:
         self._clients[client] = _Client(writer.transport)
         self._make_room(client)
 
-    async def _talk(self, reader: "StreamReader", writer: "StreamWriter") -> None:
-        import asyncio
-
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = asyncio.current_task()
         assert client is not None
         place = self._clients[client]
@@ -156,7 +150,8 @@ class HttpServer:
                     head = await reader.readuntil(b"\r\n\r\n")
                 except asyncio.LimitOverrunError:
                     head = None
-            place.unread = memoryview(self._request_type(head).wfile.getvalue())
+            # Not in a variable of this function, which stays for a while when it is cut off.
+            place.unread = memoryview(_Request(head, self._respond, self._hosts).answer.getvalue())
             place.num_bytes = len(place.unread)
             self._make_room(client)
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -172,7 +167,7 @@ class HttpServer:
             if client in self._clients:  # it was not cut off
                 self._cut_off(client)
 
-    def _make_room(self, newest: "Task[None]") -> None:
+    def _make_room(self, newest: asyncio.Task[None]) -> None:
         """Cuts off the oldest clients if there are too many, or too much is waiting."""
         total = sum(client.num_bytes for client in self._clients.values())
         for oldest in list(self._clients):
@@ -182,7 +177,7 @@ class HttpServer:
                 total -= self._clients[oldest].num_bytes
                 self._cut_off(oldest)
 
-    def _cut_off(self, client: "Task[None]") -> None:
+    def _cut_off(self, client: asyncio.Task[None]) -> None:
         place = self._clients.pop(client)
         place.unread = _NOTHING  # because the exception that ends the task keeps it for a while
         if place.transport.get_extra_info("socket").fileno() >= 0:  # not yet closed by asyncio
@@ -190,41 +185,47 @@ class HttpServer:
         client.cancel()
 
 
-def _request_type(respond: _Respond, hosts: set[str]) -> Any:
-    """Returns a class of requests that make their answers from their heads."""
-    from http.server import BaseHTTPRequestHandler
+@final
+class _Request(BaseHTTPRequestHandler):
+    """A request, whose answer is in `answer`.
 
-    class Request(BaseHTTPRequestHandler):
-        def __init__(self, head: bytes | None) -> None:  # the base class reads from a socket
-            self.rfile = io.BytesIO(head or b"")
-            self.wfile = io.BytesIO()
-            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            if head is None:
-                self.send_error(431)
-            else:
-                self.handle_one_request()
+    Args:
+        head: The request up to the empty line; None if it is too long.
+        respond: As of `HttpServer`.
+        hosts: Names that the header Host may have, besides IP addresses.
+    """
 
-        def do_GET(self) -> None:
-            host = _host_of(self.headers.get("Host", ""))
-            answer = self._page() if host in hosts or _is_ip_address(host) else _BAD_HOST
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.content_type)
-            self.send_header("Content-Length", str(len(answer.content)))
-            for header in answer.headers.items():
-                self.send_header(*header)
-            self.end_headers()
-            self.wfile.write(answer.content)
+    # The base class would read from a socket.
+    def __init__(self, head: bytes | None, respond: _Respond, hosts: set[str]) -> None:
+        self._respond = respond
+        self._hosts = hosts
+        self.rfile = io.BytesIO(head or b"")
+        self.wfile = self.answer = io.BytesIO()
+        self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+        if head is None:
+            self.send_error(431)
+        else:
+            self.handle_one_request()
 
-        def _page(self) -> Answer:
-            try:
-                return respond(self.path) or _NOT_FOUND
-            except Exception as error:
-                return Answer(f"{type(error).__name__}: {error}\n".encode(), status=503)
+    def do_GET(self) -> None:
+        host = _host_of(self.headers.get("Host", ""))
+        answer = self._page() if host in self._hosts or _is_ip_address(host) else _BAD_HOST
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.content)))
+        for header in answer.headers.items():
+            self.send_header(*header)
+        self.end_headers()
+        self.wfile.write(answer.content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            _log.debug(format, *args)
+    def _page(self) -> Answer:
+        try:
+            return self._respond(self.path) or _NOT_FOUND
+        except Exception as error:
+            return Answer(f"{type(error).__name__}: {error}\n".encode(), status=503)
 
-    return Request
+    def log_message(self, format: str, *args: object) -> None:
+        _log.debug(format, *args)
 
 
 def _host_of(header: str) -> str:
@@ -243,18 +244,19 @@ def _is_ip_address(host: str) -> bool:
 
 
 def _listen(address: str, ports: range) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    is_ipv6 = ":" in address
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    both = is_ipv6 and socket.has_dualstack_ipv6()
     for port in ports:
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Limits the send buffers of connections: unread answers also take memory of the system.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            listener.bind((address, port))
-            listener.listen(_BACKLOG)
-            return listener
+            listener = socket.create_server(
+                (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
         except OSError as error:
-            listener.close()
             if error.errno != errno.EADDRINUSE or port == ports[-1]:
                 raise
+        else:
+            # Limits the send buffers of connections: unread answers also take memory of the system.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            return listener
     raise AssertionError("there are no ports")

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
-__all__ = ["BATCH", "Dims", "Factor", "Rows", "aligned", "joined", "plain", "reshaped", "tags_of"]
-
 #: The axis that counts the rows of the batch. Other axes, for rows in another order, refer to it.
 BATCH = "batch"
 
@@ -37,20 +35,31 @@ class Rows:
 
 
 Factor: TypeAlias = tuple[int, Rows | None]
-Dims: TypeAlias = tuple[tuple[Factor, ...], ...]
+Dim: TypeAlias = tuple[Factor, ...]
+Dims: TypeAlias = tuple[Dim, ...]
 
 
 def plain(shape: Sequence[int]) -> Dims:
     """Returns the dims of an array without rows."""
-    return tuple([((size, None),) if size != 1 else () for size in shape])
+    return tuple([plain_dim(size) for size in shape])
 
 
-def tags_of(factors: Sequence[Factor]) -> list[Rows]:
+def plain_dim(size: int) -> Dim:
+    """Returns a dim without rows."""
+    return ((size, None),) if size != 1 else ()
+
+
+def size_of(dim: Dim) -> int:
+    """Returns the number of elements along a dim."""
+    return math.prod([count for count, _ in dim])
+
+
+def tags_of(factors: Dim) -> list[Rows]:
     """Returns the rows that factors count."""
     return [rows for _, rows in factors if rows is not None]
 
 
-def _merged(factors: Sequence[Factor]) -> tuple[Factor, ...]:
+def _merged(factors: Sequence[Factor]) -> Dim:
     """Returns the same factors, with neighbors combined where one continues the other."""
     result: list[Factor] = []
     for size, rows in factors:
@@ -100,7 +109,7 @@ def reshaped(dims: Dims, shape: Sequence[int]) -> Dims | None:
     return tuple(result)
 
 
-def aligned(first: Sequence[Factor], second: Sequence[Factor]) -> bool:
+def _aligned(first: Dim, second: Dim) -> bool:
     """Returns whether two dims that both count rows meet row by row, or group by group."""
     if len(first) != len(second):
         return False
@@ -123,6 +132,6 @@ def joined(all_dims: Sequence[Dims]) -> Dims | None:
                 return None
             continue
         for own, other in zip(dims, result, strict=True):
-            if (tags_of(own) or tags_of(other)) and not aligned(own, other):
+            if (tags_of(own) or tags_of(other)) and not _aligned(own, other):
                 return None
     return result

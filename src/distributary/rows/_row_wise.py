@@ -11,22 +11,24 @@ With a table `t` and its gradient `g`, the update is row by row, and the sum is 
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, final
+from typing import Any, Final, TypeAlias, final
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.extend.core import Jaxpr, Literal, Var
 
-from distributary.tracing import Array, Equation, Numbering, jaxpr_of
+from distributary.tracing import (
+    Atom,
+    Equation,
+    Numbering,
+    aval_of,
+    jaxpr_of,
+    shape_of,
+    variables_of,
+)
 
-__all__ = [
-    "ELEMENTWISE",
-    "bind_rows",
-    "numbers_of_other_rows",
-    "row_operands",
-    "rows_between",
-    "with_rows",
-]
+DimSize: TypeAlias = Any  # an int, or a symbolic dim of `jax.export`
 
 ELEMENTWISE = frozenset(
     """
@@ -37,11 +39,19 @@ ELEMENTWISE = frozenset(
     sin sinh sqrt square start_of_sum stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-_REDUCTIONS = frozenset(
+REDUCTIONS = frozenset(
     """
     argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     """.split()  # noqa: SIM905
 )
+# The parameter that names the dims along which an operation works; the others stay as they are.
+_DIMS: dict[str, str | None] = {
+    **dict.fromkeys(ELEMENTWISE, None),
+    **dict.fromkeys(REDUCTIONS, "axes"),
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), "axis"),
+    "concatenate": "dimension",
+    "squeeze": "dimensions",
+}
 # Operations whose result is zero where their first operand is.
 _ZERO_OF_ZERO = frozenset(
     """
@@ -51,55 +61,47 @@ _ZERO_OF_ZERO = frozenset(
     """.split()  # noqa: SIM905
 )
 _SAME_VALUE = ("broadcast_in_dim", "convert_element_type", "copy", "reshape")
-_ZERO: Any = "zero"
+_ZERO: Final = "zero"
 
 
-def row_operands(eqn: Equation) -> list[Any] | None:
+def row_operands(eqn: Equation) -> list[Var] | None:
     """Returns the operands whose row i makes row i of the results; the others belong to every row.
 
     Returns:
         The variables, each with as many rows as every result; None if the equation does not work
         row by row.
     """
-    name, params = eqn.primitive.name, eqn.params
-    arrays = [
-        v
-        for v in eqn.invars
-        if not isinstance(v, jex_core.Literal) and hasattr(v.aval, "shape") and v.aval.shape
-    ]
-    shape = tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else ()
-    if not shape or (not arrays and name != "broadcast_in_dim"):
+    arrays = [v for v in variables_of(eqn.invars) if shape_of(v)]
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    if not shape:
         return None
-    num_rows = shape[0]
-    if name == "broadcast_in_dim":
-        if not arrays or 0 not in params["broadcast_dimensions"]:
+    if eqn.primitive.name == "broadcast_in_dim":
+        makes_rows = not arrays or 0 not in eqn.params["broadcast_dimensions"]
+        if makes_rows:
             return [] if len(eqn.invars) == 1 else None
-        first = params["broadcast_dimensions"][0] == 0
-        rows_stay = first and arrays[0].aval.shape[0] == num_rows
-    elif name in ELEMENTWISE:
-        rows_stay = True
-    elif name in _REDUCTIONS:
-        rows_stay = 0 not in params["axes"]
-    elif name.startswith("cum"):
-        rows_stay = params.get("axis", 0) != 0
-    elif name == "reshape":
-        rows_stay = params["dimensions"] is None and len(arrays) == len(eqn.invars)
-    elif name == "squeeze":
-        rows_stay = 0 not in params["dimensions"]
-    elif name == "transpose":
-        rows_stay = params["permutation"][0] == 0
-    elif name == "concatenate":
-        rows_stay = params["dimension"] != 0 and len(arrays) == len(eqn.invars)
-    elif name == "split":
-        rows_stay = params["axis"] != 0
-    elif name == "slice":
-        strides = params["strides"]
-        rows_stay = strides is None or strides[0] == 1
-    else:
-        return None
-    if rows_stay and all(v.aval.shape[0] == num_rows for v in arrays):
-        return arrays
-    return None
+    have_rows = bool(arrays) and all(shape_of(v)[0] == shape[0] for v in arrays)
+    return arrays if have_rows and _keeps_rows(eqn, len(arrays)) else None
+
+
+def _keeps_rows(eqn: Equation, num_arrays: int) -> bool:
+    """Returns whether row i of the results is made from row i of operands with as many rows."""
+    name, params = eqn.primitive.name, eqn.params
+    match name:
+        case "broadcast_in_dim":
+            return bool(params["broadcast_dimensions"][0] == 0)
+        case "reshape":
+            return params["dimensions"] is None and len(eqn.invars) == num_arrays
+        case "transpose":
+            return bool(params["permutation"][0] == 0)
+        case "slice":
+            return params["strides"] is None or params["strides"][0] == 1
+        case "concatenate" if len(eqn.invars) != num_arrays:
+            return False
+    if name not in _DIMS:
+        return False
+    param = _DIMS[name]
+    dims = () if param is None else params[param]
+    return 0 not in (dims if isinstance(dims, tuple) else (dims,))
 
 
 def rows_between(eqn: Equation) -> tuple[int, int] | None:
@@ -108,13 +110,13 @@ def rows_between(eqn: Equation) -> tuple[int, int] | None:
     if (
         eqn.primitive.name != "slice"
         or set(params["strides"] or (1,)) != {1}
-        or eqn.outvars[0].aval.shape[1:] != eqn.invars[0].aval.shape[1:]
+        or shape_of(eqn.outvars[0])[1:] != shape_of(eqn.invars[0])[1:]
     ):
         return None
     return params["start_indices"][0], params["limit_indices"][0]
 
 
-def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:
+def with_rows(eqn: Equation, num_rows: DimSize) -> dict[str, Any]:
     """Returns the parameters of an equation that works row by row, for another number of rows.
 
     Args:
@@ -130,13 +132,15 @@ def with_rows(eqn: Equation, num_rows: Any) -> dict[str, Any]:
     return params
 
 
-def bind_rows(eqn: Equation, operands: Sequence[Any], num_rows: Any) -> list[Array]:
+def bind_rows(eqn: Equation, operands: Sequence[Array], num_rows: DimSize) -> list[Array]:
     """Returns the results of a row-by-row equation for operands with `num_rows` rows."""
     outs = eqn.primitive.bind(*operands, **with_rows(eqn, num_rows))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[Any]) -> list[Any]:
+def numbers_of_other_rows(
+    jaxpr: Jaxpr, values: Sequence[Atom], zeros: Collection[Var]
+) -> list[Var | int | str]:
     """Returns what values are in the rows where some variables are known to be zero.
 
     Args:
@@ -152,7 +156,7 @@ def numbers_of_other_rows(jaxpr: Any, values: Sequence[Any], zeros: Collection[A
     numbering = Numbering(rules.number_of)
     zero = rules.zero = numbering.input(_ZERO)
     invars = [*jaxpr.constvars, *jaxpr.invars]
-    inputs = [_ZERO if v in zeros else v for v in invars]
+    inputs: list[Var | str] = [_ZERO if v in zeros else v for v in invars]
     numbers = numbering.outputs(jaxpr_of(invars, values, jaxpr.eqns), inputs)
     of_inputs = {zero: _ZERO, **{numbering.input(v): v for v in inputs}}
     return [of_inputs.get(number, number) for number in numbers]
@@ -169,60 +173,88 @@ class _Rules:
         zero: The number of zero.
     """
 
-    def __init__(self, zeros: Collection[Any]) -> None:
+    def __init__(self, zeros: Collection[Var]) -> None:
         self.zero = -1
         self._zeros = zeros
-        self._values: dict[Any, float] = {}  # variables whose elements are all one number
+        self._values: dict[Var, float] = {}  # variables whose elements are all one number
 
     def number_of(self, eqn: Equation, operands: Sequence[int]) -> int | None:
         """Returns the number of the result if it is zero or one of the operands, else None."""
-        name, (v,), zero = eqn.primitive.name, eqn.outvars, self.zero
+        (v,) = eqn.outvars
         values = [self._value(atom) for atom in eqn.invars]
-        if name in _SAME_VALUE and not math.isnan(values[0]):
+        if eqn.primitive.name in _SAME_VALUE and not math.isnan(values[0]):
             self._values[v] = values[0]
-        is_zero = [
-            number == zero or value == 0 for number, value in zip(operands, values, strict=True)
+        zeros = [
+            number == self.zero or value == 0
+            for number, value in zip(operands, values, strict=True)
         ]
-        others = [value for value, is_null in zip(values, is_zero, strict=True) if not is_null]
-        match name:
-            case _ if v in self._zeros or (name in _ZERO_OF_ZERO and is_zero[0]):
-                return zero
-            case "add" | "add_any" | "sub" if is_zero[1]:
-                return operands[0]
-            case "add" | "add_any" if is_zero[0]:
-                return operands[1]
-            case "sub" | "max" | "min" if operands[0] == operands[1]:
-                return zero if name == "sub" else operands[0]
-            case "mul" if any(is_zero):
-                return zero
-            case "mul" | "div" if values[1] == 1:
-                return operands[0]
-            case "mul" if values[0] == 1:
-                return operands[1]
-            case "integer_pow" if is_zero[0] and eqn.params["y"] > 0:
-                return zero
-            case "pow" if is_zero[0] and values[1] > 0:
-                return zero
-            case "max" if any(is_zero) and all(value <= 0 for value in others):
-                return zero
-            case "min" if any(is_zero) and all(value >= 0 for value in others):
-                return zero
-            case "clamp" if is_zero[1] and values[0] <= 0 <= values[2]:
-                return zero
-            case "select_n" if len(set(operands[1:])) == 1:
-                return operands[1]
-            case "convert_element_type" if eqn.invars[0].aval.dtype == v.aval.dtype:
-                return operands[0]
-            case "copy" | "push" | "stop_gradient" | "optimization_barrier":
-                return operands[0]
-            case "concatenate" if all(is_zero):
-                return zero
-        return None
+        if v in self._zeros or _is_zero(eqn, operands, values, zeros):
+            return self.zero
+        same = _same_operand(eqn, operands, values, zeros)
+        return None if same is None else operands[same]
 
-    def _value(self, atom: Any) -> float:
+    def _value(self, atom: Atom) -> float:
         """Returns the real number that all elements of a constant are; NaN if it is not known."""
-        if not isinstance(atom, jex_core.Literal):
+        if not isinstance(atom, Literal):
             return self._values.get(atom, math.nan)
         value = np.asarray(atom.val)
         is_real = jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value)
         return float(value) if is_real and not value.ndim else math.nan
+
+
+def _is_zero(
+    eqn: Equation, operands: Sequence[int], values: Sequence[float], zeros: Sequence[bool]
+) -> bool:
+    """Returns whether a result is zero.
+
+    Args:
+        eqn: An equation.
+        operands: Numbers of its operands.
+        values: The number that all elements of each operand are, or NaN.
+        zeros: For every operand, whether it is zero.
+    """
+    others = [value for value, is_zero in zip(values, zeros, strict=True) if not is_zero]
+    match eqn.primitive.name:
+        case name if name in _ZERO_OF_ZERO and zeros[0]:
+            return True
+        case "sub":
+            return operands[0] == operands[1]
+        case "mul":
+            return any(zeros)
+        case "integer_pow":
+            return zeros[0] and eqn.params["y"] > 0
+        case "pow":
+            return zeros[0] and values[1] > 0
+        case "max":
+            return any(zeros) and all(value <= 0 for value in others)
+        case "min":
+            return any(zeros) and all(value >= 0 for value in others)
+        case "clamp":
+            return zeros[1] and values[0] <= 0 <= values[2]
+        case "concatenate":
+            return all(zeros)
+    return False
+
+
+def _same_operand(
+    eqn: Equation, operands: Sequence[int], values: Sequence[float], zeros: Sequence[bool]
+) -> int | None:
+    """Returns the place of the operand that a result is equal to, if any; see `_is_zero`."""
+    match eqn.primitive.name:
+        case "add" | "add_any" | "sub" if zeros[1]:
+            return 0
+        case "add" | "add_any" if zeros[0]:
+            return 1
+        case "max" | "min" if operands[0] == operands[1]:
+            return 0
+        case "mul" | "div" if values[1] == 1:
+            return 0
+        case "mul" if values[0] == 1:
+            return 1
+        case "select_n" if len(set(operands[1:])) == 1:
+            return 1
+        case "convert_element_type" if aval_of(eqn.invars[0]).dtype == aval_of(*eqn.outvars).dtype:
+            return 0
+        case "copy" | "push" | "stop_gradient" | "optimization_barrier":
+            return 0
+    return None

@@ -8,15 +8,27 @@ With 8 rows of a batch in dim 0 of `a`:
     e:f32[8,8] = dot_general a d           RELATION: each row meets all others
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, final
 
 import jax.numpy as jnp
 
-from distributary.rows._layouts import BATCH, Dims, Factor, Rows, joined, plain, reshaped, tags_of
-from distributary.rows._row_wise import ELEMENTWISE
-from distributary.tracing import Equation
+from distributary.rows._layouts import (
+    BATCH,
+    Dim,
+    Dims,
+    Rows,
+    joined,
+    plain,
+    plain_dim,
+    reshaped,
+    size_of,
+    tags_of,
+)
+from distributary.rows._row_wise import ELEMENTWISE, REDUCTIONS
+from distributary.tracing import Atom, Equation, aval_of, shape_of
 
 INDEPENDENT, ROWS, SUM, RELATED, UNKNOWN = range(5)
 
@@ -29,11 +41,6 @@ _LINEAR = frozenset(
 _OF_DIVISORS = frozenset(
     """
     abs ceil clamp floor integer_pow max min round sign
-    """.split()  # noqa: SIM905
-)
-_REDUCTIONS = frozenset(
-    """
-    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor
     """.split()  # noqa: SIM905
 )
 _OF_MATRICES = frozenset(
@@ -50,7 +57,7 @@ class Value(NamedTuple):
     kind: int
     dims: Dims = ()
     # Rows that a loop goes through one at a time.
-    hidden: tuple[Any, ...] = ()
+    hidden: tuple[tuple[int, Dim], ...] = ()
     # For rows: whether a sum over rows has been added to each.
     mixed: bool = False
     # Whether it depends on trained values, or on anything else but the batch.
@@ -65,6 +72,9 @@ class Value(NamedTuple):
     counts: bool = False
 
 
+#: The value of the only result, or of every result.
+_Results: TypeAlias = Value | list[Value]
+
 CONSTANT = Value(INDEPENDENT)
 
 #: The result of a rule if rows of the batch meet.
@@ -72,36 +82,40 @@ RELATION = Value(RELATED)
 _DONT_KNOW = Value(UNKNOWN)
 
 
-def of_rows(eqn: Equation, operands: list[Value]) -> Any:
+@final
+class _Verdict(Exception):  # noqa: N818  (no error)
+    """The end of a rule, from inside of it: `RELATION` or `_DONT_KNOW`."""
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+def of_rows(eqn: Equation, operands: list[Value]) -> _Results:
     """Returns the value of an equation of rows and sums, or a list with one for every result."""
-    name = eqn.primitive.name
-    rule = _RULES.get(name)
-    if rule is not None:
-        return rule(eqn, operands)
+    try:
+        return _rule_of(eqn.primitive.name)(eqn, operands)
+    except _Verdict as verdict:
+        return verdict.value
+
+
+def _rule_of(name: str) -> Callable[[Equation, list[Value]], _Results]:
+    if name in _RULES:
+        return _RULES[name]
+    if name in _MOVES:
+        return _moved
     if name in ELEMENTWISE:
-        made = _elementwise(eqn, operands)
-        if made.kind != ROWS:
-            return made
-        # Dims of size 1 are repeated to fit the others.
-        shape = plain(eqn.outvars[0].aval.shape)
-        if len(shape) != len(made.dims):  # a sum over a dim, by a collective that has no axis
-            return _DONT_KNOW
-        fitted = [a if tags_of(a) else b for a, b in zip(made.dims, shape, strict=True)]
-        return made._replace(dims=tuple(fitted))
-    if name in _REDUCTIONS:
-        return _reduction(eqn, operands)
+        return _elementwise
+    if name in REDUCTIONS:
+        return _reduction
     if name in _OF_MATRICES or name == "fft":
-        return _of_matrices(eqn, operands)
-    if name.startswith(("reduce_window", "select_and_")):
-        return _windows(eqn, operands)
-    if name.startswith("cum"):
-        return _cumulative(eqn, operands)
-    if name.startswith("scatter"):
-        return _scatter(eqn, operands)
-    return _like_operands(eqn, operands)
+        return _of_matrices
+    for start, rule in _FAMILIES.items():
+        if name.startswith(start):
+            return rule
+    return _like_operands
 
 
-def is_independent(values: Sequence[Value]) -> bool:
+def is_independent(values: Iterable[Value]) -> bool:
     """Returns whether none of the values depends on the batch."""
     return all(value.kind == INDEPENDENT for value in values)
 
@@ -110,137 +124,188 @@ def either(first: Value, second: Value) -> Value:
     """Returns the value of a result that is one or the other."""
     if first == second:
         return first
-    flags: dict[str, Any] = {
-        "trained": first.trained or second.trained,
-        "random": first.random or second.random,
-        "gradient": first.gradient or second.gradient,
-        "counts": first.counts or second.counts,
-    }
-    if first.kind == RELATED or second.kind == RELATED:
+    if RELATED in (first.kind, second.kind):
         return first if first.kind == RELATED else second
     if first.kind == INDEPENDENT:
-        return second._replace(**flags)
-    if second.kind == INDEPENDENT:
-        return first._replace(**flags)
-    if first.kind == second.kind == ROWS and first.hidden == second.hidden:
-        if first.dims == second.dims:
-            return first._replace(mixed=first.mixed or second.mixed, **flags)
-    elif first.kind == second.kind == SUM:
-        return first._replace(**flags)
-    return Value(UNKNOWN, gradient=flags["gradient"])
+        first, second = second, first
+    alike = first.kind == second.kind and first[1:3] == second[1:3]
+    if second.kind != INDEPENDENT and (not alike or first.kind == UNKNOWN):
+        return Value(UNKNOWN, gradient=first.gradient or second.gradient)
+    return first._replace(
+        mixed=first.mixed or second.mixed,
+        counts=first.counts or second.counts,
+        **flags_of([first, second]),
+    )
 
 
-def _dims(value: Value, atom: Any) -> Dims:
-    return value.dims if value.kind == ROWS else plain(atom.aval.shape)
+def flags_of(values: Sequence[Value]) -> dict[str, Any]:
+    """Returns the facts that hold for what is computed from values if they hold for any of them."""
+    names = ("trained", "random", "gradient")
+    return {name: any(getattr(value, name) for value in values) for name in names}
+
+
+# Parts of rules
+
+
+def _dims(value: Value, atom: Atom) -> Dims:
+    return value.dims if value.kind == ROWS else plain(shape_of(atom))
+
+
+def _dims_of_all(eqn: Equation, operands: Iterable[Value]) -> list[Dims]:
+    return [_dims(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+
+
+def _with(dims: Dims, at: int, dim: Dim) -> Dims:
+    return (*dims[:at], dim, *dims[at + 1 :])
+
+
+def _all_tags(dims: Iterable[Dim]) -> list[Rows]:
+    return [rows for dim in dims for rows in tags_of(dim)]
 
 
 def _has_rows(value: Value, dim: int) -> bool:
     return value.kind == ROWS and bool(tags_of(value.dims[dim]))
 
 
-def _is_exact(aval: Any) -> bool:
+def _active(operands: Iterable[Value]) -> list[Value]:
+    return [value for value in operands if value.kind != INDEPENDENT]
+
+
+def _rows_among(operands: Iterable[Value]) -> list[Value]:
+    return [value for value in operands if value.kind == ROWS]
+
+
+def _summed(operands: Iterable[Value]) -> bool:
+    """Returns whether sums over rows are among the operands."""
+    return any(value.kind == SUM or value.mixed for value in operands)
+
+
+def _are_trained(values: Iterable[Value]) -> bool:
+    return any(value.trained for value in values)
+
+
+def _if_trained(values: Iterable[Value]) -> Value:
+    """Returns the value of an operation that relates rows, which data may be."""
+    return RELATION if _are_trained(values) else _DONT_KNOW
+
+
+def _is_exact(atom: Atom) -> bool:
     """Returns whether an array holds integers or booleans."""
-    return not jnp.issubdtype(aval.dtype, jnp.inexact)
+    return not jnp.issubdtype(aval_of(atom).dtype, jnp.inexact)
 
 
-def _summed(operands: Sequence[Value]) -> list[Value]:
-    return [value for value in operands if value.kind == SUM or value.mixed]
+def _in_other_order(dim: Dim, size: int, random: bool) -> Dim:
+    """Returns `size` of the rows of a dim, in an order that is not known."""
+    return ((size, Rows(("random" if random else "moved", dim))),)
 
 
-def _nonlinear(eqn: Equation, operands: Sequence[Value], otherwise: Any) -> Any:
+def _nonlinear(eqn: Equation, operands: Sequence[Value], otherwise: Value = _DONT_KNOW) -> Value:
     """Returns `otherwise`, unless sums over rows are among the operands."""
     if not _summed(operands):
         return otherwise
-    aval = eqn.outvars[0].aval
-    if not any(value.trained for value in operands):
-        if _is_exact(aval):
+    if not _are_trained(operands):
+        if _is_exact(eqn.outvars[0]):
             return CONSTANT
         if eqn.primitive.name in _OF_DIVISORS:
             return Value(SUM)
-    return _DONT_KNOW if aval.dtype == bool else RELATION
+    return _DONT_KNOW if aval_of(eqn.outvars[0]).dtype == bool else RELATION
 
 
-def _meeting(operands: Sequence[Value]) -> Any:
+def _meeting(operands: Sequence[Value]) -> Value:
     """Returns the value of an elementwise operation that is linear in sums."""
-    rows = [value for value in operands if value.kind == ROWS]
+    rows = _rows_among(operands)
     if not rows:
         return Value(SUM)
     dims = joined([value.dims for value in rows])
     if dims is None or len({value.hidden for value in rows}) > 1:
-        if not any(value.trained for value in operands) and _are_shuffled(rows):
-            return rows[0]
-        return RELATION
-    return Value(ROWS, dims, mixed=bool(_summed(operands)))
+        return rows[0] if _are_shuffled_data(operands) else RELATION
+    return Value(ROWS, dims, mixed=_summed(operands))
 
 
-def _are_shuffled(rows: Sequence[Value]) -> bool:
-    """Returns whether rows in a random order are among them."""
-    return any(
+def _are_shuffled_data(operands: Sequence[Value]) -> bool:
+    """Returns whether operands are data alone, and rows in a random order are among them."""
+    return not _are_trained(operands) and any(
         isinstance(rows.axis, tuple) and rows.axis[0] == "random"
-        for value in rows
-        for dim in value.dims
-        for rows in tags_of(dim)
+        for value in _rows_among(operands)
+        for rows in _all_tags(value.dims)
     )
 
 
-def _elementwise(eqn: Equation, operands: list[Value]) -> Any:
-    name = eqn.primitive.name
-    active = [value for value in operands if value.kind != INDEPENDENT]
-    if name in _LINEAR:
-        return _meeting(active)
-    if name == "mul":
-        counts = [v for v in active if v.kind == SUM and not v.trained]
-        if len(active) > 1 and len(counts) < len(active) and _are_scalars(eqn, operands, counts):
-            active = [value for value in active if value not in counts]
-        return _meeting(active) if len(active) == 1 else _product(active)
-    if name == "div":
-        numerator, divisor = operands
-        if divisor.kind == SUM and not divisor.trained:
-            return CONSTANT if numerator.kind == INDEPENDENT else numerator
-        if divisor.kind == INDEPENDENT:
-            return numerator
-        return (
-            _product(active) if numerator.kind != INDEPENDENT else _nonlinear(eqn, active, divisor)
-        )
-    if name == "select_n":
-        which, cases = operands[0], [v for v in operands[1:] if v.kind != INDEPENDENT]
-        if which.kind == INDEPENDENT:
-            return _meeting(cases)
-        if which.kind == ROWS and not which.mixed and not which.trained:
+def _of_factors(active: Sequence[Value]) -> Value | None:
+    """Returns the value of a product if that does not depend on where its factors have rows."""
+    if len(active) > 1 and _summed(active):
+        return _if_trained(active)
+    return Value(SUM) if all(value.kind == SUM for value in active) else None
+
+
+# Elementwise operations
+
+
+def _elementwise(eqn: Equation, operands: list[Value]) -> Value:
+    made = _of_elements(eqn, operands)
+    if made.kind != ROWS:
+        return made
+    # Dims of size 1 are repeated to fit the others.
+    shape = plain(shape_of(eqn.outvars[0]))
+    if len(shape) != len(made.dims):  # a sum over a dim, by a collective that has no axis
+        return _DONT_KNOW
+    fitted = [a if tags_of(a) else b for a, b in zip(made.dims, shape, strict=True)]
+    return made._replace(dims=tuple(fitted))
+
+
+def _of_elements(eqn: Equation, operands: list[Value]) -> Value:
+    active = _active(operands)
+    match eqn.primitive.name:
+        case name if name in _LINEAR:
             return _meeting(active)
+        case "mul":
+            counts = [v for v in active if v.kind == SUM and not v.trained]
+            if len(counts) < len(active) and _are_scalars(eqn, operands, counts):
+                active = [value for value in active if value not in counts]
+            return _of_factors(active) or _meeting(active)
+        case "div":
+            numerator, divisor = operands
+            if divisor.kind == SUM and not divisor.trained:
+                return CONSTANT if numerator.kind == INDEPENDENT else numerator
+            if divisor.kind == INDEPENDENT:
+                return numerator
+            if numerator.kind == INDEPENDENT:
+                return _nonlinear(eqn, active, divisor)
+            return _of_factors(active) or _meeting(active)
+        case "select_n":
+            which, cases = operands[0], _active(operands[1:])
+            if which.kind == INDEPENDENT:
+                return _meeting(cases)
+            if which.kind == ROWS and not which.mixed and not which.trained:
+                return _meeting(active)
     return _nonlinear(eqn, active, _meeting(active))
 
 
 def _are_scalars(eqn: Equation, operands: list[Value], counts: list[Value]) -> bool:
     """Returns whether each factor in `counts` is one number, as divisors are."""
-    return bool(counts) and all(
-        value not in counts or not atom.aval.shape or math.prod(atom.aval.shape) == 1
+    return all(
+        value not in counts or math.prod(shape_of(atom)) == 1
         for value, atom in zip(operands, eqn.invars, strict=True)
     )
 
 
-def _product(active: Sequence[Value]) -> Any:
-    if _summed(active):
-        return RELATION if any(value.trained for value in active) else _DONT_KNOW
-    return _meeting(active)
-
-
-def _like_operands(eqn: Equation, operands: list[Value]) -> Any:
+def _like_operands(eqn: Equation, operands: list[Value]) -> Value:
     """Returns rows for an unknown equation if its operands and results have one shape."""
-    rows = [(v, a) for v, a in zip(operands, eqn.invars, strict=True) if v.kind == ROWS]
-    shapes = {tuple(getattr(a.aval, "shape", ())) for _, a in rows}
-    shapes |= {tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars}
+    rows = [(v, atom) for v, atom in zip(operands, eqn.invars, strict=True) if v.kind == ROWS]
+    shapes = {shape_of(atom) for atom in (*(atom for _, atom in rows), *eqn.outvars)}
     if _summed(operands) or len(shapes) != 1 or len({v.dims for v, _ in rows}) != 1:
         return _DONT_KNOW
     return rows[0][0]
 
 
+# Reductions
+
+
 def _over(value: Value, axes: Sequence[int]) -> tuple[Dims, list[Rows], bool]:
     """Returns the dims without `axes`, the rows in these, and whether they were small groups."""
-    removed = [rows for axis in axes for rows in tags_of(value.dims[axis])]
+    removed = _all_tags(value.dims[axis] for axis in axes)
     kept = tuple([dim for i, dim in enumerate(value.dims) if i not in set(axes)])
-    left = [rows for dim in kept for rows in tags_of(dim)]
-    left += [rows for _, factors in value.hidden for rows in tags_of(factors)]
+    left = _left(kept, value)
     # A split of the batch keeps successive rows together, so groups of them stay whole.
     grouped = bool(left) and all(
         rows.axis == BATCH and rows.stride < min(r.stride for r in left) for rows in removed
@@ -248,7 +313,12 @@ def _over(value: Value, axes: Sequence[int]) -> tuple[Dims, list[Rows], bool]:
     return kept, removed, grouped
 
 
-def _reduce_sum(eqn: Equation, operands: list[Value]) -> Any:
+def _left(dims: Iterable[Dim], value: Value) -> list[Rows]:
+    """Returns the rows in some dims and in the loops around."""
+    return _all_tags((*dims, *(dim for _, dim in value.hidden)))
+
+
+def _reduce_sum(eqn: Equation, operands: list[Value]) -> Value:
     value = operands[0]
     if value.kind == SUM:
         return value
@@ -257,559 +327,506 @@ def _reduce_sum(eqn: Equation, operands: list[Value]) -> Any:
     return value._replace(dims=kept, mixed=mixed)
 
 
-def _reduction(eqn: Equation, operands: list[Value]) -> Any:
+def _reduction(eqn: Equation, operands: list[Value]) -> Value:
     value = operands[0]
-    if value.kind == SUM or value.mixed:
-        return _nonlinear(eqn, operands, None)
+    if _summed(operands):
+        return _nonlinear(eqn, operands)
     kept, removed, grouped = _over(value, eqn.params["axes"])
     if removed and not grouped:
-        if not value.trained and not any(map(tags_of, kept)) and not value.hidden:
+        if not value.trained and not _left(kept, value) and not value.hidden:
             return CONSTANT  # such as the loudest sound of a batch, which bounds all
-        return _nonlinear(eqn, [value._replace(mixed=True)], None)
+        return _nonlinear(eqn, [value._replace(mixed=True)])
     return value._replace(dims=kept)
 
 
-def _cumulative(eqn: Equation, operands: list[Value]) -> Any:
+def _cumulative(eqn: Equation, operands: list[Value]) -> Value:
     value = operands[0]
     if _has_rows(value, eqn.params["axis"]):
-        return _DONT_KNOW if _is_exact(eqn.outvars[0].aval) and not value.trained else RELATION
+        return _DONT_KNOW if _is_exact(eqn.outvars[0]) and not value.trained else RELATION
     return value if eqn.primitive.name == "cumsum" else _nonlinear(eqn, operands, value)
 
 
-def _broadcast(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM:
-        return value
-    dims = list(plain(eqn.params["shape"]))
-    shape = eqn.invars[0].aval.shape
-    for i, dim in enumerate(eqn.params["broadcast_dimensions"]):
-        if shape[i] != 1:
-            dims[dim] = value.dims[i]
-    return value._replace(dims=tuple(dims))
-
-
-def _reshape(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM:
-        return value
-    dims = reshaped(value.dims, eqn.outvars[0].aval.shape)
-    return _DONT_KNOW if dims is None else value._replace(dims=dims)
-
-
-def _transpose(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM:
-        return value
-    return value._replace(dims=tuple([value.dims[i] for i in eqn.params["permutation"]]))
-
-
-def _rev(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM:
-        return value
-    dims = list(value.dims)
-    for i in eqn.params["dimensions"]:
-        if tags_of(dims[i]):
-            dims[i] = ((eqn.invars[0].aval.shape[i], Rows(("reversed", dims[i]))),)
-    return value._replace(dims=tuple(dims))
-
-
-def _cut(dim: Sequence[Factor], start: int, size: int, stride: int) -> tuple[Factor, ...] | None:
-    """Returns the factors of elements `start`, `start + stride`, ... of a dim that counts rows."""
-    total = math.prod([count for count, _ in dim])
-    if size == total and stride == 1:
-        return tuple(dim)
-    if len(dim) == 1 and dim[0][1] is not None:
-        rows = dim[0][1]
-        if isinstance(rows.axis, tuple) and rows.axis[0] == "joined" and stride == rows.stride == 1:
-            begin = rows.start + start
-            for piece in rows.axis[1]:
-                count = math.prod([count for count, _ in piece])
-                if begin == 0 and count == size:
-                    return tuple(piece)
-                begin -= count
-        moved = Rows(rows.axis, rows.stride * stride, rows.start + start * rows.stride)
-        return ((size, moved),)
-    if dim[0][1] is None and stride == 1:
-        inner = total // dim[0][0]
-        if start % inner == size % inner == 0:
-            count = size // inner
-            return (*([(count, None)] if count > 1 else []), *dim[1:])
-    return None
-
-
-def _slice(eqn: Equation, operands: list[Value]) -> Any:
-    value, params = operands[0], eqn.params
-    if value.kind == SUM:
-        return value
-    shape = eqn.outvars[0].aval.shape
-    strides = params["strides"] or (1,) * len(shape)
-    return _sliced(value, params["start_indices"], shape, strides)
-
-
-def _sliced(
-    value: Value, starts: Sequence[int], shape: Sequence[int], strides: Sequence[int]
-) -> Value:
-    dims: list[tuple[Factor, ...]] = []
-    for dim, start, size, stride in zip(value.dims, starts, shape, strides, strict=True):
-        if not tags_of(dim):
-            dims.append(((size, None),) if size != 1 else ())
-            continue
-        cut = _cut(dim, start, size, stride)
-        if cut is None:
-            return _DONT_KNOW
-        dims.append(cut)
-    return value._replace(dims=tuple(dims))
-
-
-def _split(eqn: Equation, operands: list[Value]) -> Any:
-    value, axis = operands[0], eqn.params["axis"]
-    if value.kind == SUM:
-        return value
-    values, start = [], 0
-    for out, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
-        starts = [start if i == axis else 0 for i in range(len(value.dims))]
-        values.append(_sliced(value, starts, out.aval.shape, [1] * len(value.dims)))
-        start += size
-    return values
-
-
-def _dynamic_slice(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if not is_independent(operands[1:]):
-        # The batch decides where the slice begins.
-        return _DONT_KNOW
-    if value.kind == SUM:
-        return value
-    dims: list[tuple[Factor, ...]] = []
-    shapes = zip(value.dims, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
-    random = any(v.random for v in operands[1:])
-    for dim, before, after in shapes:
-        if not tags_of(dim):
-            dims.append(((after, None),) if after != 1 else ())
-        elif before == after:
-            dims.append(dim)
-        else:
-            kind = "random" if random else "moved"
-            dims.append(((after, Rows((kind, dim))),) if after > 1 else ())
-    return value._replace(dims=tuple(dims))
-
-
-def _dynamic_update_slice(eqn: Equation, operands: list[Value]) -> Any:
-    value, update = operands[:2]
-    if not is_independent(operands[2:]):
-        return _DONT_KNOW
-    if value.kind != ROWS and update.kind != ROWS:
-        return Value(SUM)
-    for v in (value, update):
-        for i, (a, b) in enumerate(
-            zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
-        ):
-            if _has_rows(v, i) and a != b:
-                return _DONT_KNOW
-    own = _dims(value, eqn.invars[0])
-    new = [b if tags_of(b) else a for a, b in zip(own, _dims(update, eqn.invars[1]), strict=True)]
-    rows = [v for v in (value, update) if v.kind == ROWS]
-    if len(rows) == 2 and tuple(new) != value.dims:
-        return _DONT_KNOW
-    return rows[0]._replace(dims=tuple(new), mixed=bool(_summed(operands[:2])))
-
-
-def _concatenate(eqn: Equation, operands: list[Value]) -> Any:
-    at = eqn.params["dimension"]
-    rows = [value for value in operands if value.kind == ROWS]
-    if not rows:
-        return Value(SUM)
-    shape = eqn.outvars[0].aval.shape
-    others = [(*value.dims[:at], (), *value.dims[at + 1 :]) for value in rows]
-    dims = joined(others)
-    if dims is None or len({value.hidden for value in rows}) > 1:
-        shuffled = not any(value.trained for value in operands) and _are_shuffled(rows)
-        return _DONT_KNOW if shuffled else RELATION
-    mixed = bool(_summed(operands))
-    if not any(_has_rows(value, at) for value in rows):
-        dim: tuple[Factor, ...] = ((shape[at], None),) if shape[at] != 1 else ()
-    else:
-        pieces = [_dims(v, atom)[at] for v, atom in zip(operands, eqn.invars, strict=True)]
-        if mixed:
-            return _DONT_KNOW
-        dim = _joined_pieces(pieces, shape[at])
-    return rows[0]._replace(dims=(*dims[:at], dim, *dims[at + 1 :]), mixed=mixed)
-
-
-def _stack(eqn: Equation, operands: list[Value]) -> Any:
-    made = _meeting([value for value in operands if value.kind != INDEPENDENT])
-    if made.kind != ROWS:
-        return made
-    at = eqn.params["axis"]
-    dim = plain([len(operands)])[0]
-    return made._replace(dims=(*made.dims[:at], dim, *made.dims[at:]))
-
-
-def _unstack(eqn: Equation, operands: list[Value]) -> Any:
-    value, at = operands[0], eqn.params["axis"]
-    if value.kind == SUM:
-        return value
-    return value._replace(dims=(*value.dims[:at], *value.dims[at + 1 :]))
-
-
-def _tile(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM:
-        return value
-    made = list(plain(eqn.outvars[0].aval.shape))
-    for i, (dim, times) in enumerate(zip(value.dims, eqn.params["reps"], strict=True)):
-        if tags_of(dim):
-            made[i] = (*(((times, None),) if times > 1 else ()), *dim)
-    return value._replace(dims=tuple(made))
-
-
-def _joined_pieces(pieces: list[tuple[Factor, ...]], size: int) -> tuple[Factor, ...]:
-    if all(piece == pieces[0] for piece in pieces):
-        return ((len(pieces), None), *pieces[0]) if len(pieces) > 1 else pieces[0]
-    tags = [piece[0][1] if len(piece) == 1 else None for piece in pieces]
-    first = tags[0]
-    if first is not None:
-        end = first.start
-        for piece, rows in zip(pieces, tags, strict=True):
-            if rows is None or rows != Rows(first.axis, first.stride, end):
-                break
-            end += piece[0][0] * first.stride
-        else:
-            return ((size, first),)
-    return ((size, Rows(("joined", tuple(pieces)))),)
-
-
-def _pad(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if operands[1].kind != INDEPENDENT:
-        return _DONT_KNOW
-    if value.kind == SUM:
-        return value
-    dims: list[tuple[Factor, ...]] = []
-    shape = eqn.outvars[0].aval.shape
-    for dim, padding, size in zip(value.dims, eqn.params["padding_config"], shape, strict=True):
-        low, _, inside = padding
-        if padding == (0, 0, 0):
-            dims.append(dim)
-            continue
-        if not tags_of(dim):
-            dims.append(((size, None),) if size != 1 else ())
-            continue
-        count = math.prod([n for n, _ in dim])
-        rows = dim[0][1]
-        if inside == 0 and low % count == size % count == 0 and rows is not None and not rows.start:
-            dims.append(((size // count, None), *dim))
-        elif len(dim) == 1 and rows is not None and rows.stride == inside + 1 and rows.start == low:
-            # The padding puts back the elements that a slice left out.
-            dims.append(((size, Rows(rows.axis)),))
-        elif dim[0][1] is None and inside == 0:
-            inner = count // dim[0][0]
-            if low % inner or size % inner:
-                return _DONT_KNOW
-            dims.append(((size // inner, None), *dim[1:]))
-        else:
-            return _DONT_KNOW
-    return value._replace(dims=tuple(dims))
-
-
-def _sort(eqn: Equation, operands: list[Value]) -> Any:
-    at = eqn.params["dimension"]
-    if not any(_has_rows(value, at) for value in operands):
-        made = _meeting([value for value in operands if value.kind != INDEPENDENT])
-        return _nonlinear(eqn, operands, made)
-    keys = operands[: eqn.params["num_keys"]]
-    if not is_independent(keys):
-        exact = all(_is_exact(v.aval) for v in eqn.outvars)
-        return _DONT_KNOW if exact and not any(v.trained for v in operands) else RELATION
-    kind = "random" if any(value.random for value in keys) else "moved"
-    values = []
-    for value in operands:
-        if value.kind == ROWS and tags_of(value.dims[at]):
-            dim = ((eqn.outvars[0].aval.shape[at], Rows((kind, value.dims[at]))),)
-            value = value._replace(dims=(*value.dims[:at], dim, *value.dims[at + 1 :]))
-        values.append(value)
-    return values
-
-
-def _top_k(eqn: Equation, operands: list[Value]) -> Any:
-    value = operands[0]
-    if value.kind == SUM or value.mixed:
-        return RELATION
-    at = eqn.params.get("axis", -1) % len(value.dims)
-    if tags_of(value.dims[at]):
-        return RELATION if value.trained else _DONT_KNOW
-    k = eqn.outvars[0].aval.shape[at]
-    dim: tuple[Factor, ...] = ((k, None),) if k != 1 else ()
-    return value._replace(dims=(*value.dims[:at], dim, *value.dims[at + 1 :]))
-
-
-def _gather(eqn: Equation, operands: list[Value]) -> Any:
-    value, index = operands
-    if value.kind == SUM and index.kind != ROWS:
-        return value if index.kind == INDEPENDENT else _DONT_KNOW
-    if index.kind == SUM or index.mixed:
-        return _DONT_KNOW
-    if value.kind == SUM and value.trained:
-        return RELATION  # not trained: such as weights of classes, counted in the batch
-    numbers = eqn.params["dimension_numbers"]
-    sizes, shape = eqn.params["slice_sizes"], eqn.outvars[0].aval.shape
-    dims: list[tuple[Factor, ...]] = list(plain(shape))
-    inner_index = _dims(index, eqn.invars[1])[:-1]
-    batch_dims = [i for i in range(len(shape)) if i not in numbers.offset_dims]
-    for out, dim in zip(batch_dims, inner_index, strict=True):
-        dims[out] = dim
-    if value.kind != ROWS:
-        return Value(ROWS, tuple(dims))
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [i for i in range(len(sizes)) if i not in gone]
-    for out, i in zip(numbers.offset_dims, kept, strict=True):
-        if not tags_of(value.dims[i]):
-            continue
-        if sizes[i] == eqn.invars[0].aval.shape[i]:
-            dims[out] = value.dims[i]
-        elif index.kind == ROWS:
-            return _DONT_KNOW
-        else:
-            kind = "random" if index.random else "moved"
-            dims[out] = ((sizes[i], Rows((kind, value.dims[i]))),) if sizes[i] > 1 else ()
-    for i, of_index in zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    ):
-        if tags_of(value.dims[i]):
-            out = batch_dims[of_index]
-            if tags_of(dims[out]) and dims[out] != value.dims[i]:
-                return RELATION
-            dims[out] = value.dims[i]
-    taken = [i for i in numbers.collapsed_slice_dims if tags_of(value.dims[i])]
-    if taken and index.kind == INDEPENDENT:
-        if len(taken) > 1 or len(batch_dims) != 1:
-            return _DONT_KNOW
-        dim = value.dims[taken[0]]
-        size = shape[batch_dims[0]]
-        # `x[arange(n), k]` takes the rows in their order.
-        kept_order = index.counts and not index.random and len(numbers.start_index_map) > 1
-        kind = "random" if index.random else "moved"
-        own = dim if kept_order else ((size, Rows((kind, dim))),)
-        dims[batch_dims[0]] = own if size > 1 else ()
-    # A row that is taken by a number from the batch counts as its own row.
-    return value._replace(dims=tuple(dims))
-
-
-def _scatter(eqn: Equation, operands: list[Value]) -> Any:
-    value, index, update = operands
-    if index.kind == SUM or index.mixed or value.kind == SUM:
-        return _DONT_KNOW
-    if eqn.primitive.name not in ("scatter-add", "scatter_add", "scatter") and _summed(operands):
-        return _DONT_KNOW
-    numbers = eqn.params["dimension_numbers"]
-    shape = eqn.invars[0].aval.shape
-    sizes = eqn.invars[2].aval.shape
-    dims = list(_dims(value, eqn.invars[0]))
-    update_dims = _dims(update, eqn.invars[2])
-    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = [i for i in range(len(shape)) if i not in gone]
-    for i, of_update in zip(kept, numbers.update_window_dims, strict=True):
-        dim = update_dims[of_update]
-        if not tags_of(dim):
-            continue
-        if shape[i] != sizes[of_update] or (tags_of(dims[i]) and dims[i] != dim):
-            return _DONT_KNOW
-        dims[i] = dim
-    scattered = [i for i in range(len(sizes)) if i not in numbers.update_window_dims]
-    index_dims = _dims(index, eqn.invars[1])[:-1]
-    moved = set()
-    for i, of_index in zip(
-        numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-    ):
-        moved.add(scattered[of_index])
-        dim = update_dims[scattered[of_index]] or ()
-        if not tags_of(dim):
-            dim = index_dims[of_index]
-        if tags_of(dim):
-            if tags_of(dims[i]) and dims[i] != dim:
-                return RELATION
-            dims[i] = dim
-    left = [
-        dim
-        for i, (out, dim) in enumerate(zip(scattered, index_dims, strict=True))
-        for dim in ([update_dims[out]] if tags_of(update_dims[out]) else [index_dims[i]])
-        if out not in moved and tags_of(dim)
-    ]
-    targets = [shape[i] for i in numbers.scatter_dims_to_operand_dims]
-    if not left:
-        return Value(ROWS, tuple(dims), mixed=bool(_summed(operands)))
-    for dim in left:
-        size = math.prod([count for count, _ in dim])
-        tags = tags_of(dim)
-        if (
-            len(dim) == 1
-            and isinstance(tags[0].axis, tuple)
-            and tags[0].axis[0]
-            in (
-                "random",
-                "moved",
-            )
-        ):
-            # The scatter puts back the rows that a gather took.
-            places = [i for i in numbers.scatter_dims_to_operand_dims if not tags_of(dims[i])]
-            before = tags[0].axis[1]
-            if len(places) == 1 and math.prod([n for n, _ in before]) == shape[places[0]]:
-                dims[places[0]] = before
-                continue
-            return _DONT_KNOW
-        # These may be rows that go back to where they came from.
-        if size in targets or any(_has_rows(value, i) for i in range(len(shape))):
-            places = [i for i in numbers.scatter_dims_to_operand_dims if shape[i] == size]
-            if len(places) == 1 and len(targets) > 1 and index.counts:
-                dims[places[0]] = dim
-                continue
-            return _DONT_KNOW
-    if any(tags_of(dim) for dim in dims):
-        return Value(ROWS, tuple(dims), mixed=bool(_summed(operands)))
-    return Value(SUM) if eqn.primitive.name.endswith("add") else _DONT_KNOW
-
-
-def _windows(eqn: Equation, operands: list[Value]) -> Any:
+def _windows(eqn: Equation, operands: list[Value]) -> Value:
     params = eqn.params
     windows = params["window_dimensions"]
     padding = params.get("padding") or [(0, 0)] * len(windows)
-    rows = [value for value in operands if value.kind == ROWS]
+    rows = _rows_among(operands)
     for value in rows:
         for dim, window, pad in zip(value.dims, windows, padding, strict=True):
             if tags_of(dim) and (window != 1 or tuple(pad) != (0, 0)):
-                return RELATION if value.trained else _DONT_KNOW
+                return _if_trained([value])
     if not rows:
         linear = eqn.primitive.name == "reduce_window_sum"
-        return Value(SUM) if linear else _nonlinear(eqn, operands, None)
-    made = [
-        dim if tags_of(dim) else (((size, None),) if size != 1 else ())
-        for dim, size in zip(rows[0].dims, eqn.outvars[0].aval.shape, strict=True)
-    ]
-    if len(rows) > 1 and joined([_only_rows(v.dims) for v in rows]) is None:
+        return Value(SUM) if linear else _nonlinear(eqn, operands)
+    if joined([tuple([dim if tags_of(dim) else () for dim in v.dims]) for v in rows]) is None:
         return _DONT_KNOW
-    value = rows[0]._replace(dims=tuple(made))
+    made = plain(shape_of(eqn.outvars[0]))
+    dims = [a if tags_of(a) else b for a, b in zip(rows[0].dims, made, strict=True)]
+    value = rows[0]._replace(dims=tuple(dims))
     if eqn.primitive.name in ("reduce_window_sum", "select_and_scatter_add"):
         return value
     return _nonlinear(eqn, operands, value)
 
 
-def _only_rows(dims: Dims) -> Dims:
-    return tuple([dim if tags_of(dim) else () for dim in dims])
+# Operations that only move elements
 
 
-def _of_matrices(eqn: Equation, operands: list[Value]) -> Any:
+def _moved(eqn: Equation, operands: list[Value]) -> Value:
+    value = operands[0]
+    if not is_independent(operands[1:]):
+        # The batch decides where elements go, or what is between them.
+        return _DONT_KNOW
+    if value.kind == SUM:
+        return value
+    random = any(v.random for v in operands[1:])
+    return value._replace(dims=tuple(_MOVES[eqn.primitive.name](eqn, value.dims, random)))
+
+
+def _broadcast(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    made = list(plain(eqn.params["shape"]))
+    places = zip(eqn.params["broadcast_dimensions"], dims, shape_of(eqn.invars[0]), strict=True)
+    for at, dim, size in places:
+        if size != 1:
+            made[at] = dim
+    return made
+
+
+def _reshape(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    made = reshaped(dims, shape_of(eqn.outvars[0]))
+    if made is None:
+        raise _Verdict(_DONT_KNOW)
+    return made
+
+
+def _transpose(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    return [dims[i] for i in eqn.params["permutation"]]
+
+
+def _rev(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    made = list(dims)
+    for i in eqn.params["dimensions"]:
+        if tags_of(dims[i]):
+            made[i] = ((size_of(dims[i]), Rows(("reversed", dims[i]))),)
+    return made
+
+
+def _slice(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    shape = shape_of(eqn.outvars[0])
+    strides = eqn.params["strides"] or (1,) * len(shape)
+    return map(_cut, dims, eqn.params["start_indices"], shape, strides)
+
+
+def _cut(dim: Dim, start: int, size: int, stride: int = 1) -> Dim:
+    """Returns the factors of the elements `start`, `start + stride`, ... of a dim."""
+    if not tags_of(dim):
+        return plain_dim(size)
+    if size == size_of(dim) and stride == 1:
+        return dim
+    rows = dim[0][1]
+    if len(dim) == 1 and rows is not None:
+        if isinstance(rows.axis, tuple) and rows.axis[0] == "joined" and stride == rows.stride == 1:
+            begin = rows.start + start
+            for piece in rows.axis[1]:
+                if begin == 0 and size_of(piece) == size:
+                    return tuple(piece)
+                begin -= size_of(piece)
+        return ((size, Rows(rows.axis, rows.stride * stride, rows.start + start * rows.stride)),)
+    inner = size_of(dim[1:])
+    if rows is None and stride == 1 and start % inner == size % inner == 0:
+        return (*plain_dim(size // inner), *dim[1:])
+    raise _Verdict(_DONT_KNOW)
+
+
+def _dynamic_slice(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    made = []
+    sizes = zip(dims, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
+    for dim, before, after in sizes:
+        if not tags_of(dim):
+            made.append(plain_dim(after))
+        elif before == after:
+            made.append(dim)
+        else:
+            made.append(_in_other_order(dim, after, random) if after > 1 else ())
+    return made
+
+
+def _tile(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    shape = shape_of(eqn.outvars[0])
+    return [
+        (*plain_dim(times), *dim) if tags_of(dim) else plain_dim(size)
+        for dim, times, size in zip(dims, eqn.params["reps"], shape, strict=True)
+    ]
+
+
+def _pad(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    return map(_padded, dims, eqn.params["padding_config"], shape_of(eqn.outvars[0]))
+
+
+def _padded(dim: Dim, padding: tuple[int, int, int], size: int) -> Dim:
+    low, _, inside = padding
+    if padding == (0, 0, 0):
+        return dim
+    if not tags_of(dim):
+        return plain_dim(size)
+    count = size_of(dim)
+    rows = dim[0][1]
+    if inside == 0 and low % count == size % count == 0 and rows is not None and not rows.start:
+        return ((size // count, None), *dim)
+    if len(dim) == 1 and rows is not None and rows.stride == inside + 1 and rows.start == low:
+        # The padding puts back the elements that a slice left out.
+        return ((size, Rows(rows.axis)),)
+    inner = size_of(dim[1:])
+    if rows is None and inside == 0 and low % inner == size % inner == 0:
+        return ((size // inner, None), *dim[1:])
+    raise _Verdict(_DONT_KNOW)
+
+
+def _unstack(eqn: Equation, dims: Dims, random: bool) -> Iterable[Dim]:
+    at = eqn.params["axis"]
+    return (*dims[:at], *dims[at + 1 :])
+
+
+def _split(eqn: Equation, operands: list[Value]) -> _Results:
+    value, axis, sizes = operands[0], eqn.params["axis"], eqn.params["sizes"]
+    if value.kind == SUM:
+        return value
+    starts = itertools.accumulate(sizes, initial=0)
+    return [_part(value, axis, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _part(value: Value, axis: int, start: int, size: int) -> Value:
+    try:
+        dim = _cut(value.dims[axis], start, size)
+    except _Verdict as verdict:
+        return verdict.value  # other parts may have whole rows
+    return value._replace(dims=_with(value.dims, axis, dim))
+
+
+# Operations that put several arrays together
+
+
+def _dynamic_update_slice(eqn: Equation, operands: list[Value]) -> Value:
+    value = operands[0]
+    if not is_independent(operands[2:]):
+        return _DONT_KNOW
+    rows = _rows_among(operands)
+    if not rows:
+        return Value(SUM)
+    own, new = _dims_of_all(eqn, operands)[:2]
+    sizes = zip(own, new, shape_of(eqn.invars[0]), shape_of(eqn.invars[1]), strict=True)
+    if any(a != b and (tags_of(dim) or tags_of(of_new)) for dim, of_new, a, b in sizes):
+        return _DONT_KNOW
+    made = tuple([b if tags_of(b) else a for a, b in zip(own, new, strict=True)])
+    if len(rows) == 2 and made != value.dims:
+        return _DONT_KNOW
+    return rows[0]._replace(dims=made, mixed=_summed(operands))
+
+
+def _concatenate(eqn: Equation, operands: list[Value]) -> Value:
+    at = eqn.params["dimension"]
+    rows = _rows_among(operands)
+    if not rows:
+        return Value(SUM)
+    size = shape_of(eqn.outvars[0])[at]
+    dims = joined([_with(value.dims, at, ()) for value in rows])
+    if dims is None or len({value.hidden for value in rows}) > 1:
+        return _DONT_KNOW if _are_shuffled_data(operands) else RELATION
+    mixed = _summed(operands)
+    dim = plain_dim(size)
+    if any(_has_rows(value, at) for value in rows):
+        if mixed:
+            return _DONT_KNOW
+        dim = _joined_pieces([dims[at] for dims in _dims_of_all(eqn, operands)], size)
+    return rows[0]._replace(dims=_with(dims, at, dim), mixed=mixed)
+
+
+def _joined_pieces(pieces: list[Dim], size: int) -> Dim:
+    if all(piece == pieces[0] for piece in pieces):
+        return (*plain_dim(len(pieces)), *pieces[0])
+    tags = [piece[0][1] if len(piece) == 1 else None for piece in pieces]
+    first = tags[0]
+    if first is not None:
+        sizes = [size_of(piece) * first.stride for piece in pieces]
+        starts = itertools.accumulate(sizes[:-1], initial=first.start)
+        following = [Rows(first.axis, first.stride, start) for start in starts]
+        if tags == following:
+            return ((size, first),)
+    return ((size, Rows(("joined", tuple(pieces)))),)
+
+
+def _stack(eqn: Equation, operands: list[Value]) -> Value:
+    made = _meeting(_active(operands))
+    if made.kind != ROWS:
+        return made
+    at = eqn.params["axis"]
+    return made._replace(dims=(*made.dims[:at], plain_dim(len(operands)), *made.dims[at:]))
+
+
+# Sorting, gathering, scattering
+
+
+def _sort(eqn: Equation, operands: list[Value]) -> _Results:
+    at = eqn.params["dimension"]
+    if not any(_has_rows(value, at) for value in operands):
+        return _nonlinear(eqn, operands, _meeting(_active(operands)))
+    keys = operands[: eqn.params["num_keys"]]
+    if not is_independent(keys):
+        exact = all(map(_is_exact, eqn.outvars))
+        return _DONT_KNOW if exact and not _are_trained(operands) else RELATION
+    size = shape_of(eqn.outvars[0])[at]
+    random = any(value.random for value in keys)
+    return [
+        value._replace(dims=_with(value.dims, at, _in_other_order(value.dims[at], size, random)))
+        if _has_rows(value, at)
+        else value
+        for value in operands
+    ]
+
+
+def _top_k(eqn: Equation, operands: list[Value]) -> Value:
+    value = operands[0]
+    if _summed(operands):
+        return RELATION
+    at = eqn.params.get("axis", -1) % len(value.dims)
+    if tags_of(value.dims[at]):
+        return _if_trained([value])
+    return value._replace(dims=_with(value.dims, at, plain_dim(shape_of(eqn.outvars[0])[at])))
+
+
+def _gather(eqn: Equation, operands: list[Value]) -> Value:
+    value, index = operands
+    if index.kind == SUM or index.mixed:
+        return _DONT_KNOW
+    if value.kind == SUM:
+        if index.kind == INDEPENDENT:
+            return value
+        if value.trained:
+            return RELATION  # not trained: such as weights of classes, counted in the batch
+    dims = list(plain(shape_of(eqn.outvars[0])))
+    numbered = _numbered_dims(eqn)
+    for out, dim in zip(numbered, _dims(index, eqn.invars[1])[:-1], strict=True):
+        dims[out] = dim
+    if value.kind != ROWS:
+        return Value(ROWS, tuple(dims))
+    _place_windows(eqn, operands, dims)
+    numbers = eqn.params["dimension_numbers"]
+    of_index = numbers.start_indices_batching_dims
+    for i, k in zip(numbers.operand_batching_dims, of_index, strict=True):
+        _place(dims, numbered[k], value.dims[i], RELATION)
+    _place_taken_rows(eqn, operands, dims)
+    return value._replace(dims=tuple(dims))
+
+
+def _numbered_dims(eqn: Equation) -> list[int]:
+    """Returns the dims of the result of a `gather` that count its indices."""
+    offset_dims = eqn.params["dimension_numbers"].offset_dims
+    return [i for i in range(len(shape_of(eqn.outvars[0]))) if i not in offset_dims]
+
+
+def _place_windows(eqn: Equation, operands: list[Value], dims: list[Dim]) -> None:
+    """Sets the dims of the result of a `gather` that are parts of dims of its operand."""
+    value, index = operands
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [i for i in range(len(sizes)) if i not in gone]
+    for out, i in zip(numbers.offset_dims, kept, strict=True):
+        dim = value.dims[i]
+        if not tags_of(dim):
+            continue
+        if sizes[i] == shape_of(eqn.invars[0])[i]:
+            dims[out] = dim
+        elif index.kind == ROWS:
+            raise _Verdict(_DONT_KNOW)
+        else:
+            dims[out] = _in_other_order(dim, sizes[i], index.random) if sizes[i] > 1 else ()
+
+
+def _place_taken_rows(eqn: Equation, operands: list[Value], dims: list[Dim]) -> None:
+    """Sets the dim of the result of a `gather` for rows that it takes by numbers."""
+    value, index = operands
+    numbers = eqn.params["dimension_numbers"]
+    taken = [value.dims[i] for i in numbers.collapsed_slice_dims if tags_of(value.dims[i])]
+    if not taken or index.kind != INDEPENDENT:
+        # A row that is taken by a number from the batch counts as its own row.
+        return
+    numbered = _numbered_dims(eqn)
+    if len(taken) > 1 or len(numbered) != 1:
+        raise _Verdict(_DONT_KNOW)
+    size = shape_of(eqn.outvars[0])[numbered[0]]
+    # `x[arange(n), k]` takes the rows in their order.
+    in_order = index.counts and not index.random and len(numbers.start_index_map) > 1
+    own = taken[0] if in_order else _in_other_order(taken[0], size, index.random)
+    dims[numbered[0]] = own if size > 1 else ()
+
+
+def _place(dims: list[Dim], at: int, dim: Dim, otherwise: Value) -> None:
+    """Sets a dim to one with rows; ends with `otherwise` if it has other rows already."""
+    if not tags_of(dim):
+        return
+    if tags_of(dims[at]) and dims[at] != dim:
+        raise _Verdict(otherwise)
+    dims[at] = dim
+
+
+def _scatter(eqn: Equation, operands: list[Value]) -> Value:
+    value, index, _ = operands
+    is_sum = eqn.primitive.name.endswith("add")
+    mixed = _summed(operands)
+    if index.kind == SUM or index.mixed or value.kind == SUM:
+        return _DONT_KNOW
+    if mixed and not is_sum and eqn.primitive.name != "scatter":
+        return _DONT_KNOW
+    numbers = eqn.params["dimension_numbers"]
+    own, of_index, updates = _dims_of_all(eqn, operands)
+    dims = list(own)
+    shape, sizes = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = [i for i in range(len(shape)) if i not in gone]
+    for i, k in zip(kept, numbers.update_window_dims, strict=True):
+        if tags_of(updates[k]) and shape[i] != sizes[k]:
+            return _DONT_KNOW
+        _place(dims, i, updates[k], _DONT_KNOW)
+    scattered = [dim for k, dim in enumerate(updates) if k not in numbers.update_window_dims]
+    rows = [a if tags_of(a) else b for a, b in zip(scattered, of_index[:-1], strict=True)]
+    in_batch = numbers.scatter_indices_batching_dims
+    for i, k in zip(numbers.operand_batching_dims, in_batch, strict=True):
+        _place(dims, i, rows[k], RELATION)
+    left = [dim for k, dim in enumerate(rows) if k not in in_batch and tags_of(dim)]
+    for dim in left:
+        _put_back(eqn, operands, dims, dim)
+    if not left or _all_tags(dims):
+        return Value(ROWS, tuple(dims), mixed=mixed)
+    return Value(SUM) if is_sum else _DONT_KNOW
+
+
+def _put_back(eqn: Equation, operands: list[Value], dims: list[Dim], dim: Dim) -> None:
+    """Sets the dim of the result of a `scatter` to which rows of the updates go back, if any."""
+    value, index, _ = operands
+    shape = shape_of(eqn.invars[0])
+    targets = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    axis = tags_of(dim)[0].axis
+    if len(dim) == 1 and isinstance(axis, tuple) and axis[0] in ("random", "moved"):
+        # The scatter puts back the rows that a gather took.
+        places, before = [i for i in targets if not tags_of(dims[i])], axis[1]
+        is_back = len(places) == 1 and size_of(before) == shape[places[0]]
+    else:
+        # These may be rows that go back to where they came from.
+        places, before = [i for i in targets if shape[i] == size_of(dim)], dim
+        if not places and not (value.kind == ROWS and _all_tags(value.dims)):
+            return
+        is_back = len(places) == 1 and len(targets) > 1 and index.counts
+    if not is_back:
+        raise _Verdict(_DONT_KNOW)
+    dims[places[0]] = before
+
+
+# Products of matrices
+
+
+def _of_matrices(eqn: Equation, operands: list[Value]) -> _Results:
     is_fft = eqn.primitive.name == "fft"
-    rows = [value for value in operands if value.kind == ROWS]
+    rows = _rows_among(operands)
     if _summed(operands) and not is_fft:
-        return _nonlinear(eqn, operands, None)
+        return _nonlinear(eqn, operands)
     if not rows:
         return Value(SUM)
     last = len(eqn.params["fft_lengths"]) if is_fft else 2
     leading = len(rows[0].dims) - last
-    if any(tags_of(dim) for value in rows for dim in value.dims[max(0, len(value.dims) - last) :]):
+    if any(_all_tags(value.dims[max(0, len(value.dims) - last) :]) for value in rows):
         return _DONT_KNOW if is_fft else RELATION
     if len({value.dims[:leading] for value in rows}) > 1:
         return _DONT_KNOW
     return [
-        rows[0]._replace(dims=(*rows[0].dims[:leading], *plain(out.aval.shape[leading:])))
+        rows[0]._replace(dims=(*rows[0].dims[:leading], *plain(shape_of(out)[leading:])))
         for out in eqn.outvars
     ]
 
 
-def _dot(eqn: Equation, operands: list[Value]) -> Any:
-    (contract, batch) = eqn.params["dimension_numbers"]
-    return _contracted(eqn, operands, contract, batch)
-
-
-def _contracted(
-    eqn: Equation,
-    operands: list[Value],
-    contract: tuple[Sequence[int], Sequence[int]],
-    batch: tuple[Sequence[int], Sequence[int]],
-) -> Any:
-    """Returns the value of a product that sums over some dims of both operands and pairs others."""
-    active = [value for value in operands if value.kind != INDEPENDENT]
-    if len(active) > 1 and _summed(active):
-        return RELATION if any(v.trained for v in active) else _DONT_KNOW
-    if all(value.kind == SUM for value in active):
-        return Value(SUM)
-    first, second = [_dims(v, atom) for v, atom in zip(operands, eqn.invars, strict=True)]
-    both = len(active) == 2
-    if both and operands[0].hidden != operands[1].hidden:
-        return RELATION
-    pairs = [*zip(*contract, strict=True), *zip(*batch, strict=True)]
-    for i, k in pairs:
-        if both and (tags_of(first[i]) or tags_of(second[k])) and first[i] != second[k]:
-            return RELATION
-    removed = [r for i in contract[0] for r in tags_of(first[i])]
-    removed += [] if both else [r for k in contract[1] for r in tags_of(second[k])]
-    paired = [
-        a if tags_of(a) else b
-        for a, b in ((first[i], second[k]) for i, k in zip(*batch, strict=True))
+def _dot(eqn: Equation, operands: list[Value]) -> Value:
+    active = _active(operands)
+    known = _of_factors(active)
+    if known is not None:
+        return known
+    contract, batch = eqn.params["dimension_numbers"]
+    all_dims = _dims_of_all(eqn, operands)
+    contracted, paired = [
+        [(all_dims[0][i], all_dims[1][k]) for i, k in zip(*pairs, strict=True)]
+        for pairs in (contract, batch)
     ]
-    free = [dim for i, dim in enumerate(first) if i not in (*contract[0], *batch[0])]
-    of_second = [dim for k, dim in enumerate(second) if k not in (*contract[1], *batch[1])]
-    rows_free = [r for dim in free for r in tags_of(dim)]
-    if any(tags_of(dim) for dim in of_second) and (rows_free or (both and removed)):
-        return RELATION
-    if both and removed and rows_free:
-        return RELATION
-    dims = (*paired, *free, *of_second)
-    value = active[0]._replace(mixed=bool(_summed(active)))
-    left = [rows for dim in dims for rows in tags_of(dim)]
-    left += [rows for _, factors in value.hidden for rows in tags_of(factors)]
-    mixed = value.mixed or bool(removed and left)
-    return value._replace(dims=dims, mixed=mixed)
+    free = [
+        [dim for i, dim in enumerate(dims) if i not in (*contract[n], *batch[n])]
+        for n, dims in enumerate(all_dims)
+    ]
+    removed = _all_tags(dim for pair in contracted for dim in pair)
+    if len(active) == 2:
+        # Rows meet if they are in a dim of both that does not pair them, or in two kinds of dims.
+        meet = [a != b for a, b in (*contracted, *paired) if tags_of(a) or tags_of(b)]
+        kinds = [removed, *map(_all_tags, free)]
+        if any(meet) or sum(map(bool, kinds)) > 1 or active[0].hidden != active[1].hidden:
+            return RELATION
+    dims = (*(a if tags_of(a) else b for a, b in paired), *free[0], *free[1])
+    mixed = _summed(active) or bool(removed and _left(dims, active[0]))
+    return active[0]._replace(dims=dims, mixed=mixed)
 
 
-def _convolution(eqn: Equation, operands: list[Value]) -> Any:
+def _convolution(eqn: Equation, operands: list[Value]) -> Value:
+    active = _active(operands)
+    known = _of_factors(active)
+    if known is not None:
+        return known
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    active = [value for value in operands if value.kind != INDEPENDENT]
-    if len(active) > 1 and _summed(active):
-        return RELATION if any(v.trained for v in active) else _DONT_KNOW
-    if all(value.kind == SUM for value in active):
-        return Value(SUM)
-    first, second = [_dims(v, atom) for v, atom in zip(operands, eqn.invars, strict=True)]
+    first, second = _dims_of_all(eqn, operands)
     is_grouped = eqn.params["feature_group_count"] * eqn.params["batch_group_count"] != 1
-    dims = list(plain(eqn.outvars[0].aval.shape))
-    of_batch, of_sum = first[lhs[0]], (first[lhs[1]], second[rhs[1]])
-    if any(tags_of(first[i]) for i in lhs[2:]) or any(tags_of(second[i]) for i in rhs[2:]):
+    dims = list(plain(shape_of(eqn.outvars[0])))
+    of_batch, of_filters = first[lhs[0]], second[rhs[0]]
+    of_image = [*(first[i] for i in lhs[2:]), *(second[i] for i in rhs[2:])]
+    is_single = len(active) == 1
+    if _all_tags(of_image):
         return _DONT_KNOW
-    if tags_of(of_batch) and len(active) == 1 and eqn.params["batch_group_count"] == 1:
+    if tags_of(of_batch) and is_single and eqn.params["batch_group_count"] == 1:
         dims[out[0]] = of_batch
         return active[0]._replace(dims=tuple(dims))
     if is_grouped or tags_of(of_batch):
         return _DONT_KNOW
-    if tags_of(second[rhs[0]]):
-        dims[out[1]] = second[rhs[0]]
-        return active[0]._replace(dims=tuple(dims)) if len(active) == 1 else RELATION
-    if len(active) == 2 and of_sum[0] != of_sum[1]:
-        return _DONT_KNOW
-    return Value(SUM)
+    if tags_of(of_filters):
+        dims[out[1]] = of_filters
+        return active[0]._replace(dims=tuple(dims)) if is_single else RELATION
+    return Value(SUM) if is_single or first[lhs[1]] == second[rhs[1]] else _DONT_KNOW
 
 
-_RULES: dict[str, Callable[[Equation, list[Value]], Any]] = {
+_MOVES: dict[str, Callable[[Equation, Dims, bool], Iterable[Dim]]] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "conv_general_dilated": _convolution,
-    "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
     "expand_dims": _reshape,
-    "gather": _gather,
     "pad": _pad,
-    "reduce_sum": _reduce_sum,
     "reshape": _reshape,
     "rev": _rev,
     "slice": _slice,
-    "sort": _sort,
-    "split": _split,
     "squeeze": _reshape,
-    "stack": _stack,
     "tile": _tile,
-    "top_k": _top_k,
     "transpose": _transpose,
     "unstack": _unstack,
 }
+"""The dims of the result, from those of an operand with rows, by name of the operation."""
+
+_RULES: dict[str, Callable[[Equation, list[Value]], _Results]] = {
+    "concatenate": _concatenate,
+    "conv_general_dilated": _convolution,
+    "dot_general": _dot,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "reduce_sum": _reduce_sum,
+    "sort": _sort,
+    "split": _split,
+    "stack": _stack,
+    "top_k": _top_k,
+}
+
+_FAMILIES: dict[str, Callable[[Equation, list[Value]], _Results]] = {
+    "cum": _cumulative,
+    "reduce_window": _windows,
+    "scatter": _scatter,
+    "select_and_": _windows,
+}
+"""Rules by the beginning of the name."""

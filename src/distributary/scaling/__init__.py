@@ -4,17 +4,18 @@ The command `distributary bench` is built on it. `import distributary` does not 
 package.
 """
 
-from distributary.scaling._measurement import Program, Row, default_replicas, measure
+from distributary.scaling._measurement import Program, default_replicas, measure
 from distributary.scaling._models import MODELS
 from distributary.scaling._plot import draw, write_png
 from distributary.scaling._prediction import Network, Prediction, predict
+from distributary.scaling._timer import Timing
 
 __all__ = [
     "MODELS",
     "Network",
     "Prediction",
     "Program",
-    "Row",
+    "Timing",
     "default_replicas",
     "draw",
     "measure",

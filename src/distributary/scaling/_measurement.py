@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -15,7 +15,7 @@ from distributary.launch import ALLOCATOR_SETTINGS
 from distributary.scaling._timer import Timing
 from distributary.topology import num_cores
 
-__all__ = ["Program", "Row", "default_replicas", "measure"]
+__all__ = ["Program", "default_replicas", "measure"]
 
 _NUM_LAST_LINES = 20
 
@@ -34,52 +34,26 @@ class Program:
     """
 
     script: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     is_module: bool = False
     step_name: str | None = None
-
-
-@final
-@dataclass(frozen=True)
-class Row:
-    """The measurement with one number of replicas.
-
-    Args:
-        timing: The measurement.
-        efficiency: Examples per second and replica, divided by those with the smallest number of
-            replicas; None if the batch size is unknown.
-    """
-
-    timing: Timing
-    efficiency: float | None
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """Examples per second of all replicas together; None if the batch size is unknown."""
-        examples = self.timing.examples_per_step
-        return None if examples is None else examples / self.timing.seconds
-
-    @property
-    def communication(self) -> float:
-        """Time of the all-reduces alone, divided by the time of the whole step."""
-        return self.timing.reduction_seconds / self.timing.seconds
 
 
 def default_replicas(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Returns 1, 2, 4, ... up to the number of GPUs, or of cores if there are none."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        num_gpus = len([*Path("/dev").glob("nvidia[0-9]*")])
+        gpus = [str(path) for path in Path("/dev").glob("nvidia[0-9]*")]
     else:
-        num_gpus = len([name for name in visible.split(",") if name.strip()])
-    limit = num_gpus or num_cores()
+        gpus = [name for name in visible.split(",") if name.strip()]
+    limit = len(gpus) or num_cores()
     powers = [1 << i for i in range(limit.bit_length())]
     return tuple(powers if powers[-1] == limit else [*powers, limit])
 
 
 def measure(
     program_of: Mapping[int, Program], seconds: float, environ: Mapping[str, str]
-) -> list[Row]:
+) -> list[Timing]:
     """Measures a program with each number of replicas, one after the other.
 
     Args:
@@ -94,7 +68,7 @@ def measure(
     rates = [(t.examples_per_step or 0) / t.seconds / t.num_replicas for t in timings]
     is_known = all(timing.examples_per_step for timing in timings)
     return [
-        Row(timing, rate / rates[0] if is_known else None)
+        replace(timing, efficiency=rate / rates[0] if is_known else None)
         for timing, rate in zip(timings, rates, strict=True)
     ]
 
@@ -104,12 +78,9 @@ def _timed(
 ) -> Timing:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "timing.json"
-        command = [sys.executable, "-m", "distributary.scaling._child"]
-        command += ["--result", str(result), "--seconds", str(seconds)]
-        command += ["--step", program.step_name] if program.step_name is not None else []
-        command += ["--module"] if program.is_module else []
+        command = [sys.executable, "-m", "distributary.scaling._child", str(result), str(seconds)]
         process = subprocess.run(
-            [*command, program.script, *program.arguments],
+            [*command, json.dumps(asdict(program))],
             env=_environ(num_replicas, environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -123,8 +94,7 @@ def _timed(
                 f"With --replicas {num_replicas}, {program.script} ended with exit code"
                 f" {process.returncode}. Its last lines:\n  " + "\n  ".join(lines)
             )
-        content = json.loads(result.read_text(encoding="utf-8"))
-    timing = Timing(**{**content, "block_seconds": tuple(content["block_seconds"])})
+        timing = Timing(**json.loads(result.read_text(encoding="utf-8")))
     if timing.num_replicas != num_replicas:
         raise LaunchError(
             f"{program.script} has {timing.num_replicas} replicas, expected {num_replicas}. Let its"

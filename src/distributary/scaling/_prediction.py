@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from distributary.scaling._measurement import Row
+from distributary.scaling._timer import Timing
 
 __all__ = ["Network", "Prediction", "predict"]
 
@@ -45,7 +45,7 @@ class Prediction:
     efficiency: float
 
 
-def predict(row: Row, network: Network, hosts: Sequence[int]) -> list[Prediction]:
+def predict(timing: Timing, network: Network, hosts: Sequence[int]) -> list[Prediction]:
     """Predicts steps on several hosts: the measured step, and then a ring all-reduce.
 
     The ring between the hosts does not overlap with the step. It takes 2 (N - 1) / N times the
@@ -53,7 +53,7 @@ def predict(row: Row, network: Network, hosts: Sequence[int]) -> list[Prediction
     keeps its batch, so the global batch grows with the number of hosts.
 
     Args:
-        row: The measurement of one host. It must have several replicas, because a single one
+        timing: The measurement of one host. It must have several replicas, because a single one
             reduces nothing.
         network: The network between the hosts.
         hosts: Numbers of hosts.
@@ -64,17 +64,17 @@ def predict(row: Row, network: Network, hosts: Sequence[int]) -> list[Prediction
     found = []
     for num_hosts in hosts:
         turns = 2 * (num_hosts - 1)
-        transfer = turns / num_hosts * row.timing.reduced_bytes / network.bytes_per_second
-        latency = turns * network.latency_seconds * row.timing.num_reductions
-        seconds = row.timing.seconds + transfer + latency
-        examples = row.timing.examples_per_step
+        transfer = turns / num_hosts * timing.reduced_bytes / network.bytes_per_second
+        latency = turns * network.latency_seconds * timing.num_reductions
+        seconds = timing.seconds + transfer + latency
+        examples = timing.examples_per_step
         found.append(
             Prediction(
                 num_hosts,
-                num_hosts * row.timing.num_replicas,
+                num_hosts * timing.num_replicas,
                 seconds,
                 None if examples is None else num_hosts * examples / seconds,
-                row.timing.seconds / seconds,
+                timing.seconds / seconds,
             )
         )
     return found

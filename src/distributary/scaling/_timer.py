@@ -1,6 +1,7 @@
 """Measures the training step of a script while the script runs."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from distributary._types import Nest
 from distributary.compilation import ScriptEnded, collectives_of
 from distributary.diagnosis import all_reduce_seconds
 from distributary.engine import placed_struct_of
@@ -35,21 +37,35 @@ class Timing:
         num_reductions: Number of all-reduces in a step.
         reduced_bytes: Bytes that they reduce; reduce-scatters and all-gathers count half.
         reduction_seconds: Seconds that all-reduces of these sizes take alone.
+        efficiency: Examples per second and replica, divided by those with the smallest number of
+            replicas that was measured; None if the batch size is unknown.
     """
 
     step: str
     platform: str
     num_replicas: int
-    block_seconds: tuple[float, ...]
+    block_seconds: Sequence[float]
     examples_per_step: int | None
     num_reductions: int
     reduced_bytes: int
     reduction_seconds: float
+    efficiency: float | None = None
 
     @property
     def seconds(self) -> float:
         """Median seconds per step."""
         return float(np.median(self.block_seconds))
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Examples per second of all replicas together; None if the batch size is unknown."""
+        examples = self.examples_per_step
+        return None if examples is None else examples / self.seconds
+
+    @property
+    def communication(self) -> float:
+        """Time of the all-reduces alone, divided by the time of the whole step."""
+        return self.reduction_seconds / self.seconds
 
 
 @final
@@ -71,7 +87,9 @@ class StepTimer:
         self._start = 0.0
         self._blocks: list[float] = []
 
-    def wrap(self, call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
+    def wrap(
+        self, call: Callable[..., Any], mesh: jax.sharding.Mesh | None, kind: ProgramKind
+    ) -> Callable[..., Any]:
         """Returns the function to call in place of a program."""
         if not (kind.trains if self._step_name is None else kind.name == self._step_name):
             return call
@@ -83,7 +101,8 @@ class StepTimer:
         Raises:
             InvalidValueError: if the script has taken too few steps.
         """
-        if self._step is None:
+        step = self._step
+        if step is None:
             what = "a training step" if self._step_name is None else repr(self._step_name)
             raise InvalidValueError(
                 f"{script} ended without running {what} under a strategy. Strategies with parameter"
@@ -94,15 +113,36 @@ class StepTimer:
                 f"{script} ended after {self._num_warm + self._num_steps} steps. Let it train for"
                 " longer, or measure for less time with --seconds."
             )
-        return self._step.timing(tuple(self._blocks))
+        mesh = step.mesh
+        sizes: list[int] = []
+        reduction_seconds = 0.0
+        if mesh is not None and mesh.size > 1:
+            hlo = step.call.lower(*step.specs).compile().as_text() or ""
+            for found in collectives_of(hlo):
+                share = 1.0 if found.kind == "all-reduce" else 0.5
+                sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
+            if sizes:
+                reduction_seconds = all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
+        devices = jax.local_devices() if mesh is None else mesh.devices.flat
+        num_replicas = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
+        return Timing(
+            step=step.name,
+            platform=devices[0].platform,
+            num_replicas=num_replicas,
+            block_seconds=self._blocks,
+            examples_per_step=_num_examples(step.specs[-1], num_replicas),
+            num_reductions=len(sizes),
+            reduced_bytes=sum(sizes),
+            reduction_seconds=reduction_seconds,
+        )
 
-    def _run(self, step: "_Step", args: tuple[Any, ...]) -> Any:
+    def _run(self, step: "_Step", args: tuple[Nest, ...]) -> Nest:
         if self._step is None:
             self._step = step
-            step.remember(args)
-        if self._step is not step:  # the same function, but for another shape
-            return step.call(*args)
+            step.specs = jax.tree.map(placed_struct_of, args)  # the call donates the arguments
         result = step.call(*args)
+        if self._step is not step:  # the same function, but for another shape
+            return result
         if self._num_warm < _NUM_WARM_UP_STEPS:
             self._num_warm += 1
             self._begin_after(result)
@@ -116,7 +156,7 @@ class StepTimer:
                 raise ScriptEnded
         return result
 
-    def _begin_after(self, result: Any) -> float:
+    def _begin_after(self, result: Nest) -> float:
         """Starts a block once the devices have finished; returns the time of its start."""
         jax.block_until_ready(result)
         self._num_steps = 0
@@ -125,60 +165,34 @@ class StepTimer:
 
 
 @final
+@dataclass(eq=False)
 class _Step:
-    """A stand-in for the jitted function of a step."""
+    """A stand-in for the jitted function of a step, with the shapes of its first arguments."""
 
-    def __init__(self, call: Any, mesh: jax.sharding.Mesh | None, name: str, run: Any) -> None:
-        self.call = call
-        self._mesh = mesh
-        self._name = name
-        self._run = run
-        self._specs: Any = None
+    call: Any
+    mesh: jax.sharding.Mesh | None
+    name: str
+    run: Callable[["_Step", tuple[Nest, ...]], Nest]
+    specs: tuple[Nest, ...] = ()
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Nest) -> jax.stages.Lowered:
         """Returns the function lowered for arguments."""
-        return self.call.lower(*args)
+        lowered: jax.stages.Lowered = self.call.lower(*args)
+        return lowered
 
-    def __call__(self, *args: Any) -> Any:
-        return self._run(self, args)
-
-    def remember(self, args: tuple[Any, ...]) -> None:
-        """Keeps the shapes of the arguments, because the call donates them."""
-        self._specs = jax.tree.map(placed_struct_of, args)
-
-    def timing(self, block_seconds: tuple[float, ...]) -> Timing:
-        """Returns the measurement, with what is known about the program."""
-        mesh = self._mesh
-        num_replicas = 1 if mesh is None else mesh.shape[REPLICA_AXIS]
-        sizes: list[int] = []
-        if mesh is not None and mesh.size > 1:
-            hlo = self.call.lower(*self._specs).compile().as_text()
-            for found in collectives_of(hlo):
-                share = 1.0 if found.kind == "all-reduce" else 0.5
-                sizes += [round(share * found.num_bytes)] * (found.num_calls or 1)
-        return Timing(
-            step=self._name,
-            platform=jax.local_devices()[0].platform
-            if mesh is None
-            else mesh.devices.flat[0].platform,
-            num_replicas=num_replicas,
-            block_seconds=block_seconds,
-            examples_per_step=_num_examples(self._specs[-1], num_replicas),
-            num_reductions=len(sizes),
-            reduced_bytes=sum(sizes),
-            reduction_seconds=all_reduce_seconds(mesh, sizes, _NUM_REDUCTIONS)
-            if sizes and mesh is not None
-            else 0.0,
-        )
+    def __call__(self, *args: Nest) -> Nest:
+        return self.run(self, args)
 
 
-def _num_examples(data: Any, num_replicas: int) -> int | None:
+def _num_examples(data: Nest, num_replicas: int) -> int | None:
     """Returns the size of the global batch in the arguments of a step; None if there is none."""
     for leaf in jax.tree.leaves(data):
         shape = np.shape(leaf)
         sharding = getattr(leaf, "sharding", None)
-        if sharding is None and shape:  # from Keras, on the host: the global batch
+        if sharding is None and shape and num_replicas == 1:  # from Keras, on the host
             return shape[0]
+        if sharding is None and shape[:1] == (num_replicas,) and len(shape) > 1:
+            return num_replicas * shape[1]
         spec = getattr(sharding, "spec", None)
         if spec == P(REPLICA_AXIS) and len(shape) > 1:
             return num_replicas * shape[1]

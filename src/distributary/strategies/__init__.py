@@ -35,13 +35,14 @@ __all__ = [
 
 
 # Imported on first use: most of them import the cluster resolvers, which few programs need.
-__getattr__ = late_names(
-    __name__,
-    {
-        "MultiWorkerMirroredStrategy": "_multi_worker",
-        "TPUStrategy": "_tpu",
-        "experimental_connect_to_cluster": "_tpu_system",
-        "initialize_tpu_system": "_tpu_system",
-        "shutdown_tpu_system": "_tpu_system",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "MultiWorkerMirroredStrategy": "_multi_worker",
+            "TPUStrategy": "_tpu",
+            "experimental_connect_to_cluster": "_tpu_system",
+            "initialize_tpu_system": "_tpu_system",
+            "shutdown_tpu_system": "_tpu_system",
+        },
+    )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from distributary.collectives import ReduceOp, as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
+from distributary.engine import RUN
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
@@ -102,7 +103,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         if not callable(fn):
             raise InvalidTypeError(f"Strategy.run: fn is {fn!r}, expected a function.")
         require_cross_replica(self, "run")
-        return self._extended.runner.run(fn, tuple(args), dict(kwargs) if kwargs else {}, "replica")
+        return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, RUN)
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None

@@ -7,6 +7,7 @@ from typing import final
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from distributary.engine import Placement
 from distributary.errors import DeviceError, UnsupportedError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
@@ -74,15 +75,11 @@ class CentralStorageStrategy(Strategy):
             in_host_memory = accelerated and has_host_memory(devices[0])
             parameter_device = devices[0] if in_host_memory or not several else "CPU:0"
         (home,) = replica_devices([parameter_device])
-        super().__init__(
-            StrategyExtended(
-                self,
-                devices,
-                distributed=several,
-                parameter_device=home if in_host_memory or devices != (home,) else None,
-                in_host_memory=in_host_memory,
-            )
-        )
+        if devices == (home,) and not in_host_memory:
+            placement = Placement.on_one_device(home)
+        else:
+            placement = Placement.around_home(devices, home, in_host_memory)
+        super().__init__(StrategyExtended(self, placement))
         _log.info("Using %r", self)
 
 

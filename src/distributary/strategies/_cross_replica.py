@@ -16,7 +16,8 @@ from distributary.collectives import (
     reduce_arrays,
     reduce_nest,
 )
-from distributary.dispatch import Dispatcher, JobEvent, job_programs
+from distributary.dispatch import JobEvent, job_programs
+from distributary.engine import Placement
 from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -50,37 +51,26 @@ class CrossReplica:
 
     Args:
         strategy: The strategy, for messages.
-        num_replicas: Number of replicas.
-        mesh: Mesh with the axis `"replica"`; None on one device.
+        placement: The devices, and where values lie on them.
         ops: The reduction algorithm.
         options: The communication options of the strategy.
-        dispatcher: Limits the number of programs in flight.
-        place_rows: Puts a stacked `PerReplica` on the replicas' devices.
-        home: Sharding of the device to which results go; None leaves them on the replicas' devices.
-        workers_mesh: Mesh of functions that are traced for other processes.
     """
 
     def __init__(
         self,
         strategy: Any,
-        num_replicas: int,
-        mesh: Any,
+        placement: Placement,
         ops: CrossDeviceOps,
         options: CommunicationOptions,
-        dispatcher: Dispatcher,
-        place_rows: Callable[[PerReplica], PerReplica],
-        home: Any = None,
-        workers_mesh: Any = None,
     ) -> None:
-        self._home = home
-        self._workers_mesh = workers_mesh
         self._strategy = strategy
-        self._num_replicas = num_replicas
-        self._mesh = mesh
+        self._placement = placement
+        self._num_replicas = placement.num_replicas
+        is_one_device = placement.num_replicas == 1 or placement.workers_mesh is not None
+        # The mesh of programs that combine values; None on one device.
+        self._mesh: Any = None if is_one_device else placement.mesh
         self._ops = ops
         self._options = options
-        self._dispatcher = dispatcher
-        self._place_rows = place_rows
         self._jitted: dict[Any, Any] = {}
 
     def reduce(
@@ -118,10 +108,11 @@ class CrossReplica:
         return self._at_home(jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))]))
 
     def _at_home(self, results: Any) -> Any:
-        if self._home is None or current_scope() is not None or inside_jax_trace():
+        home = self._placement.home
+        if home is None or current_scope() is not None or inside_jax_trace():
             return results
         return jax.tree.map(
-            lambda x: jax.device_put(x, self._home) if isinstance(x, jax.Array) else x, results
+            lambda x: jax.device_put(x, home) if isinstance(x, jax.Array) else x, results
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -172,7 +163,7 @@ class CrossReplica:
         if leaf.form != "components":
             return leaf
         stacked = stack_components(leaf)
-        return leaf if stacked is None else self._place_rows(stacked)
+        return leaf if stacked is None else self._placement.place_rows(stacked)
 
     def _on_replicas(
         self, key: Any, function: Callable[[list[Any]], list[Any]], rows: list[PerReplica]
@@ -183,7 +174,7 @@ class CrossReplica:
             return function(trees)
         scope = current_scope()
         is_for_workers = scope is not None and scope.is_for_workers
-        mesh = self._workers_mesh if is_for_workers else self._mesh
+        mesh = self._placement.workers_mesh if is_for_workers else self._mesh
         if mesh is None and self._num_replicas == 1:
             return function([jax.tree.map(lambda x: x[0], tree) for tree in trees])
         if mesh is None:
@@ -210,7 +201,7 @@ class CrossReplica:
             jitted = self._jitted[key] = for_target(jax.jit(program), self._mesh, kind)
         if self._mesh.is_multi_process:
             job_programs.begin(_event_of(key, trees))
-        result = self._dispatcher.run(
+        result = self._placement.dispatcher.run(
             jitted, lambda result: next(iter(jax.tree.leaves(result)), None), trees
         )
         return jax.tree.map(local_copy, result)

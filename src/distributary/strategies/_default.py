@@ -3,6 +3,7 @@
 from typing import Any, final
 
 from distributary.context import Mode, ReplicaContext, register_default_mode
+from distributary.engine import Placement
 from distributary.errors import ContextError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
@@ -16,7 +17,7 @@ class DefaultStrategy(Strategy):
     """
 
     def __init__(self) -> None:
-        super().__init__(StrategyExtended(self, None, distributed=False, is_default=True))
+        super().__init__(StrategyExtended(self, Placement.on_default_device()))
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         raise ContextError("There is one default strategy; it cannot be copied.")

@@ -1,6 +1,7 @@
 """The methods of a strategy for libraries, and the parts from which a strategy is assembled."""
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
 
 from distributary.collectives import (
     CrossDeviceOps,
@@ -32,8 +33,7 @@ from distributary.context import (
     push,
     require_cross_replica,
 )
-from distributary.dispatch import dispatcher_for
-from distributary.engine import ReplicaRunner, replica_shardings
+from distributary.engine import RUN, UPDATE, Engine, Placement
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -47,13 +47,11 @@ from distributary.options import CommunicationOptions, InputOptions, InputReplic
 from distributary.strategies._broadcast import broadcast
 from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
 from distributary.topology import (
-    HOST_MEMORY,
     REPLICA_AXIS,
     canonical_name,
     current_target,
     local_copy,
-    make_mesh,
-    mesh_of_values,
+    num_logical_devices,
     shard_dim,
     shard_spec,
     short_name,
@@ -87,24 +85,19 @@ _log = logging.getLogger(__name__)
 class StrategyExtended:
     """The methods of a strategy for library authors; you reach them as `strategy.extended`.
 
+    It is assembled from parts that it holds: the `placement` of replicas and variables, the
+    `engine` that runs steps, and what combines the replicas' values, `combine`.
+
     Args:
         strategy: The strategy.
-        devices: One JAX device per replica, in replica-id order, or the logical devices of each
-            replica, the same number for all.
+        placement: The devices, and where values lie on them.
         cross_device_ops: The reduction algorithm. None uses one XLA all-reduce of all arrays, or of
             one vector between the CPUs of several processes.
         options: Communication options.
-        distributed: Whether variables and results are distributed values; False for strategies that
-            stand for a single device.
-        is_default: Whether this is the strategy outside of every scope.
-        workers: The processes to which the devices belong, in the order of `devices`, the same
-            number of devices for each; None for this process alone.
+        workers: The processes to which the devices belong, the same number of replicas for each;
+            None for this process alone.
         kind_of_variables: Class of the variables, if they do not hold their value themselves.
         shard_optimizer_state: Whether every device holds a part of the state of optimizers.
-        parameter_device: Device of the variables; None if they lie where the replicas compute.
-        in_host_memory: Whether the variables lie in the host memory of `parameter_device`.
-        workers_mesh: Mesh of the replicas of functions that are traced for other processes.
-            `devices` then has the one device of this process.
 
     Source: `tf.distribute.StrategyExtended`.
     """
@@ -112,102 +105,54 @@ class StrategyExtended:
     def __init__(
         self,
         strategy: Any,
-        devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]] | None,
+        placement: Placement,
+        *,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
-        distributed: bool = True,
-        is_default: bool = False,
         workers: "MultiWorker | None" = None,
         kind_of_variables: Any = None,
         shard_optimizer_state: bool = False,
-        parameter_device: jax.Device | None = None,
-        in_host_memory: bool = False,
-        workers_mesh: jax.sharding.AbstractMesh | None = None,
     ) -> None:
         if shard_optimizer_state and current_target() is not None:
             raise UnsupportedError(
                 "experimental_shard_optimizer_state=True: `distributary compile` compiles steps"
                 " with mirrored optimizer state only. Leave it out for the report."
             )
-        if not is_default:
+        #: Whether this is the strategy outside of every scope.
+        self.is_default = placement.mesh is None
+        if not self.is_default:
             warn_of_untested_jax(jax.__version__)
         self._strategy = strategy
+        self.placement = placement
         #: Further counts of the strategy, by name: each function returns a dataclass of numbers.
         self.statistics_sources: dict[str, Callable[[], Any]] = {}
-        cores = [] if devices is None else [d if isinstance(d, Sequence) else (d,) for d in devices]
-        self._devices = None if devices is None else tuple(own[0] for own in cores)
-        self.num_logical_devices = len(cores[0]) if cores else 1
-        self.num_replicas = len(devices or (None,)) if workers_mesh is None else workers_mesh.size
-        self._workers = workers
+        self.num_replicas = placement.num_replicas
         #: Number of processes, and the number of this one.
         self.num_workers = 1 if workers is None else workers.num_workers
         self.worker_number = 0 if workers is None else workers.worker_number or 0
         self._replicas_per_worker = self.num_replicas // self.num_workers
-        first_replica = self.worker_number * self._replicas_per_worker
+        first_replica = placement.first_replica
         self._local_replicas = range(first_replica, first_replica + self._replicas_per_worker)
-        self.is_default = is_default
         self.step_counts = StepCounts()
         self._shard_optimizer_state = shard_optimizer_state
-        self._distributed = distributed
-        platform = self._devices[0].platform if self._devices else "cpu"
+        devices = placement.devices
+        platform = devices[0].platform if devices else "cpu"
         ops = cross_device_ops or default_cross_device_ops(platform, self.num_workers)
-        self.cross_device_ops = ops.for_devices(self._devices or ())
+        self.cross_device_ops = ops.for_devices(devices)
         self.options = options or CommunicationOptions()
-        replicated: Any = None
-        stacked: Any = None
-        mesh: Any = None if devices is None else make_mesh(cores)
-        home: Any = None
-        if parameter_device is not None:
-            home = NamedSharding(make_mesh([parameter_device]), P())
-        self._parameter_device = parameter_device
-        #: Sharding of the device of the variables; None if they lie where the replicas compute.
-        self.home = home
-        #: Sharding of the variables on that device.
-        self.storage = home.with_memory_kind(HOST_MEMORY) if in_host_memory else home
-        if mesh is not None and (self.num_replicas > 1 or distributed or home):
-            replicated, stacked = replica_shardings(mesh)
-            if home is not None and not distributed:
-                stacked = None
-        elif mesh is not None:
-            (device,) = mesh_of_values(mesh).devices.flat
-            replicated = jax.sharding.SingleDeviceSharding(device)
-        #: The devices on which programs run; None if JAX chooses the device.
-        self.mesh = mesh
-        dispatcher = dispatcher_for(() if mesh is None else tuple(mesh.devices.flat))
         self._layout = VariableLayout(
             strategy,
             self.num_replicas,
-            distributed,
-            self.storage or replicated,
-            stacked,
+            placement.stacked is not None,
+            placement.of_variables,
+            placement.stacked,
             first_replica,
             self.from_chief if self.num_workers > 1 else None,
             kind_of_variables,
         )
-        self.runner = ReplicaRunner(
-            strategy,
-            self.num_replicas,
-            mesh,
-            replicated,
-            stacked,
-            dispatcher,
-            first_replica,
-            home,
-            self.storage,
-            workers_mesh,
-        )
-        self.combine = CrossReplica(
-            strategy,
-            self.num_replicas,
-            mesh if self.num_replicas > 1 and workers_mesh is None else None,
-            self.cross_device_ops,
-            self.options,
-            dispatcher,
-            self.runner.place_rows,
-            home,
-            workers_mesh,
-        )
-        if os.environ.get("DISTRIBUTARY_STATUS_FD") and not is_default:
+        self.engine = Engine(strategy, placement)
+        self.combine = CrossReplica(strategy, placement, self.cross_device_ops, self.options)
+        if os.environ.get("DISTRIBUTARY_STATUS_FD") and not self.is_default:
             from distributary.launch import report_progress
 
             report_progress(self)
@@ -221,7 +166,7 @@ class StrategyExtended:
         Raises:
             ContextError: for the default strategy, which leaves the device to JAX.
         """
-        if self._devices is None:
+        if self.is_default:
             raise ContextError(
                 "The default strategy has no devices of its own: JAX places its values. Use"
                 " OneDeviceStrategy or MirroredStrategy to choose devices."
@@ -234,6 +179,23 @@ class StrategyExtended:
         if self._parameter_device is not None:
             return (canonical_name(self._parameter_device),)
         return self.worker_devices
+
+    @property
+    def _parameter_device(self) -> jax.Device | None:
+        """Device of the variables; None if they lie where the replicas compute."""
+        home = self.placement.home
+        return None if home is None else next(iter(home.device_set))
+
+    @property
+    def num_logical_devices(self) -> int:
+        """Number of logical devices of each replica."""
+        mesh = self.placement.mesh
+        return 1 if mesh is None else num_logical_devices(mesh)
+
+    @property
+    def mesh(self) -> Any:
+        """The devices on which programs run; None if JAX chooses the device."""
+        return self.placement.mesh
 
     def variable_device(self) -> str:
         """Returns the canonical name of the device from which a variable is read."""
@@ -294,7 +256,8 @@ class StrategyExtended:
         devices = self._local_devices()
         names = ", ".join(short_name(device) for device in devices) or "JAX's default device"
         if self._parameter_device is not None:
-            place = "on" if self.storage is self.home else "in the host memory of"
+            in_host_memory = self.placement.storage is not self.placement.home
+            place = "in the host memory of" if in_host_memory else "on"
             names += f", variables {place} {short_name(self._parameter_device)}"
         if self.num_replicas == 1:
             return f"1 replica on {names}{self._cores_text()}"
@@ -311,7 +274,7 @@ class StrategyExtended:
         return "" if count == 1 else f", each with {count - 1} more for its logical devices"
 
     def _local_devices(self) -> tuple[jax.Device, ...]:
-        devices = self._devices or ()
+        devices = self.placement.devices
         return devices[self._local_replicas.start : self._local_replicas.stop]
 
     def from_chief(self, values: list[np.ndarray], what: str) -> list[np.ndarray]:
@@ -419,10 +382,10 @@ class StrategyExtended:
         call_kwargs = dict(kwargs or {})
         if not in_default_context() and current_mode().role == "replica":
             result = self._merge_call(
-                lambda _, *a, **k: self.runner.run(fn, a, k, "update"), call_args, call_kwargs
+                lambda _, *a, **k: self.engine.run(fn, a, k, UPDATE), call_args, call_kwargs
             )
             return result
-        result = self.runner.run(fn, call_args, call_kwargs, "update")
+        result = self.engine.run(fn, call_args, call_kwargs, UPDATE)
         return result if group else map_leaves(local_results, result)
 
     # Running and combining
@@ -435,7 +398,37 @@ class StrategyExtended:
     ) -> Any:
         """Does the same as `Strategy.run`."""
         require_cross_replica(self._strategy, "call_for_each_replica")
-        return self.runner.run(fn, tuple(args), dict(kwargs or {}), "replica")
+        return self.engine.run(fn, tuple(args), dict(kwargs or {}), RUN)
+
+    def run_steps(self, fn: Callable[[Any], Any], iterator: Iterator[Any], num_steps: int) -> Any:
+        """Runs `fn(element)` for the next elements of a distributed iterator, in one program.
+
+        The same as `num_steps` times `run(fn, args=(next(iterator),))`, without the host's work for
+        each step. Each step sees what the steps before it have assigned. Use it if your steps take
+        less time than the host needs to start them. With convolutions on CPUs, which XLA runs
+        slowly in a loop, and with the variables on another device, the steps run one by one.
+
+        Args:
+            fn: The step, a function of an element.
+            iterator: Iterator over a distributed dataset. At its end, fewer steps are run.
+            num_steps: Number of steps.
+
+        Returns:
+            The result of the last step, as of `run`.
+
+        Raises:
+            StopIteration: if no element is left.
+            InvalidValueError: if `num_steps` is below 1.
+
+        Source: `steps_per_execution` of Keras, for custom loops.
+        """
+        require_cross_replica(self._strategy, "run_steps")
+        if num_steps < 1:
+            raise InvalidValueError(f"run_steps: num_steps is {num_steps}, expected 1 or more.")
+        elements = list(itertools.islice(iterator, num_steps))
+        if not elements:
+            raise StopIteration
+        return self.engine.run_steps(fn, elements)
 
     def lower(
         self,
@@ -448,7 +441,7 @@ class StrategyExtended:
         `strategy.extended.lower(step, args).compile().as_text()` shows the collectives.
         """
         require_cross_replica(self._strategy, "lower")
-        return self.runner.lower(fn, tuple(args), dict(kwargs or {}), "replica")
+        return self.engine.lower(fn, tuple(args), dict(kwargs or {}), RUN)
 
     def reduce_to(
         self,
@@ -535,7 +528,7 @@ class StrategyExtended:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the local components, see `Strategy.experimental_local_results`."""
-        if not self._distributed:
+        if self.placement.stacked is None:
             return (value,)
         results = local_results(value)
         if self.num_workers > 1 and len(results) == self.num_replicas:
@@ -600,7 +593,7 @@ class StrategyExtended:
         job = consensus()
         if self.num_workers == 1 or job is None:
             return None
-        return Coworkers(job, self._replicas_per_worker, self.runner.place_rows)
+        return Coworkers(job, self._replicas_per_worker, self.placement.place_rows)
 
     def worker_share(self) -> Any:
         """Returns which replicas of a dataset's batches belong to this process."""
@@ -615,7 +608,7 @@ class StrategyExtended:
         fetch = options.experimental_fetch_to_device is not False or self.num_workers > 1
         return DistributedDataset(
             source,
-            self.runner if fetch else None,
+            self.placement if fetch else None,
             self.worker_share(),
             options.experimental_per_replica_buffer_size,
             self.step_counts,
@@ -623,7 +616,7 @@ class StrategyExtended:
 
     def distribute_values(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Makes a `PerReplica`, see `Strategy.experimental_distribute_values_from_function`."""
-        if not self._distributed:
+        if self.placement.stacked is None:
             return value_fn(ValueContext(0, 1))
         values = [value_fn(ValueContext(i, self.num_replicas)) for i in self._local_replicas]
         flat = [jax.tree.flatten(value, is_leaf=lambda x: x is None) for value in values]
@@ -670,7 +663,7 @@ class StrategyExtended:
                 continue
             stacked = stack_components(value)
             if stacked is not None and self._layout.stacked is not None:
-                values[i] = self.runner.place_rows(stacked)
+                values[i] = self.placement.place_rows(stacked)
         return values
 
     # Called by `context`
@@ -716,7 +709,7 @@ class StrategyExtended:
         # Everything after a collective is computed where the variables lie.
         if self._layout.kind is not None:
             return jax.tree.map(push_to_servers, reduced)
-        if self.num_replicas == 1 and self.home is not None:
+        if self.num_replicas == 1 and self.placement.home is not None:
             return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
         return reduced
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from distributary.cluster_resolver import MultiWorker
+from distributary.engine import Placement
 from distributary.errors import ClusterError
 from distributary.options import CommunicationOptions
 from distributary.strategies._extended import StrategyExtended
@@ -45,13 +46,15 @@ def extended_of_job(
     Args:
         strategy: The strategy.
         place: The processes.
-        devices: Like `devices` of `StrategyExtended`.
+        devices: Like `replicas` of `Placement.on_each`, of all processes.
         options: Communication options.
         shard_optimizer_state: Like `shard_optimizer_state` of `StrategyExtended`.
     """
     extended = StrategyExtended(
         strategy,
-        devices,
+        Placement.on_each(
+            devices, (place.worker_number or 0) * (len(devices) // place.num_workers)
+        ),
         options=options,
         workers=place,
         shard_optimizer_state=shard_optimizer_state,

@@ -7,6 +7,7 @@ from typing import final
 import jax
 
 from distributary.collectives import CrossDeviceOps
+from distributary.engine import Placement
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
@@ -60,8 +61,8 @@ class MirroredStrategy(Strategy):
         super().__init__(
             StrategyExtended(
                 self,
-                replica_devices(devices),
-                cross_device_ops,
+                Placement.on_each(replica_devices(devices)),
+                cross_device_ops=cross_device_ops,
                 shard_optimizer_state=experimental_shard_optimizer_state,
             )
         )

@@ -9,6 +9,7 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.context import get_replica_context
+from distributary.engine import Placement
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import connect
 from distributary.options import CommunicationOptions
@@ -79,14 +80,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         compiled_for = devices_of_all_hosts()
         if compiled_for is not None:
-            super().__init__(StrategyExtended(self, compiled_for, options=options))
+            super().__init__(
+                StrategyExtended(self, Placement.on_each(compiled_for), options=options)
+            )
             return
         spec = self._cluster_resolver.cluster_spec()
         if not spec:
             super().__init__(
                 StrategyExtended(
                     self,
-                    replica_devices(None),
+                    Placement.on_each(replica_devices(None)),
                     options=options,
                     shard_optimizer_state=experimental_shard_optimizer_state,
                 )

@@ -2,6 +2,7 @@
 
 from typing import Any, final
 
+from distributary.engine import Placement
 from distributary.errors import InvalidTypeError
 from distributary.strategies._base import Strategy
 from distributary.strategies._extended import StrategyExtended
@@ -28,4 +29,5 @@ class OneDeviceStrategy(Strategy):
             raise InvalidTypeError(
                 f"OneDeviceStrategy: device is {device!r}, expected one device such as 'CPU:0'."
             )
-        super().__init__(StrategyExtended(self, replica_devices([device]), distributed=False))
+        (own,) = replica_devices([device])
+        super().__init__(StrategyExtended(self, Placement.on_one_device(own)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
+from distributary.engine import Placement
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -85,7 +86,9 @@ class TPUStrategy(Strategy):
         else:
             devices = _devices_of(assignment, place, why)
         if place is None:
-            extended = StrategyExtended(self, devices, shard_optimizer_state=sharded)
+            extended = StrategyExtended(
+                self, Placement.on_each(devices), shard_optimizer_state=sharded
+            )
         else:
             extended = extended_of_job(self, place, devices, None, sharded)
         super().__init__(extended)

@@ -1,7 +1,6 @@
 """The devices of a strategy and their mesh."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from jax.sharding import AxisType
 from distributary.errors import DeviceError
 from distributary.topology._cpu import (
     prepare_cpu_threads,
+    prepare_local_devices,
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
@@ -58,8 +58,7 @@ def replica_devices(devices: Sequence[str | jax.Device] | None) -> tuple[jax.Dev
     else:
         elements = _checked_list(devices)
         names = tuple(name_of(element) for element in elements)
-        _check_distinct(elements, names)
-        _check_one_kind(elements, names)
+        _check_names(elements, names)
         found = _resolve_all(elements, names)
     if found[0].platform == "cpu":
         prepare_cpu_threads(len(found))  # JAX has started by now, so this only warns
@@ -119,7 +118,7 @@ def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:
     """
     is_tpu = bool(devices) and devices[0].platform == "tpu"
     for attribute in ("slice_index",) if is_tpu else ("slice_index", "process_index"):
-        groups: dict[Any, list[int]] = {}
+        groups: dict[int | None, list[int]] = {}
         for replica_id, device in enumerate(devices):
             groups.setdefault(getattr(device, attribute, None), []).append(replica_id)
         if len(groups) > 1:
@@ -130,7 +129,7 @@ def host_groups(devices: Sequence[jax.Device]) -> tuple[tuple[int, ...], ...]:
 
 def _all_devices_of_the_best_kind() -> tuple[jax.Device, ...]:
     if not backends_started():
-        prepare_cpu_threads(requested_cpu_devices())
+        prepare_local_devices()
     for kind in ("GPU", "TPU", "CPU"):
         if found := local_devices_of(kind):
             return found
@@ -159,7 +158,8 @@ def _checked_list(devices: Sequence[str | jax.Device]) -> tuple[str | jax.Device
     return tuple(devices)
 
 
-def _check_distinct(elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]) -> None:
+def _check_names(elements: Sequence[str | jax.Device], names: Sequence[DeviceName]) -> None:
+    """Checks that devices are distinct and of one kind."""
     first_replica_on: dict[DeviceName, int] = {}
     for replica_id, name in enumerate(names):
         earlier = first_replica_on.setdefault(name, replica_id)
@@ -169,27 +169,23 @@ def _check_distinct(elements: tuple[str | jax.Device, ...], names: tuple[DeviceN
                 f" {elements[earlier]!r} and {elements[replica_id]!r} are the same device. Name"
                 " each device once."
             )
-
-
-def _check_one_kind(elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]) -> None:
-    for element, name in zip(elements, names, strict=True):
         if name.kind != names[0].kind:
             raise DeviceError(
-                f"{element!r} is a {name.kind} and {elements[0]!r} is a {names[0].kind}: the"
-                " replicas of one strategy run one program, so all devices must be of one kind."
-                f" Remove the devices that are no {names[0].kind}."
+                f"{elements[replica_id]!r} is a {name.kind} and {elements[0]!r} is a"
+                f" {names[0].kind}: the replicas of one strategy run one program, so all devices"
+                f" must be of one kind. Remove the devices that are no {names[0].kind}."
             )
 
 
 def _resolve_all(
-    elements: tuple[str | jax.Device, ...], names: tuple[DeviceName, ...]
+    elements: Sequence[str | jax.Device], names: Sequence[DeviceName]
 ) -> tuple[jax.Device, ...]:
-    num_cpu_devices = max((name.index + 1 for name in names if name.kind == "CPU"), default=1)
+    num_cpu_devices = 1 + max(name.index for name in names) if names[0].kind == "CPU" else 1
     if not backends_started():
         if num_cpu_devices > requested_cpu_devices():
             set_logical_cpu_devices(num_cpu_devices)
         else:
-            prepare_cpu_threads(requested_cpu_devices())
+            prepare_local_devices()
     return tuple(
         resolve_device(element, num_cpu_devices_wanted=num_cpu_devices) for element in elements
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jax._src import core, distributed, xla_bridge
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval, pxla
+from jax.sharding import NamedSharding
 
 __all__ = [
     "all_params",
@@ -44,7 +45,7 @@ def inside_jax_trace() -> bool:
     return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
 
 
-def is_left_over(tracer: Any) -> bool:
+def is_left_over(tracer: object) -> bool:
     """Returns whether a traced value belongs to a compiled function whose trace has ended.
 
     `jax.grad` and `jax.vmap`, which also run eagerly, have tracers of other classes; checked with
@@ -75,7 +76,7 @@ def all_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {**params, **getattr(params.get("_prim"), "params", {})}
 
 
-def without_high_primitives(closed: Any) -> Any:
+def without_high_primitives(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """Replaces the high-level primitives of a closed jaxpr by their equations; see `all_params`.
 
     `jax.jit` does the same before it compiles. Take derivatives before you call this.
@@ -118,7 +119,7 @@ def uncommitted(array: jax.Array) -> jax.Array:
 
 
 def put_rows(
-    array: np.ndarray, sharding: Any, devices: list[jax.Device], axis: int = 0
+    array: np.ndarray, sharding: NamedSharding, devices: list[jax.Device], axis: int = 0
 ) -> jax.Array:
     """Returns the rows of this process's replicas as an array that is sharded over dim `axis`.
 
@@ -138,8 +139,8 @@ def put_rows(
 
 @functools.lru_cache
 def _parts_of_rows(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: Any, num_devices: int, axis: int
-) -> tuple[Any, list[tuple[slice, ...]]]:
+    shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, num_devices: int, axis: int
+) -> tuple[core.ShapedArray, list[tuple[slice, ...]]]:
     """Returns the whole array's shape, and the slice for each device of this process."""
     per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
     before, size = shape[:axis], shape[axis] * per_replica // num_devices

@@ -1,11 +1,15 @@
 """Arrays on all devices of a mesh, even if the mesh spans processes."""
 
 import functools
-from typing import Any, final
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
+from distributary._types import Nest
 from distributary.topology._discovery import num_logical_devices
 from distributary.topology._jax_private import put_rows
 
@@ -18,7 +22,6 @@ __all__ = [
     "local_devices",
     "num_local_replicas",
     "own_copies",
-    "put_own",
     "put_replicated",
     "put_stacked",
 ]
@@ -34,29 +37,30 @@ def has_host_memory(device: jax.Device) -> bool:
     return any(memory.kind == HOST_MEMORY for memory in device.addressable_memories())
 
 
-def in_host_memory(sharding: Any) -> bool:
+def in_host_memory(sharding: Sharding | None) -> bool:
     """Returns whether arrays with this sharding are in the memory of their device's host."""
     return getattr(sharding, "memory_kind", None) == HOST_MEMORY
 
 
-def in_device_memory(value: Any) -> Any:
+def in_device_memory(value: object) -> Any:
     """Returns an array that JAX can compute with: for one in host memory, a copy on its device.
 
     For a sharding, returns the sharding of such a copy.
     """
-    if isinstance(value, jax.sharding.Sharding):
+    if isinstance(value, Sharding):
         return value.with_memory_kind("device") if in_host_memory(value) else value
-    if isinstance(value, jax.core.Tracer) or not in_host_memory(getattr(value, "sharding", None)):
+    if isinstance(value, jax.core.Tracer):
         return value
-    return jax.device_put(value, in_device_memory(value.sharding))
+    sharding = getattr(value, "sharding", None)
+    return jax.device_put(value, in_device_memory(sharding)) if in_host_memory(sharding) else value
 
 
-def local_devices(sharding: Any) -> list[jax.Device]:
+def local_devices(sharding: NamedSharding) -> list[jax.Device]:
     """Returns the devices of a mesh that belong to this process, in the order of the mesh."""
     return _local_devices_of(sharding.mesh)
 
 
-def num_local_replicas(sharding: Any) -> int:
+def num_local_replicas(sharding: NamedSharding) -> int:
     """Returns the number of replicas of a mesh that belong to this process."""
     return len(local_devices(sharding)) // num_logical_devices(sharding.mesh)
 
@@ -86,29 +90,24 @@ def own_copies(arrays: list[jax.Array]) -> list[jax.Array]:
     ]
 
 
-@final
-class _Transfer:
-    """Moves arrays of the same shapes from NumPy to a CPU again and again."""
-
-    def __init__(self, sharding: Any) -> None:
-        self._num_calls = 0
-        self._sharding = sharding
-        # A program takes NumPy arrays for a quarter of what `device_put` costs.
-        self._program = jax.jit(lambda *arrays: arrays, out_shardings=sharding)
-
-    def __call__(self, arrays: list[np.ndarray]) -> Any:
-        self._num_calls += 1
-        if self._num_calls <= _CALLS_BEFORE_COMPILING:
-            return jax.device_put(arrays, self._sharding)
-        return self._program(*arrays)
-
-
 @functools.lru_cache(maxsize=64)
-def _transfer_of(sharding: Any, shapes: tuple[Any, ...]) -> _Transfer:
-    return _Transfer(sharding)
+def _transfer_of(
+    sharding: Sharding, shapes: tuple[Any, ...]
+) -> Callable[[list[np.ndarray]], Sequence[jax.Array]]:
+    """Returns a function that moves arrays of these shapes from NumPy to a CPU."""
+    num_calls = itertools.count(1)
+    # A program takes NumPy arrays for a quarter of what `device_put` costs.
+    program = jax.jit(lambda *arrays: arrays, out_shardings=sharding)
+
+    def transfer(arrays: list[np.ndarray]) -> Sequence[jax.Array]:
+        if next(num_calls) <= _CALLS_BEFORE_COMPILING:
+            return jax.device_put(arrays, sharding)
+        return program(*arrays)
+
+    return transfer
 
 
-def _put(value: Any, sharding: Any) -> Any:
+def _put(value: Nest, sharding: Any) -> Nest:
     (device, *others) = sharding.device_set
     leaves, tree = jax.tree.flatten(value)
     if others or device.platform != "cpu" or not all(type(x) is np.ndarray for x in leaves):
@@ -117,7 +116,7 @@ def _put(value: Any, sharding: Any) -> Any:
     return jax.tree.unflatten(tree, transfer(leaves))
 
 
-def put_replicated(value: Any, sharding: Any) -> Any:
+def put_replicated(value: Nest, sharding: Sharding) -> Nest:
     """Puts a value on every device of a sharding; all processes of the mesh pass the same value.
 
     Args:
@@ -126,34 +125,21 @@ def put_replicated(value: Any, sharding: Any) -> Any:
     """
     if sharding.is_fully_addressable:
         return _put(value, sharding)
+    assert isinstance(sharding, NamedSharding)  # only these span processes
+    devices = local_devices(sharding)
 
-    def put(leaf: Any) -> Any:
+    def put(leaf: object) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
             return leaf
         host = np.asarray(local_copy(leaf))
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-        copies = [jax.device_put(host, device) for device in local_devices(sharding)]
+        copies = [jax.device_put(host, device) for device in devices]
         return jax.make_array_from_single_device_arrays(host.shape, sharding, copies)
 
     return jax.tree.map(put, value)
 
 
-def put_own(value: Any, sharding: Any) -> jax.Array:
-    """Puts this process's part of a value on a mesh whose devices belong to several processes.
-
-    Args:
-        value: The rows, along the partitioned dim, for this process's replicas, the same number for
-            each; the whole value if no dim is partitioned.
-        sharding: Sharding with at most one partitioned dim.
-    """
-    axes = [axis for axis, name in enumerate(sharding.spec) if name is not None]
-    if not axes:
-        placed: jax.Array = put_replicated(value, sharding)
-        return placed
-    return put_rows(np.asarray(local_copy(value)), sharding, local_devices(sharding), axes[0])
-
-
-def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
+def put_stacked(rows: jax.Array | np.ndarray, sharding: NamedSharding, first: int = 0) -> jax.Array:
     """Makes an array `[replica, ...]`, with every row on the devices of its replica.
 
     Args:
@@ -174,7 +160,7 @@ def put_stacked(rows: Any, sharding: Any, first: int = 0) -> jax.Array:
     return put_stacked(np.asarray(local_copy(rows)), sharding, first)
 
 
-def local_copy(value: Any) -> Any:
+def local_copy(value: object) -> Any:
     """Returns this process's copy of an array that is replicated across processes."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         spans_processes = not value.is_fully_addressable

@@ -6,16 +6,15 @@ the array is stored with zeros at its end. Only code that runs in a program sees
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.topology._discovery import REPLICA_AXIS, num_logical_devices
-from distributary.topology._jax_private import put_rows
-from distributary.topology._placement import local_copy, local_devices
+from distributary.topology._discovery import REPLICA_AXIS
+from distributary.topology._placement import local_copy
 
 __all__ = [
     "padded",
@@ -26,6 +25,9 @@ __all__ = [
     "unpadded",
     "whole_shards",
 ]
+
+
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 
 def shard_spec(shape: Sequence[int], num_shards: int) -> P:
@@ -39,7 +41,7 @@ def shard_spec(shape: Sequence[int], num_shards: int) -> P:
     return P(*(None,) * sizes.index(min(sizes)), REPLICA_AXIS)
 
 
-def shard_dim(sharding: Any) -> int | None:
+def shard_dim(sharding: object) -> int | None:
     """Returns the dim that a sharding or its spec partitions over the replicas; None if none."""
     spec = getattr(sharding, "spec", sharding)
     if not isinstance(spec, P) or REPLICA_AXIS not in spec:
@@ -47,26 +49,26 @@ def shard_dim(sharding: Any) -> int | None:
     return tuple(spec).index(REPLICA_AXIS)
 
 
-def stored_shards(value: Any, sharding: NamedSharding) -> Any:
+def stored_shards(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Returns a whole value as it is stored, with the partitioned dim padded; call in a program."""
     dim = shard_dim(sharding)
     stored = value if dim is None else padded(value, dim, sharding.mesh.shape[REPLICA_AXIS])
     return jax.lax.with_sharding_constraint(stored, sharding)
 
 
-def whole_shards(stored: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
+def whole_shards(stored: jax.Array, shape: Sequence[int], sharding: NamedSharding) -> jax.Array:
     """Returns the whole value without its padding; its parts do not move. Call in a program."""
     if shard_dim(sharding) is None or stored.shape == tuple(shape):
         return stored
     return jax.lax.with_sharding_constraint(unpadded(stored, shape), sharding)
 
 
-def padded(value: Any, dim: int, num_shards: int) -> Any:
+def padded(value: jax.Array, dim: int, num_shards: int) -> jax.Array:
     """Appends zeros to `dim`, so that `num_shards` divides its size; call in a program."""
     return jnp.pad(value, _padding(value.shape, dim, num_shards))
 
 
-def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
+def put_sharded(value: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Stores a whole value, which is the same in all processes, in parts.
 
     Args:
@@ -79,18 +81,13 @@ def put_sharded(value: Any, sharding: NamedSharding) -> jax.Array:
     assert dim is not None
     host = np.asarray(local_copy(value))
     stored = np.pad(host, _padding(host.shape, dim, sharding.mesh.shape[REPLICA_AXIS]))
-    devices = local_devices(sharding)
-    cores = num_logical_devices(sharding.mesh)
-    size = stored.shape[dim] // sharding.mesh.shape[REPLICA_AXIS]
-    first = list(sharding.mesh.devices.flat).index(devices[0]) // cores * size
-    rows = [slice(None)] * dim + [slice(first, first + len(devices) // cores * size)]
-    return put_rows(stored[tuple(rows)], sharding, devices, dim)
+    return jax.make_array_from_callback(stored.shape, sharding, lambda part: stored[part])
 
 
 def _padding(shape: Sequence[int], dim: int, num_shards: int) -> list[tuple[int, int]]:
     return [(0, -size % num_shards if i == dim else 0) for i, size in enumerate(shape)]
 
 
-def unpadded(stored: Any, shape: Sequence[int]) -> Any:
+def unpadded(stored: _Array, shape: Sequence[int]) -> _Array:
     """Returns a stored array without the padding at its end."""
     return stored[tuple([slice(size) for size in shape])]

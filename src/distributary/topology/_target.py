@@ -6,7 +6,7 @@ of to the devices it is written for. Without a target, the functions here change
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import jax
@@ -16,7 +16,6 @@ __all__ = [
     "ProgramKind",
     "Target",
     "aim_at",
-    "compile_ahead",
     "current_target",
     "devices_are_given",
     "devices_of_all_hosts",
@@ -24,6 +23,9 @@ __all__ = [
     "mesh_of_values",
     "watch_programs",
 ]
+
+
+Call = Callable[..., Any]
 
 
 @final
@@ -41,6 +43,7 @@ class ProgramKind:
 
 
 @final
+@dataclass(eq=False)
 class Target:
     """The devices of another machine.
 
@@ -55,19 +58,14 @@ class Target:
         home: The one CPU device on which all values lie.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        hosts: tuple[tuple[jax.Device, ...], ...],
-        wrap: Callable[[Any, jax.sharding.Mesh, ProgramKind], Any],
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.hosts = hosts
-        self.wrap = wrap
+    name: str
+    kind: str
+    hosts: tuple[tuple[jax.Device, ...], ...]
+    wrap: Callable[[Call, jax.sharding.Mesh, ProgramKind], Call]
+    _num_hosts_here: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
         self.home = jax.local_devices(backend="cpu")[0]
-        self._num_hosts_here = 1
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -86,8 +84,10 @@ class Target:
         return self.devices
 
 
+Watcher = Callable[[Call, jax.sharding.Mesh | None, ProgramKind], Call]
+
 _target: Target | None = None
-_watcher: Callable[[Any, jax.sharding.Mesh | None, ProgramKind], Any] | None = None
+_watcher: Watcher | None = None
 
 
 def aim_at(target: Target | None) -> None:
@@ -127,7 +127,7 @@ def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(home, mesh.axis_names)
 
 
-def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Any:
+def for_target(call: Call, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Call:
     """Returns the function to call instead of a jitted one; the same without target and watcher.
 
     Args:
@@ -140,9 +140,7 @@ def for_target(call: Any, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> 
     return call if _watcher is None else _watcher(call, mesh, kind)
 
 
-def watch_programs(
-    watcher: Callable[[Any, jax.sharding.Mesh | None, ProgramKind], Any] | None,
-) -> None:
+def watch_programs(watcher: Watcher | None) -> None:
     """Replaces every program made from now on, on the devices of this machine.
 
     Args:
@@ -151,20 +149,3 @@ def watch_programs(
     """
     global _watcher
     _watcher = watcher
-
-
-def compile_ahead(call: Any, *args: Any) -> Any:
-    """Compiles a jitted function before it is called; a target compiles when it is called.
-
-    Returns:
-        The `jax.stages.Traced` of the function; None for a target, and if a watcher has replaced
-        the function.
-    """
-    if _target is not None:
-        return None
-    if not hasattr(call, "trace"):
-        call.lower(*args).compile()
-        return None
-    traced = call.trace(*args)
-    traced.lower().compile()
-    return traced

@@ -48,7 +48,7 @@ class CpuThreads:
     ) -> None:
         self._environ = environ
         self._num_cores = num_cores
-        self._lock = threading.Lock()  # guards the rest
+        self._lock = threading.RLock()  # guards the rest
         self._prepared_for = 1  # number of devices
         self._written: str | None = None  # our value of PJRT_NPROC
         self._reported = False
@@ -75,8 +75,8 @@ class CpuThreads:
             self._written = None
             self._prepared_for = num_devices
             needed = threads_needed(num_devices)
-            variable = self._variable()
-            if self._size_asked_for(variable) >= needed:
+            variable, size = self._asked_for()
+            if size >= needed:
                 return
             is_share = variable == "PJRT_NPROC" and self._environ[variable] == share
             size = needed if is_share else max(self._num_cores(), needed)
@@ -102,7 +102,7 @@ class CpuThreads:
             DistributaryWarning: if the pool is too small, as far as the environment tells.
         """
         with self._lock:
-            if self._reported or self._is_large_enough(num_devices, num_existing):
+            if self._reported or self.is_large_enough(num_devices, num_existing=num_existing):
                 return
             self._reported = True
             size, needed = self.size(num_existing), threads_needed(num_devices)
@@ -126,12 +126,8 @@ class CpuThreads:
             num_existing: Number of all CPU devices of this process.
         """
         with self._lock:
-            return self._is_large_enough(num_devices, num_existing)
-
-    def _is_large_enough(self, num_devices: int, num_existing: int) -> bool:
-        if num_devices <= self._prepared_for:
-            return True
-        return self.size(num_existing) >= threads_needed(num_devices)
+            is_prepared = num_devices <= self._prepared_for
+            return is_prepared or self.size(num_existing) >= threads_needed(num_devices)
 
     def size(self, num_existing: int) -> int:
         """Returns the size of the pool, as far as the environment tells.
@@ -140,16 +136,15 @@ class CpuThreads:
             num_existing: Number of all CPU devices of this process.
         """
         # XLA gives every CPU device of the process at least one thread.
-        return max(self._size_asked_for(self._variable()), num_existing)
+        return max(self._asked_for()[1], num_existing)
 
-    def _variable(self) -> str | None:
+    def _asked_for(self) -> tuple[str | None, int]:
+        """Returns the variable that sets the size of the pool, None if none does, and the size."""
         for variable in _VARIABLES:
-            if re.fullmatch(r"\s*[+-]?\d+\s*", self._environ.get(variable, ""), re.ASCII):
-                return variable
-        return None
-
-    def _size_asked_for(self, variable: str | None) -> int:
-        return self._num_cores() if variable is None else int(self._environ[variable])
+            text = self._environ.get(variable, "")
+            if re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII):
+                return variable, int(text)
+        return None, self._num_cores()
 
 
 def threads_needed(num_devices: int) -> int:

@@ -1,18 +1,22 @@
 """Assignment of the cores of a TPU to replicas."""
 
 import enum
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import SupportsIndex, TypeVar, final
 
 import numpy as np
+import numpy.typing as npt
 
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tpu._topology import Topology
+from distributary.tpu._topology import Topology, checked_sizes
 
 __all__ = ["DeviceAssignment", "DeviceOrderMode"]
+
+_BUILD = "DeviceAssignment.build"
+
+_T = TypeVar("_T")
 
 
 class DeviceOrderMode(enum.IntEnum):
@@ -47,7 +51,7 @@ class DeviceAssignment:
     Source: `tf.tpu.experimental.DeviceAssignment`.
     """
 
-    def __init__(self, topology: Topology, core_assignment: Any) -> None:
+    def __init__(self, topology: Topology, core_assignment: npt.ArrayLike) -> None:
         self._topology = _checked_topology(topology)
         places = np.asarray(core_assignment, np.int32)
         if places.ndim != 3 or places.shape[-1] != topology.mesh_rank or not places.size:
@@ -56,26 +60,23 @@ class DeviceAssignment:
                 f" [replica, core, {topology.mesh_rank}] without a 0."
             )
         self._core_assignment = places
-        #: Ids of replicas by task and logical core.
-        self._replicas: dict[tuple[int, int], list[int]] = {}
         users: dict[tuple[int, ...], int] = {}
-        for replica, cores in enumerate(places):
-            for core, place in enumerate(cores.tolist()):
+        for replica, cores in enumerate(places.tolist()):
+            for place in cores:
+                topology.task_ordinal_at_coordinates(place)  # raises if there is no device
                 if tuple(place) in users:
                     raise InvalidValueError(
                         f"DeviceAssignment: the device at {place} is used by replica"
                         f" {users[tuple(place)]} and by replica {replica}, expected one use."
                     )
                 users[tuple(place)] = replica
-                task = topology.task_ordinal_at_coordinates(place)
-                self._replicas.setdefault((task, core), []).append(replica)
 
     @staticmethod
     def build(
         topology: Topology | bytes,
         computation_shape: Sequence[int] | None = None,
         computation_stride: Sequence[int] | None = None,
-        num_replicas: int = 1,
+        num_replicas: SupportsIndex = 1,
         device_order_mode: DeviceOrderMode = DeviceOrderMode.AUTO,
     ) -> "DeviceAssignment":
         """Places replicas on a topology, each on a block of neighboring cores.
@@ -93,24 +94,50 @@ class DeviceAssignment:
         """
         if isinstance(topology, bytes):
             topology = Topology(serialized=topology)
-        grid = _Grid(_checked_topology(topology), computation_shape, computation_stride)
+        mesh = _checked_topology(topology).mesh_shape
+        shape = checked_sizes(computation_shape, f"{_BUILD}: computation_shape", [1] * 4)
+        stride = checked_sizes(computation_stride, f"{_BUILD}: computation_stride", [1] * 4)
+        footprint = shape * stride
+        if (footprint > mesh).any():
+            raise InvalidValueError(
+                f"{_BUILD}: computation_shape {shape.tolist()} with"
+                f" computation_stride {stride.tolist()} takes {footprint.tolist()}, and the"
+                f" topology has the size {mesh.tolist()}."
+            )
         mode = DeviceOrderMode(device_order_mode)
         count = _whole_number(num_replicas, "num_replicas")
-        grid.check_room(count)
-        if topology.missing_devices.size:
-            replicas = grid.in_task_order(count)
-        elif mode is not DeviceOrderMode.MESH and grid.has_rings(count):
-            replicas = grid.in_rings(count)
+        room = mesh // footprint * stride  # number of replicas that fit along each dim
+        num_missing = len(topology.missing_devices)
+        most = (mesh.prod() - num_missing) // shape.prod() if num_missing else room.prod()
+        if count > most:
+            raise InvalidValueError(
+                f"{_BUILD}: num_replicas is {count}, but only {most} of shape"
+                f" {shape.tolist()} and stride {stride.tolist()} fit into {topology!r}."
+            )
+        is_full = count == room.prod() and shape[-1] == mesh[-1] and stride.prod() == 1
+        if num_missing:
+            # Host by host; blocks may have holes.
+            places = topology.device_coordinates.reshape(-1, len(mesh))
+            replicas = places[: count * shape.prod()].reshape(count, -1, len(mesh))
+        elif mode is not DeviceOrderMode.MESH and is_full:
+            # The chips of a replica lie along a ring, and the replicas along another.
+            starts = np.pad(_ring(room[:3]), [(0, 0), (0, 1)]) * footprint
+            chips = np.pad(_ring(shape[:3]), [(0, 0), (0, 1)])
+            cores = np.arange(shape[-1])[:, None] * [0, 0, 0, 1]
+            block = (chips[:, None] + cores).reshape(-1, len(mesh))
+            replicas = starts[:, None] + block
         elif mode is DeviceOrderMode.RING:
             raise InvalidValueError(
-                "DeviceAssignment.build: device_order_mode is RING, which needs replicas that fill"
+                f"{_BUILD}: device_order_mode is RING, which needs replicas that fill"
                 " the whole topology with all cores of their chips and without a stride; use AUTO."
             )
         else:
-            replicas = grid.in_mesh_order(count)
+            at = _in_mesh_order(room, count)
+            starts = at // stride * footprint + at % stride
+            replicas = starts[:, None] + np.argwhere(np.ones(shape)) * stride
         # The sort is stable: on one host, replicas keep their order.
-        replicas.sort(key=lambda cores: topology.task_ordinal_at_coordinates(cores[0]))
-        return DeviceAssignment(topology, replicas)
+        tasks = [topology.task_ordinal_at_coordinates(cores[0]) for cores in replicas]
+        return DeviceAssignment(topology, replicas[np.argsort(tasks, stable=True)])
 
     @property
     def topology(self) -> Topology:
@@ -154,14 +181,19 @@ class DeviceAssignment:
         Raises:
             InvalidValueError: if there are none.
         """
-        try:
-            return self._replicas[task_id, logical_core]
-        except KeyError:
+        replicas = [
+            replica
+            for replica, cores in enumerate(self._core_assignment)
+            if 0 <= logical_core < len(cores)
+            and self._topology.task_ordinal_at_coordinates(cores[logical_core]) == task_id
+        ]
+        if not replicas:
             raise InvalidValueError(
                 f"DeviceAssignment: no replica has logical core {logical_core!r} on task"
                 f" {task_id!r}; there are {self._topology.num_tasks} tasks and"
                 f" {self.num_cores_per_replica} cores per replica."
-            ) from None
+            )
+        return replicas
 
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """Returns the number of a logical core's device on its host."""
@@ -185,126 +217,57 @@ class DeviceAssignment:
         )
 
 
-_Place = tuple[int, ...]
+def _in_mesh_order(room: np.ndarray, count: int) -> np.ndarray:
+    """Returns places for `count` replicas, nearly a cube, `[replica, 4]`.
 
+    The cores of a chip are filled first, then x, y and z.
 
-@final
-class _Grid:
-    """A topology into which blocks of cores are fitted."""
-
-    def __init__(self, topology: Topology, shape: Any, stride: Any) -> None:
-        self._topology = topology
-        self._mesh: list[int] = topology.mesh_shape.tolist()
-        self._shape = _four(shape, "computation_shape")
-        self._stride = _four(stride, "computation_stride")
-        footprint = [a * b for a, b in zip(self._shape, self._stride, strict=True)]
-        if any(a > b for a, b in zip(footprint, self._mesh, strict=True)):
-            raise InvalidValueError(
-                f"DeviceAssignment.build: computation_shape {self._shape} with computation_stride"
-                f" {self._stride} takes {footprint}, and the topology has the size {self._mesh}."
-            )
-        self._footprint = footprint
-        #: Number of replicas that fit along each dim.
-        self._room = [
-            mesh // size * stride
-            for mesh, size, stride in zip(self._mesh, footprint, self._stride, strict=True)
-        ]
-
-    def check_room(self, num_replicas: int) -> None:
-        room = math.prod(self._room)
-        missing = len(self._topology.missing_devices)
-        if missing:
-            room = (math.prod(self._mesh) - missing) // math.prod(self._shape)
-        if num_replicas > room:
-            raise InvalidValueError(
-                f"DeviceAssignment.build: num_replicas is {num_replicas}, but only {room} of shape"
-                f" {self._shape} and stride {self._stride} fit into {self._topology!r}."
-            )
-
-    def in_task_order(self, num_replicas: int) -> list[list[_Place]]:
-        """Places replicas host by host; if devices are missing, blocks may have holes."""
-        size = math.prod(self._shape)
-        places = self._topology.device_coordinates.reshape(-1, len(self._mesh)).tolist()
-        return [[tuple(p) for p in places[i * size : (i + 1) * size]] for i in range(num_replicas)]
-
-    def in_mesh_order(self, num_replicas: int) -> list[list[_Place]]:
-        """Fills the cores of a chip first, then x, y and z; the replicas form nearly a cube."""
-        sizes = _cube(self._room, num_replicas)
-        steps = [range(0, a * b, b) for a, b in zip(self._shape, self._stride, strict=True)]
-        block = list(itertools.product(*steps))
-        replicas = []
-        for replica in range(num_replicas):
-            rest, at = replica, [0] * len(sizes)
-            for dim in (-1, *range(len(sizes) - 1)):
-                rest, at[dim] = divmod(rest, sizes[dim])
-            start = [
-                number // stride * size + number % stride
-                for number, stride, size in zip(at, self._stride, self._footprint, strict=True)
-            ]
-            replicas.append([tuple(map(operator.add, start, offset)) for offset in block])
-        return replicas
-
-    def has_rings(self, num_replicas: int) -> bool:
-        full = num_replicas == math.prod(self._room)
-        return full and self._shape[-1] == self._mesh[-1] and math.prod(self._stride) == 1
-
-    def in_rings(self, num_replicas: int) -> list[list[_Place]]:
-        """Places the chips of a replica along a ring, and the replicas along another."""
-        chips = list(_ring(self._shape[0], self._shape[1], self._shape[2]))
-        blocks = _ring(self._room[0], self._room[1], self._room[2])
-        return [
-            [
-                (*(b * size + c for b, c, size in zip(at, chip, self._shape, strict=False)), core)
-                for chip in chips
-                for core in range(self._shape[-1])
-            ]
-            for at in itertools.islice(blocks, num_replicas)
-        ]
-
-
-def _cube(room: list[int], count: int) -> list[int]:
-    """Returns sizes, at most `room`, of a block for `count` replicas, as equal as possible.
-
-    Dims with the least room are filled first. Among equal ones, the cores of a chip come first,
-    then x, y and z.
+    Args:
+        room: Number of replicas that fit along each dim.
+        count: Number of replicas.
     """
-    last = len(room) - 1
     sizes = [1] * len(room)
-    order = sorted(range(len(room)), key=lambda dim: (room[dim], dim != last, dim))
+    num_left = count
+    # Dims with the least room limit the cube first.
+    order = sorted(range(len(room)), key=lambda dim: (room[dim], dim != len(room) - 1, dim))
     for position, dim in enumerate(order):
         # Rounded, because the root may come out slightly above a whole number.
-        target = math.ceil(round(count ** (1 / (len(order) - position)), 9))
-        sizes[dim] = min(target, room[dim])
-        count = -(-count // sizes[dim])
-    return sizes
+        target = math.ceil(round(num_left ** (1 / (len(order) - position)), 9))
+        sizes[dim] = min(target, int(room[dim]))
+        num_left = -(-num_left // sizes[dim])
+    x, y, z, core = sizes
+    z_at, y_at, x_at, core_at = np.unravel_index(np.arange(count), (z, y, x, core))
+    return np.stack([x_at, y_at, z_at, core_at], axis=-1)
 
 
-def _ring(num_x: int, num_y: int, num_z: int) -> Iterator[tuple[int, int, int]]:
-    """Yields all places of a box, each next to the one before; a ring if even sizes allow it."""
-    wide = [size for size in (num_x, num_y, num_z) if size > 1]
-    if len(wide) < 2 or any(size % 2 for size in wide):
-        # A line, or a box that has no ring of this form.
-        for z, y, x in itertools.product(range(num_z), range(num_y), range(num_x)):
-            yield x, y, z
-    elif num_x == 1:
-        yield from ((0, y, z) for y, z, _ in _ring(num_y, num_z, 1))
-    elif num_y == 1:
-        yield from ((x, 0, z) for x, z, _ in _ring(num_x, num_z, 1))
-    else:
-        # The way out visits each layer without its corner; the way back visits the corners.
-        layer = [(x, y) for y in range(num_y) for x in _snake(1, num_x, y)]
-        layer += [(0, y) for y in range(num_y - 1, 0, -1)]
-        yield 0, 0, 0
-        for z in range(num_z):
-            yield from ((x, y, z) for x, y in (layer[::-1] if z % 2 else layer))
-        yield from ((0, 0, z) for z in range(num_z - 1, 0, -1))
+def _ring(box: np.ndarray) -> np.ndarray:
+    """Returns all places of a box `[x, y, z]`, `[place, 3]`, in the order of a ring.
+
+    Each place is next to the one before, and the last next to the first. If the box has an odd size
+    other than 1, or is a line, the places are in the order of z, y, x.
+    """
+    # Dims of size 1 come last, so that a flat box is a single layer.
+    dims = sorted(range(3), key=lambda dim: box[dim] == 1)
+    width, depth, height = (int(box[dim]) for dim in dims)
+    if depth == 1 or (box[box > 1] % 2).any():
+        return np.argwhere(np.ones(box[::-1]))[:, ::-1]
+    # The way out visits each layer without its corner; the way back visits the corners.
+    layer = [(x, y) for y in range(depth) for x in _to_and_fro(range(1, width), y)]
+    layer += [(0, y) for y in range(depth - 1, 0, -1)]
+    path = [(0, 0, 0)]
+    for z in range(height):
+        path += [(x, y, z) for x, y in _to_and_fro(layer, z)]
+    path += [(0, 0, z) for z in range(height - 1, 0, -1)]
+    places = np.empty((len(path), 3), int)
+    places[:, dims] = path
+    return places
 
 
-def _snake(start: int, stop: int, row: int) -> range:
-    return range(stop - 1, start - 1, -1) if row % 2 else range(start, stop)
+def _to_and_fro(places: Sequence[_T], row: int) -> Sequence[_T]:
+    return places[::-1] if row % 2 else places
 
 
-def _checked_topology(topology: Any) -> Topology:
+def _checked_topology(topology: object) -> Topology:
     if not isinstance(topology, Topology):
         raise InvalidValueError(
             f"DeviceAssignment: topology is {topology!r}, expected a Topology, as"
@@ -313,25 +276,11 @@ def _checked_topology(topology: Any) -> Topology:
     return topology
 
 
-def _whole_number(value: Any, what: str) -> int:
+def _whole_number(value: SupportsIndex, what: str) -> int:
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        raise InvalidTypeError(
-            f"DeviceAssignment.build: {what} is {value!r}, expected an int."
-        ) from None
+        raise InvalidTypeError(f"{_BUILD}: {what} is {value!r}, expected an int.") from None
     if number < 1:
-        raise InvalidValueError(
-            f"DeviceAssignment.build: {what} is {value!r}, expected a number >= 1."
-        )
+        raise InvalidValueError(f"{_BUILD}: {what} is {value!r}, expected a number >= 1.")
     return number
-
-
-def _four(values: Any, what: str) -> list[int]:
-    found = np.ones(4, np.int32) if values is None else np.asarray(values)
-    if found.shape != (4,) or found.dtype.kind not in "iu" or (found < 1).any():
-        raise InvalidValueError(
-            f"DeviceAssignment.build: {what} is {values!r}, expected 4 positive integers: along x,"
-            " y and z of the chips, and on a chip."
-        )
-    return [int(value) for value in found]

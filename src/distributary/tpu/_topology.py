@@ -1,15 +1,17 @@
 """The places of the cores of a TPU, and the JAX device at each."""
 
+import collections
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
-from distributary.errors import DeviceError, InvalidTypeError, InvalidValueError
+from distributary.errors import DeviceError, InvalidValueError
 
-__all__ = ["TPUSystemMetadata", "Topology"]
+__all__ = ["TPUSystemMetadata", "Topology", "checked_sizes"]
 
 _MESH_RANK = 4
 
@@ -41,16 +43,29 @@ class Topology:
         self,
         serialized: bytes | None = None,
         mesh_shape: Sequence[int] | None = None,
-        device_coordinates: Any = None,
+        device_coordinates: npt.ArrayLike | None = None,
     ) -> None:
         if serialized:
             mesh_shape, device_coordinates = _parsed(serialized)
-        self._mesh_shape = _mesh_shape(mesh_shape)
-        self._device_coordinates = _device_coordinates(device_coordinates)
+        self._mesh_shape = checked_sizes(mesh_shape, "Topology: mesh_shape").astype(np.int32)
+        found = _integers(device_coordinates, "Topology: device_coordinates")
+        if found.ndim != 3 or found.shape[-1] != _MESH_RANK or not found.size:
+            raise InvalidValueError(
+                f"Topology: device_coordinates has the shape {list(found.shape)}, expected [task,"
+                f" device, {_MESH_RANK}]."
+            )
+        self._device_coordinates = found.astype(np.int32)
         self._places: dict[Coordinates, tuple[int, int]] = {}
-        for task, row in enumerate(self._device_coordinates):
-            for ordinal, place in enumerate(row):
-                self._add(_coordinates(place), task, ordinal)
+        for task, ordinal in np.ndindex(found.shape[:2]):
+            place = _coordinates(self._device_coordinates[task, ordinal])
+            inside = all(0 <= at < size for at, size in zip(place, self._mesh_shape, strict=True))
+            if not inside or place in self._places:
+                raise InvalidValueError(
+                    f"Topology: device {ordinal} of task {task} has the coordinates {list(place)},"
+                    f" {'which another one has' if inside else 'outside of the grid'}; mesh_shape"
+                    f" is {self._mesh_shape.tolist()}."
+                )
+            self._places[place] = (task, ordinal)
         self._devices: dict[Coordinates, jax.Device] = {}
 
     @classmethod
@@ -74,10 +89,8 @@ class Topology:
             InvalidValueError: if the grid has another size than the number of devices.
         """
         found = list(devices)
-        by_process: dict[int, list[int]] = {}
-        for i, device in enumerate(found):
-            by_process.setdefault(device.process_index, []).append(i)
-        counts = sorted({len(own) for own in by_process.values()})
+        processes = [device.process_index for device in found]
+        counts = sorted(set(collections.Counter(processes).values()))
         if len(counts) != 1:
             raise DeviceError(
                 f"Topology.of_devices: the processes have {counts} devices, expected as many of"
@@ -86,15 +99,16 @@ class Topology:
         if mesh_shape is None and all(hasattr(device, "coords") for device in found):
             shape, places = _places_of_tpus(found)
         else:
-            shape = _mesh_shape([len(found), 1, 1, 1] if mesh_shape is None else mesh_shape)
+            shape = checked_sizes(mesh_shape, "Topology: mesh_shape", [len(found), 1, 1, 1])
             if int(np.prod(shape)) != len(found):
                 raise InvalidValueError(
                     f"Topology.of_devices: mesh_shape is {shape.tolist()}, which has"
                     f" {np.prod(shape)} places for {len(found)} devices."
                 )
             places = np.stack(np.unravel_index(np.arange(len(found)), shape), axis=-1)
-        rows = [by_process[process] for process in sorted(by_process)]
-        topology = cls(mesh_shape=shape.tolist(), device_coordinates=places[np.array(rows)])
+        # The sort is stable: the devices of a process keep their order.
+        rows = np.argsort(processes, stable=True).reshape(-1, counts[0])
+        topology = cls(mesh_shape=shape.tolist(), device_coordinates=places[rows])
         topology._devices = {
             _coordinates(place): device for place, device in zip(places, found, strict=True)
         }
@@ -184,16 +198,6 @@ class Topology:
         shape = "x".join(map(str, self._mesh_shape.tolist()))
         return f"<Topology: {shape}, {self.num_tasks} x {self.num_tpus_per_task} devices>"
 
-    def _add(self, place: Coordinates, task: int, ordinal: int) -> None:
-        inside = all(0 <= at < size for at, size in zip(place, self._mesh_shape, strict=True))
-        if not inside or place in self._places:
-            raise InvalidValueError(
-                f"Topology: device {ordinal} of task {task} has the coordinates {list(place)},"
-                f" {'which another one has' if inside else 'outside of the grid'}; mesh_shape is"
-                f" {self._mesh_shape.tolist()}."
-            )
-        self._places[place] = (task, ordinal)
-
     def _place(self, coordinates: Sequence[int]) -> tuple[int, int]:
         try:
             return self._places[_coordinates(coordinates)]
@@ -223,7 +227,7 @@ class TPUSystemMetadata(NamedTuple):
     devices: tuple[jax.Device, ...]
 
 
-def _coordinates(place: Any) -> Coordinates:
+def _coordinates(place: Iterable[int]) -> Coordinates:
     x, y, z, core = (int(at) for at in place)
     return x, y, z, core
 
@@ -244,7 +248,7 @@ def _places_of_tpus(devices: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return shape, places
 
 
-def _parsed(serialized: bytes) -> tuple[Any, Any]:
+def _parsed(serialized: bytes) -> tuple[list[int], list[list[list[int]]]]:
     try:
         content = json.loads(serialized)
         return content["mesh_shape"], content["device_coordinates"]
@@ -254,31 +258,33 @@ def _parsed(serialized: bytes) -> tuple[Any, Any]:
         ) from None
 
 
-def _mesh_shape(mesh_shape: Any) -> np.ndarray:
-    shape = _integers(mesh_shape, "mesh_shape")
-    if shape.shape != (_MESH_RANK,) or (shape < 1).any():
+def checked_sizes(
+    sizes: Sequence[int] | None, field: str, default: Sequence[int] | None = None
+) -> np.ndarray:
+    """Returns the sizes of a grid or of a block in it, `[4]`, after checking them.
+
+    Args:
+        sizes: Along x, y and z of the chips, and on a chip; None for `default`.
+        field: Name of the argument, for messages.
+        default: Sizes if the user has given none. Without it, there must be some.
+
+    Raises:
+        InvalidValueError: if they are not 4 positive integers.
+    """
+    found = _integers(sizes if sizes is not None else default, field)
+    if found.shape != (_MESH_RANK,) or (found < 1).any():
         raise InvalidValueError(
-            f"Topology: mesh_shape is {mesh_shape!r}, expected {_MESH_RANK} positive numbers."
+            f"{field} is {sizes!r}, expected {_MESH_RANK} positive integers: along x, y and z of"
+            " the chips, and on a chip."
         )
-    return shape
+    return found
 
 
-def _device_coordinates(device_coordinates: Any) -> np.ndarray:
-    places = _integers(device_coordinates, "device_coordinates")
-    if places.ndim != 3 or places.shape[-1] != _MESH_RANK or not places.size:
-        raise InvalidValueError(
-            f"Topology: device_coordinates has the shape {list(places.shape)}, expected [task,"
-            f" device, {_MESH_RANK}]."
-        )
-    return places
-
-
-def _integers(values: Any, what: str) -> np.ndarray:
+def _integers(values: npt.ArrayLike | None, field: str) -> np.ndarray:
     try:
         found = np.asarray(values)
-        whole = found.astype(np.int32)
-    except (TypeError, ValueError):
-        raise InvalidTypeError(f"Topology: {what} is {values!r}, expected integers.") from None
+    except ValueError:  # parts of different length
+        found = np.asarray(None)
     if found.dtype.kind not in "iu":
-        raise InvalidValueError(f"Topology: {what} is {values!r}, expected integers.")
-    return whole
+        raise InvalidValueError(f"{field} is {values!r}, expected integers.")
+    return found.astype(int)

@@ -19,10 +19,11 @@ __all__ = [
 ]
 
 # Their package is above this one, so they are imported on first use.
-__getattr__ = late_names(
-    __name__,
-    {
-        "initialize_tpu_system": "distributary.strategies._tpu_system",
-        "shutdown_tpu_system": "distributary.strategies._tpu_system",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "initialize_tpu_system": "distributary.strategies._tpu_system",
+            "shutdown_tpu_system": "distributary.strategies._tpu_system",
+        },
+    )

@@ -11,8 +11,9 @@ passes in order; each module opens with an example of what it does.
 
 from typing import TYPE_CHECKING
 
+from jax.extend.core import Jaxpr
+
 from distributary._late import late_names
-from distributary.tracing._connectivity import call_of
 from distributary.tracing._consumed import refused_if_consumed
 from distributary.tracing._description import describe_jaxpr, describe_value
 from distributary.tracing._divergence import (
@@ -31,23 +32,35 @@ from distributary.tracing._feeds import (
     next_of,
     refuse_in_trace,
 )
-from distributary.tracing._interpreter import evaluate, evaluate_all, value_of
-from distributary.tracing._logical_devices import constrained, spec_of_split
-from distributary.tracing._markers import (
+from distributary.tracing._interpreter import evaluate, evaluate_all, evaluate_one
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
     Array,
+    Atom,
     Equation,
-    Handle,
-    Jaxpr,
+    aval_of,
+    call_of,
+    has_replicas,
+    interpret_with,
     jaxpr_of,
+    leading_to,
     open_jaxpr,
     opened,
-    push,
-    start_p,
+    parts_of_scan,
+    parts_of_while,
+    shape_of,
+    user_frame,
+    value_of,
+    variables_of,
+    walk,
 )
+from distributary.tracing._logical_devices import constrained, spec_of_split
+from distributary.tracing._markers import Handle, push, start_p
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
+    Results,
     purify,
     register_around_traces,
     trace,
@@ -55,8 +68,6 @@ from distributary.tracing._program import (
 from distributary.tracing._scope import (
     TapeRecord,
     TraceScope,
-    UnevenSizes,
-    activate,
     check_not_frozen,
     current_scope,
     in_role,
@@ -65,24 +76,24 @@ from distributary.tracing._scope import (
     user_stacklevel,
 )
 from distributary.tracing._stages import (
-    Stages,
     cut,
     cut_around_mesh,
     in_order_of_outputs,
     part_of_program,
     stage_of_equations,
-    variables_of,
     without_calls,
 )
 
 if TYPE_CHECKING:
     from distributary.tracing._one_device import OneDeviceProgram
-    from distributary.tracing._per_device import has_replicas, per_device
+    from distributary.tracing._per_device import per_device
     from distributary.tracing._sharded import sharded_map
 
 __all__ = [
     "OUTSIDE",
+    "AnyJaxpr",
     "Array",
+    "Atom",
     "Equation",
     "Feeds",
     "FunctionProgram",
@@ -93,11 +104,10 @@ __all__ = [
     "OneDeviceProgram",
     "Origin",
     "ReplicaProgram",
-    "Stages",
+    "Results",
     "TapeRecord",
     "TraceScope",
-    "UnevenSizes",
-    "activate",
+    "aval_of",
     "call_of",
     "check_not_frozen",
     "constrained",
@@ -109,20 +119,25 @@ __all__ = [
     "describe_value",
     "evaluate",
     "evaluate_all",
+    "evaluate_one",
     "fed_by",
     "has_replicas",
     "in_order_of_outputs",
     "in_role",
+    "interpret_with",
     "is_collective",
     "is_of_devices",
     "is_sum_of_replicas",
     "iterator_of",
     "jaxpr_of",
+    "leading_to",
     "next_of",
     "open_jaxpr",
     "opened",
     "outside_of_trace",
     "part_of_program",
+    "parts_of_scan",
+    "parts_of_while",
     "per_device",
     "purify",
     "push",
@@ -130,24 +145,27 @@ __all__ = [
     "refused_if_consumed",
     "register_around_traces",
     "script_line",
+    "shape_of",
     "sharded_map",
     "spec_of_split",
     "stage_of_equations",
     "start_p",
     "trace",
+    "user_frame",
     "user_stacklevel",
     "value_of",
     "variables_of",
+    "walk",
     "without_calls",
 ]
 
 # Few programs need these, so they are imported on first use.
-__getattr__ = late_names(
-    __name__,
-    {
-        "OneDeviceProgram": "_one_device",
-        "has_replicas": "_per_device",
-        "per_device": "_per_device",
-        "sharded_map": "_sharded",
-    },
-)
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "OneDeviceProgram": "_one_device",
+            "per_device": "_per_device",
+            "sharded_map": "_sharded",
+        },
+    )

@@ -22,46 +22,34 @@ traced again. In
 `w`, 3 rows for `table`, and nothing for `bias`, which the target does not depend on.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, Var
 
 from distributary.errors import UnsupportedError
-from distributary.tracing._markers import (
+from distributary.tracing._jaxprs import (
+    Atom,
     Equation,
-    Handle,
+    aval_of,
     contains,
+    is_jit,
+    sub_jaxprs,
+    variables_of,
+    walk,
+)
+from distributary.tracing._markers import (
+    Handle,
     grad_p,
     handles_read,
     handles_written,
-    open_jaxpr,
     read_p,
     sparse_read_p,
-    sub_jaxprs,
     tape_p,
-    walk,
     write_p,
 )
 from distributary.tracing._scope import Decisions, Kind
-
-_JIT = frozenset({"jit", "pjit"})
-_CALLS = frozenset({"closed_call", "core_call", "checkpoint", "remat", "remat2"})
-
-
-def is_jit(eqn: Equation) -> bool:
-    """Returns whether `eqn` is a nested `jax.jit`, which the passes look through."""
-    return eqn.primitive.name in _JIT
-
-
-def call_of(eqn: Equation) -> Any | None:
-    """Returns the jaxpr of an equation that only calls it, else None."""
-    if is_jit(eqn) or eqn.primitive.name in _CALLS:
-        return eqn.params["jaxpr"]
-    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.params["call_jaxpr"]
-    return None
 
 
 def reads_of_tapes(eqns: Sequence[Equation]) -> dict[int, list[Handle]]:
@@ -136,31 +124,25 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
     targets = eqn.invars[:num_targets]
     arrays = eqn.invars[2 * num_targets :]
 
-    bits: dict[Any, int] = {}
-    for i, var in enumerate(arrays):
-        if not _is_literal(var):
+    # Sources are bits of a mask: the arrays, then the handles.
+    bits: dict[Var, int] = {}
+    for i, array in enumerate(arrays):
+        for var in variables_of([array]):
             bits[var] = bits.get(var, 0) | 1 << i
-    state = {handle: 1 << (len(arrays) + i) for i, handle in enumerate(handles)}
+    state = {handle: 1 << i for i, handle in enumerate(handles, start=len(arrays))}
     env = dict(bits)
     tape = eqn.params["tape"]
     _Flow(bits, set(handles), tape).run(region, env, state)
-    reached = 0
-    for target in targets:
-        reached |= 0 if _is_literal(target) else env.get(target, 0)
+    reached = _union(env, targets)
 
+    sources: list[ShapedArray | Handle] = [*map(aval_of, arrays), *handles]
     kinds: list[Kind] = []
-    for i, var in enumerate(arrays):
-        connected = reached >> i & 1 and jnp.issubdtype(var.aval.dtype, jnp.inexact)
-        kinds.append("dense" if connected else None)
-    for i, handle in enumerate(handles, start=len(arrays)):
-        connected = reached >> i & 1 and jnp.issubdtype(handle.dtype, jnp.inexact)
-        kinds.append(_handle_kind(region, handle, tape) if connected else None)
+    for i, source in enumerate(sources):
+        is_connected = reached >> i & 1 and jnp.issubdtype(source.dtype, jnp.inexact)
+        sizes = sparse_read_sizes(region, source, tape) if isinstance(source, Handle) else None
+        kind: Kind = "dense" if sizes is None else ("sparse", sum(sizes))
+        kinds.append(kind if is_connected else None)
     return tuple(kinds)
-
-
-def _handle_kind(region: Sequence[Equation], handle: Handle, tape: int) -> Kind:
-    sizes = sparse_read_sizes(region, handle, tape)
-    return "dense" if sizes is None else ("sparse", sum(sizes))
 
 
 def pauses(eqn: Equation, tape: int, paused: bool) -> bool:
@@ -188,7 +170,7 @@ def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> li
         if eqn.primitive is read_p and eqn.params["handle"] is handle:
             return None
         if eqn.primitive is sparse_read_p and eqn.params["handle"] is handle:
-            sizes.append(eqn.invars[0].aval.size)
+            sizes.append(aval_of(eqn.invars[0]).size)
         elif is_jit(eqn):
             inner = sparse_read_sizes(next(sub_jaxprs(eqn)).eqns, handle, tape)
             if inner is None:
@@ -207,60 +189,54 @@ def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> li
 class _Flow:
     """Forward reachability: the sources, as bits of a mask, that each value depends on."""
 
-    def __init__(self, bits: dict[Any, int], sources: set[Handle], tape: int) -> None:
+    def __init__(self, bits: dict[Var, int], sources: set[Handle], tape: int) -> None:
         self._bits = bits
         self._sources = sources
         self._tape = tape
         self._paused = False
         self._written: set[Handle] = set()
 
-    def run(self, eqns: Sequence[Equation], env: dict[Any, int], state: dict[Handle, int]) -> None:
+    def run(self, eqns: Sequence[Equation], env: dict[Var, int], state: dict[Handle, int]) -> None:
         for eqn in eqns:
             self._paused = pauses(eqn, self._tape, self._paused)
-            operands = 0
-            for atom in eqn.invars:
-                operands |= 0 if _is_literal(atom) else env.get(atom, 0)
-            if eqn.primitive in (read_p, sparse_read_p):
-                masks = [self._read(eqn.params["handle"], state)]
-            elif eqn.primitive is write_p:
-                self._written.add(eqn.params["handle"])
-                state[eqn.params["handle"]] = 0
-                continue
-            elif eqn.primitive.name == "stop_gradient":
-                masks = [0]
-            elif is_jit(eqn):
-                masks = self._run_jit(eqn, env, state)
-            else:
-                masks = [operands | self._nested_reads(eqn, state)] * len(eqn.outvars)
+            masks = self._masks(eqn, env, state)
             for var, mask in zip(eqn.outvars, masks, strict=True):
-                differentiable = _is_differentiable(var.aval) and not self._paused
+                differentiable = _is_differentiable(var) and not self._paused
                 env[var] = (mask if differentiable else 0) | self._bits.get(var, 0)
 
-    def _run_jit(self, eqn: Equation, env: dict[Any, int], state: dict[Handle, int]) -> list[int]:
-        jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
-        inner = {
-            var: 0 if _is_literal(atom) else env.get(atom, 0)
-            for var, atom in zip(jaxpr.invars, eqn.invars, strict=True)
-        }
-        self.run(jaxpr.eqns, inner, state)
-        return [0 if _is_literal(atom) else inner.get(atom, 0) for atom in jaxpr.outvars]
+    def _masks(self, eqn: Equation, env: dict[Var, int], state: dict[Handle, int]) -> Sequence[int]:
+        if eqn.primitive in (read_p, sparse_read_p):
+            return [self._read(eqn.params["handle"], state)]
+        if eqn.primitive is write_p:
+            self._write([eqn.params["handle"]], state)
+            return []
+        if eqn.primitive.name == "stop_gradient":
+            return [0]
+        if is_jit(eqn):
+            jaxpr: Jaxpr = next(sub_jaxprs(eqn))
+            inner = {
+                var: _union(env, [atom]) for var, atom in zip(jaxpr.invars, eqn.invars, strict=True)
+            }
+            self.run(jaxpr.eqns, inner, state)
+            return [_union(inner, [atom]) for atom in jaxpr.outvars]
+        mask = _union(env, eqn.invars) | self._nested_reads(eqn, state)
+        return [mask] * len(eqn.outvars)
 
     def _nested_reads(self, eqn: Equation, state: dict[Handle, int]) -> int:
-        inner = [e for sub in sub_jaxprs(eqn) for e in sub.eqns]
+        mask = 0
         if eqn.primitive is grad_p:
-            mask = 0
             for handle in eqn.params["handles"]:
                 mask |= state.get(handle, 0)
-            return mask
-        if not any(contains(e, frozenset({read_p, sparse_read_p, write_p})) for e in inner):
-            return 0
-        mask = 0
-        for handle in handles_read(inner):
-            mask |= self._read(handle, state)
-        for handle in handles_written(inner):
-            self._written.add(handle)
-            state[handle] = 0
+        elif contains(eqn, (read_p, sparse_read_p, write_p)):
+            inner = [e for sub in sub_jaxprs(eqn) for e in sub.eqns]
+            for handle in handles_read(inner):
+                mask |= self._read(handle, state)
+            self._write(handles_written(inner), state)
         return mask
+
+    def _write(self, handles: Sequence[Handle], state: dict[Handle, int]) -> None:
+        self._written.update(handles)
+        state.update(dict.fromkeys(handles, 0))
 
     def _read(self, handle: Handle, state: dict[Handle, int]) -> int:
         if handle in self._written and handle in self._sources and not self._paused:
@@ -272,10 +248,14 @@ class _Flow:
         return state.get(handle, 0)
 
 
-def _is_differentiable(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
+def _union(masks: dict[Var, int], atoms: Iterable[Atom]) -> int:
+    """Returns the sources of any of some atoms."""
+    mask = 0
+    for var in variables_of(atoms):
+        mask |= masks.get(var, 0)
+    return mask
+
+
+def _is_differentiable(var: Var) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)

@@ -12,19 +12,20 @@ are described by their bytes.
 """
 
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.typing import ArrayLike
 
+from distributary.tracing._jaxprs import AnyJaxpr, Atom, open_jaxpr, user_frame
 from distributary.tracing._markers import Handle
-
-__all__ = ["describe_jaxpr", "describe_value"]
 
 # Parameters that count the traces of a process, or are places in its files.
 _OF_THIS_PROCESS = frozenset({"call", "serial", "tape", "where"})
@@ -32,6 +33,7 @@ _OF_THIS_PROCESS = frozenset({"call", "serial", "tape", "where"})
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|\btrace \d+\b")
 _INSTALLED = os.path.dirname(os.path.dirname(jax.__file__))
 _LIBRARIES = (
+    "<",  # code that is in no file
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     *(os.path.join(_INSTALLED, name, "") for name in ("jax", "keras", "optax", "flax")),
 )
@@ -40,7 +42,7 @@ _MAX_SHOWN = 8
 Line = tuple[str, str]
 
 
-def describe_jaxpr(closed: Any, names: Sequence[str] = ()) -> Iterator[Line]:
+def describe_jaxpr(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Iterator[Line]:
     """Yields the lines of a closed jaxpr, each with `file:line` of the script, or "".
 
     Args:
@@ -50,7 +52,7 @@ def describe_jaxpr(closed: Any, names: Sequence[str] = ()) -> Iterator[Line]:
     return _Description().of_program(closed, names)
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: ArrayLike) -> str:
     """Returns a text for an array or number: its type, and all of its bytes as a digest."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
@@ -71,47 +73,46 @@ class _Description:
     """Numbers for the variables of a jaxpr and its inner jaxprs, in order of definition."""
 
     def __init__(self) -> None:
-        self._names: dict[Any, str] = {}
+        self._names: dict[Var, str] = {}
 
-    def of_program(self, closed: Any, names: Sequence[str]) -> Iterator[Line]:
-        jaxpr = closed.jaxpr
-        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-            yield f"{self._name(var)} = constant {describe_value(const)}", ""
-        for i, var in enumerate(jaxpr.invars):
-            called = names[i] if i < len(names) else "input"
-            yield f"{self._name(var)} = {called} {_aval(var.aval)}", ""
-        yield from self._equations(jaxpr)
+    def of_program(self, closed: ClosedJaxpr, names: Sequence[str]) -> Iterator[Line]:
+        yield from self._constants(closed, "")
+        # The others have no names.
+        all_names = itertools.chain(names, itertools.repeat("input"))
+        for var, called in zip(closed.jaxpr.invars, all_names, strict=False):
+            yield f"{self._name(var)} = {called} {_aval(var)}", ""
+        yield from self._equations(closed.jaxpr)
 
-    def _equations(self, jaxpr: Any) -> Iterator[Line]:
+    def _constants(self, jaxpr: AnyJaxpr, where: str) -> Iterator[Line]:
+        inner, consts = open_jaxpr(jaxpr)
+        for var, const in zip(inner.constvars, consts, strict=False):
+            yield f"{self._name(var)} = constant {describe_value(const)}", where
+
+    def _equations(self, jaxpr: Jaxpr) -> Iterator[Line]:
         for equation in jaxpr.eqns:
-            inner: list[Any] = []
+            inner: list[AnyJaxpr] = []
             params = " ".join(self._params(equation.params, inner))
             operands = " ".join(map(self._atom, equation.invars))
-            results = ", ".join(_aval(var.aval) for var in equation.outvars)
-            made = " ".join(self._name(var) for var in equation.outvars)
-            where = _where(equation)
+            results = ", ".join(map(_aval, equation.outvars))
+            made = " ".join(map(self._name, equation.outvars))
+            frame = user_frame(equation, _LIBRARIES)
+            where = "" if frame is None else f"{frame.file_name}:{frame.line_num}"
             text = f"{made} = {equation.primitive.name} {operands} {params} : {results}"
             yield _ADDRESS.sub("", text), where
             for one in inner:
-                yield from self._inside(one, where)
+                yield from self._constants(one, where)
+                opened = open_jaxpr(one)[0]
+                yield f"inputs {' '.join(map(self._name, opened.invars))}", where
+                yield from self._equations(opened)
         yield f"results {' '.join(map(self._atom, jaxpr.outvars))}", ""
 
-    def _inside(self, inner: Any, where: str) -> Iterator[Line]:
-        closed = isinstance(inner, jex_core.ClosedJaxpr)
-        jaxpr = inner.jaxpr if closed else inner
-        if closed:
-            for var, const in zip(jaxpr.constvars, inner.consts, strict=True):
-                yield f"{self._name(var)} = constant {describe_value(const)}", where
-        yield f"inputs {' '.join(map(self._name, jaxpr.invars))}", where
-        yield from self._equations(jaxpr)
-
-    def _params(self, params: dict[str, Any], inner: list[Any]) -> Iterator[str]:
+    def _params(self, params: dict[str, Any], inner: list[AnyJaxpr]) -> Iterator[str]:
         for name in sorted(params):
             if name not in _OF_THIS_PROCESS:
                 yield f"{name}={self._param(params[name], inner)}"
 
-    def _param(self, value: Any, inner: list[Any]) -> str:
-        if isinstance(value, (jex_core.ClosedJaxpr, jex_core.Jaxpr)):
+    def _param(self, value: object, inner: list[AnyJaxpr]) -> str:
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
             inner.append(value)
             return f"<{len(inner)}>"
         if isinstance(value, Handle):
@@ -138,29 +139,19 @@ class _Description:
             return str(getattr(value, "__qualname__", type(value).__name__))
         return str(value)
 
-    def _atom(self, atom: Any) -> str:
-        if isinstance(atom, jex_core.Literal):
+    def _atom(self, atom: Atom) -> str:
+        if isinstance(atom, Literal):
             return describe_value(atom.val)
         return self._name(atom)
 
-    def _name(self, var: Any) -> str:
+    def _name(self, var: Var) -> str:
         return self._names.setdefault(var, f"v{len(self._names)}")
 
 
-def _aval(aval: Any) -> str:
+def _aval(var: Var) -> str:
+    aval: Any = var.aval
     shape = getattr(aval, "shape", None)
     if shape is None:
         return str(aval)
     weak = " weak" if getattr(aval, "weak_type", False) else ""
     return f"{aval.dtype}[{','.join(map(str, shape))}]{weak}"
-
-
-def _where(equation: Any) -> str:
-    """Returns `file:line` of the script's code that an equation comes from, or ""."""
-    traceback = equation.source_info.traceback
-    frames: Iterable[Any] = () if traceback is None else traceback.frames
-    for frame in frames:
-        name = frame.file_name
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            return f"{name}:{frame.line_num}"
-    return ""

@@ -15,16 +15,26 @@ does not know.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
-import jax.extend.core as jex_core
+from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.errors import ContextError, UnsupportedError
-from distributary.topology import REPLICA_AXIS, scan_counts
-from distributary.tracing._connectivity import call_of
-from distributary.tracing._markers import Equation, open_jaxpr, sub_jaxprs, walk
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Equation,
+    call_of,
+    interpret_with,
+    open_jaxpr,
+    parts_of_scan,
+    parts_of_while,
+    sub_jaxprs,
+    user_frame,
+    walk,
+)
 
 # Collectives whose result is the same on every replica, and those whose result is not.
 _UNIFYING = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "push"})
@@ -78,27 +88,33 @@ def is_of_devices(eqn: Equation) -> bool:
     return any(is_collective(inner) or inner.primitive.name in _OF_DEVICES for inner in walk([eqn]))
 
 
-def check_collectives(jaxpr: Any) -> None:
+def check_collectives(jaxpr: Jaxpr) -> None:
     """Refuses collectives whose results this module does not know.
 
     Raises:
         UnsupportedError: for an equation over the replica axis that is not a known collective.
     """
     for eqn in walk(jaxpr.eqns):
-        name = eqn.primitive.name
-        if is_collective(eqn) or name == "axis_index":
-            continue
-        if _names_replicas(eqn.params) or _has_effect_on_replicas(eqn):
-            raise UnsupportedError(
-                f"The collective {name!r} at {_location(eqn)} is none of those whose result"
-                " distributary can tell to be the same on every replica or not, so the copies of a"
-                " mirrored variable could drift apart. Use get_replica_context().all_reduce or"
-                " all_gather, or jax.lax.psum, pmax, pmin, all_gather, psum_scatter, all_to_all,"
-                " ppermute or pbroadcast."
-            )
+        _refuse_unknown(eqn)
 
 
-def _names_replicas(params: Any) -> bool:
+def _refuse_unknown(eqn: Equation) -> None:
+    name = eqn.primitive.name
+    if is_collective(eqn) or name in _OF_DEVICES:
+        return
+    if _names_replicas(eqn.params) or _has_effect_on_replicas(eqn):
+        frame = user_frame(eqn, _LIBRARIES)
+        where = "unknown location" if frame is None else f"{frame.file_name}:{frame.line_num}"
+        raise UnsupportedError(
+            f"The collective {name!r} at {where} is none of those whose result"
+            " distributary can tell to be the same on every replica or not, so the copies of a"
+            " mirrored variable could drift apart. Use get_replica_context().all_reduce or"
+            " all_gather, or jax.lax.psum, pmax, pmin, all_gather, psum_scatter, all_to_all,"
+            " ppermute or pbroadcast."
+        )
+
+
+def _names_replicas(params: Mapping[str, Any]) -> bool:
     return any(
         key.startswith(("axes", "axis")) and REPLICA_AXIS in _as_tuple(value)
         for key, value in params.items()
@@ -115,15 +131,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
 
 
-def _location(eqn: Equation) -> str:
-    """Returns `file:line` of the user's code that made an equation."""
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num}"
-    return "unknown location"
-
-
 def is_sum_of_replicas(eqn: Equation) -> bool:
     """Returns whether an equation sums over all replicas."""
     return (
@@ -133,7 +140,7 @@ def is_sum_of_replicas(eqn: Equation) -> bool:
     )
 
 
-def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:
+def varying_outputs(jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int) -> list[bool]:
     """Returns for every output of `jaxpr` whether it can differ between replicas.
 
     Args:
@@ -145,18 +152,19 @@ def varying_outputs(jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: in
     Raises:
         ContextError: if a collective runs in a branch or loop that some replicas may take and
             others not; such a program would wait forever.
+        UnsupportedError: for collectives whose results are not known to agree or to differ.
     """
     varying = varying_variables(jaxpr, varying_inputs, num_replicas)
-    return [not isinstance(v, jex_core.Literal) and v in varying for v in jaxpr.outvars]
+    return [not isinstance(v, Literal) and v in varying for v in jaxpr.outvars]
 
 
 def varying_variables(
-    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
-) -> frozenset[Any]:
+    jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int
+) -> frozenset[Var]:
     """Returns the varying variables of `jaxpr`, not of nested ones; see `varying_outputs`."""
     analysis = _Analysis(num_replicas)
     inputs = [analysis.distinct if varying else analysis.same for varying in varying_inputs]
-    env = analysis.variables(jaxpr, inputs)
+    _, env = analysis.jaxpr(jaxpr, inputs)
     return frozenset(v for v, agreement in env.items() if agreement != analysis.same)
 
 
@@ -166,19 +174,11 @@ class _Analysis:
         self.same: Agreement = (0,) * num_replicas
         self.distinct: Agreement = tuple(range(num_replicas))
 
-    def jaxpr(self, jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
-        env = self.variables(jaxpr, inputs)
-        return [self._lookup(env, atom) for atom in jaxpr.outvars]
-
-    def variables(self, jaxpr: Any, inputs: Sequence[Agreement]) -> dict[Any, Agreement]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
-        for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [self._lookup(env, atom) for atom in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return env
-
-    def _lookup(self, env: dict[Any, Agreement], atom: Any) -> Agreement:
-        return self.same if isinstance(atom, jex_core.Literal) else env[atom]
+    def jaxpr(
+        self, jaxpr: Jaxpr, inputs: Sequence[Agreement]
+    ) -> tuple[list[Agreement], dict[Var, Agreement]]:
+        """Returns the agreement on the outputs, and on all variables."""
+        return interpret_with(jaxpr, inputs, lambda literal: self.same, self._equation)
 
     def _equation(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         name = eqn.primitive.name
@@ -195,7 +195,10 @@ class _Analysis:
             return self._while(eqn, operands)
         if name == "cond":
             return self._cond(eqn, operands)
-        differs = any(_is_source(inner) for inner in walk([eqn]))
+        differs = False
+        for inner in walk([eqn]):
+            _refuse_unknown(inner)
+            differs = differs or _is_source(inner)
         return [self.distinct if differs else self._all(operands)] * num_outs
 
     def _all(self, values: Sequence[Agreement]) -> Agreement:
@@ -205,40 +208,24 @@ class _Analysis:
             return next(iter(different), self.same)
         return _numbered(zip(*different, strict=True))
 
-    def _over_groups(self, value: Agreement, groups: Any) -> Agreement:
+    def _over_groups(self, value: Agreement, groups: Sequence[Sequence[int]] | None) -> Agreement:
         """Returns the agreement on a reduction or gather in each group of replicas."""
         if groups is None:
             return self.same
         combined = {i: tuple(value[j] for j in group) for group in groups for i in group}
         return _numbered(combined[i] for i in range(len(value)))
 
-    def _call(self, jaxpr: Any, operands: list[Agreement]) -> list[Agreement]:
+    def _call(self, jaxpr: AnyJaxpr, operands: Sequence[Agreement]) -> list[Agreement]:
         opened, consts = open_jaxpr(jaxpr)
-        return self.jaxpr(opened, [self.same] * len(consts) + operands)
+        return self.jaxpr(opened, [*[self.same] * len(consts), *operands])[0]
 
     def _scan(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        num_consts, num_carry = scan_counts(eqn.params)
-        consts = operands[:num_consts]
-        carry = operands[num_consts : num_consts + num_carry]
-        xs = operands[num_consts + num_carry :]
-        while True:
-            outs = self._call(eqn.params["jaxpr"], [*consts, *carry, *xs])
-            after = self._pairs(carry, outs[:num_carry])
-            if after == carry:
-                return [*carry, *outs[num_carry:]]
-            carry = after
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        return self._repeated(eqn.params["jaxpr"], consts, carry, xs)
 
     def _while(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
-        num_condition, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        condition_consts = operands[:num_condition]
-        body_consts = operands[num_condition : num_condition + num_body]
-        carry = operands[num_condition + num_body :]
-        while True:
-            outs = self._call(eqn.params["body_jaxpr"], [*body_consts, *carry])
-            after = self._pairs(carry, outs)
-            if after == carry:
-                break
-            carry = after
+        condition_consts, body_consts, carry = parts_of_while(eqn, operands)
+        carry = self._repeated(eqn.params["body_jaxpr"], body_consts, carry, [])
         (condition,) = self._call(eqn.params["cond_jaxpr"], [*condition_consts, *carry])
         if condition != self.same:
             # Replicas may run the loop a different number of times.
@@ -246,21 +233,33 @@ class _Analysis:
             return [self.distinct] * len(carry)
         return carry
 
+    def _repeated(
+        self,
+        body: AnyJaxpr,
+        consts: list[Agreement],
+        carry: list[Agreement],
+        xs: list[Agreement],
+    ) -> list[Agreement]:
+        """Returns the agreement on the results of a loop, however often it runs."""
+        while True:
+            outs = self._call(body, [*consts, *carry, *xs])
+            after = list(map(self._all, zip(carry, outs, strict=False)))
+            if after == carry:
+                return [*carry, *outs[len(carry) :]]
+            carry = after
+
     def _cond(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         predicate, rest = operands[0], operands[1:]
         if predicate != self.same:
             _refuse_collectives(eqn, "the predicate of jax.lax.cond or switch")
             return [self.distinct] * len(eqn.outvars)
         branches = [self._call(branch, rest) for branch in eqn.params["branches"]]
-        return [self._all(outs) for outs in zip(*branches, strict=True)]
-
-    def _pairs(self, first: Sequence[Agreement], second: Sequence[Agreement]) -> list[Agreement]:
-        return [self._all(pair) for pair in zip(first, second, strict=True)]
+        return list(map(self._all, zip(*branches, strict=True)))
 
 
-def _numbered(values: Iterable[Any]) -> Agreement:
+def _numbered(values: Iterable[Hashable]) -> Agreement:
     """Returns equal numbers for equal values, counted in order of appearance."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     return tuple([numbers.setdefault(value, len(numbers)) for value in values])
 
 
@@ -275,6 +274,7 @@ def _is_source(eqn: Equation) -> bool:
 def _refuse_collectives(eqn: Equation, what: str) -> None:
     for sub in sub_jaxprs(eqn):
         for inner in walk(sub.eqns):
+            _refuse_unknown(inner)
             if is_collective(inner):
                 raise ContextError(
                     f"A collective ({inner.primitive.name}, from all_reduce, all_gather,"

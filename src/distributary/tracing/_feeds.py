@@ -16,7 +16,7 @@ input, and each call takes the next one:
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, final
@@ -24,7 +24,9 @@ from typing import Any, Literal, Protocol, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from distributary._types import Nest
 from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
 from distributary.tracing._markers import Handle
 from distributary.tracing._scope import current_scope, is_outside_of_trace, outside_of_trace
@@ -39,10 +41,10 @@ END = "end"
 class Feedable(Protocol):
     """An iterator over a dataset, outside of every trace."""
 
-    def pull(self) -> Any:
+    def pull(self) -> Nest:
         """Returns the next element."""
 
-    def put_back(self, element: Any) -> None:
+    def put_back(self, element: Nest) -> None:
         """Gives back the last element that was pulled and not put back, to be the next again."""
 
 
@@ -95,7 +97,7 @@ class Origin:
 
     kind: Literal["argument", "captured", "pass"]
     number: int = 0
-    captured: Any = None
+    captured: Callable[[], object] = lambda: None
     begins_pass: bool | None = None
 
 
@@ -117,7 +119,7 @@ class _Event:
     of: Any
     outcome: Any
     given: Any = None
-    values: Sequence[Any] = ()
+    values: Sequence[Array | np.ndarray] = ()
     tree: Any = None
     handles: list[Handle] = field(default_factory=list)
 
@@ -163,7 +165,7 @@ class Feeds:
         return event.outcome
 
     @property
-    def values(self) -> list[Any]:
+    def values(self) -> list[Array | np.ndarray]:
         """Arrays of all elements."""
         return [value for event in self._events for value in event.values]
 
@@ -188,7 +190,7 @@ class Feeds:
 
     # In a trace
 
-    def give(self, iterator: Feedable) -> Any:
+    def give(self, iterator: Feedable) -> Nest:
         event = self._next(iterator, None)
         scope = current_scope()
         assert scope is not None
@@ -232,7 +234,7 @@ class Feeds:
         self.position += 1
         return event
 
-    def _origin_of(self, of: Any, begins_pass: bool | None) -> Origin:
+    def _origin_of(self, of: object, begins_pass: bool | None) -> Origin:
         for number, leaf in enumerate(self._leaves):
             if leaf is of:
                 return Origin("argument", number, begins_pass=begins_pass)
@@ -261,11 +263,11 @@ def _taken(origin: Origin, iterator: Feedable) -> _Event:
     return _Event(origin, iterator, outcome, element, values, tree)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return type(value) is list
 
 
-def _array_of(leaf: Any) -> Any:
+def _array_of(leaf: object) -> Array | np.ndarray:
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if value.dtype != bool and not jnp.issubdtype(value.dtype, np.number):
         raise InvalidTypeError(
@@ -298,7 +300,7 @@ def fed_by(feeding: Feeding | None) -> Iterator[None]:
         _state.feeding = before
 
 
-def next_of(iterator: Feedable) -> Any:
+def next_of(iterator: Feedable) -> Nest:
     """Returns the next element of an iterator over a dataset; for calls inside a trace of JAX.
 
     While a program is traced, the element has tracers as leaves.

@@ -29,33 +29,39 @@ becomes, with the variable as input `w` and its new value as the last output,
 The result has the same floating point operations as the step written by hand.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.errors import UnsupportedError
-from distributary.topology import scan_counts
-from distributary.tracing._connectivity import (
+from distributary.tracing._connectivity import pauses, sparse_read_sizes, tape_region
+from distributary.tracing._jaxprs import (
+    CHECKPOINTS,
+    AnyJaxpr,
+    Equation,
+    aval_of,
+    contains,
     is_jit,
-    pauses,
-    sparse_read_sizes,
-    tape_region,
+    jaxpr_of,
+    leading_to,
+    open_jaxpr,
+    parts_of_scan,
+    parts_of_while,
+    value_of,
+    variables_made,
+    variables_of,
 )
 from distributary.tracing._markers import (
     MARKERS,
-    Array,
-    Equation,
     Handle,
-    contains,
     grad_p,
     handles_written,
-    jaxpr_of,
-    open_jaxpr,
     read_p,
     sparse_read_p,
     tape_p,
@@ -63,13 +69,16 @@ from distributary.tracing._markers import (
 )
 
 State: TypeAlias = dict[Handle, Array]
-Env: TypeAlias = dict[Any, Array]
+# The state of some variables, as a nest of arrays for JAX, which cannot sort the keys of a `dict`.
+Written: TypeAlias = OrderedDict[Handle, Array]
+_Outs: TypeAlias = tuple[list[Array], Written]
+Env: TypeAlias = dict[Var, Array]
 
 _WRITE = frozenset({write_p})
 
 
 def interpret(
-    jaxpr: Any, consts: Sequence[Array], args: Sequence[Array], state: State
+    jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], state: State
 ) -> list[Array]:
     """Evaluates `jaxpr`, with variables read from and written to `state`.
 
@@ -93,7 +102,7 @@ class _Interpreter:
         # Pullbacks of the tapes' first gradients, by tape.
         self._pullbacks: dict[int, _Pullback] = {}
         # Array sources computed while a tape records, with the zeros added to them, one per tape.
-        self._cuts: dict[Any, tuple[Array, ...]] = {}
+        self._cuts: dict[Var, tuple[Array, ...]] = {}
         # Tables that are read by rows, with the zeros added to the rows of successive reads and the
         # ids read so far.
         self._row_cuts: list[tuple[Handle, Iterator[Array], list[Array]]] = []
@@ -104,15 +113,15 @@ class _Interpreter:
         self._paused = False
 
     def jaxpr(
-        self, jaxpr: Any, consts: Sequence[Array], args: Sequence[Array], state: State
+        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], state: State
     ) -> list[Array]:
         env: Env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        self.equations(jaxpr.eqns, env, state, set(_variables(jaxpr.outvars)))
+        self.equations(jaxpr.eqns, env, state, set(variables_of(jaxpr.outvars)))
         return [value_of(env, atom) for atom in jaxpr.outvars]
 
-    def equations(self, eqns: Sequence[Equation], env: Env, state: State, needed: set[Any]) -> None:
+    def equations(self, eqns: Sequence[Equation], env: Env, state: State, needed: set[Var]) -> None:
         """Evaluates `eqns` in order; afterwards `env` holds at least the `needed` variables."""
-        last_use = _last_uses(eqns, needed)
+        last_use = last_uses(eqns, needed)
         index = 0
         while index < len(eqns):
             eqn = eqns[index]
@@ -121,7 +130,7 @@ class _Interpreter:
                 index += 1
                 while index < len(eqns) and not self._is_special(eqns[index]):
                     index += 1
-                _evaluate_chunk(eqns[start:index], env, last_use, index)
+                evaluate_chunk(eqns[start:index], env, last_use, index)
             elif eqn.primitive is tape_p and eqn.params["event"] == "start":
                 index = self._start_tape(eqns, index, env, state, last_use)
                 for recorded in eqns[start:index]:
@@ -130,7 +139,7 @@ class _Interpreter:
                 self._special(eqns, index, env, state)
                 index += 1
             if paused:
-                for var in _outputs(eqns[start:index]):
+                for var in variables_made(eqns[start:index]):
                     if var in env and var not in self._cuts:
                         env[var] = lax.stop_gradient(env[var])
 
@@ -184,112 +193,93 @@ class _Interpreter:
     def _nested(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
         name = eqn.primitive.name
         if is_jit(eqn):
-            jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
-            return self.jaxpr(jaxpr, consts, operands, state)
-        if name == "scan":
-            return self._scan(eqn, operands, state)
-        if name == "while":
-            return self._while(eqn, operands, state)
-        if name == "cond":
-            return self._cond(eqn, operands, state)
-        if name in ("checkpoint", "remat", "remat2"):
-            return self._checkpoint(eqn, operands, state)
+            return self.jaxpr(*open_jaxpr(eqn.params["jaxpr"]), operands, state)
+        rules = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        rule = self._checkpoint if name in CHECKPOINTS else rules.get(name)
+        if rule is not None:
+            outs, values = rule(eqn, operands, state)
+            state.update(values)
+            return outs
         raise UnsupportedError(
             f"A variable or a GradientTape is used inside {name!r} (jax.custom_vjp, jax.custom_jvp"
             " or another transformation that keeps its function). Read variables outside with"
             " v.value(), pass them as arguments, and assign the results afterwards."
         )
 
-    def _scan(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
-        params = eqn.params
-        jaxpr, jaxpr_consts = open_jaxpr(params["jaxpr"])
-        num_consts, num_carry = scan_counts(params)
-        consts = operands[:num_consts]
-        carry = operands[num_consts : num_consts + num_carry]
-        written = handles_written(jaxpr.eqns)
+    def _body(
+        self, jaxpr: AnyJaxpr, state: State, written: Sequence[Handle]
+    ) -> Callable[..., _Outs]:
+        """Returns a function of the inputs of a jaxpr, and of variables that have changed.
 
-        def body(carried: Any, xs: Any) -> Any:
+        It returns the outputs, and the state of the variables that are `written`.
+        """
+        inner, consts = open_jaxpr(jaxpr)
+
+        def run(args: Sequence[Array], values: State) -> _Outs:
+            after = {**state, **values}
+            outs = self.jaxpr(inner, consts, args, after)
+            return outs, _of(after, written)
+
+        return run
+
+    def _scan(self, eqn: Equation, operands: list[Array], state: State) -> _Outs:
+        params = eqn.params
+        consts, carry, xs = parts_of_scan(eqn, operands)
+        written = handles_written(open_jaxpr(params["jaxpr"])[0].eqns)
+        run = self._body(params["jaxpr"], state, written)
+        num_carry = len(carry)
+
+        def body(carried: _Outs, xs: list[Array]) -> Any:
             carry, values = carried
-            inner = {**state, **dict(zip(written, values, strict=True))}
-            outs = self.jaxpr(jaxpr, jaxpr_consts, [*consts, *carry, *xs], inner)
-            return (outs[:num_carry], [inner[handle] for handle in written]), outs[num_carry:]
+            outs, values = run([*consts, *carry, *xs], values)
+            return (outs[:num_carry], values), outs[num_carry:]
 
         (carry, values), ys = lax.scan(
             body,
-            (carry, [state[handle] for handle in written]),
-            operands[num_consts + num_carry :],
+            (carry, _of(state, written)),
+            xs,
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        state.update(zip(written, values, strict=True))
-        return [*carry, *ys]
+        return [*carry, *ys], values
 
-    def _while(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
+    def _while(self, eqn: Equation, operands: list[Array], state: State) -> _Outs:
         params = eqn.params
-        condition, condition_closed = open_jaxpr(params["cond_jaxpr"])
-        body, body_closed = open_jaxpr(params["body_jaxpr"])
-        num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
-        condition_consts = operands[:num_condition]
-        body_consts = operands[num_condition : num_condition + num_body]
-        written = handles_written([*condition.eqns, *body.eqns])
-        if handles_written(condition.eqns):
+        condition_consts, body_consts, carry = parts_of_while(eqn, operands)
+        assigned = handles_written(open_jaxpr(params["cond_jaxpr"])[0].eqns)
+        if assigned:
             raise UnsupportedError(
-                f"Variable {handles_written(condition.eqns)[0].name!r} is assigned in the condition"
+                f"Variable {assigned[0].name!r} is assigned in the condition"
                 " of jax.lax.while_loop. Assign it in the body."
             )
+        written = handles_written(open_jaxpr(params["body_jaxpr"])[0].eqns)
+        condition = self._body(params["cond_jaxpr"], state, [])
+        body = self._body(params["body_jaxpr"], state, written)
 
-        def condition_fn(carried: Any) -> Any:
+        def is_going_on(carried: _Outs) -> Array:
             carry, values = carried
-            inner = {**state, **dict(zip(written, values, strict=True))}
-            return self.jaxpr(condition, condition_closed, [*condition_consts, *carry], inner)[0]
+            return condition([*condition_consts, *carry], values)[0][0]
 
-        def body_fn(carried: Any) -> Any:
+        def step(carried: _Outs) -> _Outs:
             carry, values = carried
-            inner = {**state, **dict(zip(written, values, strict=True))}
-            outs = self.jaxpr(body, body_closed, [*body_consts, *carry], inner)
-            return outs, [inner[handle] for handle in written]
+            return body([*body_consts, *carry], values)
 
-        carry, values = lax.while_loop(
-            condition_fn,
-            body_fn,
-            (operands[num_condition + num_body :], [state[handle] for handle in written]),
+        return lax.while_loop(is_going_on, step, (carry, _of(state, written)))
+
+    def _cond(self, eqn: Equation, operands: list[Array], state: State) -> _Outs:
+        branches = eqn.params["branches"]
+        eqns = [e for branch in branches for e in open_jaxpr(branch)[0].eqns]
+        runs = [self._body(branch, state, handles_written(eqns)) for branch in branches]
+        return lax.switch(operands[0], runs, operands[1:], OrderedDict())
+
+    def _checkpoint(self, eqn: Equation, operands: list[Array], state: State) -> _Outs:
+        params = eqn.params
+        written = handles_written(open_jaxpr(params["jaxpr"])[0].eqns)
+        run = self._body(params["jaxpr"], state, written)
+        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(
+            operands, OrderedDict()
         )
-        state.update(zip(written, values, strict=True))
-        return list(carry)
-
-    def _cond(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
-        branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
-        written = handles_written([e for jaxpr, _ in branches for e in jaxpr.eqns])
-
-        def branch_fn(jaxpr: Any, consts: Sequence[Array]) -> Any:
-            def run(*args: Array) -> Any:
-                inner = dict(state)
-                outs = self.jaxpr(jaxpr, consts, args, inner)
-                return outs, [inner[handle] for handle in written]
-
-            return run
-
-        outs, values = lax.switch(
-            operands[0], [branch_fn(*branch) for branch in branches], *operands[1:]
-        )
-        state.update(zip(written, values, strict=True))
-        return list(outs)
-
-    def _checkpoint(self, eqn: Equation, operands: list[Array], state: State) -> list[Array]:
-        jaxpr, consts = open_jaxpr(eqn.params["jaxpr"])
-        written = handles_written(jaxpr.eqns)
-
-        def run(args: list[Array]) -> Any:
-            inner = dict(state)
-            outs = self.jaxpr(jaxpr, consts, args, inner)
-            return outs, [inner[handle] for handle in written]
-
-        outs, values = jax.checkpoint(
-            run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
-        )(operands)
-        state.update(zip(written, values, strict=True))
-        return list(outs)
 
     # Tapes
 
@@ -299,7 +289,7 @@ class _Interpreter:
         index: int,
         env: Env,
         state: State,
-        last_use: dict[Any, int],
+        last_use: dict[Var, int],
     ) -> int:
         """Evaluates the recorded equations, differentiably; returns the index to go on at."""
         tape = eqns[index].params["tape"]
@@ -316,7 +306,7 @@ class _Interpreter:
             return index + 1
         start, stop = tape_region(eqns, gradient_index)
         region = eqns[start + 1 : stop]
-        live = [var for var in _outputs(region) if last_use.get(var, -1) >= stop]
+        live = [var for var in variables_made(region) if last_use.get(var, -1) >= stop]
         pullback = self._differentiate(eqns[gradient_index], region, env, state, live)
         env.update(zip(live, pullback.live, strict=True))
         state.update(pullback.changed)
@@ -334,7 +324,7 @@ class _Interpreter:
             # This is not the tape's first gradient, or two tapes overlap. The recorded equations
             # are evaluated once more; XLA merges the two computations.
             start, stop = tape_region(eqns, index)
-            region = _leading_to(eqn, eqns[start:stop])
+            region = _recorded_for(eqn, eqns[start:stop])
             pullback = self._differentiate(eqn, region, env, dict(self._snapshots[tape]), [])
         num_targets = eqn.params["num_targets"]
         seeds = [value_of(env, atom) for atom in eqn.invars[num_targets : 2 * num_targets]]
@@ -346,18 +336,17 @@ class _Interpreter:
         region: Sequence[Equation],
         env: Env,
         state: State,
-        live: list[Any],
+        live: list[Var],
     ) -> "_Pullback":
         """Evaluates `region` as a function of the sources of the gradient `eqn`."""
-        known = {*env, *_outputs(region)}
+        known = {*env, *variables_made(region)}
         # Targets computed after the tape are constants, and may have no value yet.
         targets = {
             i: target
             for i, target in enumerate(eqn.invars[: eqn.params["num_targets"]])
-            if not isinstance(target, jex_core.Literal) and target in known
+            if not isinstance(target, Literal) and target in known
         }
         sources = _Sources.of(eqn, region, env, state)
-        keys: dict[str, Any] = {}
 
         def recorded(
             outer: list[Array], zeros: list[Array], dense: list[Array], rows: list[list[Array]]
@@ -384,21 +373,18 @@ class _Interpreter:
                 self._tape, self._paused = saved_tape
                 snapshots = {t: s for t, s in self._snapshots.items() if t not in saved[2]}
                 self._cuts, self._row_cuts, self._snapshots = saved
-            changed = {h: v for h, v in inner_state.items() if v is not before[h]}
-            keys["changed"] = list(changed)
-            keys["snapshots"] = {tape: list(values) for tape, values in snapshots.items()}
             aux = (
                 [inner_env[var] for var in live],
-                list(changed.values()),
-                [list(values.values()) for values in snapshots.values()],
+                OrderedDict((h, v) for h, v in inner_state.items() if v is not before[h]),
+                {tape: OrderedDict(values) for tape, values in snapshots.items()},
                 [_concatenate(ids) for ids in seen],
             )
             return [inner_env[var] for var in targets.values()], aux
 
-        _, pull, (live_values, changed, snapshots, ids) = jax.vjp(
+        _, pull, aux = jax.vjp(
             recorded,
             [env[var] for var in sources.outer],
-            [jnp.zeros(var.aval.shape, var.aval.dtype) for var in sources.inner],
+            [jnp.zeros(aval.shape, aval.dtype) for aval in map(aval_of, sources.inner)],
             [state[handle] for handle in sources.dense],
             [
                 [jnp.zeros((size, *handle.shape[1:]), handle.dtype) for size in sizes]
@@ -406,21 +392,7 @@ class _Interpreter:
             ],
             has_aux=True,
         )
-        return _Pullback(
-            eqn,
-            list(targets),
-            sources,
-            pull,
-            live_values,
-            dict(zip(keys["changed"], changed, strict=True)),
-            {
-                tape: dict(zip(handles, values, strict=True))
-                for (tape, handles), values in zip(
-                    keys["snapshots"].items(), snapshots, strict=True
-                )
-            },
-            ids,
-        )
+        return _Pullback(eqn, list(targets), sources, pull, *aux)
 
 
 @final
@@ -428,19 +400,22 @@ class _Interpreter:
 class _Sources:
     """The sources of one gradient, grouped by the way they are differentiated."""
 
-    order: list[tuple[str, int]]  # (list below, index in it), in the order of the results
-    outer: list[Any]  # arrays that exist before the tape starts
-    inner: list[Any]  # arrays computed while the tape records
-    dense: list[Handle]
-    sparse: dict[Handle, list[int]]  # with the rows of each read
+    # The list below and the index in it, in the order of the results.
+    order: list[tuple[str, int]] = field(default_factory=list)
+    # Arrays that exist before the tape starts, and arrays computed while it records.
+    outer: list[Var] = field(default_factory=list)
+    inner: list[Var] = field(default_factory=list)
+    dense: list[Handle] = field(default_factory=list)
+    # Tables, with the rows of each read.
+    sparse: dict[Handle, list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, eqn: Equation, region: Sequence[Equation], env: Env, state: State) -> "_Sources":
-        sources = cls([], [], [], [], {})
+        sources = cls()
         kinds, tape = eqn.params["kinds"], eqn.params["tape"]
         handles: tuple[Handle, ...] = eqn.params["handles"]
         arrays = eqn.invars[2 * eqn.params["num_targets"] :]
-        inside = {var for inner in region for var in inner.outvars}
+        inside = set(variables_made(region))
         for var, kind in zip(arrays, kinds[: len(arrays)], strict=True):
             if kind is not None:
                 name = "inner" if var in inside else "outer"
@@ -466,10 +441,10 @@ class _Pullback:
     eqn: Equation
     targets: list[int]  # numbers of the targets that `pull` takes a seed for
     sources: _Sources
-    pull: Any
+    pull: Callable[[list[Array]], Any]
     live: list[Array]
-    changed: State
-    snapshots: dict[int, State]
+    changed: Written
+    snapshots: dict[int, Written]
     ids: list[Array]
 
     def gradients(self, seeds: list[Array]) -> list[Array]:
@@ -484,26 +459,33 @@ class _Pullback:
         return outs
 
 
-def _leading_to(gradient: Equation, region: Sequence[Equation]) -> list[Equation]:
+def _recorded_for(gradient: Equation, region: Sequence[Equation]) -> list[Equation]:
     """Returns the recorded equations that a later gradient of the tape depends on.
 
     `region` begins with the tape's start marker.
     """
-    needed = set(_variables(gradient.invars))
-    kept: list[Equation] = []
-    for eqn in reversed(region):
-        stays = eqn.primitive is tape_p or contains(eqn, _WRITE)
-        if stays or not needed.isdisjoint(eqn.outvars):
-            needed.update(_variables(eqn.invars))
-            kept.append(eqn)
-    kept.reverse()
+    is_kept, _ = leading_to(
+        region, gradient.invars, lambda e: e.primitive is tape_p or contains(e, _WRITE)
+    )
+    kept = [eqn for eqn, stays in zip(region, is_kept, strict=True) if stays]
     tape = gradient.params["tape"]
     # The start marker is for gradients that the tape itself recorded.
     recorded = any(e.primitive is grad_p and e.params["tape"] == tape for e in kept)
     return kept if recorded else kept[1:]
 
 
-def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
+def _of(state: State, handles: Iterable[Handle]) -> Written:
+    return OrderedDict((handle, state[handle]) for handle in handles)
+
+
+def _concatenate(parts: list[Array]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+# Equations without markers
+
+
+def last_uses(eqns: Sequence[Equation], needed: Iterable[Var]) -> dict[Var, int]:
     """Returns the index of each variable's last use; `len(eqns)` for the needed ones.
 
     A gradient uses everything its tape recorded, because that may have to be evaluated again.
@@ -515,22 +497,22 @@ def _last_uses(eqns: Sequence[Equation], needed: set[Any]) -> dict[Any, int]:
             start, stop = tape_region(eqns, index)
             used += eqns[start + 1 : stop]
         for inner in used:
-            for var in _variables(inner.invars):
+            for var in variables_of(inner.invars):
                 last[var] = max(last.get(var, -1), index)
     return last
 
 
-def _evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Any, int], end: int) -> None:
-    """Evaluates equations without markers; `end` is the index after the last of them."""
-    outs = [var for var in _outputs(eqns) if last_use.get(var, -1) >= end]
+def evaluate_chunk(eqns: Sequence[Equation], env: Env, last_use: dict[Var, int], end: int) -> None:
+    """Adds to `env` the results of equations that others use; `end` is the index after them."""
+    outs = [var for var in variables_made(eqns) if last_use.get(var, -1) >= end]
     env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
 
 
-def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Array]:
+def evaluate(eqns: Sequence[Equation], outs: Sequence[Var], env: Env) -> list[Array]:
     """Returns the values of `outs`, which `eqns` compute from inputs in `env`."""
-    defined = {var for eqn in eqns for var in eqn.outvars}
+    defined = set(variables_made(eqns))
     free = dict.fromkeys(
-        var for eqn in eqns for var in _variables(eqn.invars) if var not in defined
+        var for eqn in eqns for var in variables_of(eqn.invars) if var not in defined
     )
     jaxpr = jaxpr_of(list(free), outs, eqns)
     return jax.core.eval_jaxpr(jaxpr, (), *(env[var] for var in free))
@@ -538,22 +520,15 @@ def evaluate(eqns: Sequence[Equation], outs: Sequence[Any], env: Env) -> list[Ar
 
 def evaluate_all(eqns: Sequence[Equation], env: Env) -> None:
     """Adds every result of `eqns` to `env`, which has the values of their inputs."""
-    outs = list(_outputs(eqns))
+    outs = variables_made(eqns)
     env.update(zip(outs, evaluate(eqns, outs, env), strict=True))
 
 
-def _outputs(eqns: Sequence[Equation]) -> Iterator[Any]:
-    return (var for eqn in eqns for var in eqn.outvars)
-
-
-def _concatenate(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def value_of(env: Env, atom: Any) -> Array:
-    """Returns the value of a literal, or of a variable in `env`."""
-    return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, jex_core.Literal))
+def evaluate_one(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """Returns the results of one equation."""
+    env = {
+        atom: value
+        for atom, value in zip(eqn.invars, operands, strict=True)
+        if not isinstance(atom, Literal)
+    }
+    return evaluate([eqn], eqn.outvars, env)

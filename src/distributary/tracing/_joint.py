@@ -23,16 +23,26 @@ With a single replica a collective becomes nothing at all, which is how one-devi
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import Jaxpr, Literal
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
-from distributary.topology import scan_counts
-from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import has_collective, is_collective
-from distributary.tracing._interpreter import evaluate
-from distributary.tracing._markers import Array, Equation, open_jaxpr, push, walk
+from distributary.tracing._interpreter import evaluate_chunk, last_uses
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Atom,
+    Equation,
+    aval_of,
+    call_of,
+    open_jaxpr,
+    parts_of_scan,
+    parts_of_while,
+    variables_of,
+    walk,
+)
+from distributary.tracing._markers import push
 
 # A replica yields an equation that needs the other replicas, with its operands, and is sent the
 # results.
@@ -40,7 +50,7 @@ Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[A
 
 
 def evaluate_jointly(
-    jaxprs: Sequence[Any], consts: Sequence[Sequence[Array]], args: Sequence[Sequence[Array]]
+    jaxprs: Sequence[Jaxpr], consts: Sequence[Sequence[Array]], args: Sequence[Sequence[Array]]
 ) -> list[list[Array]]:
     """Evaluates one jaxpr per replica and returns the outputs of each.
 
@@ -80,22 +90,16 @@ def evaluate_jointly(
         replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
 
 
-def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Replica:
+def _replica(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> Replica:
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def value(atom: Any) -> Array:
-        if isinstance(atom, jex_core.Literal):
+    def value(atom: Atom) -> Array:
+        if isinstance(atom, Literal):
             # Literals can be Python numbers, and the rules below need a shape.
-            aval: Any = atom.aval
-            return jnp.asarray(atom.val, aval.dtype)
+            return jnp.asarray(atom.val, aval_of(atom).dtype)
         return env[atom]
 
-    last_use: dict[Any, int] = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        last_use.update((a, index) for a in eqn.invars if not isinstance(a, jex_core.Literal))
-    last_use.update(
-        (a, len(jaxpr.eqns)) for a in jaxpr.outvars if not isinstance(a, jex_core.Literal)
-    )
+    last_use = last_uses(jaxpr.eqns, variables_of(jaxpr.outvars))
     index = 0
     while index < len(jaxpr.eqns):
         eqn = jaxpr.eqns[index]
@@ -103,9 +107,7 @@ def _replica(jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]) -> Repl
         while end < len(jaxpr.eqns) and not _is_joined(jaxpr.eqns[end]):
             end += 1
         if end > index:
-            chunk = jaxpr.eqns[index:end]
-            outs = [v for e in chunk for v in e.outvars if last_use.get(v, -1) >= end]
-            env.update(zip(outs, evaluate(chunk, outs, env), strict=True))
+            evaluate_chunk(jaxpr.eqns[index:end], env, last_use, end)
             index = end
             continue
         operands = [value(atom) for atom in eqn.invars]
@@ -216,17 +218,12 @@ _RULES: dict[str, Callable[..., list[Array]]] = {
 }
 
 
-def _split(values: Sequence[Array], counts: Sequence[int]) -> list[list[Array]]:
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(values[start : start + count]))
-        start += count
-    return parts
-
-
-def _bodies(eqns: list[Equation], param: str) -> tuple[list[Any], list[Sequence[Any]]]:
-    opened = [open_jaxpr(eqn.params[param]) for eqn in eqns]
-    return [jaxpr for jaxpr, _ in opened], [consts for _, consts in opened]
+def _bodies(
+    eqns: list[Equation], body: Callable[[Equation], AnyJaxpr]
+) -> Callable[[Sequence[Sequence[Array]]], list[list[Array]]]:
+    """Returns a function that evaluates a jaxpr in each equation, from the inputs of each."""
+    jaxprs, consts = zip(*[open_jaxpr(body(eqn)) for eqn in eqns], strict=True)
+    return lambda args: evaluate_jointly(jaxprs, consts, args)
 
 
 def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
@@ -237,25 +234,20 @@ def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[A
             f" {[p['length'] for p in params]} on the replicas of an uneven batch; the lengths must"
             " agree. Move the collective out of the scan over examples."
         )
-    jaxprs, closed = _bodies(eqns, "jaxpr")
-    counts = [scan_counts(p) for p in params]
-    split = [
-        _split(values, (*count, len(values)))
-        for count, values in zip(counts, operands, strict=True)
-    ]
-    consts = [s[0] for s in split]
+    run = _bodies(eqns, lambda eqn: eqn.params["jaxpr"])
+    parts = [parts_of_scan(eqn, values) for eqn, values in zip(eqns, operands, strict=True)]
+    consts = [part[0] for part in parts]
 
-    def body(carry: Any, xs: Any) -> Any:
-        args = [[*c, *state, *x] for c, state, x in zip(consts, carry, xs, strict=True)]
-        outs = evaluate_jointly(jaxprs, closed, args)
-        after = [out[:num_carry] for (_, num_carry), out in zip(counts, outs, strict=True)]
-        ys = [out[num_carry:] for (_, num_carry), out in zip(counts, outs, strict=True)]
+    def body(carry: list[list[Array]], xs: list[list[Array]]) -> Any:
+        outs = run([[*c, *state, *x] for c, state, x in zip(consts, carry, xs, strict=True)])
+        after = [out[: len(state)] for state, out in zip(carry, outs, strict=True)]
+        ys = [out[len(state) :] for state, out in zip(carry, outs, strict=True)]
         return after, ys
 
     carry, ys = lax.scan(
         body,
-        [s[1] for s in split],
-        [s[2] for s in split],
+        [part[1] for part in parts],
+        [part[2] for part in parts],
         length=params[0]["length"],
         reverse=params[0]["reverse"],
         unroll=params[0]["unroll"],
@@ -264,32 +256,24 @@ def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[A
 
 
 def _join_while(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    params = [eqn.params for eqn in eqns]
-    conditions, conditions_closed = _bodies(eqns, "cond_jaxpr")
-    bodies, bodies_closed = _bodies(eqns, "body_jaxpr")
-    split = [
-        _split(values, (p["cond_nconsts"], p["body_nconsts"], len(values)))
-        for p, values in zip(params, operands, strict=True)
-    ]
+    run_conditions = _bodies(eqns, lambda eqn: eqn.params["cond_jaxpr"])
+    run_bodies = _bodies(eqns, lambda eqn: eqn.params["body_jaxpr"])
+    of_conditions, of_bodies, carry = zip(*map(parts_of_while, eqns, operands), strict=True)
 
-    def condition(carry: Any) -> Array:
-        args = [[*s[0], *c] for s, c in zip(split, carry, strict=True)]
+    def condition(carry: list[list[Array]]) -> Array:
         # The condition is the same on every replica: the divergence analysis refuses others.
-        return evaluate_jointly(conditions, conditions_closed, args)[0][0]
+        return run_conditions([[*c, *s] for c, s in zip(of_conditions, carry, strict=True)])[0][0]
 
-    def body(carry: Any) -> Any:
-        args = [[*s[1], *c] for s, c in zip(split, carry, strict=True)]
-        return evaluate_jointly(bodies, bodies_closed, args)
+    def body(carry: list[list[Array]]) -> list[list[Array]]:
+        return run_bodies([[*c, *s] for c, s in zip(of_bodies, carry, strict=True)])
 
-    return lax.while_loop(condition, body, [s[2] for s in split])
+    return lax.while_loop(condition, body, list(carry))
 
 
 def _join_cond(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    def branch(index: int) -> Callable[..., Any]:
-        opened = [open_jaxpr(eqn.params["branches"][index]) for eqn in eqns]
-        return lambda *args: evaluate_jointly(
-            [jaxpr for jaxpr, _ in opened], [consts for _, consts in opened], args
-        )
+    def branch(index: int) -> Callable[..., list[list[Array]]]:
+        run = _bodies(eqns, lambda eqn: eqn.params["branches"][index])
+        return lambda *args: run(args)
 
     branches = [branch(i) for i in range(len(eqns[0].params["branches"]))]
     # The predicate is the same on every replica: the divergence analysis refuses others.

@@ -8,31 +8,23 @@ which becomes a `with_sharding_constraint` when the program is lowered; XLA part
 accordingly.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.extend.core as jex_core
+from jax import Array
+from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.topology import REPLICA_AXIS, num_logical_devices
-from distributary.tracing._markers import Array, Jaxpr, jaxpr_of, walk
-
-__all__ = [
-    "check_on_cores",
-    "constrained",
-    "eval_on_replica",
-    "spec_of_split",
-    "whole_on_cores",
-]
-
+from distributary.tracing._jaxprs import aval_of, jaxpr_of, walk
 
 # `jax.lax.with_sharding_constraint` must know when it is traced whether it will run inside
 # `jax.shard_map`, as steps do with several replicas but not with one. This primitive needs to know
 # only when it is lowered.
-constraint_p = jex_core.Primitive("on_logical_devices")
+constraint_p = Primitive("on_logical_devices")
 constraint_p.def_abstract_eval(lambda x, *, sharding: x)
 mlir.register_lowering(
     constraint_p,
@@ -44,7 +36,9 @@ mlir.register_lowering(
 ad.deflinear2(constraint_p, lambda ct, _, *, sharding: [constraint_p.bind(ct, sharding=sharding)])
 
 
-def _batched(args: Sequence[Array], dims: Sequence[int], *, sharding: NamedSharding) -> Any:
+def _batched(
+    args: Sequence[Array], dims: Sequence[int], *, sharding: NamedSharding
+) -> tuple[Array, int]:
     (x,), (dim,) = args, dims
     spec = [*sharding.spec, *[None] * (x.ndim - 1 - len(sharding.spec))]
     spec.insert(dim, P.UNCONSTRAINED)
@@ -78,21 +72,20 @@ def spec_of_split(mesh: Mesh, shape: Sequence[int], parts: Sequence[int]) -> P:
         raise InvalidTypeError(f"{what} {parts!r}, expected ints.")
     if len(parts) != len(shape):
         raise InvalidValueError(f"{what} {parts!r}, expected one number for each dim of {shape}.")
-    product = 1
     for n, size in zip(parts, shape, strict=True):
-        product *= n
         if n < 1 or size % n:
             raise InvalidValueError(
                 f"{what} {parts!r}, but {size} of the shape {shape} does not divide into {n} equal"
                 " parts."
             )
+    product = math.prod(parts)
     if product != num_logical_devices(mesh):
         raise InvalidValueError(
             f"{what} {parts!r}, whose product is {product}; a replica has"
-            f" {num_logical_devices(mesh)} logical devices."
+            f" {num_logical_devices(mesh)} logical devices. The product must be that number."
         )
     free = [(name, size) for name, size in mesh.shape.items() if name != REPLICA_AXIS]
-    spec: list[Any] = []
+    spec: list[tuple[str, ...] | None] = []
     for n in parts:
         names = []
         for name, size in list(free):
@@ -113,8 +106,7 @@ def eval_on_replica(jaxpr: Jaxpr, replica_id: Array, args: Sequence[Array]) -> l
     ids = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "axis_index"]
     others = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "axis_index"]
     program = jaxpr_of([*jaxpr.invars, *ids], jaxpr.outvars, others)
-    outs: list[Array] = jax.core.eval_jaxpr(program, (), *args, *[replica_id] * len(ids))
-    return outs
+    return jax.core.eval_jaxpr(program, (), *args, *[replica_id] * len(ids))
 
 
 def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> list[Array]:
@@ -133,7 +125,7 @@ def whole_on_cores(arrays: Sequence[Array], mesh: Mesh | None, of_one: bool) -> 
     return [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P())) for x in arrays]
 
 
-def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:
+def check_on_cores(jaxpr: Jaxpr, mesh: Mesh | None) -> None:
     """Refuses programs that JAX 0.10.2 cannot compile for replicas with several logical devices.
 
     Raises:
@@ -152,7 +144,7 @@ def check_on_cores(jaxpr: Any, mesh: Mesh | None) -> None:
                 " several logical devices per replica. Use"
                 " get_replica_context().replica_id_in_sync_group."
             )
-        is_bfloat16 = any(v.aval.dtype.name == "bfloat16" for v in eqn.outvars)
+        is_bfloat16 = any(aval_of(v).dtype.name == "bfloat16" for v in eqn.outvars)
         if on_cpu and is_bfloat16 and name in ("psum", "reduce_scatter", "pmax", "pmin"):
             raise UnsupportedError(
                 "A reduction of bfloat16 over replicas that have several logical devices each is"

@@ -20,13 +20,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 
-from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import has_collective
-from distributary.tracing._markers import Array, Equation, open_jaxpr
+from distributary.tracing._jaxprs import Equation, aval_of, call_of, interpret_with, open_jaxpr
 
 
 @final
@@ -46,7 +46,7 @@ class Numbering:
         self._numbers: dict[Hashable, int] = {}
         self._num_joined = 0
 
-    def outputs(self, jaxpr: Any, inputs: Sequence[Hashable]) -> list[int]:
+    def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Hashable]) -> list[int]:
         """Returns the numbers of the outputs of one program.
 
         Args:
@@ -61,7 +61,7 @@ class Numbering:
         """Returns the number of the input with this key; see `outputs`."""
         return self._number(("input", key))
 
-    def constant(self, value: Array) -> Hashable:
+    def constant(self, value: Array | np.ndarray) -> Hashable:
         """Returns a key that is equal for equal constants."""
         if isinstance(value, jax.core.Tracer) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return id(value)
@@ -71,22 +71,15 @@ class Numbering:
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _jaxpr(self, jaxpr: Any, consts: Sequence[Array], operands: Sequence[int]) -> list[int]:
+    def _jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[int]) -> list[int]:
         numbers = [self._number(self.constant(const)) for const in consts]
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*numbers, *operands), strict=True))
 
-        def lookup(atom: Any) -> int:
-            if isinstance(atom, jex_core.Literal):
-                aval: Any = atom.aval
-                return self._number(self.constant(np.asarray(atom.val, aval.dtype)))
-            return env[atom]
+        def number(literal: Literal) -> int:
+            return self._number(self.constant(np.asarray(literal.val, aval_of(literal).dtype)))
 
-        for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, tuple([lookup(atom) for atom in eqn.invars]))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [lookup(atom) for atom in jaxpr.outvars]
+        return interpret_with(jaxpr, [*numbers, *operands], number, self._equation)[0]
 
-    def _equation(self, eqn: Equation, operands: tuple[int, ...]) -> list[int]:
+    def _equation(self, eqn: Equation, operands: Sequence[int]) -> list[int]:
         if self._simplify is not None and len(eqn.outvars) == 1:
             known = self._simplify(eqn, operands)
             if known is not None:
@@ -101,7 +94,7 @@ class Numbering:
             key = ("joined", self._num_joined)
             self._num_joined += 1
         else:
-            opened = [open_jaxpr(sub) for sub in jex_core.jaxprs_in_params(eqn.params)]
+            opened = map(open_jaxpr, jaxprs_in_params(eqn.params))
             nested = tuple(
                 [
                     tuple(self._jaxpr(jaxpr, consts, range(-len(jaxpr.invars), 0)))
@@ -109,7 +102,7 @@ class Numbering:
                 ]
             )
             params = tuple((name, _plain(value)) for name, value in sorted(eqn.params.items()))
-            key = (eqn.primitive.name, params, operands, nested)
+            key = (eqn.primitive.name, params, tuple(operands), nested)
         return [self._number((key, i)) for i in range(len(eqn.outvars))]
 
 
@@ -117,9 +110,7 @@ def _plain(value: Any) -> Hashable:
     """Returns a parameter of an equation in a form that can be compared between programs."""
     if isinstance(value, (tuple, list)):
         return tuple(_plain(item) for item in value)
-    if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)) or (
-        callable(value) and not isinstance(value, type)
-    ):
+    if isinstance(value, (Jaxpr, ClosedJaxpr)) or (callable(value) and not isinstance(value, type)):
         return type(value).__name__
     try:
         hash(value)

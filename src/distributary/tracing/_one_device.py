@@ -24,19 +24,20 @@ is evaluated as
       in (j,) }
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from distributary._types import Nest
 from distributary.errors import UnsupportedError
-from distributary.tracing._connectivity import is_jit
-from distributary.tracing._interpreter import evaluate
+from distributary.tracing._interpreter import evaluate_one
+from distributary.tracing._jaxprs import Equation, has_replicas, interpret_with, is_jit, open_jaxpr
 from distributary.tracing._joint import evaluate_jointly
-from distributary.tracing._markers import Array, Equation, open_jaxpr, sub_jaxprs, walk
 from distributary.tracing._per_device import replica_dim
 
 
@@ -49,12 +50,12 @@ class OneDeviceProgram:
         mesh: A mesh of one device, with the axes of the function's mesh.
     """
 
-    def __init__(self, call: Any, mesh: Mesh) -> None:
+    def __init__(self, call: Callable[..., Nest], mesh: Mesh) -> None:
         self._call = call
         self._mesh = mesh
-        self._programs: dict[Any, tuple[Callable[..., list[Array]], list[Any], Any]] = {}
+        self._programs: dict[Hashable, tuple[Callable[..., list[Array]], list[P], Any]] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Nest) -> Nest:
         """Runs it on arrays that lie on the mesh, and donates none of them.
 
         Raises:
@@ -69,7 +70,7 @@ class OneDeviceProgram:
             closed, shapes = jax.make_jaxpr(self._call, return_shape=True)(
                 *jax.tree.unflatten(tree, leaves)
             )
-            specs: list[Any] = []
+            specs: list[P] = []
 
             def run(leaves: list[Array]) -> list[Array]:
                 outs, specs[:] = _evaluate(closed.jaxpr, closed.consts, leaves)
@@ -83,39 +84,38 @@ class OneDeviceProgram:
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Array], args: Sequence[Array]
-) -> tuple[list[Array], list[Any]]:
+    jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]
+) -> tuple[list[Array], list[P]]:
     """Returns the outputs of a program, and the `PartitionSpec` that each has on the mesh."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    specs: dict[Any, Any] = {}
+    outs, _ = interpret_with(
+        jaxpr,
+        [(x, P()) for x in (*consts, *args)],
+        lambda literal: (literal.val, P()),
+        _results_with_specs,
+    )
+    return [x for x, _ in outs], [spec for _, spec in outs]
 
-    def value(atom: Any) -> Array:
-        return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
-        operands = [value(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        out_specs: Sequence[Any] = [P()] * len(eqn.outvars)
-        if name == "shard_map":
-            outs, out_specs = _all_replicas(eqn, operands), eqn.params["out_specs"]
-        elif name == "sharding_constraint":
-            outs, out_specs = operands, [eqn.params["sharding"].spec]
-        elif is_jit(eqn):
-            outs, out_specs = _evaluate(*open_jaxpr(eqn.params["jaxpr"]), operands)
-        elif any(e.primitive.name == "shard_map" for s in sub_jaxprs(eqn) for e in walk(s.eqns)):
-            raise UnsupportedError(
-                f"Strategy.run inside jax.lax.{name} cannot be run on one device in the place of"
-                " many. Call it outside of the loop or branch."
-            )
-        else:
-            outs = evaluate([eqn], eqn.outvars, env)
-        env.update(zip(eqn.outvars, outs, strict=True))
-        specs.update(zip(eqn.outvars, out_specs, strict=True))
-    results = [value(atom) for atom in jaxpr.outvars]
-    return results, [
-        P() if isinstance(atom, jex_core.Literal) else specs.get(atom, P())
-        for atom in jaxpr.outvars
-    ]
+def _results_with_specs(
+    eqn: Equation, operands: Sequence[tuple[Array, P]]
+) -> Iterable[tuple[Array, P]]:
+    values = [x for x, _ in operands]
+    name = eqn.primitive.name
+    specs: Sequence[P] = [P()] * len(eqn.outvars)
+    if name == "shard_map":
+        outs, specs = _all_replicas(eqn, values), eqn.params["out_specs"]
+    elif name == "sharding_constraint":
+        outs, specs = values, [eqn.params["sharding"].spec]
+    elif is_jit(eqn):
+        outs, specs = _evaluate(*open_jaxpr(eqn.params["jaxpr"]), values)
+    elif has_replicas([eqn]):
+        raise UnsupportedError(
+            f"Strategy.run inside jax.lax.{name} cannot be run on one device in the place of"
+            " many. Call it outside of the loop or branch."
+        )
+    else:
+        outs = evaluate_one(eqn, values)
+    return zip(outs, specs, strict=True)
 
 
 def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:

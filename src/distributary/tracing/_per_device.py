@@ -28,28 +28,33 @@ becomes one flat program with collectives, of which every device runs a copy:
 Passes that divide programs, such as `_servers`, then see the equations of the replicas.
 """
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import final
 
 import jax
-import jax.extend.core as jex_core
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import Jaxpr
+from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._connectivity import call_of
-from distributary.tracing._interpreter import evaluate
-from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
+from distributary.tracing._interpreter import evaluate_one
+from distributary.tracing._jaxprs import (
+    Equation,
+    aval_of,
+    call_of,
+    has_replicas,
+    interpret_with,
+    jaxpr_of,
+    open_jaxpr,
+    opened,
+    shape_of,
+)
 
-__all__ = ["has_replicas", "per_device", "replica_dim"]
 
-
-def has_replicas(eqns: Sequence[Equation]) -> bool:
-    """Returns whether replicas run some of the equations."""
-    return any(eqn.primitive.name == "shard_map" for eqn in walk(eqns))
-
-
-def per_device(jaxpr: Any, is_split: Sequence[bool], num_replicas: int) -> tuple[Any, list[Array]]:
+def per_device(
+    jaxpr: Jaxpr, is_split: Sequence[bool], num_replicas: int
+) -> tuple[Jaxpr, list[Array]]:
     """Returns the program that each of the devices runs, over the axis `"replica"`.
 
     Args:
@@ -66,7 +71,7 @@ def per_device(jaxpr: Any, is_split: Sequence[bool], num_replicas: int) -> tuple
         UnsupportedError: for replicas inside `jax.lax.scan`, `cond` and `while_loop`.
     """
     avals = [
-        jax.ShapeDtypeStruct(v.aval.shape[1:] if split else v.aval.shape, v.aval.dtype)
+        jax.ShapeDtypeStruct(shape_of(v)[1:] if split else shape_of(v), aval_of(v).dtype)
         for v, split in zip(jaxpr.invars, is_split, strict=True)
     ]
 
@@ -110,30 +115,28 @@ class _Value:
         return lax.dynamic_slice_in_dim(self.whole(), start, size, dim)
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Array], args: Sequence[_Value]) -> list[Array]:
-    env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(_Value, consts), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
+def _evaluated(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[_Value]) -> list[Array]:
+    outs, _ = interpret_with(
+        jaxpr,
+        [*map(_Value, consts), *args],
+        lambda literal: _Value(literal.val),
+        _results,
+    )
+    return [value.whole() for value in outs]
 
-    def value(atom: Any) -> _Value:
-        return _Value(atom.val) if isinstance(atom, jex_core.Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        operands = [value(atom) for atom in eqn.invars]
-        if name == "shard_map":
-            outs = _of_replica(eqn, operands)
-        elif not has_replicas([eqn]):
-            wholes = {v: env[v].whole() for v in eqn.invars if not isinstance(v, jex_core.Literal)}
-            outs = [*map(_Value, evaluate([eqn], eqn.outvars, wholes))]
-        elif (call := call_of(eqn)) is not None:
-            outs = [*map(_Value, _evaluated(*open_jaxpr(call), operands))]
-        else:
-            raise UnsupportedError(
-                f"Strategy.run inside jax.lax.{name} in a function that is scheduled on workers"
-                " with several devices is not supported. Call it outside of the loop or branch."
-            )
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(atom).whole() for atom in jaxpr.outvars]
+def _results(eqn: Equation, operands: Sequence[_Value]) -> Iterable[_Value]:
+    if eqn.primitive.name == "shard_map":
+        return _of_replica(eqn, operands)
+    if not has_replicas([eqn]):
+        return map(_Value, evaluate_one(eqn, [operand.whole() for operand in operands]))
+    call = call_of(eqn)
+    if call is None:
+        raise UnsupportedError(
+            f"Strategy.run inside jax.lax.{eqn.primitive.name} in a function that is scheduled on"
+            " workers with several devices is not supported. Call it outside of the loop or branch."
+        )
+    return map(_Value, _evaluated(*open_jaxpr(call), operands))
 
 
 def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:
@@ -160,6 +163,6 @@ def _one_by_one(eqn: Equation) -> list[Equation]:
     return [eqn.replace(invars=[operand], outvars=[out]) for operand, out in pairs]
 
 
-def replica_dim(spec: Any) -> int | None:
+def replica_dim(spec: P) -> int | None:
     """Returns the dim over which the replicas are spread; None if each has the whole array."""
     return next((dim for dim, axis in enumerate(spec) if axis == REPLICA_AXIS), None)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from distributary.tracing._description import Line, describe_jaxpr
 from distributary.tracing._divergence import check_collectives, varying_outputs
 from distributary.tracing._feeds import Feeds, current_feeding, fed_by
 from distributary.tracing._interpreter import interpret
+from distributary.tracing._jaxprs import Array, opened, walk
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._logical_devices import (
     check_on_cores,
@@ -47,16 +48,14 @@ from distributary.tracing._logical_devices import (
 )
 from distributary.tracing._markers import (
     REPLICA_ID,
-    Array,
     Handle,
     grad_p,
     handles_read,
     handles_written,
-    opened,
     start_of_sum,
-    walk,
     write_p,
 )
+from distributary.tracing._meshes import without_meshes
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._scope import (
     Known,
@@ -69,6 +68,8 @@ from distributary.tracing._scope import (
 )
 from distributary.tracing._stages import Stages, cut, uncut
 
+# The form of a program's outputs, see `ReplicaProgram`.
+Results = Literal["per replica", "shared", "rows"]
 _MAX_TRACES = 10
 _around_traces: list[Callable[[], AbstractContextManager[object]]] = []
 _traces = itertools.count(1)
@@ -97,7 +98,14 @@ class Pure:
     written: list[Handle]
     num_outs: int
     where: dict[Handle, str]  # the last assignment to each of `written`
+    totals: set[Handle]  # sums whose new value is that of all replicas already
     varying: list[bool]  # for every output; empty if nothing can vary
+
+    @property
+    def has_effects(self) -> bool:
+        """True if it does more than computing its outputs, such as calling the host."""
+        # A named axis counts as an effect, too.
+        return any(type(effect).__name__ != "NamedAxisEffect" for effect in self.jaxpr.effects)
 
 
 def trace(
@@ -160,7 +168,7 @@ def trace(
             for handle in reads.get(record.number, ())
         )
         if found == used and not missed and not (scope.created and known.may_create):
-            return closed, scope
+            return without_meshes(closed), scope
         order = scope.tapes
         all_known = all(tape in order for tape, _ in found)
         known = Known(
@@ -234,7 +242,10 @@ def purify(
         if eqn.primitive is write_p
     }
     # Constants the interpreter introduced become captures as well.
-    return Pure(opened(jaxpr), [*jaxpr.consts, *consts], handles, written, num_outs, where, [])
+    totals = {handle for handle in written if handle in scope.totals}
+    return Pure(
+        opened(jaxpr), [*jaxpr.consts, *consts], handles, written, num_outs, where, totals, []
+    )
 
 
 def _struct(aval: Any) -> Any:
@@ -260,7 +271,7 @@ def _check_divergence(pures: list[Pure], varying_args: Sequence[bool], num_repli
         _note_different_programs(pures, varying_args)
     for pure in pures:
         for handle, varying in zip(pure.written, pure.varying[pure.num_outs :], strict=True):
-            if varying and not handle.may_vary:
+            if varying and (not handle.may_vary or handle in pure.totals):
                 raise ReplicaDivergenceError(
                     f"Variable {handle.name!r} is mirrored, but the value assigned to it at"
                     f" {pure.where[handle]} can differ between replicas: its copies would drift"
@@ -306,8 +317,8 @@ class ReplicaProgram:
         num_replicas: Number of replicas.
         mesh: Mesh with the axis `"replica"`; one replica on one device needs it only with
             `data`.
-        split_outputs: Whether every output is one value per replica. False gives one value for
-            outputs that are the same on all replicas.
+        results: The form of the outputs. "per replica" stacks the values of the replicas, "rows"
+            joins them along dim 0, and "shared" is "per replica" only for outputs that can differ.
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
@@ -326,15 +337,16 @@ class ReplicaProgram:
         avals: Sequence[Sequence[Any]],
         varying: Sequence[bool],
         num_replicas: int,
-        mesh: Mesh | None,
-        split_outputs: bool = True,
+        mesh: Mesh | jax.sharding.AbstractMesh | None,
+        results: Results = "per replica",
         data: Sequence[bool] | None = None,
         rewrite: Callable[[Callable[..., Any], Any], Callable[..., Any]] = lambda body, mesh: body,
     ) -> None:
         self._varying_args = list(varying)
         self._rewrite = rewrite
+        self._joins_rows = results == "rows"
         self._num_replicas = num_replicas
-        self._mesh = mesh
+        self._mesh: Any = mesh
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
@@ -343,9 +355,9 @@ class ReplicaProgram:
         self.written = list(dict.fromkeys(handle for pure in self.pures for handle in pure.written))
         self.read_only = [handle for handle in self.handles if handle not in self.written]
         self.num_outs = first.num_outs
-        # For every output, whether it is `[replica, *shape]`.
+        # For every output, whether it has a part for every replica.
         self.split_outs = [
-            split_outputs or any(pure.varying[k] for pure in self.pures if pure.varying)
+            results != "shared" or any(pure.varying[k] for pure in self.pures if pure.varying)
             for k in range(self.num_outs)
         ]
         # One list for each replica that was traced.
@@ -354,6 +366,11 @@ class ReplicaProgram:
         self._stages = [
             uncut(pure.jaxpr) if data is None else self._cut(pure, data) for pure in self.pures
         ]
+
+    @property
+    def has_effects(self) -> bool:
+        """True if it does more than computing its outputs, such as calling the host."""
+        return any(pure.has_effects for pure in self.pures)
 
     @property
     def is_batch(self) -> list[bool]:
@@ -369,7 +386,7 @@ class ReplicaProgram:
         ]
         of_replicas = [
             *[self.uneven and pure.varying[k] for k in range(self.num_outs)],
-            *[handle.may_vary for handle in pure.written],
+            *[handle.may_vary and handle not in pure.totals for handle in pure.written],
         ]
         required = [i for i, is_required in enumerate(of_replicas) if is_required]
         # With one replica, too, its own values must count as different from shared ones.
@@ -457,9 +474,9 @@ class ReplicaProgram:
                 list with one array per replica.
 
         Returns:
-            The new state of `self.written`, and the outputs, each `[replica, *shape]`. On an uneven
-            batch an output is a list of arrays if their shapes differ; with one replica it is the
-            array itself.
+            The new state of `self.written`, and the outputs, in the form that `results` names. On
+            an uneven batch an output is a list of arrays if their shapes differ; with one replica
+            it is the array itself.
         """
         state = dict(zip((*self.written, *self.read_only), (*written, *read_only), strict=True))
         on_mesh = self._num_replicas > 1 and not self.uneven
@@ -470,9 +487,7 @@ class ReplicaProgram:
         if self._num_replicas > 1:
             for k in stages.update_outputs:
                 if k < self.num_outs and self.split_outs[k]:
-                    results[k] = jnp.broadcast_to(
-                        results[k], (self._num_replicas, *results[k].shape)
-                    )
+                    results[k] = self._parts_joined([results[k]] * self._num_replicas)
         new = [results[self.num_outs + i] for i in range(len(self.written))]
         return new, [results[k] for k in range(self.num_outs)]
 
@@ -484,58 +499,30 @@ class ReplicaProgram:
     ) -> list[Array]:
         """Returns the outputs of the first stage, with the replicas in a `shard_map`."""
         pure, stages = self.pures[0], self._stages[0]
-        values = [*captures[0], *(state[h] for h in pure.handles), *args]
-        no_capture = [False] * len(captures[0])
-        per_replica = [h.per_replica for h in pure.handles]
-        is_split = [*no_capture, *per_replica, *self._varying_args]
-        is_summed = [*no_capture, *(h.summed for h in pure.handles), *[False] * len(args)]
-        out_split = [*self.split_outs, *(h.per_replica for h in pure.written)]
-        out_summed = [*[False] * self.num_outs, *(h.summed for h in pure.written)]
-        inputs, outputs = stages.replica_inputs, stages.replica_outputs
-
-        def body(*own: Array) -> list[Array]:
-            replica_id = lax.axis_index(REPLICA_AXIS)
-            first = replica_id == 0
-            start = (
-                start_of_sum
-                if isinstance(self._mesh, jax.sharding.AbstractMesh)  # split over servers
-                else lambda value: jnp.where(first, value, jnp.zeros_like(value))
-            )
-            local = [
-                value[0] if is_split[i] else start(value) if is_summed[i] else value
-                for i, value in zip(inputs, own, strict=True)
-            ]
-            values = [*stages.replica.consts, *local]
-            outs = eval_on_replica(opened(stages.replica), replica_id, values)
-            num_results = sum(i < self.num_outs for i in outputs)
-            outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
-            summed = [k for k, i in enumerate(outputs) if out_summed[i]]
-            totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
-            for k, total in zip(summed, totals, strict=True):
-                outs[k] = total
-            split = [out_split[i] for i in outputs] + [False] * stages.num_cut
-            # `asarray`, because some constants of JAX are no arrays.
-            return [jnp.asarray(o)[None] if s else o for o, s in zip(outs, split, strict=True)]
-
         split, whole = P(REPLICA_AXIS), P()
-        own = [values[i] for i in inputs]
-        in_specs = tuple([split if is_split[i] else whole for i in inputs])
-        out_specs = [split if out_split[i] else whole for i in outputs] + [whole] * stages.num_cut
-        assert self._mesh is not None
+        values = [*captures[0], *(state[h] for h in pure.handles), *args]
+        own = [values[i] for i in stages.replica_inputs]
+        is_split = self._inputs_split()
+        in_specs = tuple([split if is_split[i] else whole for i in stages.replica_inputs])
+        out_split = self._outputs_split()
+        out_specs = [
+            *(split if out_split[i] else whole for i in stages.replica_outputs),
+            *[whole] * stages.num_cut,
+        ]
         if any(shard_dim(handle.parts) is not None for handle in self.written):
             from distributary.tracing._sharded import sharded_map
 
             parts = [whole] * len(captures[0]) + [h.parts for h in pure.handles]
             parts += [whole] * len(args)
             new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]
-            in_parts = tuple([parts[i] for i in inputs])
-            out_parts = [new_parts[i] for i in outputs]
+            in_parts = tuple([parts[i] for i in stages.replica_inputs])
+            out_parts = [new_parts[i] for i in stages.replica_outputs]
             made: list[Array] = sharded_map(
-                body, self._mesh, in_specs, out_specs, in_parts, out_parts
+                self._run_replica, self._mesh, in_specs, out_specs, in_parts, out_parts
             )(*own)
             return made
         return jax.shard_map(
-            self._rewrite(body, self._mesh),
+            self._rewrite(self._run_replica, self._mesh),
             mesh=self._mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -543,6 +530,63 @@ class ReplicaProgram:
             # Logical devices are left to XLA.
             axis_names={REPLICA_AXIS},
         )(*own)
+
+    def _inputs_split(self) -> list[bool]:
+        """Returns for every input whether it is `[replica, *shape]`."""
+        first = self.pures[0]
+        of_handles = [handle.per_replica for handle in first.handles]
+        return [*[False] * len(first.captures), *of_handles, *self._varying_args]
+
+    def _outputs_split(self) -> list[bool]:
+        """Returns for every output whether it has a part for every replica."""
+        return [*self.split_outs, *(handle.per_replica for handle in self.pures[0].written)]
+
+    def _run_replica(self, *own: Array) -> list[Array]:
+        """Runs the first stage of one replica, inside `shard_map`, on its parts of the inputs."""
+        pure, stages = self.pures[0], self._stages[0]
+        replica_id = lax.axis_index(REPLICA_AXIS)
+        is_split = self._inputs_split()
+        num_captures = len(pure.captures)
+        values = [*stages.replica.consts]
+        for i, value in zip(stages.replica_inputs, own, strict=True):
+            k = i - num_captures
+            if is_split[i]:
+                values.append(value[0])
+            elif 0 <= k < len(pure.handles) and pure.handles[k].summed:
+                values.append(self._start_of_sum(value, replica_id))
+            else:
+                values.append(value)
+        outs = eval_on_replica(opened(stages.replica), replica_id, values)
+        outputs = stages.replica_outputs
+        num_results = sum(i < self.num_outs for i in outputs)
+        outs[:num_results] = whole_on_cores(outs[:num_results], self._mesh, True)
+        self._sum_states(outs)
+        out_split = self._outputs_split()
+        for k, i in enumerate(outputs):
+            if out_split[i] and not (self._joins_rows and i < self.num_outs):
+                # `asarray`, because some constants of JAX are no arrays.
+                outs[k] = jnp.asarray(outs[k])[None]
+        return outs
+
+    def _start_of_sum(self, value: Array, replica_id: Array) -> Array:
+        """Returns what a replica adds to: the state on replica 0, zeros on the others."""
+        if isinstance(self._mesh, jax.sharding.AbstractMesh):  # split over servers
+            return start_of_sum(value)
+        return jnp.where(replica_id == 0, value, jnp.zeros_like(value))
+
+    def _sum_states(self, outs: list[Array]) -> None:
+        """Sums the new states of which every replica has a part, in place."""
+        pure = self.pures[0]
+        summed = [
+            k
+            for k, i in enumerate(self._stages[0].replica_outputs)
+            if i >= self.num_outs
+            and pure.written[i - self.num_outs].summed
+            and pure.written[i - self.num_outs] not in pure.totals
+        ]
+        totals = lax.psum([outs[k] for k in summed], REPLICA_AXIS) if summed else []
+        for k, total in zip(summed, totals, strict=True):
+            outs[k] = total
 
     def _run_jointly(
         self,
@@ -575,7 +619,7 @@ class ReplicaProgram:
                 made.append(dict(zip(keys, [*results, *out[num_results : len(keys)]], strict=True)))
             # An output that only replica 0 has is the same on all of them.
             joined = [
-                self._joined(key, [own.get(key, made[0][key]) for own in made])
+                self._joined(key, [own[key] if key in own else made[0][key] for own in made])
                 for key in outputs[0]
             ]
             return [*joined, *outs[0][len(joined) :]]
@@ -606,11 +650,18 @@ class ReplicaProgram:
         if isinstance(key, Handle):
             if key.per_replica:
                 return jnp.stack(values)
-            return sum(values[1:], values[0]) if key.summed else values[0]
+            is_own = key.summed and key not in self.pures[0].totals
+            return sum(values[1:], values[0]) if is_own else values[0]
         if not self.uneven or not self.split_outs[key]:
             return values[0]
+        return self._parts_joined(values)
+
+    def _parts_joined(self, values: Sequence[Array]) -> Any:
+        """Joins an output's values on all replicas; a list if they cannot be one array."""
+        if self._joins_rows:
+            return jnp.concatenate(values)
         equal = len({(value.shape, value.dtype) for value in values}) == 1
-        return jnp.stack(values) if equal else values
+        return jnp.stack(values) if equal else list(values)
 
 
 @final
@@ -624,6 +675,7 @@ class FunctionProgram:
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
+        has_effects: Whether it does more than computing its outputs, such as calling the host.
         describe: Returns the lines of the program, for a comparison with other workers.
     """
 
@@ -642,6 +694,7 @@ class FunctionProgram:
         self.written = self._pure.written
         self.read_only = [handle for handle in self.handles if handle not in self.written]
         self.captures = [self._pure.captures]
+        self.has_effects = self._pure.has_effects
 
     def __call__(
         self,

@@ -35,38 +35,38 @@ The update is the second stage of `cut`. It runs outside of `shard_map`, on glob
 XLA divides whatever the optimizer does: a norm over all gradients stays a norm over all gradients.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary.topology import (
-    REPLICA_AXIS,
-    padded,
-    shard_dim,
-    shard_spec,
-    whole_shards,
-)
+from distributary._types import Nest
+from distributary.topology import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.tracing._divergence import is_sum_of_replicas
+from distributary.tracing._jaxprs import (
+    computed_from,
+    jaxpr_of,
+    leading_to,
+    opened,
+    shape_of,
+    variables_of,
+)
 from distributary.tracing._logical_devices import eval_on_replica
-from distributary.tracing._markers import Array, jaxpr_of, opened
-from distributary.tracing._stages import Stages, cut, variables_of
-
-__all__ = ["sharded_map"]
+from distributary.tracing._stages import Stages, cut
 
 
 def sharded_map(
-    body: Callable[..., Any],
+    body: Callable[..., Nest],
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
-    in_parts: Any,
-    out_parts: Any,
-) -> Callable[..., Any]:
+    in_specs: Nest,
+    out_specs: Nest,
+    in_parts: Nest,
+    out_parts: Nest,
+) -> Callable[..., Nest]:
     """Maps a body over the mesh like `jax.shard_map`; every device holds only a part of the state.
 
     Args:
@@ -83,7 +83,7 @@ def sharded_map(
         A function of global arrays, for use in `jax.jit`.
     """
 
-    def run(*args: Any) -> Any:
+    def run(*args: Nest) -> Nest:
         leaves, tree = jax.tree.flatten(args)
         specs = _flat(in_specs, args)
         num_replicas = mesh.shape[REPLICA_AXIS]
@@ -93,11 +93,9 @@ def sharded_map(
             axis_env=[(REPLICA_AXIS, num_replicas)],
             return_shape=True,
         )(*local)
-        opened = closed.jaxpr
-        jaxpr = jaxpr_of([*opened.constvars, *opened.invars], opened.outvars, opened.eqns)
         constants = list(closed.consts)
         results = _run_stages(
-            jaxpr,
+            opened(closed),
             mesh,
             [*constants, *leaves],
             [P()] * len(constants) + specs,
@@ -110,12 +108,12 @@ def sharded_map(
     return run
 
 
-def _flat(specs: Any, full: Any) -> list[Any]:
+def _flat(specs: Nest, full: Nest) -> list[P]:
     is_spec = lambda x: isinstance(x, P)
     return jax.tree.leaves(jax.tree.broadcast(specs, full, is_leaf=is_spec), is_leaf=is_spec)
 
 
-def _aval_of_one(value: Any, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct:
+def _aval_of_one(value: Array, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype that one replica receives of a global array."""
     aval = jax.typeof(value)
     shape = list(aval.shape)
@@ -126,7 +124,7 @@ def _aval_of_one(value: Any, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct
 
 
 def _run_stages(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     mesh: Mesh,
     args: list[Array],
     in_specs: list[P],
@@ -142,7 +140,7 @@ def _run_stages(
     dims = [shard_dim(spec) for spec in scattered]
     sums = {v for v, dim in zip(cut_values, dims, strict=True) if dim is not None}
     consts = stages.replica.consts
-    replica = opened(jex_core.ClosedJaxpr(_without_sums(stages.replica.jaxpr, sums), consts))
+    replica = opened(ClosedJaxpr(_without_sums(stages.replica.jaxpr, sums), consts))
 
     def of_replica(*own: Array) -> list[Array]:
         outs = eval_on_replica(replica, lax.axis_index(REPLICA_AXIS), [*consts, *own])
@@ -161,7 +159,7 @@ def _run_stages(
         axis_names={REPLICA_AXIS},
     )(*(args[i] for i in stages.replica_inputs))
     taken = [
-        whole_shards(value, v.aval.shape, NamedSharding(mesh, spec))
+        whole_shards(value, shape_of(v), NamedSharding(mesh, spec))
         for value, v, spec in zip(outs[num_results:], cut_values, scattered, strict=True)
     ]
     updated = jax.core.eval_jaxpr(
@@ -174,23 +172,22 @@ def _run_stages(
     def placed(value: Array, spec: P) -> Array:
         return lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
-    results: list[Array] = [None] * len(out_specs)
+    results: dict[int, Array] = {}
     for i, value in zip(stages.replica_outputs, outs, strict=False):
         results[i] = value if shard_dim(out_parts[i]) is None else placed(value, out_parts[i])
-    divided = _reached(
-        stages.update.jaxpr,
-        [
-            *(shard_dim(in_parts[i]) is not None for i in stages.update_inputs),
-            *(dim is not None for dim in dims),
-        ],
-    )
-    for i, value, is_divided in zip(stages.update_outputs, updated, divided, strict=True):
-        if is_divided:
+    update = stages.update.jaxpr
+    is_in_parts = [
+        *(shard_dim(in_parts[i]) is not None for i in stages.update_inputs),
+        *(dim is not None for dim in dims),
+    ]
+    divided = computed_from(update.eqns, itertools.compress(update.invars, is_in_parts))
+    for i, value, output in zip(stages.update_outputs, updated, update.outvars, strict=True):
+        if not divided.isdisjoint(variables_of([output])):
             # Constrained before they are placed, so that XLA gathers new weights and not the state
             # they are computed from.
             value = placed(value, shard_spec(jnp.shape(value), num_replicas))
         results[i] = placed(value, out_parts[i])
-    return results
+    return [results[i] for i in range(len(out_specs))]
 
 
 def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> list[P]:
@@ -204,15 +201,26 @@ def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> lis
     sums = {v for eqn in jaxpr.eqns if is_sum_of_replicas(eqn) for v in eqn.outvars}
     sums -= {v for eqn in jaxpr.eqns for v in variables_of(eqn.invars)}
     sums -= set(variables_of(jaxpr.outvars[:num_results]))
-    needed = _needed(stages.update.jaxpr, [shard_dim(spec) is not None for spec in out_parts])
-    taken = zip(jaxpr.outvars[num_results:], needed[len(stages.update_inputs) :], strict=True)
+    update = stages.update.jaxpr
+    in_parts = [shard_dim(spec) is not None for spec in out_parts]
+    _, needed = leading_to(update.eqns, itertools.compress(update.outvars, in_parts))
+    given = update.invars[len(stages.update_inputs) :]
+    taken = zip(jaxpr.outvars[num_results:], given, strict=True)
     return [
-        shard_spec(v.aval.shape, num_replicas) if is_needed and v in sums else P()
-        for v, is_needed in taken
+        shard_spec(shape_of(v), num_replicas) if own in needed and v in sums else P()
+        for v, own in taken
+    ]
+    _, needed = leading_to(update.eqns, in_parts)
+    taken = zip(
+        jaxpr.outvars[num_results:], update.invars[len(stages.update_inputs) :], strict=True
+    )
+    return [
+        shard_spec(shape_of(v), num_replicas) if given in needed and v in sums else P()
+        for v, given in taken
     ]
 
 
-def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
+def _without_sums(jaxpr: Jaxpr, sums: set[Var]) -> Jaxpr:
     """Returns the first stage with the operands of `sums` in their place."""
     operands = {
         v: operand
@@ -221,7 +229,7 @@ def _without_sums(jaxpr: Any, sums: set[Any]) -> Any:
         if v in sums
     }
     eqns = [eqn for eqn in jaxpr.eqns if sums.isdisjoint(eqn.outvars)]
-    outs = [v if isinstance(v, jex_core.Literal) else operands.get(v, v) for v in jaxpr.outvars]
+    outs = [v if isinstance(v, Literal) else operands.get(v, v) for v in jaxpr.outvars]
     return jaxpr_of(jaxpr.invars, outs, eqns, jaxpr.constvars)
 
 
@@ -230,23 +238,3 @@ def _scatter(value: Array, dim: int, num_replicas: int) -> Array:
     return lax.psum_scatter(
         padded(value, dim, num_replicas), REPLICA_AXIS, scatter_dimension=dim, tiled=True
     )
-
-
-def _needed(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
-    """Returns for every input whether the chosen outputs are computed from it."""
-    needed = set(
-        variables_of([v for v, chosen in zip(jaxpr.outvars, outputs, strict=True) if chosen])
-    )
-    for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(variables_of(eqn.invars))
-    return [v in needed for v in jaxpr.invars]
-
-
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Returns for every output whether it is computed from the chosen inputs."""
-    reached = {v for v, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
-    for eqn in jaxpr.eqns:
-        if not reached.isdisjoint(variables_of(eqn.invars)):
-            reached.update(eqn.outvars)
-    return [not reached.isdisjoint(variables_of([v])) for v in jaxpr.outvars]

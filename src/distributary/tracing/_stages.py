@@ -22,29 +22,29 @@ into a stage for every replica and an update:
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from distributary.tracing._connectivity import call_of
 from distributary.tracing._divergence import has_collective, varying_variables
-from distributary.tracing._markers import Array, Equation, jaxpr_of, open_jaxpr, opened, walk
-
-__all__ = [
-    "Stages",
-    "cut",
-    "cut_around_mesh",
-    "in_order_of_outputs",
-    "part_of_program",
-    "stage_of_equations",
-    "uncut",
-    "variables_of",
-    "without_calls",
-]
+from distributary.tracing._jaxprs import (
+    Atom,
+    Equation,
+    call_of,
+    computed_from,
+    has_replicas,
+    jaxpr_of,
+    leading_to,
+    open_jaxpr,
+    opened,
+    variables_made,
+    variables_of,
+)
 
 
 @final
@@ -61,8 +61,8 @@ class Stages:
         num_cut: Number of values that the update takes from the replicas, which share them.
     """
 
-    replica: Any
-    update: Any
+    replica: ClosedJaxpr
+    update: ClosedJaxpr
     replica_inputs: list[int]
     update_inputs: list[int]
     replica_outputs: list[int]
@@ -86,11 +86,11 @@ class Stages:
         }
 
 
-def uncut(jaxpr: Any) -> Stages:
+def uncut(jaxpr: Jaxpr) -> Stages:
     """Returns stages with a program without constants as the first, and an empty second one."""
     return Stages(
-        jex_core.ClosedJaxpr(jaxpr, ()),
-        jex_core.ClosedJaxpr(jaxpr_of([], [], []), ()),
+        ClosedJaxpr(jaxpr, ()),
+        ClosedJaxpr(jaxpr_of([], [], []), ()),
         list(range(len(jaxpr.invars))),
         [],
         list(range(len(jaxpr.outvars))),
@@ -100,7 +100,7 @@ def uncut(jaxpr: Any) -> Stages:
 
 
 def cut(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     varying_inputs: Sequence[bool],
     num_replicas: int,
     required: Collection[int] = (),
@@ -121,8 +121,8 @@ def cut(
 
 
 def stage_of_equations(
-    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
-) -> tuple[Any, list[bool]]:
+    jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int
+) -> tuple[Jaxpr, list[bool]]:
     """Returns the jaxpr and for every equation whether it belongs to the first stage; see `cut`.
 
     Args:
@@ -135,15 +135,15 @@ def stage_of_equations(
 
 
 def _with_mixed_written_out(
-    jaxpr: Any, varying_inputs: Sequence[bool], num_replicas: int
-) -> tuple[Any, dict[Any, Any], frozenset[Any]]:
+    jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int
+) -> tuple[Jaxpr, dict[Var, Array], frozenset[Var]]:
     """Writes out the called functions that belong to both stages.
 
     Returns:
         The jaxpr, the values of constants that have become its last inputs, and the variables that
         can differ between replicas.
     """
-    constants: dict[Any, Any] = {}
+    constants: dict[Var, Array] = {}
     while True:
         invariant = [False] * (len(jaxpr.invars) - len(varying_inputs))
         varying = varying_variables(jaxpr, [*varying_inputs, *invariant], num_replicas)
@@ -152,7 +152,7 @@ def _with_mixed_written_out(
         jaxpr = _written_out(jaxpr, constants, functools.partial(_is_mixed, varying))
 
 
-def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
+def cut_around_mesh(closed: ClosedJaxpr, data_inputs: Sequence[bool]) -> Stages:
     """Cuts a program of global arrays after the last of its parts that run on a mesh.
 
     The first stage has those parts, values that are computed from data outside of them, and
@@ -164,20 +164,18 @@ def cut_around_mesh(closed: Any, data_inputs: Sequence[bool]) -> Stages:
     """
     jaxpr = opened(closed)
     data = [*[False] * len(closed.consts), *data_inputs]
-    is_data = {v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data}
-    for eqn in jaxpr.eqns:
-        if not _is_on_mesh(eqn) and not is_data.isdisjoint(variables_of(eqn.invars)):
-            is_data.update(eqn.outvars)
-    return _divided(jaxpr, len(data), frozenset(is_data), _is_on_mesh, (), {})
+    given = [v for v, is_data in zip(jaxpr.invars, data, strict=True) if is_data]
+    of_data = computed_from(jaxpr.eqns, given, lambda eqn: not _is_on_mesh(eqn))
+    return _divided(jaxpr, len(data), of_data, _is_on_mesh, (), {})
 
 
 def _divided(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     num_inputs: int,
-    varying: frozenset[Any],
+    varying: Set[Var],
     is_first: Callable[[Equation], bool],
     required: Collection[int],
-    constants: dict[Any, Any],
+    constants: dict[Var, Array],
 ) -> Stages:
     """Divides a program into two stages.
 
@@ -197,7 +195,7 @@ def _divided(
     of_replica = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if early]
     of_update = [eqn for eqn, early in zip(jaxpr.eqns, first, strict=True) if not early]
 
-    made = {v for eqn in of_replica for v in eqn.outvars}
+    made = set(variables_made(of_replica))
     there = made | varying
     replica_outputs = [
         i
@@ -209,13 +207,15 @@ def _divided(
         dict.fromkeys(v for eqn in of_update for v in variables_of(eqn.invars) if v in made)
     )
 
-    def stage(eqns: list[Equation], outvars: list[Any], given: list[Any]) -> tuple[Any, list[int]]:
+    def stage(
+        eqns: list[Equation], outvars: list[Atom], given: list[Var]
+    ) -> tuple[ClosedJaxpr, list[int]]:
         used = {v for eqn in eqns for v in variables_of(eqn.invars)}.union(variables_of(outvars))
         positions = [i for i, v in enumerate(jaxpr.invars[:num_inputs]) if v in used]
         consts = {v: value for v, value in constants.items() if v in used}
         invars = [*(jaxpr.invars[i] for i in positions), *given]
         opened = jaxpr_of(invars, outvars, eqns, list(consts))
-        return jex_core.ClosedJaxpr(opened, list(consts.values())), positions
+        return ClosedJaxpr(opened, list(consts.values())), positions
 
     replica, replica_inputs = stage(
         of_replica, [*(outputs[i] for i in replica_outputs), *taken], []
@@ -233,25 +233,20 @@ def _divided(
 
 
 def _is_in_first(
-    jaxpr: Any,
-    varying: frozenset[Any],
+    jaxpr: Jaxpr,
+    varying: Set[Var],
     is_first: Callable[[Equation], bool],
     required: Collection[int],
 ) -> list[bool]:
     """Returns for every equation whether it belongs to the first stage; see `_divided`."""
-    first = [
-        bool(eqn.effects) or is_first(eqn) or not varying.isdisjoint(eqn.outvars)
-        for eqn in jaxpr.eqns
-    ]
-    needed: set[Any] = set(variables_of(jaxpr.outvars[i] for i in required))
-    for i in reversed(range(len(first))):
-        first[i] = first[i] or not needed.isdisjoint(jaxpr.eqns[i].outvars)
-        if first[i]:
-            needed.update(variables_of(jaxpr.eqns[i].invars))
-    return first
+    return leading_to(
+        jaxpr.eqns,
+        [jaxpr.outvars[i] for i in required],
+        lambda eqn: bool(eqn.effects) or is_first(eqn) or not varying.isdisjoint(eqn.outvars),
+    )[0]
 
 
-def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
+def _is_mixed(varying: frozenset[Var], eqn: Equation) -> bool:
     """Returns whether `eqn` calls a function that belongs to both stages."""
     return (
         call_of(eqn) is not None
@@ -260,7 +255,7 @@ def _is_mixed(varying: frozenset[Any], eqn: Equation) -> bool:
     )
 
 
-def without_calls(jaxpr: Any, constants: Mapping[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+def without_calls(jaxpr: Jaxpr, constants: Mapping[Var, Array]) -> tuple[Jaxpr, dict[Var, Array]]:
     """Returns a jaxpr with the body of every called function in place of its call.
 
     Args:
@@ -276,7 +271,9 @@ def without_calls(jaxpr: Any, constants: Mapping[Any, Any]) -> tuple[Any, dict[A
     return jaxpr, known
 
 
-def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equation], bool]) -> Any:
+def _written_out(
+    jaxpr: Jaxpr, constants: dict[Var, Array], choose: Callable[[Equation], bool]
+) -> Jaxpr:
     """Returns `jaxpr` with the functions that its chosen equations call in place of the calls.
 
     Args:
@@ -284,64 +281,56 @@ def _written_out(jaxpr: Any, constants: dict[Any, Any], choose: Callable[[Equati
         constants: Receives the constants of the functions, which become inputs.
         choose: Returns whether to write out an equation; true only for calls of functions.
     """
-    known: dict[Any, Any] = {}
+    known: dict[Var, Atom] = {}
     eqns: list[Equation] = []
 
-    def renamed(atom: Any) -> Any:
-        return atom if isinstance(atom, jex_core.Literal) else known.get(atom, atom)
+    def renamed(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else known.get(atom, atom)
 
     for eqn in jaxpr.eqns:
-        operands = [renamed(atom) for atom in eqn.invars]
-        if not choose(eqn):
+        operands = list(map(renamed, eqn.invars))
+        call = call_of(eqn) if choose(eqn) else None
+        if call is None:
             eqns.append(eqn.replace(invars=operands))
             continue
-        inner, values = open_jaxpr(call_of(eqn))
-        own: dict[Any, Any] = {v: jex_core.Var(v.aval) for v in inner.constvars}
-        constants.update(zip(own.values(), values, strict=True))
-        own.update(zip(inner.invars, operands, strict=True))
-
-        def mapped(atom: Any, own: dict[Any, Any] = own) -> Any:
-            return atom if isinstance(atom, jex_core.Literal) else own[atom]
-
+        inner, values = open_jaxpr(call)
+        consts = [Var(v.aval) for v in inner.constvars]
+        constants.update(zip(consts, values, strict=True))
+        # A variable of the function has one meaning in each of its calls, which is noted here until
+        # the next call.
+        known.update(zip((*inner.constvars, *inner.invars), (*consts, *operands), strict=True))
         for called in inner.eqns:
-            # New variables, because the same function may be called twice.
-            own.update((v, jex_core.Var(v.aval)) for v in called.outvars)
-            eqns.append(
-                called.replace(
-                    invars=[mapped(atom) for atom in called.invars],
-                    outvars=[own[v] for v in called.outvars],
-                )
-            )
-        known.update(zip(eqn.outvars, map(mapped, inner.outvars), strict=True))
+            made = [Var(v.aval) for v in called.outvars]
+            eqns.append(called.replace(invars=list(map(renamed, called.invars)), outvars=made))
+            known.update(zip(called.outvars, made, strict=True))
+        known.update(zip(eqn.outvars, map(renamed, inner.outvars), strict=True))
     inputs = [*jaxpr.invars, *(v for v in constants if v not in set(jaxpr.invars))]
     return jaxpr_of(inputs, [renamed(v) for v in jaxpr.outvars], eqns)
 
 
 def _is_on_mesh(eqn: Equation) -> bool:
-    return any(inner.primitive.name == "shard_map" for inner in walk([eqn]))
+    return has_replicas([eqn])
 
 
-def in_order_of_outputs(jaxpr: Any) -> list[Equation]:
+def in_order_of_outputs(jaxpr: Jaxpr) -> list[Equation]:
     """Returns the equations that the outputs need, those of the first output first."""
     made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    order: list[int] = []
-    seen: set[int] = set()
+    order: dict[int, None] = {}
     for output in jaxpr.outvars:
-        found: list[int] = []
-        needed = [output]
+        found: set[int] = set()
+        needed = variables_of([output])
         while needed:
-            i = None if isinstance(v := needed.pop(), jex_core.Literal) else made_by.get(v)
-            if i is not None and i not in seen:
-                seen.add(i)
-                found.append(i)
-                needed += jaxpr.eqns[i].invars
-        order += sorted(found)
+            i = made_by.get(needed.pop())
+            if i is not None and i not in order and i not in found:
+                found.add(i)
+                needed += variables_of(jaxpr.eqns[i].invars)
+        order.update(dict.fromkeys(sorted(found)))
     return [jaxpr.eqns[i] for i in order]
 
 
 def part_of_program(
-    eqns: Sequence[Equation], wanted: Collection[Any]
-) -> tuple[Any, list[Any], list[Any]]:
+    eqns: Sequence[Equation], wanted: Collection[Var]
+) -> tuple[Jaxpr, list[Var], list[Var]]:
     """Returns some equations of a program as a jaxpr, with the variables of its inputs and outputs.
 
     Args:
@@ -349,13 +338,8 @@ def part_of_program(
         wanted: The variables that are used elsewhere; those that the equations make are the
             outputs.
     """
-    made = {v for eqn in eqns for v in eqn.outvars}
+    made = variables_made(eqns)
     used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars))
-    given = [v for v in used if v not in made]
-    outs = [v for eqn in eqns for v in eqn.outvars if v in wanted]
+    given = [v for v in used if v not in set(made)]
+    outs = [v for v in made if v in wanted]
     return jaxpr_of(given, outs, eqns), given, outs
-
-
-def variables_of(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the atoms that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]

@@ -1,6 +1,8 @@
 """Immutable values with a component per replica."""
 
 from distributary.values._distributed import (
+    Array,
+    ArrayInput,
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -10,24 +12,19 @@ from distributary.values._distributed import (
 )
 from distributary.values._indexed_slices import IndexedSlices
 from distributary.values._operators import ArrayOperators
-from distributary.values._regroup import (
-    is_distributed,
-    local_results,
-    map_leaves,
-    unwrap_mirrored,
-)
+from distributary.values._regroup import local_results, map_leaves
 
 __all__ = [
+    "Array",
+    "ArrayInput",
     "ArrayOperators",
     "DistributedValues",
     "IndexedSlices",
     "Mirrored",
     "PerReplica",
     "component_arrays",
-    "is_distributed",
     "local_results",
     "map_leaves",
     "same_structure",
     "stack_components",
-    "unwrap_mirrored",
 ]

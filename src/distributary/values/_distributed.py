@@ -1,7 +1,7 @@
 """Values of which every replica has its own component, or a copy of the same one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.extend.core as jex_core
@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
+from distributary._types import Nest
 from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
 from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices, uncommitted
 from distributary.values._operators import ArrayOperators
+
+Array: TypeAlias = jax.Array | np.ndarray
 
 
 class DistributedValues:
@@ -31,15 +35,18 @@ class DistributedValues:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return _render(self, repr)
+        return self._text(repr)
 
     def __str__(self) -> str:
-        return _render(self, str)
+        return self._text(str)
+
+    def _text(self, component: Callable[[Any], str]) -> str:
+        lines = ",\n".join(f"  {i}: {component(v)}" for i, v in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
 
 
-def _render(value: DistributedValues, component: Callable[[Any], str]) -> str:
-    lines = ",\n".join(f"  {i}: {component(v)}" for i, v in enumerate(value.values))
-    return f"{type(value).__name__}:{{\n{lines}\n}}"
+#: A value that becomes one array: an array, a number, nested lists of numbers, or a variable.
+ArrayInput: TypeAlias = ArrayLike | ArrayOperators | DistributedValues | Sequence[Any]
 
 
 @final
@@ -58,43 +65,44 @@ class PerReplica(DistributedValues):
     Source: `tf.types.experimental.distributed.PerReplica`.
     """
 
-    # "stacked": a tree of arrays [replica, *shape], one row per device.
-    # "components": a tuple of trees. "local": inside a replica program, this replica's tree.
-    __slots__ = ("_form", "_num_replicas", "_payload", "_traced_values", "_values")
+    __slots__ = ("_traced_values", "_values", "form", "num_replicas", "payload")
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    #: Form in which the components are stored. "components": a tuple of trees; "stacked": a tree of
+    #: arrays `[replica, *shape]`, one row per device; "local": in a replica program, its own tree.
+    form: str
+    #: The stored tree, or tuple of trees.
+    payload: Any
+    #: Number of components.
+    num_replicas: int
+
+    def __init__(self, values: Sequence[Nest]) -> None:
         if not isinstance(values, (list, tuple)) or not values:
             raise InvalidTypeError(
                 f"PerReplica: got {values!r}, expected a non-empty list or tuple with one component"
                 " per replica."
             )
-        self._form = "components"
-        self._payload: Any = tuple(values)
-        self._num_replicas = len(values)
-        self._values: tuple[Any, ...] | None = self._payload
+        self.form = "components"
+        self.payload = tuple(values)
+        self.num_replicas = len(values)
+        self._values: tuple[Any, ...] | None = self.payload
         self._traced_values: tuple[Any, tuple[Any, ...]] | None = None
 
     @classmethod
-    def from_stacked(cls, tree: Any, num_replicas: int) -> "PerReplica":
+    def from_stacked(cls, tree: Nest, num_replicas: int) -> "PerReplica":
         """Returns a value whose components are the rows of a tree of arrays `[replica, *shape]`."""
-        new = object.__new__(cls)
-        new._form, new._payload, new._num_replicas = "stacked", tree, num_replicas
-        new._values = new._traced_values = None
-        return new
+        return cls.tree_unflatten(("stacked", num_replicas), (tree,))
 
     @classmethod
-    def from_local(cls, tree: Any, num_replicas: int) -> "PerReplica":
+    def from_local(cls, tree: Nest, num_replicas: int) -> "PerReplica":
         """Returns a value given by the component of the traced replica, which stands for all."""
-        new = cls.from_stacked(tree, num_replicas)
-        new._form = "local"
-        return new
+        return cls.tree_unflatten(("local", num_replicas), (tree,))
 
     @property
     def values(self) -> tuple[Any, ...]:
         if self._values is not None:
             return self._values
-        leaves = jax.tree.leaves(self._payload)
-        if self._form != "local" and not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        leaves = jax.tree.leaves(self.payload)
+        if self.form != "local" and not any(isinstance(x, jax.core.Tracer) for x in leaves):
             # Concrete arrays even while a step is traced, so that they can be cached.
             with jax.ensure_compile_time_eval():
                 self._values = self._make_values()
@@ -106,75 +114,62 @@ class PerReplica(DistributedValues):
         return self._traced_values[1]
 
     def _make_values(self) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(self._payload)
-        if self._form == "local":
+        leaves, tree = jax.tree.flatten(self.payload)
+        if self.form == "local":
             leaves = [lax.all_gather(leaf, REPLICA_AXIS) for leaf in leaves]
-        rows = [_rows(leaf, self._num_replicas) for leaf in leaves]
+        rows = [_rows(leaf, self.num_replicas) for leaf in leaves]
         return tuple(
             jax.tree.unflatten(tree, [row[i] for row in rows])
-            for i in range(len(rows[0]) if rows else self._num_replicas)
+            for i in range(len(rows[0]) if rows else self.num_replicas)
         )
 
-    @property
-    def form(self) -> str:
-        """Form in which the components are stored: "stacked", "components" or "local"."""
-        return self._form
-
-    @property
-    def payload(self) -> Any:
-        """The stored tree; see `form`."""
-        return self._payload
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of components."""
-        return self._num_replicas
-
     def tree_flatten(self) -> tuple[Any, tuple[str, int]]:
-        return (self._payload,), (self._form, self._num_replicas)
+        return (self.payload,), (self.form, self.num_replicas)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[str, int], children: Any) -> "PerReplica":
+    def tree_unflatten(cls, aux: tuple[str, int], children: tuple[Nest]) -> "PerReplica":
         new = object.__new__(cls)
-        new._form, new._num_replicas = aux
-        (new._payload,) = children
-        new._values = new._payload if new._form == "components" else None
+        new.form, new.num_replicas = aux
+        (new.payload,) = children
+        new._values = new.payload if new.form == "components" else None
         new._traced_values = None
         return new
 
-    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        raise _not_one_array(self)
+    def _refuse_number(self, *_: object) -> NoReturn:
+        raise InvalidTypeError(f"A PerReplica is not a number: {self._advice()}")
 
-    def __float__(self) -> float:
-        raise _not_a_number(self)
+    __float__ = __int__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse_number
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse_number
 
-    def __int__(self) -> int:
-        raise _not_a_number(self)
+    def _refuse_array(self, *_: object, **__: object) -> NoReturn:
+        raise InvalidValueError(f"A PerReplica cannot be converted to one array: {self._advice()}")
 
-    def __add__(self, other: Any) -> Any:
-        raise _not_a_number(self)
+    __array__ = __jax_array__ = _refuse_array
 
-    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __add__
-    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __add__
-
-    def __jax_array__(self) -> Any:
-        raise _not_one_array(self)
+    def _advice(self) -> str:
+        return (
+            "it holds a value per replica. Combine them with strategy.reduce(ReduceOp.SUM, value,"
+            " axis=None) or strategy.gather(value, axis=0), look at"
+            " strategy.experimental_local_results(value), or pass it to strategy.run through args,"
+            f" not through a closure. Got PerReplica with {self.num_replicas} components."
+        )
 
     def __format__(self, spec: str) -> str:
-        if spec:
-            raise _not_a_number(self)
-        return str(self)
+        return self._refuse_number() if spec else str(self)
 
     def __repr__(self) -> str:
-        if self._form == "local":
-            return f"PerReplica:{{this replica: {self._payload!r}}}"
-        return _render(self, repr)
+        return self._text(repr)
 
     def __str__(self) -> str:
-        return repr(self) if self._form == "local" else _render(self, str)
+        return self._text(str)
+
+    def _text(self, component: Callable[[Any], str]) -> str:
+        if self.form == "local":
+            return f"PerReplica:{{this replica: {self.payload!r}}}"
+        return super()._text(component)
 
 
-def _rows(stacked: Any, num_replicas: int) -> list[Any]:
+def _rows(stacked: Array, num_replicas: int) -> list[Any]:
     """Returns this process's rows of `[replica, *shape]`, each on its replica's device.
 
     If a replica has several logical devices, its row is on the first. The rows are not committed to
@@ -188,24 +183,6 @@ def _rows(stacked: Any, num_replicas: int) -> list[Any]:
     first_copies = [shard for shard in stacked.addressable_shards if shard.replica_id == 0]
     shards = {shard.index[0].start or 0: shard.data for shard in first_copies}
     return [uncommitted(shards[start].reshape(stacked.shape[1:])) for start in sorted(shards)]
-
-
-def _not_one_array(value: DistributedValues) -> InvalidValueError:
-    return InvalidValueError(f"A PerReplica cannot be converted to one array: {_advice(value)}")
-
-
-def _not_a_number(value: DistributedValues) -> InvalidTypeError:
-    return InvalidTypeError(f"A PerReplica is not a number: {_advice(value)}")
-
-
-def _advice(value: DistributedValues) -> str:
-    return (
-        "it holds a value per replica. Combine them with strategy.reduce(ReduceOp.SUM, value,"
-        " axis=None) or strategy.gather(value, axis=0), look at"
-        " strategy.experimental_local_results(value), or pass it to strategy.run through args, not"
-        f" through a closure. Got {type(value).__name__} with"
-        f" {getattr(value, 'num_replicas', '?')} components."
-    )
 
 
 @final
@@ -222,7 +199,7 @@ class Mirrored(DistributedValues, ArrayOperators):
 
     __slots__ = ("_num_replicas", "_value")
 
-    def __init__(self, value: Any, num_replicas: int = 1) -> None:
+    def __init__(self, value: Nest, num_replicas: int = 1) -> None:
         self._value = value
         self._num_replicas = num_replicas
 
@@ -243,23 +220,15 @@ class Mirrored(DistributedValues, ArrayOperators):
         """Returns the value as a NumPy array."""
         return np.array(self.value())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.value(), dtype=dtype)
-
-    def __jax_array__(self) -> Any:
-        return self.value()
-
     def tree_flatten(self) -> tuple[Any, int]:
         return (self._value,), self._num_replicas
 
     @classmethod
-    def tree_unflatten(cls, num_replicas: int, children: Any) -> "Mirrored":
+    def tree_unflatten(cls, num_replicas: int, children: tuple[Nest]) -> "Mirrored":
         return cls(children[0], num_replicas)
 
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
-
-def _copies(value: Any, num_replicas: int) -> list[Any]:
+def _copies(value: Array, num_replicas: int) -> list[Any]:
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         shards = [shard.data for shard in value.addressable_shards]
         if isinstance(value.sharding, NamedSharding) and REPLICA_AXIS in value.sharding.mesh.shape:
@@ -294,12 +263,12 @@ def stack_components(value: PerReplica) -> PerReplica | None:
     return PerReplica.from_stacked(jax.tree.unflatten(flat[0][1], columns), value.num_replicas)
 
 
-def same_structure(first: Any, second: Any) -> bool:
+def same_structure(first: jax.tree_util.PyTreeDef, second: jax.tree_util.PyTreeDef) -> bool:
     """Returns whether two tree definitions of JAX are equal."""
     return bool(first == second)
 
 
-def _where_stacked(arrays: list[Any]) -> list[Any]:
+def _where_stacked(arrays: list[Array]) -> list[Array]:
     """Returns the arrays unchanged if all are on one accelerator, otherwise as NumPy arrays.
 
     On a CPU, NumPy can use the memory directly, and JAX would compile a program for each shape.
@@ -316,7 +285,7 @@ def _where_stacked(arrays: list[Any]) -> list[Any]:
     return [np.asarray(array) for array in arrays]
 
 
-def _component_array(leaf: Any, replica: int) -> Any:
+def _component_array(leaf: object, replica: int) -> Array:
     if isinstance(leaf, (jax.Array, np.ndarray)):
         array = leaf
     elif isinstance(leaf, (bool, int, float, complex, np.generic)):
@@ -336,7 +305,7 @@ def _component_array(leaf: Any, replica: int) -> Any:
     return array
 
 
-def component_arrays(value: PerReplica) -> list[Any]:
+def component_arrays(value: PerReplica) -> list[Nest]:
     """Returns the components as trees of arrays, with the same checks as `stack_components`."""
     return [
         jax.tree.map(lambda leaf, i=i: _component_array(leaf, i), component)

@@ -1,9 +1,12 @@
 """Sparse rows of a table, the form of gradients of `sparse_read`."""
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 
 from distributary.errors import InvalidValueError
 
@@ -29,19 +32,21 @@ class IndexedSlices:
 
     __slots__ = ("dense_shape", "indices", "values")
 
-    def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
+    def __init__(
+        self, values: ArrayLike, indices: ArrayLike, dense_shape: Iterable[int] | None = None
+    ) -> None:
         shapes = [getattr(part, "shape", None) for part in (values, indices)]
         if None not in shapes and (len(shapes[1]) != 1 or shapes[0][:1] != shapes[1]):  # type: ignore[index,arg-type]
             raise InvalidValueError(
                 f"IndexedSlices: values has shape {shapes[0]} and indices {shapes[1]}; expected"
                 " values [num_rows, ...] and indices [num_rows]."
             )
-        self.values = values
-        self.indices = indices
+        self.values: Any = values
+        self.indices: Any = indices
         self.dense_shape = None if dense_shape is None else tuple(int(d) for d in dense_shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """Dtype of the rows."""
         return self.values.dtype
 
@@ -50,7 +55,7 @@ class IndexedSlices:
         """The same as `dense_shape`."""
         return self.dense_shape
 
-    def to_dense(self) -> Any:
+    def to_dense(self) -> jax.Array:
         """Returns the dense array of shape `dense_shape`, with rows of equal indices added up.
 
         Raises:
@@ -63,11 +68,13 @@ class IndexedSlices:
             )
         return jnp.zeros(self.dense_shape, self.values.dtype).at[self.indices].add(self.values)
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:
         return (self.values, self.indices), self.dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: Any, children: tuple[Any, Any]) -> "IndexedSlices":
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...] | None, children: tuple[Any, Any]
+    ) -> "IndexedSlices":
         new = object.__new__(cls)
         new.values, new.indices = children
         new.dense_shape = dense_shape

@@ -2,10 +2,12 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 
 class ArrayOperators:
@@ -19,10 +21,23 @@ class ArrayOperators:
     # Makes NumPy arrays on the left leave the operation to us instead of converting to NumPy.
     __array_priority__ = 100
 
-    def __jax_array__(self) -> Any:
+    def value(self) -> Any:
+        """Returns the array."""
         raise NotImplementedError
 
+    def numpy(self) -> np.ndarray:
+        """Returns the array as a NumPy array."""
+        raise NotImplementedError
+
+    def __jax_array__(self) -> Any:
+        return self.value()
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
     if TYPE_CHECKING:
+        __hash__: ClassVar[None]  # type: ignore[assignment]
 
         def __getattr__(self, name: str) -> Any:
             """Returns an attribute of the array. For type checkers only.
@@ -32,7 +47,7 @@ class ArrayOperators:
             including those that a cached program reads of its variables.
             """
 
-        def _operator(self, other: Any) -> Any: ...
+        def _operator(self, other: object) -> Any: ...
 
         __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _operator
         __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _operator
@@ -40,66 +55,60 @@ class ArrayOperators:
         __rshift__ = __rrshift__ = __and__ = __rand__ = __or__ = __ror__ = _operator
         __xor__ = __rxor__ = __lt__ = __le__ = __gt__ = __ge__ = _operator
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.__jax_array__()[index]
+    def __getitem__(self, index: object) -> Any:
+        return self.value()[index]
 
     def __len__(self) -> int:
-        return len(self.__jax_array__())
+        return len(self.value())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.__jax_array__())
+        return iter(self.value())
 
     def __bool__(self) -> bool:
-        return bool(self.__jax_array__())
+        return bool(self.value())
 
     def __int__(self) -> int:
-        return int(self.__jax_array__())
+        return int(self.value())
 
     def __float__(self) -> float:
-        return float(self.__jax_array__())
+        return float(self.value())
 
     def __complex__(self) -> complex:
-        return complex(self.__jax_array__())
+        return complex(self.value())
 
     def __index__(self) -> int:
-        return operator.index(self.__jax_array__())
+        return operator.index(self.value())
 
     def __neg__(self) -> Any:
-        return -self.__jax_array__()
+        return -self.value()
 
     def __pos__(self) -> Any:
-        return +self.__jax_array__()
+        return +self.value()
 
     def __abs__(self) -> Any:
-        return abs(self.__jax_array__())
+        return abs(self.value())
 
     def __invert__(self) -> Any:
-        return ~self.__jax_array__()
+        return ~self.value()
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return jnp.round(self.__jax_array__(), ndigits or 0)
-
-
-def _plain(value: Any) -> Any:
-    return value.__jax_array__() if isinstance(value, ArrayOperators) else value
+        return jnp.round(self.value(), ndigits or 0)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: ArrayOperators, other: Any) -> Any:
-        return function(self.__jax_array__(), _plain(other))
+    def method(self: ArrayOperators, other: object) -> Any:
+        plain = other.value() if isinstance(other, ArrayOperators) else other
+        return function(self.value(), plain)
 
     return method
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: ArrayOperators, other: Any) -> Any:
-        return function(_plain(other), self.__jax_array__())
-
-    return method
+    return _binary(lambda own, other: function(other, own))
 
 
-def _attribute(name: str) -> Any:
-    return property(lambda self: getattr(self.__jax_array__(), name))
+def _attribute(name: str) -> property:
+    return property(lambda self: getattr(self.value(), name))
 
 
 _ARITHMETIC = (
@@ -113,4 +122,4 @@ for _name in _ARITHMETIC:
 for _name in dir(jax.Array):
     if not _name.startswith("_"):
         setattr(ArrayOperators, _name, _attribute(_name))
-ArrayOperators.__hash__ = None  # type: ignore[assignment]
+ArrayOperators.__hash__ = None

@@ -1,61 +1,46 @@
 """The aggregations of variables, applied to arrays."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 
-from distributary.collectives import NcclAllReduce, ReduceOp, all_gather, reduce_arrays
+from distributary.collectives import NcclAllReduce, ReduceOp, reduce_arrays
 from distributary.errors import InvalidValueError
 from distributary.options import CommunicationOptions
-from distributary.tracing import Array
-from distributary.values import IndexedSlices
+from distributary.variables._conversion import Change
 from distributary.variables._enums import VariableAggregation
+
+_Change = TypeVar("_Change", bound=Change)
 
 
 def across_replicas(
-    value: Array,
+    value: _Change,
     aggregation: VariableAggregation,
     num_replicas: int,
-    replica_id: Callable[[], Array],
-) -> Array:
-    """Combines the replicas' values inside a replica program; every replica gets the result."""
+    replica_id: Callable[[], jax.Array],
+) -> _Change:
+    """Combines the replicas' values or rows in a replica program; every replica gets the result."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
         return value
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        # A sum of replica 0's value and zeros.
-        is_bool = value.dtype == jnp.bool_
-        number = value.astype(jnp.int32) if is_bool else value
-        own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
-        return _reduce(ReduceOp.SUM, own, num_replicas).astype(value.dtype)
-    op = ReduceOp.from_variable_aggregation(aggregation)
-    return _reduce(op, value, num_replicas)
+        return jax.tree.map(lambda part: _of_first(part, num_replicas, replica_id), value)
+    return _reduce(ReduceOp.from_variable_aggregation(aggregation), value, num_replicas)
 
 
-def _reduce(op: ReduceOp, value: Array, num_replicas: int) -> Array:
-    return NcclAllReduce().all_reduce(op, [value], num_replicas, CommunicationOptions())[0]
+def _of_first(
+    value: jax.Array, num_replicas: int, replica_id: Callable[[], jax.Array]
+) -> jax.Array:
+    """Returns replica 0's value on every replica: a sum of this value and zeros."""
+    number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+    own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))
+    return _reduce(ReduceOp.SUM, own, num_replicas).astype(value.dtype)
 
 
-def slices_across_replicas(
-    slices: IndexedSlices,
-    aggregation: VariableAggregation,
-    num_replicas: int,
-    replica_id: Callable[[], Array],
-) -> IndexedSlices:
-    """Combines the replicas' rows inside a replica program; every replica gets the result."""
-    if aggregation is VariableAggregation.NONE or num_replicas == 1:
-        return slices
-    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        values = across_replicas(slices.values, aggregation, num_replicas, replica_id)
-        ids = across_replicas(slices.indices, aggregation, num_replicas, replica_id)
-        return IndexedSlices(values, ids, slices.dense_shape)
-    values = slices.values
-    if aggregation is VariableAggregation.MEAN:
-        values = values / num_replicas
-    return IndexedSlices(
-        all_gather(values, 0, num_replicas),
-        all_gather(slices.indices, 0, num_replicas),
-        slices.dense_shape,
-    )
+def _reduce(op: ReduceOp, value: _Change, num_replicas: int) -> _Change:
+    (reduced,) = NcclAllReduce().all_reduce(op, [value], num_replicas, CommunicationOptions())
+    return reduced
 
 
 def check_readable(aggregation: VariableAggregation, name: str) -> None:
@@ -68,7 +53,7 @@ def check_readable(aggregation: VariableAggregation, name: str) -> None:
         )
 
 
-def of_rows(rows: Array, aggregation: VariableAggregation, name: str) -> Array:
+def of_rows(rows: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
     """Returns the aggregated value of an array `[replica, *shape]`."""
     check_readable(aggregation, name)
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -79,7 +64,7 @@ def of_rows(rows: Array, aggregation: VariableAggregation, name: str) -> Array:
     )[0]
 
 
-def parts_of(value: Array, aggregation: VariableAggregation, num_replicas: int) -> Array:
+def parts_of(value: jax.Array, aggregation: VariableAggregation, num_replicas: int) -> jax.Array:
     """Returns rows `[replica, *shape]` whose aggregated value is `value`."""
     rows = jnp.broadcast_to(value, (num_replicas, *value.shape))
     if aggregation is not VariableAggregation.SUM:

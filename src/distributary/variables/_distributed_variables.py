@@ -1,7 +1,7 @@
 """Variables with a copy per replica."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ from distributary.context import current_mode
 from distributary.dispatch import latest_program
 from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.topology import in_device_memory
-from distributary.tracing import Array, TraceScope, check_not_frozen, current_scope
+from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.values import (
+    Array,
+    ArrayInput,
     ArrayOperators,
     DistributedValues,
     IndexedSlices,
@@ -21,7 +23,7 @@ from distributary.values import (
     PerReplica,
 )
 from distributary.variables import _aggregation as aggregation_rules
-from distributary.variables._conversion import NOT_LINEAR, combine
+from distributary.variables._conversion import NOT_LINEAR, Change, combine
 from distributary.variables._enums import VariableAggregation
 from distributary.variables._variable import Variable
 
@@ -29,12 +31,16 @@ from distributary.variables._variable import Variable
 class AggregatedVariable(Variable):
     """A variable with one value for all replicas. Values that they assign are combined."""
 
-    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
-        if scope.kind != "replica" or current_mode().role != "replica":
-            return super()._change_traced(scope, kind, value)
+    def _change_traced(
+        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
+    ) -> jax.Array:
         num_replicas = self._layout.num_replicas
-        is_sum = self._aggregation is VariableAggregation.SUM
-        if is_sum and num_replicas > 1 and not isinstance(value, (Variable, jax.core.Tracer)):
+        if (
+            _is_in_replica(scope)
+            and num_replicas > 1
+            and self._aggregation is VariableAggregation.SUM
+            and not isinstance(value, (Variable, jax.core.Tracer, IndexedSlices))
+        ):
             raise InvalidValueError(
                 f"Variable {self._name!r}: {kind} got {value!r}, which is the same on every"
                 " replica, and aggregation is SUM: it is not clear whether it counts once or"
@@ -42,14 +48,14 @@ class AggregatedVariable(Variable):
                 " (jnp.asarray(value) counts once per replica), or use aggregation MEAN or"
                 " ONLY_FIRST_REPLICA to count it once."
             )
-        converted = jnp.asarray(self._convert(kind, value), self._dtype)
-        combined = aggregation_rules.across_replicas(
-            converted, self._aggregation, self._layout.num_replicas, scope.replica_id
+        return super()._change_traced(scope, kind, value)
+
+    def _combined(self, scope: TraceScope, value: Change) -> Change:
+        if not _is_in_replica(scope):
+            return value
+        return aggregation_rules.across_replicas(
+            value, self._aggregation, self._layout.num_replicas, scope.replica_id
         )
-        current = None if kind == "assign" else scope.read(self._handle)
-        new = combine(kind, current, combined)
-        scope.write(self._handle, new)
-        return new
 
     def _check_scatter(self, kind: str) -> None:
         aggregated = self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
@@ -60,12 +66,10 @@ class AggregatedVariable(Variable):
                 " or ONLY_FIRST_REPLICA."
             )
 
-    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
-        if scope.kind != "replica" or current_mode().role != "replica":
-            return slices
-        return aggregation_rules.slices_across_replicas(
-            slices, self._aggregation, self._layout.num_replicas, scope.replica_id
-        )
+
+def _is_in_replica(scope: TraceScope) -> bool:
+    """Returns whether the traced code is that of one replica."""
+    return scope.kind == "replica" and current_mode().role == "replica"
 
 
 class DistributedVariable(Variable, DistributedValues):
@@ -82,10 +86,10 @@ class DistributedVariable(Variable, DistributedValues):
         with latest_program.lock:
             return self._components(self._copies(in_device_memory(self._value)))
 
-    def _components(self, copies: Sequence[Any]) -> tuple["VariableComponent", ...]:
+    def _components(self, copies: Sequence[jax.Array]) -> tuple["VariableComponent", ...]:
         return tuple([VariableComponent(self, i, copy) for i, copy in enumerate(copies)])
 
-    def _copies(self, state: Array) -> tuple[Any, ...]:
+    def _copies(self, state: jax.Array) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
@@ -101,10 +105,10 @@ class DistributedVariable(Variable, DistributedValues):
 
 
 @final
-class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
+class MirroredVariable(AggregatedVariable, DistributedVariable):
     """A variable with the same value on every replica, created by `Variable` in a scope."""
 
-    def _copies(self, state: Array) -> tuple[Any, ...]:
+    def _copies(self, state: jax.Array) -> tuple[Any, ...]:
         return Mirrored(state, self._num_copies()).values
 
     def _num_copies(self) -> int:
@@ -120,13 +124,13 @@ class MirroredVariable(AggregatedVariable, DistributedVariable, on_read=False):
 
 
 @final
-class SyncOnReadVariable(DistributedVariable, on_read=True):
+class SyncOnReadVariable(DistributedVariable):
     """A variable with a value per replica, aggregated when it is read outside of `run`.
 
     Its state is one array `[replica, *shape]`.
     """
 
-    def _initial_state(self, initial: Any) -> jax.Array:
+    def _initial_state(self, initial: Array) -> jax.Array:
         num = self._layout.num_replicas
         rows = jnp.broadcast_to(jnp.asarray(initial), (num, *self._shape))
         return self._layout.place(rows, self._dtype, stacked=True)
@@ -134,7 +138,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
     def _initial_of_copy(self) -> Any:
         return self._value[0]
 
-    def _copies(self, state: Array) -> tuple[Any, ...]:
+    def _copies(self, state: jax.Array) -> tuple[Any, ...]:
         return PerReplica.from_stacked(state, self._layout.num_replicas).values
 
     def _copies_traced(self, scope: TraceScope) -> tuple[Any, ...]:
@@ -144,7 +148,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
         num_replicas = self._layout.num_replicas
         return (own,) if num_replicas == 1 else PerReplica.from_local(own, num_replicas).values
 
-    def _read_traced(self, scope: TraceScope) -> Array:
+    def _read_traced(self, scope: TraceScope) -> jax.Array:
         value = scope.read(self._handle)
         if scope.kind == "function":
             return aggregation_rules.of_rows(value, self._aggregation, self._name)
@@ -155,10 +159,10 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
             )
         return value
 
-    def _read_eager(self) -> Array:
+    def _read_eager(self) -> jax.Array:
         return self._peek()
 
-    def _peek(self) -> Array:
+    def _peek(self) -> jax.Array:
         aggregation_rules.check_readable(self._aggregation, self._name)
         with latest_program.lock:
             rows = PerReplica.from_stacked(self._value, self._layout.num_replicas)
@@ -178,7 +182,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
                 " the sum. Use assign, or call it inside Strategy.run."
             )
 
-    def _change_eager(self, kind: str, value: Any) -> None:
+    def _change_eager(self, kind: str, value: Array) -> None:
         self._check_cross_change(kind)
         num = self._layout.num_replicas
         value = self._layout.bring(value, self._dtype, stacked=True)
@@ -189,7 +193,9 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
             self._value = combine(kind, self._value, value)
         self._shared = False
 
-    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
+    def _change_traced(
+        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
+    ) -> jax.Array:
         if scope.kind == "replica" and current_mode().role != "cross":
             return super()._change_traced(scope, kind, value)
         self._check_cross_change(kind)
@@ -214,7 +220,7 @@ class SyncOnReadVariable(DistributedVariable, on_read=True):
 class VariableComponent(ArrayOperators):
     """One replica's copy of a variable at the time of reading. It cannot be assigned."""
 
-    def __init__(self, variable: Variable, replica: int, value: Any) -> None:
+    def __init__(self, variable: Variable, replica: int, value: jax.Array) -> None:
         suffix = f"/replica_{replica}" if replica else ""
         self.name = f"{variable._name}{suffix}:0"
         self.variable = variable
@@ -222,21 +228,11 @@ class VariableComponent(ArrayOperators):
         variable._shared = True
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the copy."""
-        return self.variable.shape
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the copy."""
-        return self.variable.dtype
-
-    @property
-    def device(self) -> Any:
+    def device(self) -> jax.Device:
         """The JAX device that holds the copy."""
         return next(iter(self._array.devices()))
 
-    def value(self) -> Array:
+    def value(self) -> jax.Array:
         """Returns the copy as a JAX array."""
         return self._array
 
@@ -246,15 +242,7 @@ class VariableComponent(ArrayOperators):
         """Returns the copy as a NumPy array."""
         return np.array(self._array)
 
-    def __jax_array__(self) -> Array:
-        return self._array
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self._array, dtype=dtype)
-
     def __repr__(self) -> str:
         if isinstance(self._array, jax.core.Tracer):
             return f"<dist.Variable '{self.name}' shape={self.shape} dtype={self.dtype.name}>"
         return self.variable._component_text(self.name, self._array)
-
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]

@@ -149,8 +149,9 @@ def array_of(value: Any, what: str) -> Any:
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             raise InvalidTypeError(
-                f"{what}: got an array of dtype {value.dtype}; expected numbers. Of a random key"
-                " keep jax.random.key_data(key), and use jax.random.wrap_key_data."
+                f"{what}: got an array of dtype {value.dtype}; expected numbers. For a random key,"
+                " keep jax.random.key_data(key), and get the key back with"
+                " jax.random.wrap_key_data."
             )
         return value
     try:

@@ -3,19 +3,23 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from distributary.errors import InvalidTypeError, InvalidValueError
-from distributary.tracing import Array, current_scope
-from distributary.values import ArrayOperators, IndexedSlices
+from distributary.tracing import current_scope
+from distributary.values import ArrayInput, ArrayOperators, IndexedSlices
+from distributary.variables._assignable import Assignable
+from distributary.variables._conversion import SCATTER
 from distributary.variables._variable import Variable
 
 __all__ = ["ShardedVariable", "embedding_lookup"]
 
 
 @final
-class ShardedVariable(ArrayOperators):
+class ShardedVariable(Assignable):
     """A variable that is divided along dim 0 into shards.
 
     It behaves like the whole array in expressions; `for shard in v` iterates over the shards. If a
@@ -49,8 +53,8 @@ class ShardedVariable(ArrayOperators):
             if not shard.shape or (shard.dtype, shard.shape[1:]) != (first.dtype, first.shape[1:]):
                 raise InvalidValueError(
                     f"ShardedVariable {name!r}: shard {i} is {shard.dtype}{list(shard.shape)} and"
-                    f" shard 0 {first.dtype}{list(first.shape)}. Shards have one dtype, and one"
-                    " shape but for dim 0."
+                    f" shard 0 {first.dtype}{list(first.shape)}. All shards need the same"
+                    " dtype, and the same shape except for dim 0."
                 )
         sizes = [shard.shape[0] for shard in self._variables]
         self._starts = [int(start) for start in np.cumsum([0, *sizes])]
@@ -73,22 +77,7 @@ class ShardedVariable(ArrayOperators):
         return self._name
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole variable."""
-        return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self._shape))
-
-    @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """Dtype of all shards."""
         return self._variables[0].dtype
 
@@ -99,22 +88,18 @@ class ShardedVariable(ArrayOperators):
 
     # Reading
 
-    def value(self) -> Array:
+    def value(self) -> jax.Array:
         """Returns the whole variable as a JAX array; raises the same errors as `Variable.value`."""
         return jnp.concatenate([shard.value() for shard in self._variables])
 
-    def _peek(self) -> Array:
+    def _peek(self) -> jax.Array:
         return jnp.concatenate([shard._peek() for shard in self._variables])
-
-    def read_value(self) -> Array:
-        """Returns the same as `value()`."""
-        return self.value()
 
     def numpy(self) -> np.ndarray:
         """Returns the whole variable as a NumPy array; raises as `Variable.numpy` does."""
         return np.concatenate([shard.numpy() for shard in self._variables])
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
         """Returns rows, `[*indices.shape, *shape[1:]]`; see `embedding_lookup`.
 
         Args:
@@ -123,7 +108,7 @@ class ShardedVariable(ArrayOperators):
         """
         return embedding_lookup(self, indices)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         for own, size in zip(_dims_of(index), self._shape, strict=False):
             if isinstance(own, int | np.integer) and not -size <= own < size:
                 raise IndexError(
@@ -138,69 +123,26 @@ class ShardedVariable(ArrayOperators):
     def __len__(self) -> int:
         return self._shape[0]
 
-    def __jax_array__(self) -> Array:
-        return self.value()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        value = self.numpy()
-        return value if dtype is None else value.astype(dtype)
-
     # Assigning
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
-        """Sets the value, one shard after the other; see `Variable.assign`."""
-        return self._change("assign", value, args, kwargs)
-
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
-        """Adds `delta`; otherwise like `assign`."""
-        return self._change("assign_add", delta, args, kwargs)
-
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> "ShardedVariable":
-        """Subtracts `delta`; otherwise like `assign`."""
-        return self._change("assign_sub", delta, args, kwargs)
-
-    def scatter_add(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Adds rows, numbered as in the whole variable; see `Variable.scatter_add`."""
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Subtracts rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Multiplies rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Divides rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Keeps the smaller of row and value; otherwise like `scatter_add`."""
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Keeps the larger of row and value; otherwise like `scatter_add`."""
-        return self._scatter("scatter_max", sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices) -> "ShardedVariable":
-        """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
-        return self._scatter("scatter_update", sparse_delta)
-
-    def _change(self, kind: str, value: Any, args: Any, kwargs: Any) -> "ShardedVariable":
+    def _change(
+        self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool
+    ) -> "ShardedVariable":
+        if kind in SCATTER:
+            return self._scatter(kind, value)
         if isinstance(value, ArrayOperators):
-            value = value.__jax_array__()
-        array = value if hasattr(value, "shape") else np.asarray(value, self.dtype)
+            value = value.value()
+        array: Any = value if hasattr(value, "shape") else np.asarray(value, self.dtype)
         if tuple(array.shape) != self._shape:
             raise InvalidValueError(
                 f"ShardedVariable {self._name!r}: {kind} got a value of shape"
                 f" {tuple(array.shape)}, but the variable has shape {self._shape}."
             )
         for shard, start, end in self._ranges():
-            getattr(shard, kind)(array[start:end], *args, **kwargs)
+            shard._change(kind, array[start:end], read_value)
         return self
 
-    def _scatter(self, kind: str, slices: Any) -> "ShardedVariable":
+    def _scatter(self, kind: str, slices: object) -> "ShardedVariable":
         if not isinstance(slices, IndexedSlices):
             raise InvalidTypeError(
                 f"ShardedVariable {self._name!r}: {kind} needs distributary.IndexedSlices(values,"
@@ -212,7 +154,7 @@ class ShardedVariable(ArrayOperators):
             is_own = (ids >= start) & (ids < end)
             # Rows of other shards get an index out of range, so that they are dropped.
             own = IndexedSlices(slices.values, array_module.where(is_own, ids - start, end - start))
-            getattr(shard, kind)(own)
+            shard._change(kind, own, True)
         return self
 
     def _ranges(self) -> Iterator[tuple[Variable, int, int]]:
@@ -225,10 +167,14 @@ class ShardedVariable(ArrayOperators):
             f" shards of {shards} rows>"
         )
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Array:
+def embedding_lookup(
+    params: "ArrayLike | ShardedVariable | Variable | Sequence[Any]",
+    ids: ArrayLike,
+    max_norm: float | None = None,
+) -> jax.Array:
     """Looks up rows of a table, which may be divided into shards.
 
     In a scheduled function, only these rows are fetched from the servers. The gradient with respect
@@ -263,7 +209,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> Ar
     return rows * (max_norm / jnp.maximum(norms, max_norm))
 
 
-def _dims_of(index: Any) -> Sequence[Any]:
+def _dims_of(index: object) -> Sequence[object]:
     """Returns the leading indices that stand for one dim each."""
     indices = index if isinstance(index, tuple) else (index,)
     known = [isinstance(own, int | np.integer | slice) for own in indices]

@@ -3,11 +3,13 @@
 import threading
 import warnings
 import weakref
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from distributary.context import (
     another_thread_in_scope,
@@ -27,21 +29,23 @@ from distributary.errors import (
 )
 from distributary.topology import in_device_memory, in_host_memory, local_copy, own_copies
 from distributary.tracing import (
-    Array,
     Handle,
     TraceScope,
     check_not_frozen,
     current_scope,
 )
 from distributary.values import (
-    ArrayOperators,
+    Array,
+    ArrayInput,
     IndexedSlices,
     Mirrored,
     PerReplica,
     stack_components,
 )
+from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import (
     SCATTER,
+    Change,
     check_has_value,
     check_member,
     combine,
@@ -53,7 +57,7 @@ from distributary.variables._layout import VariableLayout, array_of
 from distributary.variables._state_list import StateList
 
 
-class Variable(ArrayOperators):
+class Variable(Assignable):
     """A value that you can assign, kept by the strategy in whose scope you create it.
 
     Under a strategy with replicas, you get a `MirroredVariable`, whose value is the same on all
@@ -83,12 +87,10 @@ class Variable(ArrayOperators):
     Source: `tf.Variable` under `tf.distribute`.
     """
 
-    # The classes that strategies with replicas create; the key is whether they are ON_READ.
-    _kinds: ClassVar[dict[bool, type["Variable"]]] = {}
-
     # False if `_value` is read from somewhere else and not stored here.
     _stores_array: ClassVar[bool] = True
 
+    _dtype: np.dtype[Any]
     _layout: VariableLayout
     _slot: tuple[StateList, int]
     _handle: Handle
@@ -106,21 +108,24 @@ class Variable(ArrayOperators):
             return new
         if not layout.mirrored:
             return super().__new__(cls)
-        return super().__new__(cls._kinds[synchronization is VariableSynchronization.ON_READ])
+        # Imported here, as these classes derive from this one.
+        from distributary.variables._distributed_variables import (
+            MirroredVariable,
+            SyncOnReadVariable,
+        )
 
-    def __init_subclass__(cls, on_read: bool | None = None) -> None:
-        if on_read is not None:
-            Variable._kinds[on_read] = cls
+        on_read = synchronization is VariableSynchronization.ON_READ
+        return super().__new__(SyncOnReadVariable if on_read else MirroredVariable)
 
     def __init__(
         self,
-        initial_value: Any = None,
+        initial_value: ArrayInput | Callable[[], ArrayInput] | None = None,
         trainable: bool | None = None,
         name: str | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | None = VariableAggregation.NONE,
-        shape: Any = None,
+        shape: Sequence[int] | None = None,
     ) -> None:
         self._name = "Variable" if name is None else str(name)
         what = f"Variable {self._name!r}"
@@ -192,7 +197,7 @@ class Variable(ArrayOperators):
                 " mean. Use dtype=jnp.float32, or aggregation SUM or ONLY_FIRST_REPLICA."
             )
 
-    def _initial_state(self, initial: Any) -> jax.Array:
+    def _initial_state(self, initial: Array) -> jax.Array:
         return self._layout.place(initial, self._dtype)
 
     @property
@@ -202,7 +207,7 @@ class Variable(ArrayOperators):
         return states.arrays[number]
 
     @_value.setter
-    def _value(self, value: Any) -> None:
+    def _value(self, value: jax.Array) -> None:
         states, number = self._slot
         states.arrays[number] = value
 
@@ -225,22 +230,7 @@ class Variable(ArrayOperators):
         return f"{self._name}:0"
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value; for ON_READ, of one replica's value."""
-        return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self._shape))
-
-    @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """Dtype of the value."""
         return self._dtype
 
@@ -265,9 +255,10 @@ class Variable(ArrayOperators):
         return self._layout.strategy
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> jax.sharding.Sharding:
         """The JAX sharding of the stored array."""
-        return self._value.sharding
+        sharding: jax.sharding.Sharding = self._value.sharding
+        return sharding
 
     @property
     def device(self) -> str:
@@ -294,10 +285,6 @@ class Variable(ArrayOperators):
         check_not_frozen(self._name, "read")
         return self._read_eager()
 
-    def read_value(self) -> jax.Array:
-        """Returns the same as `value()`."""
-        return self.value()
-
     def numpy(self) -> np.ndarray:
         """Returns a copy of the value as a NumPy array.
 
@@ -315,7 +302,7 @@ class Variable(ArrayOperators):
         except RuntimeError:  # a step in another thread has just donated the buffer
             return np.array(self._read_eager())
 
-    def sparse_read(self, indices: Any) -> Array:
+    def sparse_read(self, indices: ArrayLike) -> jax.Array:
         """Returns rows of the variable, `[*indices.shape, *shape[1:]]`.
 
         If a variable is only read this way, the gradient with respect to it is an `IndexedSlices`.
@@ -337,90 +324,43 @@ class Variable(ArrayOperators):
         self._check_strategy("read")
         return scope.sparse_read(self._handle, ids)
 
-    def _read_traced(self, scope: TraceScope) -> Array:
+    def _read_traced(self, scope: TraceScope) -> jax.Array:
         return scope.read(self._handle)
 
-    def _read_eager(self) -> Array:
+    def _read_eager(self) -> jax.Array:
         # Under the lock, so that a program of another thread sees `_shared` before it donates.
         with latest_program.lock:
             value = in_device_memory(local_copy(self._value))
             self._shared = self._shared or not in_host_memory(self._layout.replicated)
         return value
 
-    def _peek(self) -> Array:
+    def _peek(self) -> jax.Array:
         """Returns the eager value, which is valid only until the next step."""
         return in_device_memory(local_copy(self._value))
 
     # Assigning
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Sets the value.
-
-        In `run`, a mirrored variable first combines the replicas' values by its aggregation. With
-        aggregation NONE, all replicas must assign the same value. An ON_READ variable changes only
-        this replica's value.
-
-        Args:
-            value: Array or number of the variable's shape.
-            use_locking: Has no effect.
-            name: Has no effect.
-            read_value: False makes this return None.
-
-        Returns:
-            Inside `run` and `function`, the new value; elsewhere, the variable.
-
-        Raises:
-            InvalidValueError: if the shape differs.
-            InvalidTypeError: if the dtype cannot be converted without loss of kind.
-            ReplicaDivergenceError: if the copies of a mirrored variable would differ.
-            ContextError: under another strategy.
-
-        Source: `tf.Variable.assign` under `tf.distribute`.
-        """
-        return self._change("assign", value, read_value)
-
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Adds `delta`; otherwise like `assign`."""
-        return self._change("assign_add", delta, read_value)
-
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Subtracts `delta`; otherwise like `assign`."""
-        return self._change("assign_sub", delta, read_value)
-
-    def _change(self, kind: str, value: Any, read_value: bool) -> Any:
+    def _change(self, kind: str, value: ArrayInput | IndexedSlices, read_value: bool) -> Any:
         self._check_assignable(kind)
+        if kind in SCATTER:
+            self._check_scatter(kind)
         scope = current_scope()
         if scope is None:
             check_not_frozen(self._name, "assigned")
             converted = self._convert(kind, value)
             check_has_value(f"Variable {self._name!r}: {kind}", converted)
-            self._change_eager(kind, converted)
+            if isinstance(converted, IndexedSlices):
+                self._scatter_eager(kind, converted)
+            else:
+                self._change_eager(kind, converted)
             return self if read_value else None
-        of_replicas = isinstance(value, PerReplica) and value.form != "local"
-        if of_replicas and scope.kind == "replica" and current_mode().role == "replica":
+        is_in_replica = scope.kind == "replica" and current_mode().role == "replica"
+        if is_in_replica and isinstance(value, PerReplica) and value.form != "local":
             value = self._own_component(scope, kind, value)
         result = self._change_traced(scope, kind, value)
         return result if read_value else None
 
-    def _own_component(self, scope: TraceScope, kind: str, value: PerReplica) -> Array:
+    def _own_component(self, scope: TraceScope, kind: str, value: PerReplica) -> jax.Array:
         """Returns the replica's component of a value that a step took from outside."""
         num_replicas = self._layout.num_replicas
         components = value.values
@@ -435,7 +375,7 @@ class Variable(ArrayOperators):
             )
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[scope.replica_id()], rows.payload)
 
-    def _change_eager(self, kind: str, value: Any) -> None:
+    def _change_eager(self, kind: str, value: Array) -> None:
         self._layout.assigned(f"{kind} of variable {self._name!r}", value)
         if kind == "assign":
             self._value = self._layout.place(value, self._dtype)
@@ -444,29 +384,45 @@ class Variable(ArrayOperators):
             self._store(combine(kind, in_device_memory(self._value), value))
         self._shared = False
 
-    def _store(self, new: Array) -> None:
+    def _scatter_eager(self, kind: str, slices: IndexedSlices) -> None:
+        what = f"{kind} of variable {self._name!r}"
+        self._layout.assigned(f"{what}, its indices", slices.indices)
+        self._layout.assigned(f"{what}, its rows", slices.values)
+        slices = jax.tree.map(self._layout.bring, slices)
+        self._store(combine(kind, in_device_memory(self._value), slices))
+        self._shared = False
+
+    def _store(self, new: jax.Array) -> None:
         """Stores a new value in the memory that the layout gives to variables."""
         sharding = self._layout.replicated
         self._value = jax.device_put(new, sharding) if in_host_memory(sharding) else new
 
-    def _change_traced(self, scope: TraceScope, kind: str, value: Any) -> Array:
-        converted = jnp.asarray(self._convert(kind, value), self._dtype)
+    def _change_traced(
+        self, scope: TraceScope, kind: str, value: ArrayInput | IndexedSlices
+    ) -> jax.Array:
+        converted = self._convert(kind, value)
+        if not isinstance(converted, IndexedSlices):
+            converted = jnp.asarray(converted, self._dtype)
+        combined = self._combined(scope, converted)
         current = None if kind == "assign" else scope.read(self._handle)
-        new = combine(kind, current, converted)
+        new = combine(kind, current, combined)
         scope.write(self._handle, new)
         return new
 
-    def _convert(self, kind: str, value: Any) -> Any:
+    def _combined(self, scope: TraceScope, value: Change) -> Change:
+        """Returns what all replicas together assign, given what the traced replica assigns."""
+        return value
+
+    def _convert(self, kind: str, value: ArrayInput | IndexedSlices) -> Array | IndexedSlices:
         """Returns the assigned value as an array of the right shape and kind of dtype."""
         what = f"Variable {self._name!r}: {kind}"
+        if kind in SCATTER:
+            return self._convert_slices(what, value)
         if isinstance(value, PerReplica):
-            if value.form == "local":
-                hint = " Combine it with strategy.reduce inside merge_call first."
-            else:
-                hint = " Combine it with strategy.reduce(...) first."
+            where = " inside merge_call" if value.form == "local" else "(...)"
             raise ReplicaDivergenceError(
                 f"{what} got a PerReplica in a cross-replica context; the copies of the variable"
-                f" would differ.{hint}"
+                f" would differ. Combine it with strategy.reduce{where} first."
             )
         if isinstance(value, IndexedSlices):
             raise InvalidTypeError(
@@ -480,12 +436,15 @@ class Variable(ArrayOperators):
                 f"{what} got a value of shape {tuple(array.shape)}, but the variable has shape"
                 f" {self._shape}. Shapes are not broadcast; use jnp.broadcast_to or jnp.full."
             )
-        if not same_kind(array.dtype, self._dtype):
-            raise InvalidTypeError(
-                f"{what} got dtype {array.dtype}, but the variable is {self._dtype}. Convert the"
-                f" value first: value.astype({self._dtype.name!r})."
-            )
+        self._check_dtype(what, array.dtype)
         return array
+
+    def _check_dtype(self, what: str, dtype: np.dtype[Any]) -> None:
+        if not same_kind(dtype, self._dtype):
+            raise InvalidTypeError(
+                f"{what} got dtype {dtype}, but the variable is {self._dtype}. Convert the value"
+                f" first: value.astype({self._dtype.name!r})."
+            )
 
     def _check_assignable(self, kind: str) -> None:
         self._check_strategy("assigned")
@@ -515,78 +474,8 @@ class Variable(ArrayOperators):
             " strategy that uses it."
         )
 
-    # Scattering
-
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Adds rows: `self[indices[i]] += values[i]`. Rows with equal indices add up.
-
-        In `run`, the rows of all replicas are first combined by the aggregation: SUM and MEAN
-        concatenate them. Rows out of range are dropped.
-
-        Args:
-            sparse_delta: `IndexedSlices` of the variable's row shape.
-
-        Returns:
-            The same as `assign`.
-
-        Raises:
-            InvalidValueError: if the rows do not have the variable's row shape.
-            InvalidTypeError: if the dtype cannot be converted without loss of kind.
-            UnsupportedError: for ON_READ variables, and for min, max and update with aggregation
-                SUM or MEAN.
-
-        Source: `tf.Variable.scatter_add` under `tf.distribute`.
-        """
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
-        """Subtracts rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
-        """Multiplies rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
-        """Divides rows; otherwise like `scatter_add`."""
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Keeps the smaller of row and value; otherwise like `scatter_add`."""
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Keeps the larger of row and value; otherwise like `scatter_add`."""
-        return self._scatter("scatter_max", sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
-        return self._scatter("scatter_update", sparse_delta)
-
-    def _scatter(self, kind: str, slices: Any) -> Any:
-        self._check_assignable(kind)
-        self._check_scatter(kind)
-        scope = current_scope()
-        if scope is None:
-            check_not_frozen(self._name, "assigned")
-            slices = self._convert_slices(kind, slices)
-            check_has_value(f"Variable {self._name!r}: {kind}", slices.values, slices.indices)
-            what = f"{kind} of variable {self._name!r}"
-            self._layout.assigned(f"{what}, its indices", slices.indices)
-            self._layout.assigned(f"{what}, its rows", slices.values)
-            rows = self._layout.bring(slices.values)
-            ids = self._layout.bring(slices.indices)
-            self._store(SCATTER[kind](in_device_memory(self._value).at[ids], rows))
-            self._shared = False
-            return self
-        slices = self._aggregate_slices(scope, self._convert_slices(kind, slices))
-        new = SCATTER[kind](scope.read(self._handle).at[slices.indices], slices.values)
-        scope.write(self._handle, new)
-        return new
-
-    def _convert_slices(self, kind: str, slices: Any) -> IndexedSlices:
+    def _convert_slices(self, what: str, slices: object) -> IndexedSlices:
         """Returns the rows as arrays of the variable's dtype."""
-        what = f"Variable {self._name!r}: {kind}"
         if not isinstance(slices, IndexedSlices):
             raise InvalidTypeError(
                 f"{what} needs distributary.IndexedSlices(values, indices), got"
@@ -601,32 +490,18 @@ class Variable(ArrayOperators):
             )
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InvalidTypeError(f"{what} needs integer indices, got {ids.dtype}.")
-        if not same_kind(values.dtype, self._dtype):
-            raise InvalidTypeError(
-                f"{what} got rows of dtype {values.dtype}, but the variable is {self._dtype}."
-                f" Convert them first: values.astype({self._dtype.name!r})."
-            )
+        self._check_dtype(what, values.dtype)
         rows = jnp.asarray(values, self._dtype)
         return IndexedSlices(rows, jnp.asarray(ids), slices.dense_shape)
 
     def _check_scatter(self, kind: str) -> None:
-        pass
-
-    def _aggregate_slices(self, scope: TraceScope, slices: IndexedSlices) -> IndexedSlices:
-        return slices
+        """Checks that the variable can scatter."""
 
     # Identity
 
     def ref(self) -> "VariableReference":
         """Returns a hashable reference, since `==` of variables compares their elements."""
         return VariableReference(self)
-
-    def __jax_array__(self) -> Array:
-        return self.value()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        value = self.numpy()
-        return value if dtype is None else value.astype(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Variable":
         strategy = self._layout.strategy
@@ -651,19 +526,19 @@ class Variable(ArrayOperators):
     def _initial_of_copy(self) -> Any:
         return self._value
 
-    def __copy__(self) -> "Variable":
+    def __copy__(self) -> NoReturn:
         raise InvalidTypeError(
             f"Variable {self._name!r} cannot be copied shallowly: two variables would share one"
             " value. Use copy.deepcopy, or keep a reference."
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidTypeError(
             f"Variable {self._name!r} cannot be pickled: it lives on the devices of"
             f" {self._layout.strategy!r}. Pickle v.numpy(), and assign it to a new variable."
         )
 
-    def _component_text(self, name: str, value: Any) -> str:
+    def _component_text(self, name: str, value: ArrayLike) -> str:
         array = np.asarray(value)
         text = np.array2string(array, separator=", ") if self._shape else repr(array.item())
         return (
@@ -676,7 +551,6 @@ class Variable(ArrayOperators):
         return self._component_text(self.name, self._peek())
 
     __str__ = __repr__
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
 
 @final

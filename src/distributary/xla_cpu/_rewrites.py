@@ -1,6 +1,6 @@
 """The last pass over programs for CPUs: rewrites operations that XLA:CPU is slow at.
 
-`_cpu_rules` has the operations. A rewritten one becomes the call of a function, as here the
+`_rules` has the operations. A rewritten one becomes the call of a function, as here the
 gradient of a kernel that was applied to sequences:
 
     h:f32[2,5] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] g a
@@ -16,57 +16,83 @@ becomes
     ] g a
     i:f32[5,2] = transpose[permutation=(1, 0)] h
 
-Results are the same but for rounding.
+Results are the same but for rounding. `DISTRIBUTARY_CPU_REWRITES=0` switches this pass off.
 """
 
 import functools
+import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
-import jax.extend.core as jex_core
-from jax import lax
+from jax import Array, lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
 
-from distributary.tracing import Equation, Jaxpr, open_jaxpr, variables_of
+from distributary._types import Nest
+from distributary.tracing import AnyJaxpr, Equation, open_jaxpr, variables_of
 from distributary.xla_cpu._rules import fast_version
 
-__all__ = ["rewritten_for_cpus", "with_cpu_rewrites"]
+_Known: TypeAlias = dict[int, AnyJaxpr]
 
 
-def with_cpu_rewrites(function: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+def with_cpu_rewrites(
+    function: Callable[..., Nest], mesh: Mesh | AbstractMesh | None
+) -> Callable[..., Nest]:
     """Returns `function` in a form that XLA:CPU runs fast, if it is for CPUs.
 
     Args:
         function: From trees of arrays to trees of arrays; about to be compiled.
         mesh: The devices it is compiled for; None for JAX's default device.
     """
-    if _platform(mesh) != "cpu":
+    if _platform(mesh) != "cpu" or not _are_on():
         return function
 
+    def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+        return jaxpr_as_fun(_rewritten(closed, {}))(*args)
+
+    return with_pass(function, run)
+
+
+def with_pass(
+    function: Callable[..., Nest], run: Callable[[ClosedJaxpr, Sequence[Array]], list[Array]]
+) -> Callable[..., Nest]:
+    """Returns `function` with its program evaluated by `run`.
+
+    Args:
+        function: From nests of arrays to nests of arrays.
+        run: Returns the outputs of a program, given its inputs.
+    """
+
     @functools.wraps(function)
-    def fast(*args: Any) -> Any:
+    def passed(*args: Nest) -> Nest:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        outs = jex_core.jaxpr_as_fun(rewritten_for_cpus(closed))(*jax.tree.leaves(args))
+        outs = run(closed, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    return fast
+    return passed
 
 
-def rewritten_for_cpus(closed: Any) -> Any:
+def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a closed jaxpr, and the jaxprs inside it, in a form that XLA:CPU runs fast."""
-    return _rewritten(closed, {})
+    return _rewritten(closed, {}) if _are_on() else closed
 
 
-def _platform(mesh: Any) -> str:
+def _are_on() -> bool:
+    """Returns whether programs that are made now are rewritten."""
+    return os.environ.get("DISTRIBUTARY_CPU_REWRITES") != "0"
+
+
+def _platform(mesh: Mesh | AbstractMesh | None) -> str:
     if mesh is None:
         return jax.default_backend()
-    if isinstance(mesh, jax.sharding.Mesh):
+    if isinstance(mesh, Mesh):
         return str(mesh.devices.flat[0].platform)
     return "another machine's"
 
 
-def _rewritten(jaxpr: Any, known: dict[int, Any]) -> Any:
+def _rewritten(jaxpr: AnyJaxpr, known: _Known) -> Any:
     """Returns the jaxpr, closed or not, rewritten; the same object if there is nothing to rewrite.
 
     Args:
@@ -78,13 +104,13 @@ def _rewritten(jaxpr: Any, known: dict[int, Any]) -> Any:
         made: Any = _of_open_jaxpr(inner, known)
         if made is inner:
             made = jaxpr
-        elif isinstance(jaxpr, jex_core.ClosedJaxpr):
-            made = jex_core.ClosedJaxpr(made, consts)
+        elif isinstance(jaxpr, ClosedJaxpr):
+            made = ClosedJaxpr(made, consts)
         known[id(jaxpr)] = made
     return known[id(jaxpr)]
 
 
-def _of_open_jaxpr(jaxpr: Jaxpr, known: dict[int, Any]) -> Jaxpr:
+def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known) -> Jaxpr:
     uses = Counter(variables_of([*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]))
     transposed = {
         v
@@ -100,7 +126,7 @@ def _of_open_jaxpr(jaxpr: Jaxpr, known: dict[int, Any]) -> Jaxpr:
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-def _of_equation(eqn: Equation, only_transposed: bool, known: dict[int, Any]) -> Equation:
+def _of_equation(eqn: Equation, only_transposed: bool, known: _Known) -> Equation:
     params = {name: _of_param(value, known) for name, value in eqn.params.items()}
     if any(params[name] is not value for name, value in eqn.params.items()):
         return eqn.replace(params=params)
@@ -111,8 +137,8 @@ def _of_equation(eqn: Equation, only_transposed: bool, known: dict[int, Any]) ->
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
-def _of_param(value: Any, known: dict[int, Any]) -> Any:
-    if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+def _of_param(value: object, known: _Known) -> object:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
         return _rewritten(value, known)
     if type(value) is tuple:  # the branches of a `cond`
         made = [_of_param(v, known) for v in value]

@@ -29,17 +29,15 @@
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType
+from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding
 
-from distributary.tracing import Array, Equation
-
-__all__ = ["fast_version"]
+from distributary.tracing import Equation, aval_of
 
 _Fast: TypeAlias = Callable[..., Array]
 
@@ -76,7 +74,7 @@ def fast_version(eqn: Equation, only_transposed: bool) -> _Fast | None:
     return None
 
 
-def _is_explicit(sharding: Any) -> bool:
+def _is_explicit(sharding: NamedSharding | None) -> bool:
     """Returns whether the user has chosen a sharding for a result."""
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
 
@@ -86,7 +84,7 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
     (of_first, of_second), (batch, _) = params["dimension_numbers"]
     if len(of_first) < 2 or batch or _is_explicit(params["out_sharding"]):
         return None
-    first, second = [atom.aval for atom in eqn.invars]
+    first, second = map(aval_of, eqn.invars)
     if second.size > first.size:
         return lambda x, y: lax.optimization_barrier(lax.dot_general_p.bind(x, y, **params))
     rest = [k for k in range(second.ndim) if k not in of_second]
@@ -108,8 +106,7 @@ def _kernel_gradient_of_rows(eqn: Equation) -> _Fast | None:
 
 def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
     params = eqn.params
-    images, errors = [atom.aval for atom in eqn.invars]
-    result = eqn.outvars[0].aval
+    images, errors, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     numbers = params["dimension_numbers"]
     channels_last = (images.ndim - 1, 0, *range(1, images.ndim - 1))
     is_gradient = (
@@ -166,7 +163,7 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
 
 def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
     params = eqn.params
-    errors, x = [atom.aval for atom in eqn.invars]
+    errors, x = map(aval_of, eqn.invars)
     padding, strides = params["padding"], params["window_strides"]
     is_padded = any(map(any, padding))
     size = math.prod(params["window_dimensions"])
@@ -211,7 +208,7 @@ def _gradient_of_max_pooling(eqn: Equation) -> _Fast | None:
 
 
 def _slice_of_windows(
-    x: Array, offset: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+    x: Array, offset: Sequence[int], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Array:
     """Returns the element at `offset` of `shape` windows, which begin `strides` apart."""
     ends = [k + (n - 1) * stride + 1 for k, n, stride in zip(offset, shape, strides, strict=True)]

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.compilation import parse_topology, prepare_compilers
-from distributary.engine import Place, Staged
-from distributary.topology import HOST_MEMORY, REPLICA_AXIS, make_mesh
+from distributary.engine import Placement
+from distributary.engine._staged import Place, Staged
+from distributary.topology import REPLICA_AXIS
 
 NUM_LAYERS, WIDTH = 16, 8192
 
 prepare_compilers()
 (devices,) = parse_topology(sys.argv[1]).hosts
-mesh, home = make_mesh(devices), NamedSharding(make_mesh(devices[:1]), P())
-storage, rows = home.with_memory_kind(HOST_MEMORY), NamedSharding(mesh, P(REPLICA_AXIS))
+placement = Placement.around_home(devices, devices[0], in_host_memory=True)
+mesh, home, storage, rows = placement.mesh, placement.home, placement.storage, placement.stacked
 
 
 def gradients_of(weights, x):
@@ -58,7 +59,7 @@ closed = jax.make_jaxpr(step)(count_aval(None), weights, weights, weights, aval(
 num_state = 1 + 3 * NUM_LAYERS
 inputs = [*[Place(storage)] * num_state, Place(rows, is_data=True)]
 outputs = [Place(storage, replaces=i) for i in range(num_state)]
-staged = Staged(closed, inputs, outputs, mesh, home, storage)
+staged = Staged(closed, inputs, outputs, placement)
 
 on_replicas = [*[aval(NamedSharding(mesh, P()))] * NUM_LAYERS, aval(rows, 64)]
 state = [count_aval(storage), *[aval(storage)] * 3 * NUM_LAYERS]

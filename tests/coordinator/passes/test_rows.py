@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distributary.coordinator._rows import RowPlan
-from distributary.coordinator.passes import rows_of, split_over_servers
+from distributary.coordinator._table_rows import RowPlan
+from distributary.coordinator.passes import StepInput, rows_of, split_over_servers
 from distributary.coordinator.passes._parts import in_parts
 from distributary.coordinator.passes._rows import rows_of_update
 from distributary.tracing import push
@@ -82,10 +82,8 @@ def _split(step, ids):
     assert not closed.consts
     return split_over_servers(
         jaxpr,
-        [0, 1, None],
-        [False, False, True],
+        [StepInput("state", 0, "a", 0), StepInput("state", 1, "b", 1), StepInput("data", 0)],
         [None, 0, 1],
-        ["a", "b", "ids"],
         constants,
     )
 
@@ -180,13 +178,11 @@ def _centered(w, z, n, g):
 def test_servers_update_rows_only_if_that_is_the_update(rule, is_whole):
     closed = jax.make_jaxpr(lambda w, z, n, g: rule(w, z, n, push(g)))(A, A, abs(A), A)
     jaxpr, constants = in_parts(closed.jaxpr, {}, {})
-    split = split_over_servers(
-        jaxpr, [0, 0, 0, None], [False] * 3 + [True], [0, 1, 2], list("wzng"), constants
-    )
+    inputs = [*(StepInput("state", i, name, 0) for i, name in enumerate("wzn"))]
+    split = split_over_servers(jaxpr, [*inputs, StepInput("data", 0)], [0, 1, 2], constants)
     (part,) = split.servers.values()
-    of_output = [part.states.index(i) if i in part.states else None for i in part.outputs]
 
-    update = rows_of_update(part, of_output, {0: (0, 0)}, "exact")
+    update = rows_of_update(part, {0: (0, 0)}, [100], "exact")
 
     (rows,) = update.rows
     assert rows.is_whole == is_whole

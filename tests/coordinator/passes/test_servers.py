@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from distributary.coordinator.passes import split_over_servers
+from distributary.coordinator.passes import StepInput, split_over_servers
 from distributary.errors import UnsupportedError
-from distributary.tracing._markers import push_p, walk
+from distributary.tracing._jaxprs import walk
+from distributary.tracing._markers import push_p
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(3, 2)).astype(np.float32)
@@ -31,10 +32,11 @@ class Cluster:
         num_results = len(closed.jaxpr.outvars) - num_state
         self.split = split_over_servers(
             closed.jaxpr,
-            [*owners, *[None] * num_data],
-            [*[False] * num_state, *[True] * num_data],
+            [
+                *(StepInput("state", i, f"v{i}", owner) for i, owner in enumerate(owners)),
+                *(StepInput("data", i) for i in range(num_data)),
+            ],
             [*range(num_state), *[None] * num_results],
-            [f"v{i}" for i in range(num_state + num_data)],
         )
 
     def compute(self, *data):
@@ -219,5 +221,5 @@ def test_an_update_of_all_servers_at_once_is_refused():
         new = [w - g for w, g in zip(state, gradients, strict=True)]
         return list(jax.lax.cond(finite, lambda: new, lambda: list(state)))
 
-    with pytest.raises(UnsupportedError, match=r"variable 'v0'.*other servers"):
+    with pytest.raises(UnsupportedError, match=r"Variable 'v0'.*other servers"):
         Cluster(step, [W, B], [0, 1], [X])

@@ -44,7 +44,7 @@ class _Element(np.ndarray):
         return np.array(self)[()]
 
 
-def as_element(array: Any) -> Any:
+def as_element(array: object) -> object:
     """Returns an array in the form in which loops over datasets yield it."""
     return array.view(_Element) if type(array) is np.ndarray else array
 

@@ -5,7 +5,7 @@ import os
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -95,7 +95,9 @@ def set_logical_device_configuration(
     set_logical_cpu_devices(len(limits))
 
 
-def set_visible_devices(devices: Any, device_type: str | None = None) -> None:
+def set_visible_devices(
+    devices: PhysicalDevice | Sequence[PhysicalDevice], device_type: str | None = None
+) -> None:
     """Hides all GPUs: `set_visible_devices([], "GPU")`, before JAX starts.
 
     Raises:

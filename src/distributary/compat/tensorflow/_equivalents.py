@@ -5,43 +5,35 @@ The name of a module stands for everything in it.
 
 import importlib
 
-#: The advice, by the name after `tf.`. docs/migrating.md shows it.
-EQUIVALENTS: dict[str, str] = {
+# Advice for names after `tf.`; several of them may share it.
+_ADVICE: dict[str, str] = {
     # Programs and control flow.
     "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
     "hessians": "jax.hessian",
-    "custom_gradient": "jax.custom_vjp",
+    "custom_gradient grad_pass_through no_gradient": "jax.custom_vjp",
     "recompute_grad": "jax.checkpoint",
-    "grad_pass_through": "jax.custom_vjp",
-    "no_gradient": "jax.custom_vjp",
     "autodiff": "jax.jvp",
     "autograph": "jax.lax.cond, jax.lax.scan and jax.lax.while_loop",
-    "case": "jax.lax.switch",
-    "switch_case": "jax.lax.switch",
+    "case switch_case": "jax.lax.switch",
     "map_fn": "jax.lax.map",
     "vectorized_map": "jax.vmap",
-    "scan": "jax.lax.scan",
-    "foldl": "jax.lax.scan",
+    "scan foldl": "jax.lax.scan",
     "foldr": "jax.lax.scan with reverse=True",
-    "py_function": "jax.pure_callback, or plain Python outside of the step",
-    "numpy_function": "jax.pure_callback, or plain Python outside of the step",
+    "py_function numpy_function": "jax.pure_callback, or plain Python outside of the step",
     "TensorArray": "the outputs of jax.lax.scan",
-    "control_dependencies": "nothing: assignments of a step keep the order of the program",
-    "group": "nothing: assignments of a step keep the order of the program",
+    "control_dependencies group": "nothing: assignments of a step keep the order of the program",
     "init_scope": "jax.ensure_compile_time_eval",
     "inside_function": "not tf.executing_eagerly()",
     "name_scope": "jax.named_scope",
     "variable_creator_scope": "strategy.scope()",
     "device": "jax.default_device, or the devices of a strategy",
-    "Assert": "an assert on what the step returns, or checkify of JAX",
+    "Assert assert_equal assert_greater assert_less": (
+        "an assert on what the step returns, or checkify of JAX"
+    ),
     "debugging": "an assert on what the step returns, numpy.testing, or checkify of JAX",
-    "assert_equal": "an assert on what the step returns, or checkify of JAX",
-    "assert_greater": "an assert on what the step returns, or checkify of JAX",
-    "assert_less": "an assert on what the step returns, or checkify of JAX",
-    "assert_rank": "an assert on the shape, which is known while a step is traced",
-    "ensure_shape": "an assert on the shape, which is known while a step is traced",
+    "assert_rank ensure_shape": "an assert on the shape, which is known while a step is traced",
     "rank": "x.ndim, which is known while a step is traced",
     "TensorShape": "a tuple, which shapes of arrays are",
     "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
@@ -53,24 +45,28 @@ EQUIVALENTS: dict[str, str] = {
     "config.functions_run_eagerly": "not needed: steps of a strategy are always compiled",
     "config.optimizer": "the environment variable XLA_FLAGS",
     "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
-    "config.set_soft_device_placement": "nothing: arrays are where their program runs",
-    "config.get_soft_device_placement": "nothing: arrays are where their program runs",
-    "config.get_visible_devices": "tf.config.list_physical_devices",
-    "config.get_logical_device_configuration": "tf.config.list_logical_devices",
+    "config.set_soft_device_placement config.get_soft_device_placement": (
+        "nothing: arrays are where their program runs"
+    ),
+    "config.get_visible_devices config.experimental.list_physical_devices": (
+        "tf.config.list_physical_devices"
+    ),
+    "config.get_logical_device_configuration config.experimental.list_logical_devices": (
+        "tf.config.list_logical_devices"
+    ),
     "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
     "config.experimental.enable_tensor_float_32_execution": "jax.default_matmul_precision",
-    "config.experimental.enable_op_determinism": "the environment variable"
-    " XLA_FLAGS=--xla_gpu_deterministic_ops=true",
+    "config.experimental.enable_op_determinism": (
+        "the environment variable XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    ),
     "config.experimental.get_memory_info": "jax.devices()[0].memory_stats()",
-    "config.experimental.list_physical_devices": "tf.config.list_physical_devices",
-    "config.experimental.list_logical_devices": "tf.config.list_logical_devices",
     "config.experimental": "tf.config, or the settings of JAX: jax.config",
     # Strategies.
     "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
     "distribute.experimental.PreemptionWatcher": (
         "tf.distribute.experimental.PreemptionCheckpointHandler"
     ),
-    "distribute.experimental.CollectiveHints": ("tf.distribute.experimental.CommunicationOptions"),
+    "distribute.experimental.CollectiveHints": "tf.distribute.experimental.CommunicationOptions",
     "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     "tpu.experimental.embedding": "keras.layers.Embedding",
@@ -91,17 +87,15 @@ EQUIVALENTS: dict[str, str] = {
     "as_string": "str in Dataset.map or outside of the step",
     "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
     "feature_column": "keras.utils.FeatureSpace",
-    "ragged": "arrays padded by Dataset.padded_batch, with a mask",
-    "RaggedTensor": "arrays padded by Dataset.padded_batch, with a mask",
-    "RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
+    "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sequence_mask": "jax.numpy.arange(maxlen) < lengths[:, None]",
-    "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
-    "SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     "queue": "tf.data.Dataset.prefetch",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
-    "train.Example": "tf.data.TFRecordDataset, and the package protobuf to parse its records",
-    "train.Feature": "tf.data.TFRecordDataset, and the package protobuf to parse its records",
+    "train.Example train.Feature": (
+        "tf.data.TFRecordDataset, and the package protobuf to parse its records"
+    ),
     "train.ExponentialMovingAverage": "use_ema=True of Keras optimizers",
     "train.CheckpointOptions": "tf.train.Checkpoint without options",
     "train.list_variables": "tf.train.Checkpoint.restore, which names what does not fit",
@@ -124,10 +118,9 @@ EQUIVALENTS: dict[str, str] = {
     "random.get_global_generator": "keras.random.SeedGenerator, or jax.random with a key",
     "random.set_global_generator": "tf.random.set_seed",
     "random.create_rng_state": "jax.random.key",
-    "random.experimental": "jax.random with a key",
+    "random.experimental random": "jax.random with a key",
     "random.fold_in": "jax.random.fold_in",
     "random.split": "jax.random.split",
-    "random": "jax.random with a key",
     # Mathematics under other names.
     "acosh": "jax.numpy.arccosh",
     "asinh": "jax.numpy.arcsinh",
@@ -135,8 +128,7 @@ EQUIVALENTS: dict[str, str] = {
     "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
     "bitcast": "jax.lax.bitcast_convert_type",
     "bitwise": "jax.numpy.bitwise_and, bitwise_or, left_shift and others",
-    "broadcast_dynamic_shape": "jax.numpy.broadcast_shapes",
-    "broadcast_static_shape": "jax.numpy.broadcast_shapes",
+    "broadcast_dynamic_shape broadcast_static_shape": "jax.numpy.broadcast_shapes",
     "constant_initializer": "keras.initializers.Constant",
     "ones_initializer": "keras.initializers.Ones",
     "random_normal_initializer": "keras.initializers.RandomNormal",
@@ -181,19 +173,13 @@ EQUIVALENTS: dict[str, str] = {
     "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",
     "math.reciprocal_no_nan": "jax.numpy.where(x == 0, 0, 1 / x)",
     "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
-    "math.segment_max": "jax.ops.segment_max",
-    "math.segment_min": "jax.ops.segment_min",
-    "math.segment_prod": "jax.ops.segment_prod",
-    "math.segment_sum": "jax.ops.segment_sum",
-    "math.segment_mean": "jax.ops.segment_sum, divided by the counts",
-    "math.unsorted_segment_max": "jax.ops.segment_max",
-    "math.unsorted_segment_min": "jax.ops.segment_min",
-    "math.unsorted_segment_prod": "jax.ops.segment_prod",
-    "math.unsorted_segment_sum": "jax.ops.segment_sum",
-    "math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
+    "math.segment_max math.unsorted_segment_max": "jax.ops.segment_max",
+    "math.segment_min math.unsorted_segment_min": "jax.ops.segment_min",
+    "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
+    "math.segment_sum math.unsorted_segment_sum": "jax.ops.segment_sum",
+    "math.segment_mean math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
     "math.unsorted_segment_sqrt_n": "jax.ops.segment_sum, divided by the roots of the counts",
-    "math.zero_fraction": "jax.numpy.mean(x == 0)",
-    "nn.zero_fraction": "jax.numpy.mean(x == 0)",
+    "math.zero_fraction nn.zero_fraction": "jax.numpy.mean(x == 0)",
     "math": "jax.numpy, jax.lax and jax.scipy.special",
     "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
     "nn.avg_pool": "keras.ops.average_pool",
@@ -203,20 +189,24 @@ EQUIVALENTS: dict[str, str] = {
     "nn.softsign": "keras.ops.softsign",
     "nn.space_to_depth": "keras.ops.space_to_depth",
     "nn.conv2d_transpose": "keras.ops.conv_transpose",
-    "nn.conv1d": "keras.ops.conv",
-    "nn.conv3d": "keras.ops.conv",
-    "nn.convolution": "keras.ops.conv",
+    "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",
     "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
     "nn.separable_conv2d": "keras.ops.separable_conv",
     "nn.crelu": "jax.nn.relu of x and -x",
-    "nn.weighted_cross_entropy_with_logits": ("keras.losses.BinaryCrossentropy with sample_weight"),
+    "nn.weighted_cross_entropy_with_logits": "keras.losses.BinaryCrossentropy with sample_weight",
     "nn.weighted_moments": "jax.numpy.average and its square",
     "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
     "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
-    "nn.embedding_lookup_sparse": "tf.nn.embedding_lookup with padded ids and a mask",
-    "nn.safe_embedding_lookup_sparse": "tf.nn.embedding_lookup with padded ids and a mask",
+    "nn.embedding_lookup_sparse nn.safe_embedding_lookup_sparse": (
+        "tf.nn.embedding_lookup with padded ids and a mask"
+    ),
     "nn": "jax.nn and keras.ops",
     "quantization": "keras.quantizers",
+}
+
+#: The advice, by the name after `tf.`. docs/migrating.md shows it.
+EQUIVALENTS: dict[str, str] = {
+    name: advice for names, advice in _ADVICE.items() for name in names.split()
 }
 
 # Modules in which a function of the same name usually has the same meaning.

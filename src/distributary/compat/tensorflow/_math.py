@@ -6,14 +6,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
 
-from distributary.compat.tensorflow._operations import array, canonical, tensor
+from distributary.compat.tensorflow._operations import (
+    Axes,
+    Shape,
+    TensorLike,
+    array,
+    canonical,
+    tensor,
+)
 from distributary.variables import ShardedVariable, Variable, embedding_lookup
 
-Array = Any
 
-
-def constant(value: Any, dtype: Any = None, shape: Any = None, name: str | None = None) -> Array:
+def constant(
+    value: TensorLike,
+    dtype: DTypeLike | None = None,
+    shape: Shape | None = None,
+    name: str | None = None,
+) -> Array:
     """`tf.constant`: numbers, not strings; a single number fills `shape`."""
     made = array(value, dtype)
     if shape is None:
@@ -21,21 +33,21 @@ def constant(value: Any, dtype: Any = None, shape: Any = None, name: str | None 
     return jnp.full(shape, made.reshape(())) if made.size == 1 else made.reshape(shape)
 
 
-def cast(x: Any, dtype: Any, name: str | None = None) -> Array:
+def cast(x: TensorLike, dtype: DTypeLike, name: str | None = None) -> Array:
     """`tf.cast`."""
     return array(x).astype(canonical(dtype))
 
 
-def fill(dims: Any, value: Any, name: str | None = None) -> Array:
+def fill(dims: Shape, value: TensorLike, name: str | None = None) -> Array:
     """`tf.fill`."""
     return jnp.full(dims, tensor(value))
 
 
 def range_(
-    start: Any,
-    limit: Any = None,
-    delta: Any = 1,
-    dtype: Any = None,
+    start: ArrayLike,
+    limit: ArrayLike | None = None,
+    delta: ArrayLike = 1,
+    dtype: DTypeLike | None = None,
     name: str | None = None,
 ) -> Array:
     """`tf.range`."""
@@ -43,28 +55,28 @@ def range_(
     return jnp.arange(first, last, delta, canonical(dtype))
 
 
-def shape(input: Any, out_type: Any = np.int32, name: str | None = None) -> np.ndarray:
+def shape(input: TensorLike, out_type: DTypeLike = np.int32, name: str | None = None) -> np.ndarray:
     """`tf.shape`: a NumPy array, since it is known while a step is traced."""
     return np.array(np.shape(tensor(input)), out_type)
 
 
-def size(input: Any, out_type: Any = np.int32, name: str | None = None) -> Any:
+def size(input: TensorLike, out_type: DTypeLike = np.int32, name: str | None = None) -> Any:
     """`tf.size`: a NumPy number, since it is known while a step is traced."""
     return np.dtype(out_type).type(np.size(tensor(input)))
 
 
-def argmax(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Array:
+def argmax(input: TensorLike, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
     """`tf.argmax`: along dim 0 by default."""
     return jnp.argmax(array(input), axis or 0).astype(canonical(output_type))
 
 
-def argmin(input: Any, axis: int | None = None, output_type: Any = np.int64) -> Array:
+def argmin(input: TensorLike, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
     """`tf.argmin`: along dim 0 by default."""
     return jnp.argmin(array(input), axis or 0).astype(canonical(output_type))
 
 
 def reduce_mean(
-    input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
+    input_tensor: TensorLike, axis: Axes = None, keepdims: bool = False, name: str | None = None
 ) -> Array:
     """`tf.reduce_mean`: keeps the dtype of the input, even for integers."""
     values = array(input_tensor)
@@ -72,7 +84,7 @@ def reduce_mean(
     return jnp.trunc(mean).astype(values.dtype) if values.dtype.kind in "iu" else mean
 
 
-def add_n(inputs: Sequence[Any], name: str | None = None) -> Array:
+def add_n(inputs: Sequence[TensorLike], name: str | None = None) -> Array:
     """`tf.add_n`."""
     first, *others = [array(value) for value in inputs]
     for value in others:
@@ -80,35 +92,39 @@ def add_n(inputs: Sequence[Any], name: str | None = None) -> Array:
     return first
 
 
-def concat(values: Sequence[Any], axis: int, name: str | None = None) -> Array:
+def concat(values: Sequence[TensorLike], axis: int, name: str | None = None) -> Array:
     """`tf.concat`."""
     return jnp.concatenate([array(value) for value in values], axis)
 
 
-def stack(values: Sequence[Any], axis: int = 0, name: str | None = None) -> Array:
+def stack(values: Sequence[TensorLike], axis: int = 0, name: str | None = None) -> Array:
     """`tf.stack`."""
     return jnp.stack([array(value) for value in values], axis)
 
 
 def unstack(
-    value: Any, num: int | None = None, axis: int = 0, name: str | None = None
+    value: TensorLike, num: int | None = None, axis: int = 0, name: str | None = None
 ) -> list[Array]:
     """`tf.unstack`."""
     return list(jnp.unstack(array(value), axis=axis))
 
 
 def split(
-    value: Any, num_or_size_splits: Any, axis: int = 0, num: Any = None, name: str | None = None
+    value: TensorLike,
+    num_or_size_splits: int | Sequence[int],
+    axis: int = 0,
+    num: int | None = None,
+    name: str | None = None,
 ) -> list[Array]:
     """`tf.split`: into a number of parts, or into parts of the given sizes."""
-    if np.ndim(num_or_size_splits) == 0:
-        return jnp.split(array(value), int(num_or_size_splits), axis)
-    return jnp.split(array(value), np.cumsum(num_or_size_splits)[:-1], axis)
+    sizes = np.asarray(num_or_size_splits)
+    parts = int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1]
+    return jnp.split(array(value), parts, axis)
 
 
 def matmul(
-    a: Any,
-    b: Any,
+    a: TensorLike,
+    b: TensorLike,
     transpose_a: bool = False,
     transpose_b: bool = False,
     name: str | None = None,
@@ -119,14 +135,14 @@ def matmul(
     return left @ (right.mT if transpose_b else right)
 
 
-def einsum(equation: str, *inputs: Any, name: str | None = None) -> Array:
+def einsum(equation: str, *inputs: TensorLike, name: str | None = None) -> Array:
     """`tf.einsum`."""
     return jnp.einsum(equation, *(array(value) for value in inputs))
 
 
 def gather(
-    params: Any,
-    indices: Any,
+    params: TensorLike,
+    indices: TensorLike,
     validate_indices: None = None,
     axis: int | None = None,
     batch_dims: int = 0,
@@ -148,16 +164,16 @@ def gather(
     return take(array(params), ids)
 
 
-def gather_nd(params: Any, indices: Any, name: str | None = None) -> Array:
+def gather_nd(params: TensorLike, indices: TensorLike, name: str | None = None) -> Array:
     """`tf.gather_nd`."""
     return array(params)[tuple(jnp.moveaxis(array(indices), -1, 0))]
 
 
 def pad(
-    tensor: Any,
-    paddings: Any,
+    tensor: TensorLike,
+    paddings: Sequence[Sequence[int]],
     mode: str = "CONSTANT",
-    constant_values: Any = 0,
+    constant_values: ArrayLike = 0,
     name: str | None = None,
 ) -> Array:
     """`tf.pad`."""
@@ -167,9 +183,9 @@ def pad(
 
 
 def norm(
-    tensor: Any,
-    ord: Any = "euclidean",
-    axis: Any = None,
+    tensor: TensorLike,
+    ord: str | float = "euclidean",
+    axis: Axes = None,
     keepdims: bool = False,
     name: str | None = None,
 ) -> Array:
@@ -182,23 +198,23 @@ def norm(
     return jnp.linalg.norm(values, None if ord == "euclidean" else ord, dims, keepdims)
 
 
-def squared_difference(x: Any, y: Any, name: str | None = None) -> Array:
+def squared_difference(x: TensorLike, y: TensorLike, name: str | None = None) -> Array:
     """`tf.math.squared_difference`."""
     return (array(x) - array(y)) ** 2
 
 
 def boolean_mask(
-    tensor: Any, mask: Any, axis: int | None = None, name: str | None = "boolean_mask"
+    tensor: TensorLike, mask: ArrayLike, axis: int | None = None, name: str | None = "boolean_mask"
 ) -> Array:
     """`tf.boolean_mask`: not inside a compiled step, as the shape depends on the mask."""
     return jnp.compress(np.ravel(mask), array(tensor), axis or 0)
 
 
 def count_nonzero(
-    input: Any,
-    axis: Any = None,
+    input: TensorLike,
+    axis: Axes = None,
     keepdims: bool = False,
-    dtype: Any = np.int64,
+    dtype: DTypeLike = np.int64,
     name: str | None = None,
 ) -> Array:
     """`tf.math.count_nonzero`."""
@@ -206,32 +222,37 @@ def count_nonzero(
     return counts.astype(canonical(dtype))
 
 
-def clip_by_norm(t: Any, clip_norm: Any, axes: Any = None, name: str | None = None) -> Array:
+def clip_by_norm(
+    t: TensorLike, clip_norm: ArrayLike, axes: Axes = None, name: str | None = None
+) -> Array:
     """`tf.clip_by_norm`."""
     values = array(t)
     norm = jnp.sqrt(jnp.sum(values**2, axes, keepdims=True))
     return values * clip_norm / jnp.maximum(norm, clip_norm)
 
 
-def global_norm(t_list: Sequence[Any], name: str | None = None) -> Array:
+def global_norm(t_list: Sequence[TensorLike], name: str | None = None) -> Array:
     """`tf.linalg.global_norm`; ignores None."""
     return jnp.sqrt(sum(jnp.sum(array(t) ** 2) for t in t_list if t is not None))
 
 
 def clip_by_global_norm(
-    t_list: Sequence[Any], clip_norm: Any, use_norm: Any = None, name: str | None = None
+    t_list: Sequence[TensorLike],
+    clip_norm: ArrayLike,
+    use_norm: ArrayLike | None = None,
+    name: str | None = None,
 ) -> tuple[list[Array], Array]:
     """`tf.clip_by_global_norm`: the arrays and their norm; None stays None."""
-    norm = global_norm(t_list) if use_norm is None else use_norm
+    norm = global_norm(t_list) if use_norm is None else array(use_norm)
     scale = clip_norm / jnp.maximum(norm, clip_norm)
     return [None if t is None else array(t) * scale for t in t_list], norm
 
 
 def top_k(
-    input: Any,
+    input: TensorLike,
     k: int = 1,
     sorted: bool = True,
-    index_type: Any = np.int32,
+    index_type: DTypeLike = np.int32,
     name: str | None = None,
 ) -> Any:
     """`tf.math.top_k`: values and indices."""
@@ -239,7 +260,9 @@ def top_k(
     return values, indices.astype(canonical(index_type))
 
 
-def in_top_k(targets: Any, predictions: Any, k: int, name: str | None = None) -> Array:
+def in_top_k(
+    targets: TensorLike, predictions: TensorLike, k: int, name: str | None = None
+) -> Array:
     """`tf.math.in_top_k`."""
     scores = array(predictions)
     own = jnp.take_along_axis(scores, array(targets)[:, None], axis=1)
@@ -247,7 +270,7 @@ def in_top_k(targets: Any, predictions: Any, k: int, name: str | None = None) ->
 
 
 def l2_normalize(
-    x: Any, axis: Any = None, epsilon: float = 1e-12, name: str | None = None
+    x: TensorLike, axis: Axes = None, epsilon: float = 1e-12, name: str | None = None
 ) -> Array:
     """`tf.math.l2_normalize`."""
     values = array(x)
@@ -255,18 +278,18 @@ def l2_normalize(
     return values * jax.lax.rsqrt(jnp.maximum(square, epsilon))
 
 
-def divide_no_nan(x: Any, y: Any, name: str | None = None) -> Array:
+def divide_no_nan(x: TensorLike, y: TensorLike, name: str | None = None) -> Array:
     """`tf.math.divide_no_nan`: 0 where `y` is 0."""
     divisor = array(y)
     return jnp.where(divisor == 0, 0, array(x) / jnp.where(divisor == 0, 1, divisor))
 
 
 def confusion_matrix(
-    labels: Any,
-    predictions: Any,
+    labels: TensorLike,
+    predictions: TensorLike,
     num_classes: int | None = None,
-    weights: Any = None,
-    dtype: Any = np.int32,
+    weights: TensorLike | None = None,
+    dtype: DTypeLike = np.int32,
     name: str | None = None,
 ) -> Array:
     """`tf.math.confusion_matrix`; without `num_classes`, not inside a compiled step."""

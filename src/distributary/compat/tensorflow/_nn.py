@@ -5,19 +5,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from distributary.compat.tensorflow._operations import array
+from distributary.compat.tensorflow._operations import Shape, TensorLike, array
 from distributary.compat.tensorflow._random import seed_of
 from distributary.compat.tensorflow._resolving import resolve
 from distributary.context import get_replica_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.tracing import current_scope
 
-Array = Any
-
 
 def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    per_example_loss: TensorLike,
+    sample_weight: TensorLike | None = None,
+    global_batch_size: TensorLike | None = None,
 ) -> Array:
     """Returns the replica's part of the mean loss of the global batch; sum it over the replicas.
 
@@ -51,7 +52,7 @@ def compute_average_loss(
     return jnp.sum(losses) / jnp.asarray(global_batch_size, losses.dtype)
 
 
-def scale_regularization_loss(regularization_loss: Any) -> Array:
+def scale_regularization_loss(regularization_loss: TensorLike) -> Array:
     """Returns the replica's part of a loss that does not depend on the batch.
 
     Raises:
@@ -74,14 +75,14 @@ def _replica_context(name: str) -> Any:
 
 
 def softmax_cross_entropy_with_logits(
-    labels: Any, logits: Any, axis: int = -1, name: str | None = None
+    labels: TensorLike, logits: TensorLike, axis: int = -1, name: str | None = None
 ) -> Array:
     """`tf.nn.softmax_cross_entropy_with_logits`: labels are distributions."""
     return -jnp.sum(array(labels) * jax.nn.log_softmax(array(logits), axis), axis)
 
 
 def sparse_softmax_cross_entropy_with_logits(
-    labels: Any, logits: Any, name: str | None = None
+    labels: TensorLike, logits: TensorLike, name: str | None = None
 ) -> Array:
     """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is not a class."""
     log_probabilities = jax.nn.log_softmax(array(logits))
@@ -97,13 +98,17 @@ def sigmoid_cross_entropy_with_logits(
     return jax.nn.softplus(scores) - scores * array(labels, scores.dtype)
 
 
-def l2_loss(t: Any, name: str | None = None) -> Array:
+def l2_loss(t: TensorLike, name: str | None = None) -> Array:
     """`tf.nn.l2_loss`: half the sum of squares."""
     return jnp.sum(array(t) ** 2) / 2
 
 
 def moments(
-    x: Any, axes: Any, shift: Any = None, keepdims: bool = False, name: str | None = None
+    x: TensorLike,
+    axes: int | Sequence[int],
+    shift: TensorLike | None = None,
+    keepdims: bool = False,
+    name: str | None = None,
 ) -> tuple[Array, Array]:
     """`tf.nn.moments`: mean and variance."""
     values, dims = array(x), axes if isinstance(axes, int) else tuple(axes)
@@ -111,7 +116,7 @@ def moments(
 
 
 def bias_add(
-    value: Any, bias: Any, data_format: str | None = None, name: str | None = None
+    value: TensorLike, bias: TensorLike, data_format: str | None = None, name: str | None = None
 ) -> Array:
     """`tf.nn.bias_add`."""
     values, own = array(value), array(bias)
@@ -121,7 +126,11 @@ def bias_add(
 
 
 def dropout(
-    x: Any, rate: float, noise_shape: Any = None, seed: int | None = None, name: str | None = None
+    x: TensorLike,
+    rate: float,
+    noise_shape: Shape | None = None,
+    seed: int | None = None,
+    name: str | None = None,
 ) -> Array:
     """`tf.nn.dropout`: different random numbers in every step and on every replica."""
     drop = resolve("keras.random.dropout")
@@ -129,12 +138,12 @@ def dropout(
 
 
 def conv2d(
-    input: Any,
-    filters: Any,
-    strides: Any,
+    input: TensorLike,
+    filters: TensorLike,
+    strides: int | Sequence[int],
     padding: str,
     data_format: str = "NHWC",
-    dilations: Any = None,
+    dilations: int | Sequence[int] | None = None,
     name: str | None = None,
 ) -> Array:
     """`tf.nn.conv2d`."""
@@ -149,9 +158,9 @@ def conv2d(
 
 
 def max_pool2d(
-    input: Any,
-    ksize: Any,
-    strides: Any,
+    input: TensorLike,
+    ksize: int | Sequence[int],
+    strides: int | Sequence[int],
     padding: str,
     data_format: str = "NHWC",
     name: str | None = None,
@@ -161,9 +170,9 @@ def max_pool2d(
 
 
 def avg_pool2d(
-    input: Any,
-    ksize: Any,
-    strides: Any,
+    input: TensorLike,
+    ksize: int | Sequence[int],
+    strides: int | Sequence[int],
     padding: str,
     data_format: str = "NHWC",
     name: str | None = None,
@@ -175,7 +184,14 @@ def avg_pool2d(
 _KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
 
 
-def _pool(name: str, input: Any, ksize: Any, strides: Any, padding: str, data_format: str) -> Array:
+def _pool(
+    name: str,
+    input: TensorLike,
+    ksize: int | Sequence[int],
+    strides: int | Sequence[int],
+    padding: str,
+    data_format: str,
+) -> Array:
     return resolve(f"keras.ops.{name}")(
         array(input),
         _of_space(ksize, data_format),

@@ -1,15 +1,33 @@
 """Operations that a table defines, by mapping TensorFlow's arguments to another function's."""
 
+import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from distributary.compat.tensorflow._resolving import resolve
+
+
+class _Variable(Protocol):
+    """A variable of distributary or Keras."""
+
+    def __jax_array__(self) -> jax.Array: ...
+
+
+TensorLike: TypeAlias = ArrayLike | _Variable | Sequence[Any]
+"""A value that TensorFlow would convert to a tensor."""
+
+Axes: TypeAlias = int | Sequence[int] | None
+"""Numbers of dims; all of them by default."""
+
+Shape: TypeAlias = Sequence[int] | np.ndarray
+"""Sizes of dims; an array is what `tf.shape` returns."""
 
 
 @final
@@ -42,7 +60,7 @@ class Operation:
             ]
         )
 
-        def operation(*args: Any, **kwargs: Any) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> jax.Array:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -76,13 +94,10 @@ class _Option:
 
 def _literal(text: str) -> Any:
     """Returns the default written in a table. An argument without a default is required."""
-    known = {"": inspect.Parameter.empty, "True": True, "False": False, "None": None}
-    if text in known:
-        return known[text]
-    return float(text) if "." in text else int(text)
+    return ast.literal_eval(text) if text else inspect.Parameter.empty
 
 
-def tensor(value: Any) -> Any:
+def tensor(value: TensorLike) -> Any:
     """Converts an argument for a function of JAX: variables become arrays, and lists one array.
 
     Numbers stay numbers, so that they get the dtype of the arrays they are combined with.
@@ -92,22 +107,22 @@ def tensor(value: Any) -> Any:
     return plain(value)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns the array of a variable, and anything else unchanged."""
     if isinstance(value, (jax.Array, np.ndarray)) or not hasattr(value, "__jax_array__"):
         return value
     return value.__jax_array__()
 
 
-def array(value: Any, dtype: Any = None) -> jax.Array:
+def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:
     """Converts an argument to a JAX array."""
     return jnp.asarray(tensor(value), canonical(dtype))
 
 
-def _option(value: Any) -> Any:
+def _option(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else plain(value)
 
 
-def canonical(dtype: Any) -> Any:
+def canonical(dtype: DTypeLike | None) -> Any:
     """Returns a dtype in the width that JAX uses: 32 bits unless `jax_enable_x64` is set."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)

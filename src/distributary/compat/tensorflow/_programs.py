@@ -5,12 +5,13 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
 
-from distributary.compat.tensorflow._operations import array, plain, tensor
+from distributary._types import Nest
+from distributary.compat.tensorflow._operations import TensorLike, array, plain, tensor
 from distributary.datasets import TensorSpec
 from distributary.engine import function as compile_function
 from distributary.errors import InvalidTypeError, InvalidValueError
@@ -21,13 +22,13 @@ from distributary.values import PerReplica
 
 def function(
     func: Callable[..., Any] | None = None,
-    input_signature: Sequence[Any] | None = None,
+    input_signature: Sequence[Nest] | None = None,
     autograph: bool = True,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
     experimental_implements: str | None = None,
-    experimental_autograph_options: Any = None,
-    experimental_attributes: Any = None,
+    experimental_autograph_options: object = None,
+    experimental_attributes: object = None,
     experimental_follow_type_hints: bool | None = None,
 ) -> Any:
     """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
@@ -73,7 +74,7 @@ def function(
     return checked
 
 
-def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Any) -> Any:
+def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Nest) -> Any:
     if isinstance(spec, PerReplicaSpec):
         return _converted_components(name, spec, value)
     made = array(value, spec.dtype)
@@ -85,7 +86,7 @@ def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Any) -> Any:
     return made
 
 
-def _converted_components(name: str, spec: PerReplicaSpec, value: Any) -> Any:
+def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
     specs = spec.value_specs
     if not isinstance(value, PerReplica):
         raise InvalidTypeError(
@@ -112,8 +113,8 @@ def _converted_components(name: str, spec: PerReplicaSpec, value: Any) -> Any:
 
 
 def print_(
-    *inputs: Any,
-    output_stream: Any = None,
+    *inputs: object,
+    output_stream: IO[str] | None = None,
     summarize: int | None = 3,
     sep: str = " ",
     end: str = "\n",
@@ -162,14 +163,17 @@ class _Shown:
 
 
 def cond(
-    pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any], name: str | None = None
+    pred: TensorLike,
+    true_fn: Callable[[], Any],
+    false_fn: Callable[[], Any],
+    name: str | None = None,
 ) -> Any:
     """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
     return jax.lax.cond(tensor(pred), true_fn, false_fn)
 
 
 def while_loop(
-    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Any], **options: Any
+    cond: Callable[..., Any], body: Callable[..., Any], loop_vars: Sequence[Nest], **options: Any
 ) -> Any:
     """`tf.while_loop`; options such as `shape_invariants` have no effect."""
 
@@ -187,7 +191,7 @@ def executing_eagerly() -> bool:
     return current_scope() is None
 
 
-def is_tensor(x: Any) -> bool:
+def is_tensor(x: object) -> bool:
     """`tf.is_tensor`: True for JAX arrays and variables."""
     return isinstance(x, jax.Array) or hasattr(x, "__jax_array__")
 
@@ -197,22 +201,22 @@ def get_logger() -> logging.Logger:
     return logging.getLogger("distributary")
 
 
-def map_structure(func: Callable[..., Any], *structure: Any, **kwargs: Any) -> Any:
+def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:
     """`tf.nest.map_structure`."""
     return jax.tree.map(func, *structure, is_leaf=_is_none)
 
 
-def flatten(structure: Any, expand_composites: bool = False) -> list[Any]:
+def flatten(structure: Nest, expand_composites: bool = False) -> list[Any]:
     """`tf.nest.flatten`."""
     return jax.tree.leaves(structure, is_leaf=_is_none)
 
 
 def pack_sequence_as(
-    structure: Any, flat_sequence: Sequence[Any], expand_composites: bool = False
+    structure: Nest, flat_sequence: Sequence[Any], expand_composites: bool = False
 ) -> Any:
     """`tf.nest.pack_sequence_as`."""
     return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
 
 
-def _is_none(value: Any) -> bool:
+def _is_none(value: object) -> bool:
     return value is None

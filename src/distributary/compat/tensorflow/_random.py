@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
 
-from distributary.compat.tensorflow._operations import array, canonical
+from distributary.compat.tensorflow._operations import Shape, TensorLike, array, canonical
 from distributary.compat.tensorflow._resolving import resolve
 from distributary.context import get_strategy
 from distributary.errors import ContextError, InvalidValueError
 from distributary.topology import inside_jax_trace
 from distributary.tracing import current_scope
-
-Array = Any
 
 # A generator is a Keras variable, which belongs to one strategy.
 _generators: "weakref.WeakKeyDictionary[Any, dict[int | None, Any]]" = weakref.WeakKeyDictionary()
@@ -59,10 +59,10 @@ def seed_of(seed: int | None) -> Any:
 
 
 def normal(
-    shape: Any,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
-    dtype: Any = np.float32,
+    shape: Shape,
+    mean: Array | float = 0.0,
+    stddev: Array | float = 1.0,
+    dtype: DTypeLike = np.float32,
     seed: int | None = None,
     name: str | None = None,
 ) -> Array:
@@ -71,10 +71,10 @@ def normal(
 
 
 def truncated_normal(
-    shape: Any,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
-    dtype: Any = np.float32,
+    shape: Shape,
+    mean: Array | float = 0.0,
+    stddev: Array | float = 1.0,
+    dtype: DTypeLike = np.float32,
     seed: int | None = None,
     name: str | None = None,
 ) -> Array:
@@ -83,10 +83,10 @@ def truncated_normal(
 
 
 def uniform(
-    shape: Any,
-    minval: Any = 0,
-    maxval: Any = None,
-    dtype: Any = np.float32,
+    shape: Shape,
+    minval: Array | float = 0,
+    maxval: Array | float | None = None,
+    dtype: DTypeLike = np.float32,
     seed: int | None = None,
     name: str | None = None,
 ) -> Array:
@@ -98,15 +98,15 @@ def uniform(
     return drawn * ((1 if maxval is None else maxval) - minval) + minval
 
 
-def shuffle(value: Any, seed: int | None = None, name: str | None = None) -> Array:
+def shuffle(value: TensorLike, seed: int | None = None, name: str | None = None) -> Array:
     """`tf.random.shuffle`: along dim 0."""
     return resolve("keras.random.shuffle")(array(value), 0, seed_of(seed))
 
 
 def categorical(
-    logits: Any,
+    logits: TensorLike,
     num_samples: int,
-    dtype: Any = np.int64,
+    dtype: DTypeLike = np.int64,
     seed: int | None = None,
     name: str | None = None,
 ) -> Array:
@@ -116,11 +116,11 @@ def categorical(
 
 
 def stateless_normal(
-    shape: Any,
-    seed: Any,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
-    dtype: Any = np.float32,
+    shape: Shape,
+    seed: TensorLike,
+    mean: Array | float = 0.0,
+    stddev: Array | float = 1.0,
+    dtype: DTypeLike = np.float32,
     name: str | None = None,
 ) -> Array:
     """`tf.random.stateless_normal`: the same numbers for the same `seed` of two integers."""
@@ -128,22 +128,23 @@ def stateless_normal(
 
 
 def stateless_uniform(
-    shape: Any,
-    seed: Any,
-    minval: Any = 0,
-    maxval: Any = None,
-    dtype: Any = np.float32,
+    shape: Shape,
+    seed: TensorLike,
+    minval: Array | float = 0,
+    maxval: Array | float | None = None,
+    dtype: DTypeLike = np.float32,
     name: str | None = None,
 ) -> Array:
     """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
     key, kind = _key(seed), canonical(dtype)
     if _is_integer(kind, maxval):
+        assert maxval is not None
         return jax.random.randint(key, tuple(shape), minval, maxval, kind)
     last = 1 if maxval is None else maxval
     return jax.random.uniform(key, tuple(shape), kind, minval, last)
 
 
-def _is_integer(dtype: Any, maxval: Any) -> bool:
+def _is_integer(dtype: DTypeLike, maxval: Any) -> bool:
     """Returns whether to draw integers, which need a `maxval`."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if is_integer and maxval is None:
@@ -152,15 +153,15 @@ def _is_integer(dtype: Any, maxval: Any) -> bool:
     return is_integer
 
 
-def _drawn(name: str, shape: Any, dtype: Any, seed: int | None) -> Array:
+def _drawn(name: str, shape: Shape, dtype: DTypeLike, seed: int | None) -> Array:
     draw = resolve(f"keras.random.{name}")
     return draw(tuple(shape), dtype=_name(dtype), seed=seed_of(seed))
 
 
-def _name(dtype: Any) -> str:
+def _name(dtype: DTypeLike) -> str:
     return str(canonical(dtype))
 
 
-def _key(seed: Any) -> Array:
+def _key(seed: TensorLike) -> Array:
     first, second = array(seed)
     return jax.random.fold_in(jax.random.key(first), second)

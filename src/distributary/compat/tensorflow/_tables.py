@@ -158,102 +158,83 @@ TARGETS: dict[str, str] = {
     ),
 }
 
+
+def _operations(module: str, tensors: str, names: str, options: str = "") -> dict[str, Operation]:
+    """Returns operations with alike arguments; a name may be followed by that in the module."""
+    pairs = (name.partition(":") for name in names.split())
+    return {
+        name: Operation(f"{module}.{target or name}", tensors, options) for name, _, target in pairs
+    }
+
+
 _REDUCE = "axis=None keepdims=False"
 # Operations with a name both in `tf` and in `tf.math`.
 _EVERYWHERE = {
-    "abs": Operation("jax.numpy.abs", "x"),
-    "acos": Operation("jax.numpy.arccos", "x"),
-    "add": Operation("jax.numpy.add", "x y"),
-    "asin": Operation("jax.numpy.arcsin", "x"),
-    "atan": Operation("jax.numpy.arctan", "x"),
+    **_operations(
+        "jax.numpy",
+        "x",
+        "abs acos:arccos asin:arcsin atan:arctan cos cosh exp floor logical_not negative round sign"
+        " sin sinh sqrt square tan tanh",
+    ),
+    **_operations(
+        "jax.numpy",
+        "x y",
+        "add divide:true_divide equal greater greater_equal less less_equal logical_and logical_or"
+        " maximum minimum multiply not_equal pow:power subtract",
+    ),
+    **_operations(
+        "jax.numpy",
+        "input_tensor",
+        "reduce_all:all reduce_any:any reduce_max:max reduce_min:min reduce_prod:prod"
+        " reduce_sum:sum",
+        _REDUCE,
+    ),
     "atan2": Operation("jax.numpy.arctan2", "y x"),
-    "cos": Operation("jax.numpy.cos", "x"),
-    "cosh": Operation("jax.numpy.cosh", "x"),
     "cumsum": Operation("jax.numpy.cumsum", "x", "axis=0"),
-    "divide": Operation("jax.numpy.true_divide", "x y"),
-    "equal": Operation("jax.numpy.equal", "x y"),
-    "exp": Operation("jax.numpy.exp", "x"),
-    "floor": Operation("jax.numpy.floor", "x"),
-    "greater": Operation("jax.numpy.greater", "x y"),
-    "greater_equal": Operation("jax.numpy.greater_equal", "x y"),
-    "less": Operation("jax.numpy.less", "x y"),
-    "less_equal": Operation("jax.numpy.less_equal", "x y"),
-    "logical_and": Operation("jax.numpy.logical_and", "x y"),
-    "logical_not": Operation("jax.numpy.logical_not", "x"),
-    "logical_or": Operation("jax.numpy.logical_or", "x y"),
-    "maximum": Operation("jax.numpy.maximum", "x y"),
-    "minimum": Operation("jax.numpy.minimum", "x y"),
-    "multiply": Operation("jax.numpy.multiply", "x y"),
-    "negative": Operation("jax.numpy.negative", "x"),
-    "not_equal": Operation("jax.numpy.not_equal", "x y"),
-    "pow": Operation("jax.numpy.power", "x y"),
-    "reduce_all": Operation("jax.numpy.all", "input_tensor", _REDUCE),
-    "reduce_any": Operation("jax.numpy.any", "input_tensor", _REDUCE),
     "reduce_logsumexp": Operation("jax.nn.logsumexp", "input_tensor", _REDUCE),
-    "reduce_max": Operation("jax.numpy.max", "input_tensor", _REDUCE),
-    "reduce_min": Operation("jax.numpy.min", "input_tensor", _REDUCE),
-    "reduce_prod": Operation("jax.numpy.prod", "input_tensor", _REDUCE),
-    "reduce_sum": Operation("jax.numpy.sum", "input_tensor", _REDUCE),
-    "round": Operation("jax.numpy.round", "x"),
     "sigmoid": Operation("jax.nn.sigmoid", "x"),
-    "sign": Operation("jax.numpy.sign", "x"),
-    "sin": Operation("jax.numpy.sin", "x"),
-    "sinh": Operation("jax.numpy.sinh", "x"),
-    "sqrt": Operation("jax.numpy.sqrt", "x"),
-    "square": Operation("jax.numpy.square", "x"),
-    "subtract": Operation("jax.numpy.subtract", "x y"),
-    "tan": Operation("jax.numpy.tan", "x"),
-    "tanh": Operation("jax.numpy.tanh", "x"),
+}
+_MATHEMATICS = {
+    **_EVERYWHERE,
+    **_operations(
+        "jax.numpy",
+        "x",
+        "ceil expm1 is_finite:isfinite is_inf:isinf is_nan:isnan log log1p reciprocal",
+    ),
+    **_operations(
+        "jax.numpy",
+        "x y",
+        "floordiv:floor_divide floormod:mod logical_xor mod truediv:true_divide",
+    ),
+    **_operations("jax.numpy", "input_tensor", "reduce_std:std reduce_variance:var", _REDUCE),
+    **_operations("jax.lax", "x", "erf rsqrt"),
+    "cumprod": Operation("jax.numpy.cumprod", "x", "axis=0"),
+    "log_sigmoid": Operation("jax.nn.log_sigmoid", "x"),
+    "softplus": Operation("jax.nn.softplus", "features"),
 }
 _ACTIVATIONS = {
-    "elu": Operation("jax.nn.elu", "features"),
+    **_operations("jax.nn", "features", "elu relu relu6 selu silu softplus swish:silu"),
+    **_operations("jax.nn", "logits", "log_softmax softmax", "axis=-1"),
     "gelu": Operation("jax.nn.gelu", "features", "approximate=False"),
     "leaky_relu": Operation("jax.nn.leaky_relu", "features", "alpha=0.2:negative_slope"),
-    "log_softmax": Operation("jax.nn.log_softmax", "logits", "axis=-1"),
-    "relu": Operation("jax.nn.relu", "features"),
-    "relu6": Operation("jax.nn.relu6", "features"),
-    "selu": Operation("jax.nn.selu", "features"),
     "sigmoid": Operation("jax.nn.sigmoid", "x"),
-    "silu": Operation("jax.nn.silu", "features"),
-    "softmax": Operation("jax.nn.softmax", "logits", "axis=-1"),
-    "softplus": Operation("jax.nn.softplus", "features"),
-    "swish": Operation("jax.nn.silu", "features"),
     "tanh": Operation("jax.numpy.tanh", "x"),
 }
 
 #: The operations on arrays.
 OPERATIONS: dict[str, Operation] = {
     **_EVERYWHERE,
-    **{f"math.{name}": operation for name, operation in _EVERYWHERE.items()},
-    "math.ceil": Operation("jax.numpy.ceil", "x"),
-    "math.cumprod": Operation("jax.numpy.cumprod", "x", "axis=0"),
-    "math.erf": Operation("jax.lax.erf", "x"),
-    "math.expm1": Operation("jax.numpy.expm1", "x"),
-    "math.floordiv": Operation("jax.numpy.floor_divide", "x y"),
-    "math.floormod": Operation("jax.numpy.mod", "x y"),
-    "math.is_finite": Operation("jax.numpy.isfinite", "x"),
-    "math.is_inf": Operation("jax.numpy.isinf", "x"),
-    "math.is_nan": Operation("jax.numpy.isnan", "x"),
-    "math.log": Operation("jax.numpy.log", "x"),
-    "math.log1p": Operation("jax.numpy.log1p", "x"),
-    "math.log_sigmoid": Operation("jax.nn.log_sigmoid", "x"),
-    "math.logical_xor": Operation("jax.numpy.logical_xor", "x y"),
-    "math.mod": Operation("jax.numpy.mod", "x y"),
-    "math.reciprocal": Operation("jax.numpy.reciprocal", "x"),
-    "math.reduce_std": Operation("jax.numpy.std", "input_tensor", _REDUCE),
-    "math.reduce_variance": Operation("jax.numpy.var", "input_tensor", _REDUCE),
-    "math.rsqrt": Operation("jax.lax.rsqrt", "x"),
-    "math.softplus": Operation("jax.nn.softplus", "features"),
-    "math.truediv": Operation("jax.numpy.true_divide", "x y"),
+    **{f"math.{name}": operation for name, operation in _MATHEMATICS.items()},
+    **{f"nn.{name}": operation for name, operation in _ACTIVATIONS.items()},
+    "identity": Operation("jax.numpy.asarray", "input"),
+    **_operations("jax.numpy", "input", "ones_like zeros_like", "dtype=None"),
+    **_operations("jax.numpy", "", "ones zeros", "shape dtype=None"),
     "truediv": Operation("jax.numpy.true_divide", "x y"),
     "clip_by_value": Operation("jax.numpy.clip", "t", "clip_value_min:min clip_value_max:max"),
     "convert_to_tensor": Operation("jax.numpy.asarray", "value", "dtype=None"),
     "expand_dims": Operation("jax.numpy.expand_dims", "input", "axis"),
     "eye": Operation("jax.numpy.eye", "", "num_rows:N num_columns=None:M dtype=None"),
-    "identity": Operation("jax.numpy.asarray", "input"),
     "linspace": Operation("jax.numpy.linspace", "start stop", "num axis=0"),
-    "ones": Operation("jax.numpy.ones", "", "shape dtype=None"),
-    "ones_like": Operation("jax.numpy.ones_like", "input", "dtype=None"),
     "one_hot": Operation("jax.nn.one_hot", "indices", "depth:num_classes axis=-1 dtype=None"),
     "repeat": Operation("jax.numpy.repeat", "input", "repeats axis=None"),
     "reshape": Operation("jax.numpy.reshape", "tensor", "shape"),
@@ -264,9 +245,6 @@ OPERATIONS: dict[str, Operation] = {
     "tile": Operation("jax.numpy.tile", "input", "multiples:reps"),
     "transpose": Operation("jax.numpy.transpose", "a", "perm=None:axes"),
     "where": Operation("jax.numpy.where", "condition x y"),
-    "zeros": Operation("jax.numpy.zeros", "", "shape dtype=None"),
-    "zeros_like": Operation("jax.numpy.zeros_like", "input", "dtype=None"),
-    **{f"nn.{name}": operation for name, operation in _ACTIVATIONS.items()},
 }
 
 _DTYPES = (

@@ -4,19 +4,30 @@ from distributary.coordinator.passes._parts import in_parts
 from distributary.coordinator.passes._rows import (
     Lookup,
     RowSpace,
+    RowSplit,
     SparseUpdate,
     UpdatedRows,
+    bucket_of,
     rows_of,
     rows_of_update,
 )
-from distributary.coordinator.passes._servers import ServerPart, split_over_servers
+from distributary.coordinator.passes._servers import (
+    ServerPart,
+    ServerSplit,
+    StepInput,
+    split_over_servers,
+)
 
 __all__ = [
     "Lookup",
     "RowSpace",
+    "RowSplit",
     "ServerPart",
+    "ServerSplit",
     "SparseUpdate",
+    "StepInput",
     "UpdatedRows",
+    "bucket_of",
     "in_parts",
     "rows_of",
     "rows_of_update",

@@ -23,23 +23,25 @@ becomes an update of each part
 so parts of one variable can lie on several parameter servers.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import final
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal, Var
 
+from distributary.coordinator.passes._row_flow import Atom, aval_of
 from distributary.rows import row_operands, rows_between, with_rows
-from distributary.tracing import Equation, jaxpr_of, without_calls
+from distributary.tracing import Array, Equation, Jaxpr, jaxpr_of, without_calls
 
 __all__ = ["in_parts"]
 
 
 def in_parts(
-    jaxpr: Any, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
-) -> tuple[Any, dict[Any, Any]]:
+    jaxpr: Jaxpr, inputs: Mapping[int, Sequence[int]], outputs: Mapping[int, Sequence[int]]
+) -> tuple[Jaxpr, dict[Var, Array]]:
     """Returns a program with parts in the place of whole variables.
 
     A value that is computed row by row from parts, or from pushed values, has parts, too: each part
@@ -56,24 +58,25 @@ def in_parts(
         inputs.
     """
     jaxpr, constants = without_calls(jaxpr, {})
-    invars: list[Any] = []
+    invars: list[Var] = []
     joined: list[Equation] = []
     for i, v in enumerate(jaxpr.invars):
         if i not in inputs:
             invars.append(v)
             continue
-        parts = [jex_core.Var(v.aval.update(shape=(n, *v.aval.shape[1:]))) for n in inputs[i]]
+        parts = [_rows_like(v, num_rows) for num_rows in inputs[i]]
         invars += parts
         joined.append(_equation(lambda *own: lax.concatenate(own, 0), parts, v))
     parting = _Parting(invars)
     for eqn in (*joined, *jaxpr.eqns):
         parting.add(eqn)
-    outvars: list[Any] = []
-    for i, v in enumerate(jaxpr.outvars):
-        ends = np.cumsum(outputs.get(i, ()), dtype=int).tolist()
-        whole = parting.renamed(v)
-        pairs = zip([0, *ends], ends, strict=False)
-        outvars += [parting.part(whole, *pair) for pair in pairs] if ends else [whole]
+    outvars: list[Atom] = []
+    for i, atom in enumerate(jaxpr.outvars):
+        whole = parting.renamed(atom)
+        if i in outputs and isinstance(whole, Var):
+            outvars += [parting.part(whole, *rows) for rows in _ranges(outputs[i])]
+        else:
+            outvars.append(whole)
     return jaxpr_of(invars, outvars, parting.eqns), constants
 
 
@@ -88,22 +91,21 @@ class _Parting:
         eqns: Its equations.
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Var]) -> None:
         self.eqns: list[Equation] = []
         self._inputs = set(inputs)
-        self._makers: dict[Any, Equation] = {}
-        self._names: dict[Any, Any] = {}
-        self._made: dict[tuple[Any, int, int], Any] = {}
+        self._makers: dict[Var, Equation] = {}
+        self._names: dict[Var, Var] = {}
+        self._made: dict[tuple[Var, int, int], Var] = {}
         # Variables that are computed row by row from pushes or parts.
-        self._divisible: set[Any] = set()
+        self._divisible: set[Var] = set()
 
     def add(self, eqn: Equation) -> None:
         """Adds the next equation of the program."""
         eqn = eqn.replace(invars=[self.renamed(v) for v in eqn.invars])
         if eqn.primitive.name == "split" and eqn.params["axis"] == 0:  # gradient of a concatenation
-            ends = np.cumsum(eqn.params["sizes"]).tolist()
-            for v, start, end in zip(eqn.outvars, [0, *ends], ends, strict=False):
-                self.add(_slice(eqn.invars[0], start, end, v))
+            for v, taken in zip(eqn.outvars, _ranges(eqn.params["sizes"]), strict=True):
+                self.add(_slice(eqn.invars[0], *taken, v))
             return
         rows = rows_between(eqn)
         if rows is not None and eqn.invars[0] in self._divisible:
@@ -118,38 +120,29 @@ class _Parting:
             self._divisible.update(eqn.outvars)
         self._append(eqn)
 
-    def renamed(self, atom: Any) -> Any:
+    def renamed(self, atom: Atom) -> Atom:
         """Returns the variable that has taken the place of one."""
-        return atom if isinstance(atom, jex_core.Literal) else self._names.get(atom, atom)
+        return atom if isinstance(atom, Literal) else self._names.get(atom, atom)
 
-    def part(self, v: Any, start: int, end: int) -> Any:
+    def part(self, v: Var, start: int, end: int) -> Var:
         """Returns a variable with the rows of `v` from `start` to `end`."""
         key = v, start, end
         if key not in self._made:
             self._made[key] = self._part(v, start, end)
         return self._made[key]
 
-    def _part(self, v: Any, start: int, end: int) -> Any:
+    def _part(self, v: Var, start: int, end: int) -> Var:
         eqn = self._makers.get(v)
-        new = jex_core.Var(v.aval.update(shape=(end - start, *v.aval.shape[1:])))
-        operands = None if eqn is None else row_operands(eqn)
+        new = _rows_like(v, end - start)
         if eqn is not None and _is_joined(eqn):
-            first = 0
-            for own in eqn.invars:
-                size = own.aval.shape[0]
-                if (first, first + size) == (start, end):
+            ranges = _ranges([aval_of(own).shape[0] for own in eqn.invars])
+            for own, rows in zip(eqn.invars, ranges, strict=True):
+                if rows == (start, end) and isinstance(own, Var):
                     return own
-                first += size
-        elif (
-            eqn is not None
-            and operands is not None
-            and len(eqn.outvars) == 1
-            and (not operands or v in self._divisible)
-        ):
+        elif eqn is not None and self._is_row_by_row(eqn):
+            operands = row_operands(eqn) or ()
             invars = [
-                self.part(own, start, end)
-                if not isinstance(own, jex_core.Literal) and own in operands
-                else own
+                self.part(own, start, end) if isinstance(own, Var) and own in operands else own
                 for own in eqn.invars
             ]
             params = with_rows(eqn, end - start)
@@ -157,6 +150,13 @@ class _Parting:
             return new
         self._append(_slice(v, start, end, new))
         return new
+
+    def _is_row_by_row(self, eqn: Equation) -> bool:
+        """Returns whether some rows of a result can be computed without the others."""
+        operands = row_operands(eqn)
+        if operands is None or len(eqn.outvars) != 1:
+            return False
+        return not operands or eqn.outvars[0] in self._divisible
 
     def _append(self, eqn: Equation) -> None:
         self.eqns.append(eqn)
@@ -167,14 +167,24 @@ def _is_joined(eqn: Equation) -> bool:
     return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
 
 
-def _slice(v: Any, start: int, end: int, outvar: Any) -> Equation:
+def _ranges(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the first row, and the one after the last, of parts of these sizes."""
+    return pairwise([0, *np.cumsum(sizes).tolist()])
+
+
+def _rows_like(v: Var, num_rows: int) -> Var:
+    """Returns a new variable like `v`, with another number of rows."""
+    aval = aval_of(v)
+    return Var(aval.update(shape=(num_rows, *aval.shape[1:])))
+
+
+def _slice(v: Atom, start: int, end: int, outvar: Var) -> Equation:
     return _equation(lambda whole: lax.slice_in_dim(whole, start, end), [v], outvar)
 
 
-def _equation(function: Any, invars: Sequence[Any], outvar: Any) -> Equation:
+def _equation(function: Callable[..., Array], invars: Sequence[Atom], outvar: Var) -> Equation:
     """Returns the only equation of a function, with the given variables."""
-    closed = jax.make_jaxpr(function)(
-        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars)
-    )
+    avals = map(aval_of, invars)
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
     (eqn,) = closed.jaxpr.eqns
     return eqn.replace(invars=list(invars), outvars=[outvar])

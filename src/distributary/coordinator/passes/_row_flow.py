@@ -12,16 +12,40 @@ Without the last equation a worker needs only the 3 rows that `ids` name.
 """
 
 from collections.abc import Collection
-from typing import Any, final
+from dataclasses import dataclass
+from typing import TypeAlias, cast, final
 
-import jax.extend.core as jex_core
+from jax.core import ShapedArray
+from jax.extend.core import Literal, Var
 
 from distributary.rows import row_operands, rows_between
-from distributary.tracing import Equation, variables_of
+from distributary.tracing import Equation, Jaxpr, variables_of
 
-__all__ = ["RowFlow"]
+__all__ = ["Atom", "RowFlow", "RowUse", "aval_of"]
 
+Atom: TypeAlias = Var | Literal
 _DATA = "it is combined with data"
+
+
+def aval_of(atom: Atom) -> ShapedArray:
+    """Returns the shape and dtype of an array in a jaxpr."""
+    return cast(ShapedArray, atom.aval)
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class RowUse:
+    """An equation that takes rows of a table, or makes a table of zeros with rows added.
+
+    Attributes:
+        table: The table.
+        ids: The numbers of the rows.
+        eqn: The equation, `gather` or `scatter-add`.
+    """
+
+    table: Var
+    ids: Atom
+    eqn: Equation
 
 
 @final
@@ -38,27 +62,27 @@ class RowFlow:
 
     Attributes:
         same: Variables whose rows are all equal, whatever their number.
-        lookups: Equations that gather rows by numbers that depend on no state.
-        refused_lookups: Equations that gather rows by numbers that depend on state.
-        scatters: Variables that are zeros with rows added at such numbers, with the equation.
+        lookups: Gathers of rows by numbers that depend on no state.
+        refused_lookups: Gathers of rows by numbers that depend on state.
+        scatters: Additions of rows to zeros, at numbers that depend on no state.
         sums: Variables whose rows an equation adds up.
     """
 
-    def __init__(self, jaxpr: Any, states: Collection[Any], is_worker: bool) -> None:
-        self.same: set[Any] = set()
-        self.lookups: list[Equation] = []
-        self.refused_lookups: list[Equation] = []
-        self.scatters: dict[Any, Equation] = {}
-        self.sums: list[Any] = []
+    def __init__(self, jaxpr: Jaxpr, states: Collection[Var], is_worker: bool) -> None:
+        self.same: set[Var] = set()
+        self.lookups: list[RowUse] = []
+        self.refused_lookups: list[RowUse] = []
+        self.scatters: list[RowUse] = []
+        self.sums: list[Var] = []
         # By variable, its parent and a number: row r of the variable is row r + number there.
-        self._parents: dict[Any, tuple[Any, int]] = {}
-        self._variables: set[Any] = set()
-        self._refused: list[tuple[Any, str]] = []
-        self._reasons: dict[Any, str] | None = None
+        self._parents: dict[Var, tuple[Var, int]] = {}
+        self._variables: set[Var] = set()
+        self._refused: list[tuple[Var, str]] = []
+        self._reasons: dict[Var, str] | None = None
         self._states = set(states)
         self._is_worker = is_worker
         self._of_states = set(states)
-        self._zeros: set[Any] = set()
+        self._zeros: set[Var] = set()
         for v in (*jaxpr.constvars, *jaxpr.invars):
             if v not in states:
                 self.refuse(v, _DATA)
@@ -67,7 +91,7 @@ class RowFlow:
                 self._of_states.update(eqn.outvars)
             self._add(eqn)
 
-    def find(self, v: Any) -> tuple[Any, int]:
+    def find(self, v: Var) -> tuple[Var, int]:
         """Returns the variable that stands for a variable's table, and its first row there."""
         start = 0
         while v in self._parents:
@@ -75,17 +99,17 @@ class RowFlow:
             start += distance
         return v, start
 
-    def members(self, root: Any) -> list[Any]:
+    def members(self, root: Var) -> list[Var]:
         """Returns the variables of a table."""
         return [v for v in {root, *self._variables} if self.find(v)[0] is root]
 
-    def refuse(self, v: Any, reason: str) -> None:
+    def refuse(self, v: Var, reason: str) -> None:
         """Notes that the whole of a variable is needed, and why."""
         if v not in self.same:
             self._refused.append((v, reason))
             self._reasons = None
 
-    def reason(self, root: Any) -> str | None:
+    def reason(self, root: Var) -> str | None:
         """Returns the reason why a table was refused; None if it was not."""
         if self._reasons is None:
             self._reasons = {self.find(v)[0]: why for v, why in reversed(self._refused)}
@@ -97,44 +121,59 @@ class RowFlow:
         operands = row_operands(eqn)
         if operands is not None and self.same.issuperset(operands):
             self.same.update(eqn.outvars)
-            if name == "broadcast_in_dim" and _is_zero(operand):
+            if name == "broadcast_in_dim" and isinstance(operand, Literal) and operand.val == 0:
                 self._zeros.add(eqn.outvars[0])
         elif operands is not None:
             for v in (*operands, *eqn.outvars[1:]):
                 self._join(v, eqn.outvars[0], 0)
-        elif name == "gather" and self._is_worker and _takes_rows(eqn):
-            self.refuse(eqn.outvars[0], _DATA)
-            if self._has_pure_rows(eqn):
-                self.lookups.append(eqn)
+        elif not (self._is_worker and isinstance(operand, Var) and self._add_rows(eqn, operand)):
+            if name == "reduce_sum" and isinstance(operand, Var):
+                self.sums.append(operand)
+                self.refuse(eqn.outvars[0], _DATA)
             else:
-                self.refused_lookups.append(eqn)
+                for v in variables_of((*eqn.invars, *eqn.outvars)):
+                    self.refuse(v, f"{name} needs all of it")
+
+    def _add_rows(self, eqn: Equation, operand: Var) -> bool:
+        """Adds an equation of a worker that looks up rows, or joins or parts tables.
+
+        Returns:
+            False if it does something else.
+        """
+        name = eqn.primitive.name
+        if name == "gather" and _takes_rows(eqn):
+            self.refuse(eqn.outvars[0], _DATA)
+            use = RowUse(operand, eqn.invars[1], eqn)
+            if self._has_pure_ids(eqn):
+                self.lookups.append(use)
+            else:
+                self.refused_lookups.append(use)
                 self.refuse(operand, "the ids depend on a variable")
         elif (
             name == "scatter-add"
-            and self._is_worker
-            and _adds_rows(eqn, self._zeros)
-            and self._has_pure_rows(eqn)
+            and operand in self._zeros
+            and _adds_rows(eqn)
+            and self._has_pure_ids(eqn)
         ):
-            self.scatters[eqn.outvars[0]] = eqn
-        elif name == "concatenate" and self._is_worker and self._states.issuperset(eqn.invars):
+            self.scatters.append(RowUse(eqn.outvars[0], eqn.invars[1], eqn))
+        elif name == "concatenate" and all(
+            isinstance(v, Var) and v in self._states for v in eqn.invars
+        ):
             start = 0
-            for v in eqn.invars:
+            for v in variables_of(eqn.invars):
                 self._join(v, eqn.outvars[0], start)
-                start += v.aval.shape[0]
-        elif self._is_worker and (rows := rows_between(eqn)) is not None:
+                start += aval_of(v).shape[0]
+        elif (rows := rows_between(eqn)) is not None:
             self._join(eqn.outvars[0], operand, rows[0])
-        elif name == "reduce_sum" and not isinstance(operand, jex_core.Literal):
-            self.sums.append(operand)
-            self.refuse(eqn.outvars[0], _DATA)
         else:
-            for v in variables_of((*eqn.invars, *eqn.outvars)):
-                self.refuse(v, f"{name} needs all of it")
+            return False
+        return True
 
-    def _has_pure_rows(self, eqn: Equation) -> bool:
-        numbers = eqn.invars[1]
-        return not isinstance(numbers, jex_core.Literal) and numbers not in self._of_states
+    def _has_pure_ids(self, eqn: Equation) -> bool:
+        ids = eqn.invars[1]
+        return isinstance(ids, Var) and ids not in self._of_states
 
-    def _join(self, v: Any, other: Any, start: int) -> None:
+    def _join(self, v: Var, other: Var, start: int) -> None:
         """Notes that row r of `v` is row r + start of `other`."""
         if v in self.same or other in self.same:
             return
@@ -149,31 +188,23 @@ class RowFlow:
 
 def _takes_rows(eqn: Equation) -> bool:
     """Returns whether a gather takes whole rows, each by its number."""
-    operand, dims = eqn.invars[0], eqn.params["dimension_numbers"]
-    num_leading = eqn.invars[1].aval.ndim - 1
+    operand, ids = map(aval_of, eqn.invars)
+    dims = eqn.params["dimension_numbers"]
     return (
-        not isinstance(operand, jex_core.Literal)
-        and dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        dims.start_index_map == dims.collapsed_slice_dims == (0,)
         and not dims.operand_batching_dims
-        and eqn.params["slice_sizes"] == (1, *operand.aval.shape[1:])
-        and eqn.invars[1].aval.shape[-1:] == (1,)
-        and num_leading >= 0
+        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
+        and ids.shape[-1:] == (1,)
     )
 
 
-def _adds_rows(eqn: Equation, zeros: Collection[Any]) -> bool:
-    """Returns whether a scatter adds whole rows to zeros."""
-    operand, dims = eqn.invars[0], eqn.params["dimension_numbers"]
-    ndim = eqn.invars[2].aval.ndim
+def _adds_rows(eqn: Equation) -> bool:
+    """Returns whether a scatter adds whole rows."""
+    operand, ids, rows = map(aval_of, eqn.invars)
+    dims = eqn.params["dimension_numbers"]
     return (
-        operand in zeros
-        and dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == (0,)
+        dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == (0,)
         and not dims.operand_batching_dims
-        and tuple(eqn.invars[2].aval.shape[d] for d in dims.update_window_dims)
-        == operand.aval.shape[1:]
-        and ndim == len(dims.update_window_dims) + eqn.invars[1].aval.ndim - 1
+        and tuple(rows.shape[d] for d in dims.update_window_dims) == operand.shape[1:]
+        and rows.ndim == len(dims.update_window_dims) + ids.ndim - 1
     )
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal) and atom.val == 0

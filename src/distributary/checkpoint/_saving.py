@@ -1,0 +1,266 @@
+"""Saving: the state is copied to the host, and then written while training goes on."""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.checkpoint._files import Snapshot, Turn, claim, siblings, write
+from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_keeper, find_leaves
+from distributary.checkpoint._workers import Round
+from distributary.dispatch import (
+    JobEvent,
+    dispatcher_for,
+    fetch_whole,
+    job_programs,
+    latest_program,
+)
+from distributary.errors import CheckpointError, ContextError, DistributaryError, InvalidValueError
+from distributary.job import copies
+from distributary.topology import local_copy, shard_dim
+from distributary.tracing import current_scope
+from distributary.variables import SavedVariable, ShardedVariable
+
+_PIECE_BYTES = 16 << 20
+_MAX_COPY_THREADS = 4
+
+
+@final
+class Save:
+    """One checkpoint that is being saved: a copy of the state, which `write` writes.
+
+    All workers create it and call `write`, in the same order. Creating it waits for steps that have
+    been started; afterwards, training can go on.
+
+    Args:
+        objects: The objects to save, by name.
+        counters: Numbers that belong to the checkpoint itself.
+        path: Path to save at.
+        is_series: Whether checkpoints with other numbers belong to this job, too.
+        timeout_seconds: Seconds that workers wait for each other.
+
+    Raises:
+        CheckpointError: if the place is taken.
+        InvalidTypeError: if an object cannot be saved.
+        ContextError: inside a traced function.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        counters: Mapping[str, int],
+        path: Path,
+        is_series: bool,
+        timeout_seconds: float,
+    ) -> None:
+        self._path = path
+        self._is_series = is_series
+        self._round = Round(f"Checkpoint {path}", timeout_seconds)
+        problem = None
+        try:
+            if self._round.is_chief:
+                try:
+                    claim(path, is_series)
+                except OSError as error:
+                    problem = self._not_written(error)
+            else:
+                # Programs written for tf.distribute remove this folder after saving.
+                with contextlib.suppress(OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+            # Even with a problem, because other workers may need values of this one.
+            with_arrays = self._round.is_chief and problem is None
+            self._snapshot = _snapshot(objects, counters, with_arrays)
+            if problem is not None:
+                self._drop()
+                raise problem
+        except BaseException as error:
+            self._round.fail(error)
+
+    def write(self, afterwards: Callable[[], None] = lambda: None, turn: Turn | None = None) -> str:
+        """Writes the checkpoint on the chief, and returns its path. It may run in another thread.
+
+        Args:
+            afterwards: Called on the chief before the other workers go on.
+            turn: The turn to write in the folder, made when the checkpoint was saved; None makes
+                one now.
+
+        Raises:
+            CheckpointError: if the checkpoint cannot be written.
+        """
+        try:
+            states = self._states_of_workers()
+
+            def act() -> str:
+                entries = {
+                    name: _of_all(entry, [of_worker.get(name) for of_worker in states])
+                    for name, entry in self._snapshot.entries.items()
+                }
+                snapshot = dataclasses.replace(self._snapshot, entries=entries)
+                write(self._path, snapshot, self._is_series, turn or Turn(self._path))
+                afterwards()
+                return str(self._path)
+
+            return self._round.conclude(act)
+        except (OSError, DistributaryError) as error:  # the message says it all, no traceback
+            raise self._not_written(error) from None
+        except Exception as error:
+            raise self._not_written(error) from error
+        finally:
+            self._drop()
+
+    def _states_of_workers(self) -> list[dict[str, str]]:
+        """Returns each worker's states of iterators, and checks that all save the same."""
+
+        def own() -> Any:
+            entries = self._snapshot.entries
+            states = {n: e["state"] for n, e in entries.items() if e["kind"] == "state"}
+            others = {n: e for n, e in entries.items() if e["kind"] == "array"}
+            digest = hashlib.sha256(json.dumps([sorted(entries), others]).encode())
+            return [self._path.name, digest.hexdigest(), states]
+
+        told = self._round.meet(own)
+        for worker, (name, digest, _) in enumerate(told):
+            if [name, digest] != told[0][:2]:
+                raise InvalidValueError(
+                    f"worker {worker} saves other names, shapes or dtypes than worker 0, or under"
+                    f" another number ({name})"
+                )
+        return [states for _, _, states in told]
+
+    def _drop(self) -> None:
+        for copy in self._snapshot.kept:
+            copy.drop()
+
+    def _not_written(self, error: BaseException) -> CheckpointError:
+        """Returns the error to raise on every worker when a checkpoint could not be written."""
+        path, kept = self._path, []
+        with contextlib.suppress(OSError):
+            kept = siblings(path)
+        others = f"The latest complete one is {kept[-1][0]}" if kept else "There is no other one"
+        reason = str(error).rstrip(".")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason = f"the disk of {path.parent} is full ({error.strerror})"
+        problem = CheckpointError(f"The checkpoint {path} was not written: {reason}. {others}.")
+        problem.errno = getattr(error, "errno", None)
+        return problem
+
+
+def _snapshot(
+    objects: Mapping[str, Any], counters: Mapping[str, int], with_arrays: bool
+) -> Snapshot:
+    """Returns a copy of the state in host memory; without arrays on workers that do not write."""
+    check_outside("save")
+    leaves, _ = find_leaves(objects)
+    kept = by_keeper(leaves)
+    with contextlib.ExitStack() as at_rest:
+        for keeper in kept:
+            at_rest.enter_context(keeper.at_rest())
+        # Under the lock, as a step in another thread could donate the arrays.
+        with latest_program.lock:
+            entries = {name: leaf.entry() for name, leaf in leaves.items()}
+            variables = {
+                name: leaf.variable
+                for name, leaf in leaves.items()
+                if isinstance(leaf, VariableLeaf) and leaf.keeper is None
+            }
+            arrays = _stored(variables)
+            for name, leaf in leaves.items():
+                if isinstance(leaf, ArrayLeaf):
+                    arrays[name] = leaf.array()
+            copied = _copied(arrays) if with_arrays else {}
+        kept_copies = [keeper.copy(own) for keeper, own in kept.items()]
+    return Snapshot(entries, dict(counters), copied, kept_copies)
+
+
+def check_outside(what: str) -> None:
+    """Checks that `Checkpoint.<what>` is called outside of traced functions."""
+    if current_scope() is not None:
+        raise ContextError(
+            f"Checkpoint.{what} was called inside Strategy.run or distributary.function, where"
+            " variables have no values yet. Call it between steps."
+        )
+
+
+def _stored(variables: Mapping[str, SavedVariable]) -> dict[str, jax.Array | np.ndarray]:
+    """Returns the stored arrays; `[replica, *shape]` for variables with a value per replica.
+
+    This process can read all of them. With several workers, all of them must call this, because it
+    fetches values from other workers' devices. Steps may donate the arrays, so hold the lock of
+    `latest_program` while you use them.
+    """
+    arrays = {name: _stored_array(variable) for name, variable in variables.items()}
+    of_job = {
+        name: array
+        for name, array in arrays.items()
+        if isinstance(array, jax.Array) and not array.is_fully_addressable
+    }
+    mirrored = [name for name, array in of_job.items() if array.is_fully_replicated]
+    names = [variables[name].name for name in mirrored]
+    copies.compare("while saving", names, [of_job.pop(name) for name in mirrored])
+    if of_job:
+        rows: list[Any] = list(of_job.values())
+        # No other program may be running on the devices when this one gets to its collectives.
+        jax.block_until_ready(rows)
+        mesh = rows[0].sharding.mesh
+        gather = jax.jit(lambda values: values, out_shardings=NamedSharding(mesh, P()))
+        described = [(f"{v.name} {v.dtype}{list(v.shape)}", "") for v in variables.values()]
+        job_programs.begin(JobEvent("reading variables", lambda: described))
+        gathered = dispatcher_for(tuple(mesh.devices.flat)).run(gather, lambda out: out[0], rows)
+        arrays.update(zip(of_job, gathered, strict=True))
+    return {name: local_copy(array) for name, array in arrays.items()}
+
+
+def _stored_array(variable: SavedVariable) -> Any:
+    if isinstance(variable, ShardedVariable):
+        return variable.numpy()
+    if shard_dim(variable._handle.parts) is not None:
+        return fetch_whole(variable._value, variable.shape)
+    return variable._value
+
+
+def _copied(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns copies of arrays in host memory, made by several threads."""
+    # From the data of one device: the variable's own array would keep NumPy's view of it, and then
+    # no step could donate that array.
+    sources = {
+        name: array.addressable_data(0)
+        if isinstance(array, jax.Array) and array.is_fully_replicated
+        else array
+        for name, array in arrays.items()
+    }
+    for array in sources.values():
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()
+    copied, pieces = {}, []
+    for name, array in sources.items():
+        source = np.ascontiguousarray(array).reshape(array.shape)
+        if isinstance(array, jax.Array) and next(iter(array.devices())).platform != "cpu":
+            copied[name] = source  # already a copy: only CPUs share their memory with NumPy
+            continue
+        copied[name] = np.empty_like(source)
+        step = max(1, _PIECE_BYTES // max(1, source.itemsize))
+        flat, flat_copy = source.reshape(-1), copied[name].reshape(-1)
+        pieces += [(flat_copy[i : i + step], flat[i : i + step]) for i in range(0, flat.size, step)]
+    if sum(source.nbytes for _, source in pieces) <= _PIECE_BYTES:
+        for piece in pieces:
+            np.copyto(*piece)
+    else:
+        with ThreadPoolExecutor(_MAX_COPY_THREADS) as threads:
+            list(threads.map(lambda piece: np.copyto(*piece), pieces))
+    return copied
+
+
+def _of_all(entry: Entry, states: list[str | None]) -> Entry:
+    """Returns an entry as it is saved. States of iterators may differ between workers."""
+    if entry["kind"] != "state" or len(set(states)) == 1:
+        return entry
+    return {"kind": "state", "states": states}

@@ -1,0 +1,167 @@
+"""Operations that call functions of the user: map and filter."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from sys import getrefcount
+from typing import Any, final
+
+import numpy as np
+
+from distributary._types import Nest
+from distributary.datasets._nodes import Node, SameElements
+from distributary.datasets._numbered_rows import MadeRows, Rows
+from distributary.datasets._options import UNKNOWN_CARDINALITY
+from distributary.datasets._streams import IteratedStream, Path, Stream
+from distributary.datasets._structure import flatten
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Map(Node):
+    """The results of a function, in `num_threads` threads if that is not None."""
+
+    input: Node
+    fn: Callable[..., Any]
+    num_threads: int | None
+    in_memory = False
+
+    def cardinality(self) -> int:
+        return self.input.cardinality()
+
+    def source(self) -> Rows | None:
+        source = self.input.source() if self.num_threads is None else None
+        if source is None:
+            return None
+        return MadeRows(source, lambda number: mapped(self.fn, source.row(number)))
+
+    def order(self, path: Path) -> Stream:
+        return self.input.order(path)
+
+    def elements(self, path: Path) -> Stream:
+        upstream = self.input.stream(path)
+        if self.num_threads is None:
+            return IteratedStream(map(partial(mapped, self.fn), upstream), upstream.advance)
+        return _MappedInThreads(upstream, self.fn, self.num_threads)
+
+    def label(self) -> str:
+        return f"map({_name(self.fn)})"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Filter(SameElements):
+    """The elements for which a function returns True."""
+
+    input: Node
+    predicate: Callable[..., Any]
+    in_memory = False
+
+    def cardinality(self) -> int:
+        size = self.input.cardinality()
+        return size if size == 0 else UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        return IteratedStream(filter(partial(call, self.predicate), self.input.stream(path)))
+
+    def label(self) -> str:
+        return f"filter({_name(self.predicate)})"
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or type(fn).__name__
+
+
+def call(fn: Callable[..., Any], element: Nest) -> Any:
+    """Calls a user's function; the items of a tuple become its arguments, as in tf.data."""
+    if type(element) is tuple:
+        return fn(*element)
+    return fn(element)
+
+
+def mapped(fn: Callable[..., Any], element: Nest) -> Nest:
+    """Returns the result of a user's function. No later call changes its arrays.
+
+    Arrays that the function may write to again are copied: not those that it has been given, and
+    not new ones that nobody else holds.
+    """
+    result = call(fn, element)
+    if result is element:
+        return result
+    if (  # the usual case, without a walk
+        type(result) is np.ndarray and result.base is None and getrefcount(result) <= _NEW_ALONE
+    ):
+        return result
+    leaves, tree = flatten(result)
+    given = flatten(element)[0]
+    known = {id(leaf) for leaf in given} | {id(getattr(leaf, "base", None)) for leaf in given}
+    known.discard(id(None))
+    of_nest, of_leaves = _num_references(result, leaves)
+    new = _NEW_NESTS.get(type(result), (0, [0]))
+    is_new = of_nest <= new[0]
+    for i, leaf in enumerate(leaves):
+        if (
+            isinstance(leaf, np.ndarray)
+            and id(leaf) not in known
+            and id(leaf.base) not in known
+            and not (is_new and leaf.base is None and of_leaves[i] <= new[1][0])
+        ):
+            leaves[i] = leaf.copy()
+    return tree.unflatten(leaves)
+
+
+def _num_references(nest: Nest, leaves: list[Any]) -> tuple[int, list[int]]:
+    return getrefcount(nest), [getrefcount(leaf) for leaf in leaves]
+
+
+def _references_of_new(nest: list[Nest]) -> tuple[int, list[int]]:
+    """Returns what `mapped` counts if nobody else holds a result; versions of Python differ."""
+    result = call(lambda: nest.pop(), ())
+    leaves, _ = flatten(result)
+    return _num_references(result, leaves)
+
+
+def _references_of_new_alone() -> int:
+    result = call(lambda: np.zeros(1), ())
+    return getrefcount(result)
+
+
+_NEW_ALONE = _references_of_new_alone()
+# Arrays in deeper nests are always copied.
+_NEW_NESTS: dict[type, tuple[int, list[int]]] = {
+    tuple: _references_of_new([(np.zeros(1),)]),
+    dict: _references_of_new([{"x": np.zeros(1)}]),
+}
+
+
+@final
+class _MappedInThreads(Stream):
+    """The results of a function that runs in `num_threads` threads, in order."""
+
+    def __init__(self, upstream: Stream, fn: Callable[..., Any], num_threads: int) -> None:
+        self._upstream = upstream
+        self._fn = fn
+        self._num_threads = num_threads
+        self._executor: ThreadPoolExecutor | None = None
+        self._running: list[Future[Any]] = []
+
+    def __next__(self) -> Nest:
+        if self._executor is None:
+            # Its threads end when it is garbage collected, together with this stream.
+            self._executor = ThreadPoolExecutor(self._num_threads, "distributary-map")
+        while len(self._running) <= self._num_threads:
+            try:
+                element = next(self._upstream)
+            except StopIteration:
+                break
+            self._running.append(self._executor.submit(mapped, self._fn, element))
+        if not self._running:
+            self._executor.shutdown(wait=False)
+            raise StopIteration
+        return self._running.pop(0).result()
+
+    def advance(self, count: int) -> int:
+        started = len(self._running[:count])
+        del self._running[:count]
+        return started + self._upstream.advance(count - started)

@@ -1,0 +1,205 @@
+"""Datasets of the records of files: lines of text, and TFRecord."""
+
+import abc
+import bz2
+import functools
+import gzip
+import io
+import lzma
+import pathlib
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar, final
+
+from distributary._types import Nest
+from distributary.datasets._dataset import Dataset
+from distributary.datasets._file_names import FilePaths, file_names
+from distributary.datasets._nodes import FileSource
+from distributary.datasets._options import UNKNOWN_CARDINALITY
+from distributary.datasets._streams import Chained, IteratedStream, Path, Stream
+from distributary.datasets._structure import TensorSpec
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+_HEADER = struct.Struct("<QI")  # size of the data, checksum of these eight bytes
+_FOOTER = struct.Struct("<I")  # checksum of the data
+# Longer data is read in pieces, so that a wrong size ends at the end of the file.
+_MAX_READ_BYTES = 1 << 24
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RecordFiles(FileSource):
+    """The records of files, one file after the other.
+
+    Attributes:
+        files: Names of the files.
+        read: Returns the records of a file by its name.
+        name: Name for labels.
+        element: Spec of a record; None to find out from one.
+    """
+
+    files: tuple[str, ...]
+    read: Callable[[str], Iterator[Nest]]
+    name: str
+    element: TensorSpec | None = None
+    batched = False
+
+    def cardinality(self) -> int:
+        return UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        def nth(number: int) -> Stream | None:
+            if number == len(self.files):
+                return None
+            return IteratedStream(self.read(self.files[number]))
+
+        return Chained(nth)
+
+    def spec(self) -> Nest:
+        return super().spec() if self.element is None else self.element
+
+    def label(self) -> str:
+        return f"{self.name}({len(self.files)} files)"
+
+
+def _open_zlib(name: str) -> IO[bytes]:
+    return io.BytesIO(zlib.decompress(pathlib.Path(name).read_bytes()))
+
+
+# All but `open` itself read bytes by default.
+_OPENERS: dict[str, Callable[[str], Any]] = {
+    "": functools.partial(open, mode="rb"),
+    "GZIP": gzip.open,
+    "ZLIB": _open_zlib,
+    "BZIP2": bz2.open,
+    "XZ": lzma.open,
+}
+
+
+class _RecordDataset(Dataset):
+    """Base class of the records of files.
+
+    Raises:
+        InvalidTypeError: for an argument that does not exist.
+        InvalidValueError: for an unknown compression and, while reading, for damaged files.
+    """
+
+    _label: ClassVar[str]
+
+    @staticmethod
+    @abc.abstractmethod
+    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
+        """Yields the records of a file; its name and compression are for errors."""
+
+    def __init__(
+        self, filenames: FilePaths, compression_type: str | None = None, **_without_effect: object
+    ) -> None:
+        what, parse = type(self).__name__, self._parse
+        unknown = set(_without_effect) - {"buffer_size", "num_parallel_reads", "name"}
+        if unknown:
+            raise InvalidTypeError(f"{what}: unknown arguments {sorted(unknown)}.")
+        files = file_names(filenames, what)
+        open_file = _OPENERS.get(compression_type or "")
+        if open_file is None:
+            raise InvalidValueError(
+                f"{what}: compression_type is {compression_type!r}, expected one of"
+                f" {sorted(_OPENERS)}."
+            )
+
+        def read(name: str) -> Iterator[bytes]:
+            try:
+                with open_file(name) as file:
+                    yield from parse(file, name, compression_type)
+            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # from the system
+                    raise
+                raise InvalidValueError(
+                    f"{what}: {name!r} cannot be decompressed: {error}. It is damaged, cut off, or"
+                    f" not compressed with {compression_type!r}."
+                ) from error
+
+        super().__init__(RecordFiles(files, read, self._label, TensorSpec((), object)))
+
+
+class TextLineDataset(_RecordDataset):
+    """The lines of text files, as bytes without line ends.
+
+    Args:
+        filenames: Name of a file, or a list of names.
+        compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
+
+    Source: `tf.data.TextLineDataset`.
+    """
+
+    _label = "text lines"
+
+    @staticmethod
+    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
+        for line in file:
+            yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+class TFRecordDataset(_RecordDataset):
+    """The records of TFRecord files, as bytes.
+
+    The lengths and contents of all records are compared with their checksums. A file that is cut
+    off between two records looks like a shorter file, so this is not noticed.
+
+    Args:
+        filenames: Name of a file, or a list of names.
+        compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
+
+    Source: `tf.data.TFRecordDataset`; `tensorflow/core/lib/io/record_reader.cc`.
+    """
+
+    _label = "tfrecord"
+
+    @staticmethod
+    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
+        from google_crc32c import value as crc32c
+
+        position = number = 0
+
+        def damaged(how: str) -> InvalidValueError:
+            return InvalidValueError(
+                f"TFRecordDataset: record {number} of {name!r}, at byte {position}, {how}. Check"
+                f" that it is a TFRecord file with compression_type={compression_type!r}; if it is,"
+                " write or copy it again."
+            )
+
+        while header := file.read(_HEADER.size):
+            if len(header) < _HEADER.size:
+                there = len(header)
+                raise damaged(
+                    f"is cut off: its length and checksum have {there} of {_HEADER.size} bytes"
+                )
+            size, checksum = _HEADER.unpack(header)
+            if _masked(crc32c(header[:8])) != checksum:
+                raise damaged(f"has a damaged length, {size}: its checksum differs")
+            data = _read(file, size)
+            footer = file.read(_FOOTER.size)
+            if len(data) < size or len(footer) < _FOOTER.size:
+                there = len(data) + len(footer)
+                raise damaged(f"is cut off: it has {there} of {size + _FOOTER.size} bytes")
+            if _masked(crc32c(data)) != _FOOTER.unpack(footer)[0]:
+                raise damaged(f"is damaged: the checksum of its {size} bytes differs")
+            yield data
+            position += _HEADER.size + size + _FOOTER.size
+            number += 1
+
+
+def _masked(crc: int) -> int:
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    """Reads up to `size` bytes, and takes no more memory than the file needs."""
+    if size <= _MAX_READ_BYTES:
+        return file.read(size)
+    pieces = []
+    while size and (piece := file.read(min(size, _MAX_READ_BYTES))):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,319 @@
+"""The engine of a strategy: traces a step once, and runs its program from then on."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distributary._types import Nest
+from distributary.engine._arguments import signature_of, split_result
+from distributary.engine._cache import ByIdentity, ProgramCache
+from distributary.engine._executable import Executable, VariableGoneError
+from distributary.engine._placement import Placement
+from distributary.engine._several_steps import several_steps
+from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
+from distributary.errors import DistributaryWarning, ReplicaMismatchError
+from distributary.tracing import (
+    ReplicaProgram,
+    TraceScope,
+    current_scope,
+    in_role,
+    refused_if_consumed,
+    user_stacklevel,
+    walk,
+)
+from distributary.values import (
+    Mirrored,
+    PerReplica,
+    component_arrays,
+    map_leaves,
+    same_structure,
+    stack_components,
+)
+from distributary.xla_cpu import with_exchanged_sums, with_joined_sums
+
+__all__ = ["Engine", "Programs"]
+
+# Several steps in one program; they get a list of elements.
+_STEPS = StepKind()
+_RUN_STEPS = repeat("extended.run_steps")  # for messages
+Programs = dict[Any, "_Entry"]
+"""The programs of one function, by the key of their arguments."""
+
+
+@final
+class Engine:
+    """The path of every step of a strategy: from a function over a program to an executable.
+
+    `Strategy.run`, `fit` and its relatives, updates of variables and the steps that are traced for
+    parameter servers all come here.
+
+    Args:
+        strategy: The strategy.
+        placement: Its devices.
+    """
+
+    def __init__(self, strategy: Any, placement: Placement) -> None:
+        self._strategy = strategy
+        self._placement = placement
+        self._num_replicas = placement.num_replicas
+        self.cache = ProgramCache("Strategy.run")
+        self._fusible: ByIdentity[list[bool]] = ByIdentity(list)
+        self._warned_of: set[str | None] = set()  # relations of rows, and models
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
+    ) -> Any:
+        """Runs `function` once per replica and merges the results.
+
+        Source: `tf.distribute.Strategy.run`.
+        """
+        scope = current_scope()
+        if scope is not None and scope.kind == "replica":
+            return self._run_inside_replica(function, args, kwargs, kind)
+        if scope is not None:
+            return self._run_inside_function(scope, function, args, kwargs, kind)
+        return self.execute(self.cache.programs_of(function), function, args, kwargs, kind)
+
+    def execute(
+        self,
+        programs: Programs,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        kind: StepKind,
+    ) -> Any:
+        """Runs the program for these arguments; traces and compiles it if there is none yet.
+
+        Args:
+            programs: The programs of `function`, which get the new one.
+            function: The step.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            kind: Describes the step.
+        """
+        # The function behind `jax.tree.flatten`; calling it directly saves two frames.
+        leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
+        key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
+        entry = programs.get(key)
+        if entry is not None:
+            picks = entry.picks
+            try:
+                return entry.executable(leaves if picks is None else picked(leaves, picks))
+            except VariableGoneError:
+                del programs[key]
+        args, kwargs = self._even_out((args, kwargs), place=True)
+        leaves, tree_after = jax.tree.flatten((args, kwargs))
+        if not same_structure(tree_after, tree):
+            # Components of equal shape were stacked, so this is now an ordinary call.
+            return self.execute(programs, function, args, kwargs, kind)
+        entry = self._build(function, args, kwargs, kind)
+        if kind.role != "update":  # each variable needs a trace of its own
+            self._strategy.extended.step_counts.num_retraces += bool(programs)
+            if kind.name is None:
+                self.cache.note_trace(function, programs, key)
+        programs[key] = entry
+        return entry.executable(picked(leaves, entry.picks))
+
+    def run_steps(self, function: Callable[[Nest], Nest], elements: Sequence[Nest]) -> Nest:
+        """Runs `function` on each of several elements, in one program if this pays.
+
+        Returns:
+            The result of the last step.
+        """
+        flat = [jax.tree.flatten(element) for element in elements]
+        shapes = {(tree, tuple(map(signature_of, leaves, _RUN_STEPS))) for leaves, tree in flat}
+        if len(elements) > 1 and len(shapes) == 1 and self._fuses(function, elements[0]):
+            programs = self.cache.programs_of(function)
+            steps = several_steps(function)
+            stacked = lambda own: steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own))
+            return self.execute(programs, stacked, (list(elements),), {}, _STEPS)
+        result = None
+        for element in elements:
+            result = self.run(function, (element,), {}, RUN)
+        return result
+
+    def _fuses(self, function: Callable[[Nest], Nest], element: Nest) -> bool:
+        """Returns whether several steps run faster as one program.
+
+        XLA:CPU runs convolutions many times slower inside a loop than outside, and takes minutes to
+        compile an unrolled loop. A program in two stages fetches its variables for every step.
+        """
+        if self._placement.home is not None:
+            return False
+        known = self._fusible[function]
+        if not known:
+            on_cpus = self._placement.is_on_cpus
+            known.append(not (on_cpus and self.has_convolution(function, (element,), RUN)))
+        return known[0]
+
+    def has_convolution(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kind: StepKind
+    ) -> bool:
+        """Returns whether a step computes a convolution; traces the step."""
+        args, kwargs = self._even_out((args, {}), place=True)
+        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        jaxprs = [pure.jaxpr for pure in self._replica_program(step, False).pures]
+        convolution = lax.conv_general_dilated_p
+        return any(eqn.primitive is convolution for jaxpr in jaxprs for eqn in walk(jaxpr.eqns))
+
+    def lower(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
+    ) -> Any:
+        """Returns the program of a step, lowered but not run."""
+        args, kwargs = self._even_out((args, kwargs), place=True)
+        entry = self._build(function, args, kwargs, kind)
+        return entry.executable.lowered(picked(jax.tree.leaves((args, kwargs)), entry.picks))
+
+    def _even_out(self, tree: Nest, place: bool) -> Nest:
+        """Replaces `PerReplica` components of equal shape by one stacked array."""
+
+        def even_out(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica):
+                return leaf
+            if leaf.num_replicas != self._num_replicas:
+                raise ReplicaMismatchError(
+                    f"Strategy.run: a PerReplica has {leaf.num_replicas} components, but"
+                    f" {self._strategy!r} has {self._num_replicas} replicas. Build it with"
+                    " strategy.experimental_distribute_values_from_function or take it from this"
+                    " strategy's dataset."
+                )
+            if leaf.form != "components":
+                return leaf
+            stacked = stack_components(leaf)
+            if stacked is not None:
+                return self._placement.place_rows(stacked) if place else stacked
+            arrays = component_arrays(leaf)
+            return self._placement.place_components(arrays) if place else PerReplica(arrays)
+
+        return map_leaves(even_out, tree)
+
+    def _build(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+    ) -> "_Entry":
+        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        program = self._program(step)
+        placement = self._placement
+        shardings = None
+        if any(step.on_host) and placement.takes_host_arrays:
+            shardings = [placement.stacked if is_host else None for is_host in step.on_host]
+        name = str(getattr(function, "__name__", repr(function)))
+        executable = Executable(
+            program,
+            placement,
+            step.merger(program),
+            kind.name or name,
+            f"the program of {name}" if kind.name is None else f"a step of {kind.name}",
+            self._strategy.extended.step_counts,
+            shardings,
+        )
+        step.release()
+        return _Entry(executable, step.picks)
+
+    def _program(self, step: Step, is_for_workers: bool = False) -> ReplicaProgram:
+        program = self._replica_program(step, is_for_workers)
+        if self._num_replicas > 1 and step.kind.role != "alone":
+            self._warn_of_relation(program, step)
+        return program
+
+    def _warn_of_relation(self, program: ReplicaProgram, step: Step) -> None:
+        """Warns once if a loss relates rows of the batch; a replica has only its own rows."""
+        from distributary.rows import relation_of_replica, relation_warning
+
+        first = program.pures[0]
+        relation = relation_of_replica(
+            first.jaxpr, program.is_batch, len(first.captures), step.losses, step.kind.batch_dim
+        )
+        caller = step.kind.caller
+        # A model is warned about once, a loop once for each relation.
+        subject = relation if step.kind.name is None else caller
+        if relation is not None and subject not in self._warned_of:
+            self._warned_of.add(subject)
+            warnings.warn(
+                relation_warning(caller, relation, self._num_replicas),
+                DistributaryWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def _replica_program(self, step: Step, is_for_workers: bool) -> ReplicaProgram:
+        avals, placement, kind = step.avals, self._placement, step.kind
+        workers_mesh = placement.workers_mesh
+        num_replicas = 1 if kind.role == "alone" else self._num_replicas
+        if workers_mesh is not None and not is_for_workers and len(avals) == 1:
+            avals = avals * num_replicas
+        with refused_if_consumed(step.function, step.static, kind.caller):
+            return ReplicaProgram(
+                step.flat,
+                avals,
+                step.varying,
+                num_replicas,
+                workers_mesh if is_for_workers else placement.mesh,
+                results=kind.results,
+                data=None if placement.home is None else step.data,
+                rewrite=self._rewritten,
+            )
+
+    def _rewritten(self, replica: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+        if self._placement.is_of_job and self._placement.is_on_cpus:
+            replica = with_joined_sums(replica)
+        return with_exchanged_sums(replica, mesh)
+
+    def _run_inside_function(
+        self,
+        scope: TraceScope,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        kind: StepKind,
+    ) -> Any:
+        """Inlines the program into the `distributary.function` that is being traced."""
+        args, kwargs = self._even_out((args, kwargs), place=False)
+        step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
+        program = self._program(step, scope.is_for_workers)
+        scope.strategies.append(self._strategy)
+        new, outs = program(
+            program.captures,
+            [scope.read(handle) for handle in program.written],
+            [scope.read(handle) for handle in program.read_only],
+            picked(jax.tree.leaves((args, kwargs)), step.picks),
+        )
+        for handle, value in zip(program.written, new, strict=True):
+            scope.write(handle, value)
+        return step.merger(program)(outs)
+
+    def _run_inside_replica(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+    ) -> Any:
+        """Runs the function in place: the trace in progress is already that of one replica."""
+        args, kwargs = map_leaves(_component_of_traced, (args, kwargs))
+        with in_role(kind.role):
+            result = call_on_replica(self._strategy, function, args, kwargs, kind)
+        arrays, rebuild = split_result(result, kind.caller)
+        if self._num_replicas == 1:
+            return result
+
+        def wrap(value: Any) -> Any:
+            wrapper = PerReplica.from_local if kind.role == "replica" else Mirrored
+            return wrapper(value, self._num_replicas)
+
+        return rebuild(arrays, wrap)
+
+
+@final
+@dataclass(slots=True)
+class _Entry:
+    executable: Executable
+    picks: list[Any] | None
+
+
+def _component_of_traced(leaf: Any) -> Any:
+    if isinstance(leaf, PerReplica) and leaf.form == "local":
+        return leaf.payload
+    if isinstance(leaf, Mirrored):
+        return leaf.value()
+    return leaf

@@ -1,0 +1,374 @@
+"""A compiled program together with the variables it reads and writes."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program
+from distributary.engine._arguments import inside_jax, placed_struct_of, traced
+from distributary.engine._placement import Placement
+from distributary.inputs import StepCounts
+from distributary.job import copies
+from distributary.topology import (
+    REPLICA_AXIS,
+    ProgramKind,
+    for_target,
+    inside_jax_trace,
+    own_copies,
+    put_replicated,
+    shard_dim,
+    stored_shards,
+    whole_shards,
+)
+from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, describe_value
+from distributary.variables import StateList, Variable, joined
+from distributary.xla_cpu import with_cpu_rewrites
+
+
+class VariableGoneError(Exception):
+    """Raised if a variable of a cached program was collected; the caller traces again."""
+
+
+# An output of at most this size may be kept until the program that made it has finished.
+_MAX_TOKEN_BYTES = 1 << 16
+
+
+@final
+class Executable:
+    """A program on devices: collects its variables, dispatches it and stores what it wrote.
+
+    Args:
+        program: The traced program.
+        placement: The devices, and where values lie on them.
+        rebuild: Function from the outputs of the program to the result of the function.
+        name: Name of the program, in profiles and reports.
+        title: The program in messages, such as "a step of net.fit".
+        counts: Object that counts its runs.
+        shardings: For every argument, its sharding if it comes as a NumPy array; the program then
+            moves it to the devices, for a third of the cost of `device_put`. None for other
+            arguments, and in place of the list if there are only others.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_avals",
+        "_call",
+        "_captures",
+        "_dispatcher",
+        "_event",
+        "_has_collectives",
+        "_has_own_variables",
+        "_is_of_job",
+        "_is_python",
+        "_num_single_runs",
+        "_numbers",
+        "_read_only",
+        "_rebuild",
+        "_replicated",
+        "_shardings",
+        "_states",
+        "_title",
+        "_token_of",
+        "_written",
+        "program",
+        "runs",
+    )
+
+    def __init__(
+        self,
+        program: ReplicaProgram | FunctionProgram,
+        placement: Placement,
+        rebuild: Callable[[Sequence[Any]], Any],
+        name: str,
+        title: str,
+        counts: StepCounts,
+        shardings: Sequence[NamedSharding | None] | None = None,
+    ) -> None:
+        self.program = program
+        self.runs = counts.runs_of(self)
+        self._avals: Any = None  # of the arguments of the first call
+        self._title = title
+        self._rebuild = rebuild
+        self._replicated = placement.replicated
+        self._shardings = (
+            None if self._replicated is None else (placement.stacked, self._replicated)
+        )
+        is_staged = placement.home is not None
+        # Python code dispatches these, and Ctrl-C may come in the midst of it.
+        self._is_python = is_staged or program.has_effects
+        self._has_collectives = self._replicated is not None and not is_staged
+        self._is_of_job = placement.is_of_job
+        # The event that the other workers have to begin, too, and the arguments that are numbers.
+        self._event: JobEvent | None = None
+        self._numbers: list[int] = []
+        self._dispatcher = placement.dispatcher
+        self._written = list(map(_holder_of, program.written))
+        self._read_only = list(map(_holder_of, program.read_only))
+        self._has_own_variables = any(
+            isinstance(handle.cell(), Variable) for handle in program.written
+        )
+        # The list in which the written variables keep their arrays together, if they do.
+        self._states: Callable[[], StateList | None] = _no_states
+        self._num_single_runs = 0
+        self._call: Any
+        self._captures: Sequence[Sequence[Any]]
+        if is_staged:
+            from distributary.engine._staged import StagedProgram
+
+            self._captures = program.captures
+            self._token_of = _last_output
+            self._call = StagedProgram(program, placement, shardings)
+            return
+        self._captures = [
+            [self._place(capture) for capture in captures] for captures in program.captures
+        ]
+        written_shardings = [_sharding_of(handle) for handle in program.written]
+        read_shardings = [_sharding_of(handle) for handle in program.read_only]
+        # The bounded dispatcher needs an output on every device to see when the program has
+        # finished: the first result if it is small, else one that is made for this.
+        has_token = self._dispatcher.bounded and not _has_small_first_output(program)
+        token_sharding = placement.stacked if has_token else None
+        read = set(program.handles)
+        trains = any(h in read and h.cell().trainable for h in program.written)
+        self._token_of = _last_output if has_token else _first_output
+
+        def run(captures: Any, written: Any, read_only: Any, args: Any) -> Any:
+            written = map(_whole, written, program.written, written_shardings)
+            read_only = map(_whole, read_only, program.read_only, read_shardings)
+            new, outs = program(captures, list(written), list(read_only), args)
+            new = [
+                value if sharding is None else stored_shards(value, sharding)
+                for value, sharding in zip(new, written_shardings, strict=True)
+            ]
+            token = None
+            if token_sharding is not None:
+                zeros = jnp.zeros(len(token_sharding.device_set), jnp.int8)
+                token = jax.lax.with_sharding_constraint(zeros, token_sharding)
+            return new, outs, token
+
+        run.__name__ = run.__qualname__ = name  # in profiles
+        mesh = placement.mesh
+        options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
+        jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=1, **options)
+        self._call = for_target(jitted, mesh, ProgramKind(name, trains))
+
+    def _place(self, value: Any) -> Any:
+        """Puts a value where the program can take it."""
+        if isinstance(value, jax.core.Tracer):
+            raise traced(value, "Strategy.run or a distributary.function")
+        if self._replicated is None or not isinstance(value, jax.Array):
+            return value
+        if value.sharding.device_set == self._replicated.device_set:
+            return value
+        return put_replicated(value, self._replicated)
+
+    def lowered(self, args: Sequence[Any]) -> Any:
+        """Returns the program lowered for `args`, to inspect what XLA compiles."""
+        written = [cell()._value for cell in self._written]
+        read_only = [cell()._value for cell in self._read_only]
+        return self._call.lower(self._captures, written, read_only, args)
+
+    def collective_bytes(self) -> int:
+        """Returns the size of the arrays that one run sends through collectives."""
+        if not self._has_collectives:
+            return 0
+        from distributary.compilation import collective_bytes
+
+        return collective_bytes(self.lowered(self._avals).compile().as_text())
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        """Runs the program once and returns the result of the function.
+
+        Raises:
+            VariableGoneError: if one of its variables does not exist any more.
+            ContextError: inside `jax.jit`.
+        """
+        if inside_jax_trace():
+            raise inside_jax("Strategy.run or a distributary.function")
+        if self._shardings is not None:
+            args = self._placed(args, self._shardings)
+        # For other threads, reading, donating and replacing the state has to be one step.
+        with latest_program.lock:
+            states = self._states()
+            if states is not None and states.withheld:
+                states = None
+            try:
+                read_only = [cell()._value for cell in self._read_only]
+                variables = [] if states is not None else [cell() for cell in self._written]
+                written = [v._value for v in variables] if states is None else states.arrays
+            except AttributeError:
+                raise VariableGoneError from None
+            if variables and self._has_own_variables:
+                written = _own(variables, written)
+            if self._is_of_job:
+                self._begin(args)
+            if latest_program.timer is not None:
+                latest_program.begin()
+            made: list[Any] = []
+            try:
+                self._dispatch(made, (self._captures, written, read_only, args))
+            finally:
+                # The program has consumed the old values, so the new ones must be stored. Ctrl-C
+                # may have come already, or may come here: Python raises it at calls and at the end
+                # of each round of a loop.
+                if made:
+                    new, outs, _ = made[0]
+                    if states is not None:
+                        states.arrays = new
+                    else:
+                        try:
+                            for variable, value in zip(variables, new, strict=True):
+                                variable._value = value
+                        except BaseException:
+                            for variable, value in zip(variables, new, strict=True):
+                                variable._value = value
+                            raise
+            if variables and self._has_own_variables:
+                self._join(variables)
+            self._note_run(args, new, outs)
+        return self._rebuild(outs)
+
+    def _placed(self, args: Sequence[Any], shardings: tuple[Any, ...]) -> Sequence[Any]:
+        """Returns the arguments where the program can take them."""
+        for arg in args:
+            sharding = getattr(arg, "sharding", None)
+            # Arguments without a sharding can go anywhere. To compare None with one takes 1 us.
+            if sharding is not None and sharding not in shardings:
+                return [self._place(arg) for arg in args]
+        return args
+
+    def _dispatch(self, made: list[Any], given: tuple[Any, ...]) -> None:
+        """Dispatches the program; `made` gets what it returns, even if Ctrl-C comes."""
+        if not self._is_python:
+            self._dispatcher.run_into(made, self._call, self._token_of, given)
+            return
+        with interrupts.watched(), interrupts:
+            self._dispatcher.run_into(made, self._call, self._token_of, given)
+
+    def _note_run(self, args: Sequence[Any], new: Sequence[Any], outs: Sequence[Any]) -> None:
+        if not self.runs.num_runs:
+            self._avals = jax.tree.map(placed_struct_of, list(args))
+        self.runs.num_runs += 1
+        result = outs[0] if outs else None
+        latest_program.end(new[0] if new else result, result)
+        if self._is_of_job:
+            copies.num_left -= 1
+            if copies.num_left <= 0:
+                self._compare_copies(new)
+
+    def _begin(self, args: Sequence[Any]) -> None:
+        """Checks that all workers run this program now, with the same numbers."""
+        event = self._event
+        if event is None:
+            arrays = [
+                (f"argument {i} = {describe_value(arg)}", "")
+                for i, arg in enumerate(args)
+                if isinstance(arg, jax.Array)
+                and arg.ndim == 0
+                and jnp.isdtype(arg.dtype, "numeric")
+            ]
+            event = self._event = JobEvent(self._title, lambda: arrays + self._describe())
+            self._numbers = [i for i, arg in enumerate(args) if _is_number(arg)]
+        job_programs.begin(event, tuple([args[i] for i in self._numbers]))
+
+    def _compare_copies(self, new: Sequence[Any]) -> None:
+        """Compares the values that the workers have written to mirrored variables."""
+        mirrored = [
+            (handle.name, value)
+            for handle, value in zip(self.program.written, new, strict=True)
+            if not handle.per_replica and shard_dim(handle.parts) is None
+        ]
+        names, values = zip(*mirrored, strict=True) if mirrored else ((), ())
+        copies.compare(f"after {self._title}", names, values)
+
+    def _describe(self) -> list[tuple[str, str]]:
+        lines = [
+            (f"{'assigned' if handle in self.program.written else 'read'} variable {place}", "")
+            for handle in (*self.program.written, *self.program.read_only)
+            for place in [f"{handle.name} {handle.dtype}{list(handle.shape)}"]
+        ]
+        return lines + self.program.describe()
+
+    def _join(self, variables: Sequence[Any]) -> None:
+        """Makes the variables store their arrays together, after 2, 4, 8, ... separate runs.
+
+        If several programs write a variable, its arrays can be stored together for only one of them
+        at a time. The wait doubles each time, so that programs that take turns do not spend their
+        time on it.
+        """
+        for variable in variables:
+            if getattr(variable, "_shared", False):
+                variable._shared = False  # its new array belongs to it alone
+        self._num_single_runs = number = self._num_single_runs + 1
+        if number > 1 and not number & (number - 1):
+            states = joined(variables)
+            if states is not None:
+                self._states = weakref.ref(states)
+
+
+def _own(variables: Sequence[Any], arrays: list[Any]) -> list[Any]:
+    """Returns the arrays that variables store; copies of those to which something else refers."""
+    shared = [i for i, variable in enumerate(variables) if getattr(variable, "_shared", False)]
+    if not shared:
+        return arrays
+    fresh = dict(zip(shared, own_copies([arrays[i] for i in shared]), strict=True))
+    return [fresh.get(i, array) for i, array in enumerate(arrays)]
+
+
+def _is_number(arg: Any) -> bool:
+    """Returns whether an argument is a number from the script, which all workers must agree on."""
+    if isinstance(arg, (np.ndarray, np.generic)):
+        return arg.ndim == 0
+    return isinstance(arg, (int, float, complex))
+
+
+def _no_states() -> None:
+    return None
+
+
+def _holder_of(handle: Handle) -> Callable[[], Any]:
+    """Returns a weak reference to the object that has the stored array as its `_value`."""
+    # Arrays of other libraries' variables are read and written without their stand-ins, because
+    # this happens for every variable in every run.
+    holder: Callable[[], Any] = getattr(handle.cell(), "holder", handle.cell)
+    return holder
+
+
+def _has_small_first_output(program: ReplicaProgram | FunctionProgram) -> bool:
+    """Returns whether the first output is small, on all devices, and made by the program itself."""
+    if not isinstance(program, ReplicaProgram) or program.uneven or not program.num_outs:
+        return False
+    jaxpr = program.pures[0].jaxpr
+    first = jaxpr.outvars[0]
+    is_made = program.split_outs[0] or any(first in eqn.outvars for eqn in jaxpr.eqns)
+    return is_made and first.aval.size * first.aval.dtype.itemsize <= _MAX_TOKEN_BYTES
+
+
+def _first_output(result: Any) -> Any:
+    return result[1][0]
+
+
+def _last_output(result: Any) -> Any:
+    return result[2]
+
+
+def _sharding_of(handle: Handle) -> Any:
+    layout = handle.cell()._layout
+    mesh = layout.strategy.extended.mesh
+    if mesh is None or mesh.size == 1:
+        return None
+    if shard_dim(handle.parts) is not None:
+        return NamedSharding(mesh, handle.parts)
+    return NamedSharding(mesh, P(REPLICA_AXIS) if handle.per_replica else P())
+
+
+def _whole(value: Any, handle: Handle, sharding: Any) -> Any:
+    """Returns the whole value of a variable that is stored as `value`; call in a program."""
+    if shard_dim(handle.parts) is None:
+        return value
+    return whole_shards(value, handle.shape, sharding)

@@ -1,0 +1,272 @@
+"""Steps: a function for the replicas, with its arguments laid out for them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import jax
+import numpy as np
+
+from distributary.context import Mode, ReplicaContext, pop, push
+from distributary.engine._arguments import is_dynamic, split_result
+from distributary.errors import InvalidTypeError, ReplicaMismatchError
+from distributary.tracing import ReplicaProgram, Results, current_scope
+from distributary.values import Mirrored, PerReplica
+
+__all__ = ["RUN", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class StepKind:
+    """Describes how a function runs on the replicas.
+
+    Attributes:
+        role: "replica" for the code of one replica, "update" for code that runs once per copy of a
+            variable, and "alone" for code that runs once for all replicas.
+        results: Form of the results, see `ReplicaProgram`.
+        wraps: Whether results are distributed values; otherwise they are the program's arrays.
+        name: Name of the step, for people; None for that of the function.
+        caller: Name of what runs it, in messages.
+        batch_dim: Dim of a replica's arguments that counts the rows of a batch.
+        is_loss: Returns whether a result, given its path in the nest of results, is a loss.
+    """
+
+    role: Literal["replica", "update", "alone"] = "replica"
+    results: Results = "per replica"
+    wraps: bool = True
+    name: str | None = None
+    caller: str = "Strategy.run"
+    is_loss: Callable[[Any], bool] | None = None
+    batch_dim: int = 0
+
+
+RUN = StepKind()
+UPDATE = StepKind("update", "shared")
+
+
+@final
+@dataclass(slots=True)
+class _Slot:
+    """One argument of a step, in the form in which the replicas receive it."""
+
+    kind: Literal["static", "whole", "split", "uneven"]
+    content: Any = None  # the value of a static argument, else the tree of its arrays
+    count: int = 0  # number of arrays that a replica receives
+
+
+def call_on_replica(
+    strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
+) -> Any:
+    """Calls `function` as the code of the replica that is being traced."""
+    context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
+    mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
+    push(mode)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop(mode)
+
+
+def traced_replica_id() -> Any:
+    """Returns the number of the replica that is traced, int32 `[]`."""
+    scope = current_scope()
+    assert scope is not None
+    return scope.replica_id()
+
+
+@final
+class Step:
+    """A step function with its arguments laid out for tracing.
+
+    Attributes:
+        function: The function.
+        avals: Shapes and dtypes of the arrays that one replica receives: one list, or one per
+            replica on an uneven batch.
+        varying: Whether replicas may receive different values, for every such array.
+        data: Whether the replicas compute everything that depends on it, for every such array.
+            Among values that all replicas share, this is true for arrays with dims, and false for
+            scalars.
+        on_host: Whether it is split over the replicas and comes as a NumPy array, for every such
+            array.
+        picks: Position among the flattened arguments, or one position per replica, for every such
+            array. None if the arrays are the flattened arguments themselves.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_replicas: int,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        kind: StepKind,
+    ) -> None:
+        self.kind = kind
+        self._strategy = strategy
+        self._num_replicas = num_replicas
+        self.function = function
+        self._rebuild: Callable[..., Any] | None = None
+        self._constants: list[Any] | None = None
+        #: Numbers of the arrays among the results that are losses.
+        self.losses: list[int] = []
+        outer, self._tree = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored))
+        )
+        self._slots: list[_Slot] = []
+        self.varying: list[bool] = []
+        self.avals: list[list[Any]] = []
+        picks: list[Any] = []
+        position = 0
+        for leaf in outer:
+            flat, inner_tree = jax.tree.flatten(leaf)
+            slot = _slot_of(leaf, len(flat), inner_tree, num_replicas)
+            self._slots.append(slot)
+            for i in range(slot.count):
+                if slot.kind == "uneven":
+                    picks.append([position + r * slot.count + i for r in range(num_replicas)])
+                else:
+                    picks.append(position + i)
+                self.varying.append(slot.kind in ("split", "uneven"))
+            position += len(flat)
+        flat_leaves = jax.tree.leaves((args, kwargs))
+        # The program moves the NumPy arrays among these to the replicas' devices.
+        self.on_host = [
+            varies and isinstance(pick, int) and isinstance(flat_leaves[pick], np.ndarray)
+            for pick, varies in zip(picks, self.varying, strict=True)
+        ]
+        identity = picks == list(range(len(flat_leaves)))
+        self.picks = None if identity else picks
+        uneven = any(slot.kind == "uneven" for slot in self._slots)
+        for replica in range(num_replicas if uneven else 1):
+            self.avals.append(
+                [
+                    _aval_of(flat_leaves, pick, replica, varies)
+                    for pick, varies in zip(picks, self.varying, strict=True)
+                ]
+            )
+
+        self.data = [
+            varies or (kind.role != "update" and len(aval.shape) > 0)
+            for varies, aval in zip(self.varying, self.avals[0], strict=True)
+        ]
+
+    def flat(self, *arrays: Any) -> list[Any]:
+        """Runs the step of one replica on its arrays; returns a flat list."""
+        remaining = iter(arrays)
+        parts = []
+        for slot in self._slots:
+            if slot.kind == "static":
+                parts.append(slot.content)
+            else:
+                own = [next(remaining) for _ in range(slot.count)]
+                parts.append(jax.tree.unflatten(slot.content, own))
+        args, kwargs = jax.tree.unflatten(self._tree, parts)
+        result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
+        outs, self._rebuild = split_result(result, self.kind.caller)
+        is_loss = self.kind.is_loss
+        if is_loss is not None:
+            paths = jax.tree.leaves_with_path(result)
+            self.losses = [i for i, (path, _) in enumerate(paths) if is_loss(path)]
+        self._check_constants(result)
+        return outs
+
+    def _check_constants(self, result: Any) -> None:
+        """Refuses Python values that differ between the replicas of an uneven batch."""
+        if len(self.avals) == 1:
+            return
+        kinds = (bool, int, float, complex, str, bytes)
+        constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
+        if self._constants is None:
+            self._constants = constants
+        elif self._constants != constants:
+            raise ReplicaMismatchError(
+                f"{self.kind.caller}: the function returned the Python values {self._constants}"
+                f" on one replica of an uneven batch and {constants} on another. Return arrays,"
+                " jnp.asarray(value), for what differs between replicas."
+            )
+
+    @property
+    def static(self) -> list[Any]:
+        """Arguments that are not data."""
+        return [slot.content for slot in self._slots if slot.kind == "static"]
+
+    def release(self) -> None:
+        """Drops the function and its arguments, so that a cached program keeps neither alive."""
+        self.function = _released
+        self._slots = []
+
+    def merger(self, program: ReplicaProgram) -> Callable[[Sequence[Any]], Any]:
+        """Returns a function from the outputs of the program to the result of the run."""
+        rebuild, num_replicas = self._rebuild, self._num_replicas
+        assert rebuild is not None
+        if num_replicas == 1 or not self.kind.wraps:
+            return rebuild
+        if program.uneven or not all(program.split_outs):
+            return lambda outs: self._merge(rebuild, program, outs)
+        wrap = functools.partial(PerReplica.from_stacked, num_replicas=num_replicas)
+        return functools.partial(rebuild, wrap=wrap)
+
+    def _merge(
+        self, rebuild: Callable[..., Any], program: ReplicaProgram, outs: Sequence[Any]
+    ) -> Any:
+        num_replicas = self._num_replicas
+        whole = {id(out) for out, split in zip(outs, program.split_outs, strict=True) if not split}
+
+        def wrap(tree: Any) -> Any:
+            leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, list))
+            if any(isinstance(leaf, list) for leaf in leaves):
+                columns = [
+                    leaf if isinstance(leaf, list) else [leaf[i] for i in range(num_replicas)]
+                    for leaf in leaves
+                ]
+                structure = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, list))
+                return PerReplica(
+                    [
+                        jax.tree.unflatten(structure, [column[i] for column in columns])
+                        for i in range(num_replicas)
+                    ]
+                )
+            if leaves and all(id(leaf) in whole for leaf in leaves):
+                return Mirrored(tree, num_replicas)
+            return PerReplica.from_stacked(tree, num_replicas)
+
+        return rebuild(outs, wrap)
+
+
+def _released(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a released step was traced")
+
+
+def _slot_of(leaf: Any, num_leaves: int, tree: Any, num_replicas: int) -> _Slot:
+    if isinstance(leaf, PerReplica):
+        if leaf.form == "stacked":
+            return _Slot("split", jax.tree.structure(leaf.payload), num_leaves)
+        component = jax.tree.structure(leaf.payload[0])
+        return _Slot("uneven", component, num_leaves // num_replicas)
+    if isinstance(leaf, Mirrored):
+        return _Slot("whole", jax.tree.structure(leaf.value()), num_leaves)
+    if is_dynamic(leaf):
+        return _Slot("whole", tree, 1)
+    if isinstance(leaf, jax.core.Tracer):
+        raise InvalidTypeError(f"Strategy.run: argument {leaf!r} is a tracer of another trace.")
+    return _Slot("static", leaf, 0)
+
+
+def _aval_of(leaves: list[Any], pick: Any, replica: int, varies: bool) -> Any:
+    value = leaves[pick] if isinstance(pick, int) else leaves[pick[replica]]
+    stacked = varies and isinstance(pick, int)
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
+    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
+    shape = aval.shape[1:] if stacked else aval.shape
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
+
+
+def picked(leaves: list[Any], picks: list[Any] | None) -> list[Any]:
+    """Picks the program's arguments from the flattened arguments of the call."""
+    if picks is None:
+        return leaves
+    return [leaves[pick] if isinstance(pick, int) else [leaves[i] for i in pick] for pick in picks]

@@ -1,0 +1,394 @@
+"""Data of distributed datasets: global batches, or elements for single replicas."""
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar, final
+
+import jax
+import numpy as np
+
+from distributary._types import Nest
+from distributary.datasets import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    Dataset,
+    Node,
+    Once,
+    OneShot,
+    Prefetch,
+    RandomAccess,
+    Stream,
+    WithOptions,
+    WorkerBatches,
+    WorkerShare,
+    WorkerStream,
+    check_dense,
+    foreign,
+    sized_spec,
+)
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.inputs._coworkers import Coworkers
+
+_T = TypeVar("_T")
+
+
+class StepData(abc.ABC):
+    """Base class of the data of distributed datasets.
+
+    Attributes:
+        is_global: True if an element holds the rows of all replicas.
+        coworkers: All workers if they see different data, else None.
+        place: Name of the data, the same on all workers.
+        prefetch_depth: Number of steps that the datasets want to have ready.
+    """
+
+    is_global: ClassVar[bool]
+    coworkers: Coworkers | None = None
+    place: str = ""
+    prefetch_depth: int
+    _nodes: list[Node]
+    _longest: int
+
+    def _say(self, coworkers: Coworkers | None, prepare: Callable[[], _T]) -> list[_T]:
+        """Returns the results of `prepare` on all workers; an error of one is raised on all."""
+        if coworkers is None:
+            return [prepare()]
+        self.place = coworkers.new_name()
+        return coworkers.job.agree(self.place, prepare)
+
+    @property
+    def node(self) -> Node:
+        """The dataset."""
+        if len(self._nodes) > 1:
+            raise InvalidValueError(
+                "The state of an iterator over one dataset per replica cannot be saved: use"
+                " InputReplicationMode.PER_WORKER."
+            )
+        return self._nodes[0]
+
+    @node.setter
+    def node(self, node: Node) -> None:
+        self._nodes = [node]
+
+    @property
+    def once(self) -> OneShot | None:
+        """The iterator of a source that cannot start over, or else None."""
+        first = self._nodes[0]
+        return first.items if len(self._nodes) == 1 and isinstance(first, Once) else None
+
+    def is_in_memory(self) -> bool:
+        """Returns whether the data are made of arrays in memory; see `Node.is_in_memory`."""
+        return all(node.is_in_memory() for node in self._nodes)
+
+    def spec(self) -> Nest:
+        """Returns a nest of `TensorSpec` that describes a batch, or an element of a replica."""
+        return self._nodes[0].spec()
+
+    def cardinality(self) -> int:
+        """Returns the number of steps, which is that of the worker with the most."""
+        return self._own_cardinality() if self.coworkers is None else self._longest
+
+    @abc.abstractmethod
+    def _own_cardinality(self) -> int: ...
+
+    @abc.abstractmethod
+    def stream(self, path: tuple[int, ...]) -> "WorkerStream | _ElementSteps":
+        """Starts a pass over this worker's part of the steps."""
+
+    @abc.abstractmethod
+    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
+        """Returns the shapes of the steps, see `WorkerBatches.runs`."""
+
+
+@final
+class Batches(StepData):
+    """Global batches, split over the replicas.
+
+    Args:
+        dataset: A `Dataset` of batches, a dataset of another library, an iterable of batches, or
+            arrays whose dim 0 counts the batches.
+        share: Number of replicas here and elsewhere.
+        what: Start of error messages about it: the function and the origin of the dataset.
+        coworkers: All workers, if there are several.
+
+    Raises:
+        InvalidTypeError: if the dataset cannot be iterated over.
+        InvalidValueError: if it is not batched, or its policy cannot be followed.
+        ClusterError: if another worker has such an error, or the workers' datasets do not match.
+    """
+
+    is_global = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        share: WorkerShare,
+        what: str = "experimental_distribute_dataset: got",
+        coworkers: Coworkers | None = None,
+    ) -> None:
+        def prepare() -> tuple[str, int, list[int]]:
+            node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
+            self._nodes, self._of_worker = [node], WorkerBatches(node, share)
+            policy = self._of_worker.policy
+            # Workers may read their data under different names, unless all read the same data.
+            name = f" {node.describe()}" if policy is AutoShardPolicy.DATA else ""
+            return policy.name + name, self._own_cardinality(), node.drawn_seeds()
+
+        self._share = share
+        told = self._say(coworkers, prepare)
+        if coworkers is None:
+            return
+        ways, cardinalities, seeds = zip(*told, strict=True)
+        if len({(way, len(own)) for way, _, own in told}) > 1:
+            names = zip(coworkers.job.names, ways, strict=True)
+            raise ClusterError(
+                f"{what} datasets that differ between the workers, or are read in different ways:"
+                f" {', '.join(f'{name}: {way}' for name, way in names)}. Distribute the same"
+                " dataset on every worker, or set its auto_shard_policy."
+            )
+        self._longest = _longest(cardinalities)
+        # Every worker needs the same order of shuffles without a seed.
+        self.node = self.node.with_drawn_seeds(seeds[0])
+        if self._of_worker.policy is not AutoShardPolicy.DATA:
+            self.coworkers = coworkers
+
+    @property
+    def node(self) -> Node:
+        """The dataset."""
+        return self._nodes[0]
+
+    @node.setter
+    def node(self, node: Node) -> None:
+        self._nodes, self._of_worker = [node], WorkerBatches(node, self._share)
+
+    def _own_cardinality(self) -> int:
+        return self._of_worker.node.cardinality()
+
+    def stream(self, path: tuple[int, ...]) -> WorkerStream:
+        # Workers compute an uneven batch together, so each needs all of it.
+        return self._of_worker.stream(path, checked, whole_if_uneven=True)
+
+    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
+        return self._of_worker.runs()
+
+
+@final
+class Elements(StepData):
+    """Elements that each belong to one replica.
+
+    Args:
+        make: Returns a list with one dataset per replica, or with a single dataset, of which each
+            step takes consecutive elements, one per replica.
+        num_replicas: Number of replicas of this worker.
+        coworkers: All workers, if there are several.
+
+    Raises:
+        InvalidTypeError: if a dataset cannot be iterated over.
+        ClusterError: if `make` failed on another worker.
+    """
+
+    is_global = False
+
+    def __init__(
+        self, make: Callable[[], list[Any]], num_replicas: int, coworkers: Coworkers | None = None
+    ) -> None:
+        def prepare() -> int:
+            what = "distribute_datasets_from_function: dataset_fn returned"
+            found = [_without_prefetch(_as_node(dataset, what)) for dataset in make()]
+            self._nodes = [node for node, _ in found]
+            self.prefetch_depth = max(depth for _, depth in found)
+            return self._own_cardinality()
+
+        self._num_replicas = num_replicas
+        self.coworkers = coworkers
+        self._longest = _longest(self._say(coworkers, prepare))
+
+    def _own_cardinality(self) -> int:
+        size = _longest([node.cardinality() for node in self._nodes])
+        return size if len(self._nodes) > 1 or size < 0 else -(-size // self._num_replicas)
+
+    def stream(self, path: tuple[int, ...]) -> "_ElementSteps":
+        return _ElementSteps([node.stream(path) for node in self._nodes], self._num_replicas)
+
+    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
+        runs, num = self._nodes[0].runs(), self._num_replicas
+        if runs is None:
+            return None
+        (count, spec), *smaller = runs
+        if count is None:
+            return [(None, [spec] * num)]
+        whole, rest = divmod(count, num)
+        last = [spec] * rest + [own for _, own in smaller]
+        if last and len(last) < num and any(not leaf.shape for leaf in jax.tree.leaves(last[0])):
+            return None  # because the step will fail
+        steps: list[tuple[int | None, list[Nest]]] = [(whole, [spec] * num)]
+        if last:
+            steps.append((1, last + [sized_spec(last[0], 0)] * (num - len(last))))
+        return steps
+
+
+def _longest(cardinalities: Sequence[int]) -> int:
+    """Returns the number of steps until the last of several datasets ends."""
+    for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
+        if unusual in cardinalities:
+            return unusual
+    return max(cardinalities)
+
+
+_END: Any = object()
+
+
+@final
+class _ElementSteps:
+    """Steps with one element per replica, as lists of arrays on the host."""
+
+    def __init__(self, streams: list[Stream], num_replicas: int) -> None:
+        self._streams = streams if len(streams) > 1 else streams * num_replicas
+        self._shared = len(streams) == 1
+
+    def __iter__(self) -> Iterator[list[Nest]]:
+        return self
+
+    def __next__(self) -> list[Nest]:
+        parts = [next(stream, _END) for stream in self._streams]
+        # A copy, because the source may use its arrays again.
+        arrays = [part if part is _END else jax.tree.map(np.array, part) for part in parts]
+        first = next(part for part in arrays if part is not _END)  # StopIteration at the end
+        return [_without_rows(first) if part is _END else part for part in arrays]
+
+    def advance(self, count: int) -> int:
+        """Skips steps, and returns how many."""
+        if not self._shared:
+            return max(stream.advance(count) for stream in self._streams)
+        num_replicas = len(self._streams)
+        return -(-self._streams[0].advance(count * num_replicas) // num_replicas)
+
+
+def _without_rows(element: Nest) -> Nest:
+    def empty(array: np.ndarray) -> np.ndarray:
+        if array.ndim == 0:
+            raise InvalidValueError(
+                "distribute_datasets_from_function: the dataset ended in the middle of a step and"
+                " its elements are scalars, which cannot be empty. Make their number a multiple of"
+                " the number of replicas, or batch them."
+            )
+        return array[:0]
+
+    return jax.tree.map(empty, element)
+
+
+def _as_node(dataset: Any, what: str) -> Node:
+    """Returns the node of a dataset of this or another library, or of any iterable."""
+    return dataset.node if isinstance(dataset, Dataset) else foreign(dataset, what)
+
+
+def _without_prefetch(node: Node) -> tuple[Node, int]:
+    """Returns a dataset without `prefetch` at its end, and the depth of that `prefetch`.
+
+    The distributed dataset prefetches by itself.
+    """
+    if isinstance(node, Prefetch):
+        inner, depth = _without_prefetch(node.input)
+        return inner, max(depth, node.depth)
+    if isinstance(node, WithOptions):
+        inner, depth = _without_prefetch(node.input)
+        return WithOptions(inner, node.options), depth
+    return node, 0
+
+
+def _batches(dataset: Any, what: str) -> Node:
+    if isinstance(dataset, tuple) and dataset and all(hasattr(x, "shape") for x in dataset):
+        raise InvalidTypeError(
+            f"{what} a tuple of arrays with shapes"
+            f" {[tuple(x.shape) for x in dataset]}. If it is one batch, pass a list with it, [(x,"
+            " y)]; if each array is a batch, pass a list of them."
+        )
+    if isinstance(dataset, (np.ndarray, jax.Array, dict)):
+        return RandomAccess(_rows_of(dataset, what), batched=True)
+    node = _as_node(dataset, what)
+    if node.is_batched() is False:
+        raise InvalidValueError(
+            f"{what} the dataset {dataset!r}, which yields single examples; they would be split"
+            " along their own first dim. Call .batch(global_batch_size) first. If its elements are"
+            " batches already, pass the array [batch, row, ...] itself, or a list of batches."
+        )
+    return node
+
+
+def _rows_of(dataset: Nest, what: str) -> list[Nest]:
+    leaves = jax.tree.leaves(dataset)
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves})
+        raise InvalidTypeError(
+            f"{what} a dict that holds"
+            f" {', '.join(kinds) or 'nothing'}, expected arrays [batch, row, ...]. Pass a list"
+            " for other iterables of batches."
+        )
+    if any(leaf.ndim < 2 for leaf in leaves):
+        raise InvalidValueError(
+            f"{what} an array of shape"
+            f" {next(leaf.shape for leaf in leaves if leaf.ndim < 2)}, expected [batch, row, ...]:"
+            " dim 0 counts the batches. Reshape it to (num_batches, global_batch_size, ...), or"
+            " pass a list of batches."
+        )
+    lengths = {len(leaf) for leaf in leaves}
+    if len(lengths) > 1:
+        raise InvalidValueError(
+            f"{what} arrays that hold different numbers of batches, {sorted(lengths)} (dim 0)."
+        )
+    return [jax.tree.map(lambda a, i=i: a[i], dataset) for i in range(lengths.pop())]
+
+
+def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:
+    """Returns a batch as a nest of arrays that can be split and placed, and its number of rows.
+
+    Args:
+        batch: Nest of arrays.
+        number: Number of the batch, for errors.
+        may_be_reused: Whether its source may write to the arrays again. They are then copied.
+
+    Raises:
+        InvalidValueError: if the arrays have no rows to split, or different numbers of rows.
+        InvalidTypeError: if the batch contains no arrays.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+        leaves, tree = jax.tree.flatten(batch, is_leaf=_is_list_of_numbers)
+    if not leaves:
+        raise InvalidTypeError(f"Batch {number} of the dataset is {batch!r} and holds no arrays.")
+    arrays = [_array(leaf, number, may_be_reused) for leaf in leaves]
+    sizes = {array.shape[0] for array in arrays}
+    if len(sizes) > 1:
+        raise InvalidValueError(
+            f"Batch {number} of the dataset holds arrays with {sorted(sizes)} rows; all arrays of a"
+            " batch must have the same number of rows (dim 0), which is split over the replicas."
+        )
+    return jax.tree.unflatten(tree, arrays), sizes.pop()
+
+
+def _is_list_of_numbers(value: object) -> bool:
+    if type(value) is not list or not value:
+        return False
+    first = value[0]
+    while type(first) is list and first:
+        first = first[0]
+    return isinstance(first, (bool, int, float, complex))
+
+
+def _array(leaf: Any, number: int, may_be_reused: bool) -> np.ndarray | jax.Array:
+    array = leaf
+    if not isinstance(leaf, jax.Array):
+        check_dense(leaf)
+        array = np.array(leaf) if may_be_reused else np.asarray(leaf)
+    if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
+        raise InvalidTypeError(
+            f"Batch {number} of the dataset holds {leaf!r}; strings and objects cannot go to a"
+            " device. Map them to numbers first."
+        )
+    if array.ndim == 0:
+        raise InvalidValueError(
+            f"Batch {number} of the dataset holds the scalar {leaf!r}: the dataset is not batched."
+            " Distribute batches, whose dim 0 is split over the replicas."
+        )
+    return array

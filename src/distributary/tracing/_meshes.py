@@ -1,0 +1,81 @@
+"""Removes the meshes of captured arrays from the types in a program.
+
+An array that lies on several devices has their mesh in its type, and so has everything that is
+computed from it. With a captured `b` on the mesh of two replicas,
+
+    { lambda b:f32[4]@replica ; x:f32[4]. let        { lambda b:f32[4] ; x:f32[4]. let
+        c:f32[4]@replica = jit[{ ... }] b x     ->       c:f32[4] = jit[{ ... }] b x
+      in (c,) }                                        in (c,) }
+
+because JAX refuses the types on the left in the code of a replica, where the mesh is another one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+
+__all__ = ["without_meshes"]
+
+
+def without_meshes(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
+    """Returns a jaxpr whose types name no mesh; the same one if its constants lie on none."""
+    if not any(map(_has_mesh, closed.consts)):
+        return closed
+    return jex_core.ClosedJaxpr(_jaxpr(closed.jaxpr), closed.consts)
+
+
+def _has_mesh(const: Any) -> bool:
+    sharding = getattr(jax.typeof(const), "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
+def _jaxpr(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
+    renamed: dict[jex_core.Var, Any] = {}
+
+    def atom(old: Any) -> Any:
+        if not isinstance(old, jex_core.Var):
+            return old  # a literal
+        if old not in renamed:
+            renamed[old] = _renamed(old)
+        return renamed[old]
+
+    constvars, invars = list(map(atom, jaxpr.constvars)), list(map(atom, jaxpr.invars))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reshard":  # gradients begin with it
+            renamed[eqn.outvars[0]] = atom(eqn.invars[0])
+        else:
+            eqns.append(_equation(eqn, atom))
+    outvars = list(map(atom, jaxpr.outvars))
+    return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+
+
+def _renamed(var: jex_core.Var) -> jex_core.Var:
+    aval: Any = var.aval
+    if not isinstance(aval, jax.core.ShapedArray) or str(var) == "_":  # an output without a use
+        return var
+    return jex_core.Var(jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type))
+
+
+def _equation(eqn: jex_core.JaxprEqn, atom: Callable[[Any], Any]) -> jex_core.JaxprEqn:
+    is_computation = eqn.primitive.name != "sharding_constraint"  # which the user wrote
+    return eqn.replace(
+        invars=list(map(atom, eqn.invars)),
+        outvars=list(map(atom, eqn.outvars)),
+        params={
+            name: None if name == "sharding" and is_computation else _param(value)
+            for name, value in eqn.params.items()
+        },
+    )
+
+
+def _param(value: Any) -> Any:
+    if isinstance(value, jex_core.ClosedJaxpr):
+        return jex_core.ClosedJaxpr(_jaxpr(value.jaxpr), value.consts)
+    if isinstance(value, jex_core.Jaxpr):
+        return _jaxpr(value)
+    if type(value) in (tuple, list):
+        return type(value)(map(_param, value))
+    return value

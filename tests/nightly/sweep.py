@@ -1,0 +1,294 @@
+"""How do steps of models of random shapes compare with the same steps written by hand?
+
+Every model is trained in four ways in turns: by `fit` and by a loop of `strategy.run` under
+`MirroredStrategy`, by a step that is written by hand for the same devices, and, with one replica,
+by Keras alone. What takes more than 1.25 times as long as the fastest of the last two is a cliff.
+
+    python tests/nightly/sweep.py --models 40 --replicas 1 2 4
+    python tests/nightly/sweep.py --seed 7 --models 1 --replicas 2
+
+Ends with 1 if there is a cliff.
+"""
+
+import argparse
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import distributary as dist
+
+_CLIFF = 1.25
+_NUM_CLASSES = 10
+_ROUNDS = 5
+_BLOCK_SECONDS = 0.5
+
+
+def _layers_of(family: str, choose: random.Random) -> tuple[tuple[int, ...], list[Any]]:
+    """Returns the shape of an example and layers for it."""
+    from keras import layers
+
+    activation = choose.choice(["relu", "gelu", "tanh"])
+    norm = [layers.BatchNormalization()] if choose.random() < 0.4 else []
+    if family == "dense":
+        widths = [choose.choice([32, 128, 512]) for _ in range(choose.randint(1, 4))]
+        return (choose.choice([16, 784]),), [
+            *(layers.Dense(width, activation=activation) for width in widths),
+            *norm,
+        ]
+    if family == "conv1d":
+        filters, kernel = choose.choice([16, 64]), choose.choice([3, 9])
+        return (choose.choice([64, 256]), 8), [
+            layers.Conv1D(filters, kernel, padding="same", activation=activation),
+            *norm,
+            layers.MaxPooling1D(2),
+            layers.Conv1D(2 * filters, kernel, strides=2, activation=activation),
+            layers.GlobalAveragePooling1D(),
+        ]
+    if family == "conv2d":
+        filters, padding = choose.choice([16, 32, 64]), choose.choice(["same", "valid"])
+        pooling = [[], [layers.MaxPooling2D(2)], [layers.AveragePooling2D(2)]][choose.randint(0, 2)]
+        return (*choose.choice([(28, 28), (32, 32)]), choose.choice([1, 3])), [
+            layers.Conv2D(filters, 3, padding=padding, activation=activation),
+            *pooling,
+            *norm,
+            layers.Conv2D(
+                2 * filters, choose.choice([3, 5]), padding=padding, activation=activation
+            ),
+            layers.Flatten(),
+            layers.Dense(64, activation=activation),
+        ]
+    if family == "depthwise":
+        return (28, 28, choose.choice([1, 3])), [
+            layers.Conv2D(32, 3, strides=choose.choice([1, 2]), padding="same"),
+            *norm,
+            layers.DepthwiseConv2D(choose.choice([3, 5]), activation=activation),
+            layers.SeparableConv2D(64, choose.choice([3, 5]), activation=activation),
+            layers.GlobalMaxPooling2D(),
+        ]
+    if family == "recurrent":
+        layer = choose.choice([layers.LSTM, layers.GRU, layers.SimpleRNN])
+        return (choose.choice([16, 64]), 16), [layer(choose.choice([32, 128]))]
+    if family == "attention":
+        features, heads = choose.choice([(32, 2), (128, 4)])
+
+        class Block(layers.Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = layers.MultiHeadAttention(heads, features // heads)
+                self.norm = layers.LayerNormalization()
+                self.dense = layers.Dense(features, activation=activation)
+
+            def call(self, x: Any) -> Any:
+                return x + self.dense(self.norm(x + self.attention(x, x)))
+
+        return (choose.choice([16, 64]), features), [Block(), layers.GlobalAveragePooling1D()]
+    words, length = choose.choice([1000, 100_000]), choose.choice([8, 26])
+    return (length,), [
+        layers.Embedding(words, choose.choice([16, 64])),
+        layers.Flatten(),
+        layers.Dense(64, activation=activation),
+    ]
+
+
+_FAMILIES = ("dense", "conv1d", "conv2d", "depthwise", "recurrent", "attention", "embedding")
+
+
+class _Model:
+    """A model of random shape, and data for it."""
+
+    def __init__(self, seed: int) -> None:
+        choose = random.Random(seed)
+        self.seed = seed
+        self.family = _FAMILIES[seed % len(_FAMILIES)]
+        self.batch_size = choose.choice([32, 64, 128])
+        self.optimizer = choose.choice(["sgd", "adam", "rmsprop", "adagrad"])
+        self._state = choose.getstate()
+        shape, layers = self._layers()
+        rng = np.random.default_rng(seed)
+        num_examples = 8 * self.batch_size
+        if self.family == "embedding":
+            self.x = rng.integers(0, layers[0].input_dim, (num_examples, *shape)).astype(np.int32)
+        else:
+            self.x = rng.normal(size=(num_examples, *shape)).astype(np.float32)
+        self.y = rng.integers(0, _NUM_CLASSES, num_examples)
+
+    def _layers(self) -> tuple[tuple[int, ...], list[Any]]:
+        choose = random.Random()
+        choose.setstate(self._state)
+        return _layers_of(self.family, choose)
+
+    def build(self) -> Any:
+        """Returns a new Keras model."""
+        import keras
+
+        shape, layers = self._layers()
+        dtype = "int32" if self.family == "embedding" else "float32"
+        model = keras.Sequential(
+            [keras.Input(shape, dtype=dtype), *layers, keras.layers.Dense(_NUM_CLASSES)]
+        )
+        model.compile(self.optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def batches(self, num_steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yields batches, from the beginning again after the last."""
+        for step in range(num_steps):
+            start = step % 8 * self.batch_size
+            yield self.x[start : start + self.batch_size], self.y[start : start + self.batch_size]
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.x.shape[1:]))
+        return f"{self.seed}: {self.family} {shape}, {self.optimizer}, batch {self.batch_size}"
+
+
+_Way = Callable[[int], None]
+
+
+def _by_fit(model: _Model, built: Any) -> _Way:
+    data = {}
+
+    def run(num_steps: int) -> None:
+        if num_steps not in data:
+            repeats = math.ceil(num_steps / 8)
+            rows = num_steps * model.batch_size
+            data[num_steps] = [
+                np.concatenate([part] * repeats)[:rows] for part in (model.x, model.y)
+            ]
+        x, y = data[num_steps]
+        built.fit(x, y, batch_size=model.batch_size, shuffle=False, verbose=0)
+
+    return run
+
+
+def _by_loop(model: _Model, strategy: Any) -> _Way:
+    import keras
+
+    with strategy.scope():
+        built = model.build()
+        optimizer = keras.optimizers.get(model.optimizer)
+        optimizer.build(built.trainable_variables)
+
+    def step(x: Any, y: Any) -> Any:
+        with dist.GradientTape() as tape:
+            logits = built(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+            loss = jnp.sum(losses) / model.batch_size
+        gradients = tape.gradient(loss, built.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, built.trainable_variables, strict=True))
+        return loss
+
+    rows = dist.data.Dataset.from_tensor_slices((model.x, model.y)).batch(model.batch_size)
+    batches = iter(strategy.experimental_distribute_dataset(rows.repeat()))
+
+    def run(num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = strategy.run(step, args=next(batches))
+        jax.block_until_ready(strategy.experimental_local_results(loss))
+
+    return run
+
+
+def _by_hand(model: _Model, num_devices: int) -> _Way:
+    import keras
+
+    built = model.build()
+    optimizer = built.optimizer
+    optimizer.build(built.trainable_variables)
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), "batch")
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
+
+    def loss_of(trainable: Any, others: Any, x: Any, y: Any) -> Any:
+        logits, others = built.stateless_call(trainable, others, x, training=True)
+        losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return jnp.mean(losses), others
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        trainable, others, slots = state
+        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable, others, x, y
+        )
+        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
+        return loss, (trainable, others, slots)
+
+    parts = built.trainable_variables, built.non_trainable_variables, optimizer.variables
+    state = jax.device_put([[jnp.array(v.value) for v in part] for part in parts], whole)
+    compiled = jax.jit(
+        step, donate_argnums=0, in_shardings=(whole, rows, rows), out_shardings=whole
+    )
+
+    def run(num_steps: int) -> None:
+        nonlocal state
+        for x, y in model.batches(num_steps):
+            loss, state = compiled(state, x, y)
+        jax.block_until_ready(loss)
+
+    return run
+
+
+def _seconds(run: _Way, num_steps: int) -> float:
+    begin = time.perf_counter()
+    run(num_steps)
+    return (time.perf_counter() - begin) / num_steps
+
+
+def _measure(model: _Model, num_replicas: int) -> dict[str, float]:
+    """Returns the seconds of a step, the least of several rounds, of each way."""
+    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        under = model.build()
+    ways = {
+        "hand": _by_hand(model, num_replicas),
+        "fit": _by_fit(model, under),
+        "loop": _by_loop(model, strategy),
+    }
+    if num_replicas == 1:
+        ways["keras"] = _by_fit(model, model.build())
+    for run in ways.values():
+        run(8)
+    num_steps = 8 * max(1, min(64, math.ceil(_BLOCK_SECONDS / _seconds(ways["hand"], 8) / 8)))
+    for run in ways.values():  # shapes of whole epochs
+        run(num_steps)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(_ROUNDS):
+        for name, run in ways.items():
+            found[name].append(_seconds(run, num_steps))
+    return {name: min(times) for name, times in found.items()}
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the first model")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    arguments = parser.parse_args()
+    dist.config.set_logical_cpu_devices(max(arguments.replicas))
+    cliffs = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.models):
+        model = _Model(seed)
+        for num_replicas in arguments.replicas:
+            found = _measure(model, num_replicas)
+            best = min(found["hand"], found.get("keras", math.inf))
+            ratios = {name: found[name] / best for name in ("fit", "loop")}
+            cliffs += max(ratios.values()) > _CLIFF
+            mark = "  <-- cliff" if max(ratios.values()) > _CLIFF else ""
+            times = ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in found.items())
+            shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+            print(f"{model}; {num_replicas} replicas: {times}; {shown}{mark}", flush=True)
+    print(f"{cliffs} cliffs")
+    return 1 if cliffs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
