@@ -128,7 +128,11 @@ class Engine:
         """
         flat = [jax.tree.flatten(element) for element in elements]
         shapes = {(tree, tuple(map(signature_of, leaves, _RUN_STEPS))) for leaves, tree in flat}
-        if len(elements) > 1 and len(shapes) == 1 and self._fuses(function, elements[0]):
+        is_alike = len(elements) > 1 and len(shapes) == 1
+        fusible = self._fusible[function]
+        if is_alike and not fusible:
+            fusible.append(self.fuses(function, elements[0]))
+        if is_alike and fusible[0]:
             programs = self.cache.programs_of(function)
             steps = several_steps(function)
             stacked = lambda own: steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *own))
@@ -138,29 +142,21 @@ class Engine:
             result = self.run(function, (element,), {}, RUN)
         return result
 
-    def _fuses(self, function: Callable[[Nest], Nest], element: Nest) -> bool:
-        """Returns whether several steps run faster as one program.
+    def fuses(self, function: Callable[[Nest], Nest], element: Nest, kind: StepKind = RUN) -> bool:
+        """Returns whether several steps run faster as one program; may trace the step.
 
         XLA:CPU runs convolutions many times slower inside a loop than outside, and takes minutes to
         compile an unrolled loop. A program in two stages fetches its variables for every step.
         """
         if self._placement.home is not None:
             return False
-        known = self._fusible[function]
-        if not known:
-            on_cpus = self._placement.is_on_cpus
-            known.append(not (on_cpus and self.has_convolution(function, (element,), RUN)))
-        return known[0]
-
-    def has_convolution(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kind: StepKind
-    ) -> bool:
-        """Returns whether a step computes a convolution; traces the step."""
-        args, kwargs = self._even_out((args, {}), place=True)
+        if not self._placement.is_on_cpus:
+            return True
+        args, kwargs = self._even_out(((element,), {}), place=True)
         step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
         jaxprs = [pure.jaxpr for pure in self._replica_program(step, False).pures]
         convolution = lax.conv_general_dilated_p
-        return any(eqn.primitive is convolution for jaxpr in jaxprs for eqn in walk(jaxpr.eqns))
+        return not any(eqn.primitive is convolution for j in jaxprs for eqn in walk(j.eqns))
 
     def lower(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind

@@ -17,8 +17,8 @@ from distributary.keras_bridge._replica import (
     is_uneven,
     note_scaled_loss,
     replica_context,
-    share_of_batch,
     total,
+    weight_of_rows,
 )
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -37,8 +37,7 @@ def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
             loss = original(values, sample_weight, reduction)
             if in_trainer() and is_uneven():
                 note_scaled_loss()
-                weight = share_of_batch() * context.num_replicas_in_sync
-                loss = (loss * weight).astype(loss.dtype)
+                loss = (loss * weight_of_rows()).astype(loss.dtype)
             return loss
         if values.shape == (0,) and not is_uneven():  # the whole batch is empty
             return original(values, sample_weight, reduction)

@@ -12,9 +12,9 @@ from distributary.keras_bridge._replica import (
     in_trainer,
     is_uneven,
     replica_context,
-    share_of_batch,
     sums,
     total,
+    weight_of_rows,
 )
 
 
@@ -56,9 +56,8 @@ def reduce_to_samplewise_values(original: Callable[..., Any]) -> Callable[..., A
         context = replica_context()
         if context is not None and in_trainer() and not jnp.ndim(values):
             if sample_weight is None:
-                sample_weight = 1 / context.num_replicas_in_sync
-                if has_own_means():
-                    sample_weight = share_of_batch()
+                weight = weight_of_rows() if has_own_means() else 1
+                sample_weight = weight / context.num_replicas_in_sync
             elif is_uneven() and not has_own_means() and isinstance(sample_weight, int):
                 # Keras weights the loss with the number of rows, but the part of a replica is
                 # scaled for parts of equal size, see `_losses`.

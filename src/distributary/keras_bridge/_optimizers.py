@@ -20,7 +20,7 @@ from distributary.keras_bridge._replica import (
     is_for_servers,
     optimizing,
     replica_context,
-    share_of_batch,
+    weight_of_rows,
 )
 from distributary.keras_bridge._variables import ON_SERVERS
 from distributary.topology import REPLICA_AXIS
@@ -87,8 +87,7 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
         is_mean = in_trainer() and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
         if in_trainer() and has_own_means():
-            weight = share_of_batch() * get_strategy().num_replicas_in_sync
-            present = [(value * weight).astype(value.dtype) for value in present]
+            present = [(value * weight_of_rows()).astype(value.dtype) for value in present]
         reduced = get_strategy().extended.reduce_gradients(op, present)
     result = list(gradients)
     for i, gradient in zip(given, reduced, strict=True):

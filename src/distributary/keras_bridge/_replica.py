@@ -28,7 +28,7 @@ from distributary.xla_cpu import JOINABLE
 class _ThreadState(threading.local):
     in_optimizer = False
     is_away = False
-    share: Any = None
+    weight: Any = 1
     is_scaled: bool = False
     sums: "Sums | None" = None
 
@@ -98,21 +98,21 @@ def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
     context = ReplicaContext(strategy, traced_replica_id, averages_gradients=True)
     mode = Mode(strategy, "replica", context)
     push(mode)
-    before = _state.sums, _state.share, _state.is_scaled
-    _state.sums, _state.is_scaled = Sums(context), False
-    _state.share = 1 / context.num_replicas_in_sync
+    before = _state.sums, _state.weight, _state.is_scaled
+    _state.sums, _state.weight, _state.is_scaled = Sums(context), 1, False
     try:
         if is_uneven():
-            _state.share = num_rows / total(context, jnp.float32(num_rows))
+            mean = total(context, jnp.float32(num_rows)) / context.num_replicas_in_sync
+            _state.weight = num_rows / mean
         yield context
     finally:
-        _state.sums, _state.share, _state.is_scaled = before
+        _state.sums, _state.weight, _state.is_scaled = before
         pop(mode)
 
 
-def share_of_batch() -> Any:
-    """Returns the share of this replica's rows in those of the whole batch, in a trainer's step."""
-    return _state.share
+def weight_of_rows() -> Any:
+    """Returns this replica's number of rows over the mean of all; 1 unless a batch is uneven."""
+    return _state.weight
 
 
 def note_scaled_loss() -> None:
@@ -131,18 +131,13 @@ def has_own_means() -> bool:
 
 def mean_over_rows(context: ReplicaContext, values: list[Any]) -> list[Any]:
     """Returns the means over the whole batch of values that are means over a replica's rows."""
-    if not values or not is_uneven():
-        means: list[Any] = context.all_reduce(ReduceOp.MEAN, values) if values else []
-        return means
-    dtypes = [jnp.result_type(value, jnp.float32) for value in values]
-    parts = [
-        (value * share_of_batch()).astype(dtype)
-        for value, dtype in zip(values, dtypes, strict=True)
-    ]
-    sums_of_parts: list[Any] = context.all_reduce(ReduceOp.SUM, parts)
+    if not values:
+        return []
+    parts = [value * weight_of_rows() for value in values] if is_uneven() else values
+    means: list[Any] = context.all_reduce(ReduceOp.MEAN, parts)
     return [
-        x.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else x
-        for x, value in zip(sums_of_parts, values, strict=True)
+        mean.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else mean
+        for mean, value in zip(means, values, strict=True)
     ]
 
 

@@ -97,27 +97,25 @@ class ModelStep:
 
     def _run(self, data: Nest, context: ReplicaContext | None) -> Nest:
         on_servers = keeps_on_servers(self._strategy)
-        is_split = context is not None and not on_servers
+        mirrored = None if on_servers else context  # servers combine what replicas assign
         variables = dict(zip(PARTS[self._kind], self.variables(), strict=True))
         state = {name: [v.value for v in part] for name, part in variables.items()}
-        if is_split and context is not None and "metrics" in state:
-            state["metrics"] = _own_parts(context, variables["metrics"], state["metrics"])
-        with nullcontext() if is_split or on_servers else sole_replica(self._strategy):
+        if mirrored is not None and "metrics" in state:
+            state["metrics"] = _own_parts(mirrored, variables["metrics"], state["metrics"])
+        is_alone = context is None and not on_servers
+        with sole_replica(self._strategy) if is_alone else nullcontext():
             out, after = self.call(list(state.values()), data)
         new = {name: list(part) for name, part in zip(variables, after, strict=True)}
         # An optimizer has made the new values of trainable variables, too.
-        agreed = {"trainable", "optimizer"}
-        if is_split and context is not None:
-            agreed = set(variables)
+        agreed = {"trainable", "optimizer"} if on_servers else set(variables)
+        if mirrored is not None:
             new["non_trainable"] = agreed_state(
-                context, variables["non_trainable"], state["non_trainable"], new["non_trainable"]
+                mirrored, variables["non_trainable"], state["non_trainable"], new["non_trainable"]
             )
             if "metrics" in new:
                 new["metrics"] = self._agreed_metrics(variables["metrics"], new["metrics"])
-        elif not on_servers:
-            agreed = set(variables)
         for name, part in variables.items():
-            is_total = is_split and name == "metrics" and self._assigns_sums
+            is_total = mirrored is not None and name == "metrics" and self._assigns_sums
             changed = {
                 id(variable): (variable, value)  # a list may have a variable twice
                 for variable, old, value in zip(part, state[name], new[name], strict=True)

@@ -207,13 +207,8 @@ class StepFunction:
         return out
 
     def _fuses(self, stacked: Nest) -> bool:
-        """Returns whether several steps become one program.
-
-        XLA:CPU runs convolutions many times slower inside a loop than outside, and takes minutes to
-        compile an unrolled loop, so steps with convolutions stay separate on CPUs. Steps that fetch
-        their variables, and steps on uneven batches, stay separate, too.
-        """
-        if self._eager or self._placement.home is not None:
+        """Returns whether several steps become one program; steps on uneven batches do not."""
+        if self._eager:
             return False
         size = None if isinstance(stacked, OwnRows) else common_size(stacked, 1)
         if size is not None and size % self._num_replicas:
@@ -221,10 +216,7 @@ class StepFunction:
         if self._fusible is None:
             data, _ = self._split(jax.tree.map(lambda x: x[0], stacked), 1)
             step = self._step.alone if self._num_replicas == 1 else self._step.of_replica
-            self._fusible = not (
-                self._placement.is_on_cpus
-                and self._engine.has_convolution(step, (data,), self._of_replicas)
-            )
+            self._fusible = self._engine.fuses(step, data, self._of_replicas)
         return self._fusible
 
     def _note_uneven(self, size: int | None) -> None:

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr
 
 from distributary._late import late_names
 from distributary.tracing._consumed import refused_if_consumed
-from distributary.tracing._description import describe_jaxpr, describe_value
+from distributary.tracing._description import describe_value
 from distributary.tracing._divergence import (
     OUTSIDE,
     is_collective,
@@ -115,7 +115,6 @@ __all__ = [
     "current_scope",
     "cut",
     "cut_around_mesh",
-    "describe_jaxpr",
     "describe_value",
     "evaluate",
     "evaluate_all",
