@@ -296,9 +296,12 @@ def test_own_train_step_with_nested_logs_equals_one_device(strategy_of):
     _assert_equal_history(history, small.fit(reference))
 
 
-@pytest.mark.parametrize("rows", [14, 13])
-def test_own_train_step_with_an_uneven_last_batch_equals_one_device(rows, strategy_of):
-    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(4), None))
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("rows", [15, 14, 13])
+def test_own_train_step_with_an_uneven_last_batch_equals_one_device(
+    rows, num_replicas, strategy_of
+):
+    model, reference = (small.model(s, _CustomSteps) for s in (strategy_of(num_replicas), None))
 
     history = small.fit(model, *small.data(rows))
 
@@ -325,9 +328,14 @@ class _OwnMeans(keras.Model):
         return {"loss": loss}, (trainable, new, optimizer_variables, metrics_variables)
 
 
-@pytest.mark.parametrize("rows", [16, 14, 13])
-def test_own_means_over_the_rows_of_uneven_batches_equal_one_device(rows, strategy_of):
-    model, reference = (small.model(s, _OwnMeans) for s in (strategy_of(4), None))
+# With three replicas, every batch of 4 rows is uneven.
+@pytest.mark.filterwarnings("ignore:small. batches of 4 examples do not divide by 3 replicas")
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+@pytest.mark.parametrize("rows", [16, 15, 14, 13])
+def test_own_means_over_the_rows_of_uneven_batches_equal_one_device(
+    rows, num_replicas, strategy_of
+):
+    model, reference = (small.model(s, _OwnMeans) for s in (strategy_of(num_replicas), None))
 
     history = small.fit(model, *small.data(rows))
 
