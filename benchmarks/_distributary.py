@@ -23,13 +23,15 @@ def mirrored(num_replicas: int) -> dist.Strategy:
     return dist.MirroredStrategy(jax.devices()[:num_replicas])
 
 
-def build(workload: Workload, strategy: dist.Strategy, name: str = "distributary") -> Peer:
+def build(
+    workload: Workload, strategy: dist.Strategy, name: str = "distributary", bytes_per_pack: int = 0
+) -> Peer:
     """Creates variables and inputs; compiles at the first step."""
     with strategy.scope():
         variables = {
             name: dist.Variable(value, name=name) for name, value in workload.parameters().items()
         }
-        step = _step_of(workload, variables)
+        step = _step_of(workload, variables, bytes_per_pack)
     batches = [
         tuple(on_every_replica(strategy, array) for array in batch)
         for batch in workload.batches(strategy.num_replicas_in_sync)
@@ -54,8 +56,9 @@ def on_every_replica(strategy: dist.Strategy, array: np.ndarray[Any, Any]) -> Pe
     return strategy.experimental_distribute_values_from_function(placed)
 
 
-def _step_of(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
+def _step_of(workload: Workload, variables: dict[str, dist.Variable], bytes_per_pack: int) -> Step:
     """Returns the step of one replica; runs in the scope of the strategy."""
+    options = dist.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
     sum_of_losses = LOSSES[workload.model]
     adam = optax.adam(workload.learning_rate) if workload.optimizer == "adam" else None
     state_variables = jax.tree.map(dist.Variable, adam.init(_values(variables))) if adam else None
@@ -71,7 +74,7 @@ def _step_of(workload: Workload, variables: dict[str, dist.Variable]) -> Step:
 
         loss, gradients = dist.value_and_grad(loss_fn, variables)()
         context = dist.get_replica_context()
-        gradients, loss = context.all_reduce(dist.ReduceOp.SUM, (gradients, loss))
+        gradients, loss = context.all_reduce(dist.ReduceOp.SUM, (gradients, loss), options)
         if adam is not None:
             parameters = _values(variables)
             updates, state = adam.update(gradients, _values(state_variables), parameters)

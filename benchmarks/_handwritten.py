@@ -17,79 +17,63 @@ import numpy as np
 import optax
 from _losses import LOSSES, wide_loss_of_rows
 from _peers import Peer, stepping, timed
-from _workloads import CHECK_STEPS, WORKLOADS, Workload
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from _workloads import CHECK_STEPS, Workload
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-__all__ = [
-    "AXIS",
-    "LocalReplicas",
-    "Replicas",
-    "Step",
-    "WorkerReplicas",
-    "build",
-    "compile_step",
-    "fit",
-    "mesh_of",
-    "peers",
-    "placement",
-]
+__all__ = ["AXIS", "Replicas", "Step", "build", "compile_step", "fit", "step_of_keras"]
 
 Tree: TypeAlias = Any  # a pytree of arrays
 State: TypeAlias = Tree
+KerasModel: TypeAlias = Any
 Step: TypeAlias = Callable[..., tuple[State, jax.Array]]
 
 AXIS = "replica"
 
 
 @final
-class LocalReplicas:
-    """The first devices of this process.
+class Replicas:
+    """Devices that share the rows of a batch: of this process, or of connected ones.
 
     Attributes:
         mesh: Of the devices; None for a single one.
         num: How many there are.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self.mesh = mesh_of(num_replicas)
-        self.num = num_replicas
-
-    def own_rows(self, global_batch_size: int) -> slice:
-        """Which rows of a global batch this process needs."""
-        return slice(global_batch_size)
-
-    def place(self, arrays: Tree, spec: PartitionSpec) -> Tree:
-        """Own rows split over the replicas, or whole arrays copied to them."""
-        return jax.device_put(arrays, placement(self.mesh, spec))
-
-    def all_reduce(self, tree: Tree) -> Tree:
-        """The sum over the replicas, inside a step."""
-        return tree if self.mesh is None else jax.lax.psum(tree, AXIS)
-
-
-@final
-class WorkerReplicas:
-    """The devices of several processes, of which JAX is connected; see `LocalReplicas`."""
-
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
-        self.num = mesh.size
+        self.num = 1 if mesh is None else mesh.size
+        self._is_connected = jax.process_count() > 1
+
+    @classmethod
+    def of_this_process(cls, num_replicas: int) -> "Replicas":
+        """Returns the first devices of this process."""
+        devices = np.array(jax.devices()[:num_replicas])
+        return cls(Mesh(devices, (AXIS,)) if num_replicas > 1 else None)
 
     def own_rows(self, global_batch_size: int) -> slice:
-        """Which rows of a global batch this process needs."""
+        """Returns the rows of a global batch that this process needs."""
         num_rows = global_batch_size // jax.process_count()
         return slice(jax.process_index() * num_rows, (jax.process_index() + 1) * num_rows)
 
     def place(self, arrays: Tree, spec: PartitionSpec) -> Tree:
-        """Own rows split over the replicas of the process, or whole arrays copied to all."""
-        sharding = placement(self.mesh, spec)
+        """Splits own rows over the replicas of the process, or copies whole arrays to all."""
+        if self.mesh is None:
+            return jax.device_put(arrays, SingleDeviceSharding(jax.devices()[0]))
+        sharding = NamedSharding(self.mesh, spec)
+        if not self._is_connected:
+            return jax.device_put(arrays, sharding)
         return jax.tree.map(
             lambda array: jax.make_array_from_process_local_data(sharding, np.asarray(array)),
             arrays,
         )
 
     def all_reduce(self, tree: Tree) -> Tree:
-        """The sum over the replicas: one all-reduce of one vector, as gloo pays for every array."""
+        """Returns the sum over the replicas, inside a step."""
+        if self.mesh is None:
+            return tree
+        if not self._is_connected:
+            return jax.lax.psum(tree, AXIS)
+        # One all-reduce of one vector, as gloo pays for every array.
         leaves, structure = jax.tree.flatten(tree)
         # XLA:CPU fuses a concatenation with what computes its parts, and is 100 times slower. Of
         # the first update it makes a padding that computes its part for every element of the
@@ -107,9 +91,6 @@ class WorkerReplicas:
             for i, leaf in enumerate(leaves)
         ]
         return jax.tree.unflatten(structure, parts)
-
-
-Replicas: TypeAlias = LocalReplicas | WorkerReplicas
 
 
 def build(workload: Workload, replicas: Replicas, name: str = "handwritten") -> Peer:
@@ -149,7 +130,9 @@ def fit(name: str, model: str, workload: Workload, replicas: Replicas, num_steps
     if model == "jax":
         replica_step, state = _step_of(workload, replicas, _keras_adam(workload.learning_rate))
     else:
-        replica_step, state = _step_of_keras(workload, replicas)
+        from _keras import build_model
+
+        replica_step, state = step_of_keras(build_model(workload), replicas)
 
     def summing_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
         inner, total = state
@@ -178,12 +161,6 @@ def fit(name: str, model: str, workload: Workload, replicas: Replicas, num_steps
     return timed(name, lambda count: epoch(np.random.permutation(count * batch_size)), losses=check)
 
 
-def peers(model: str, workload: str, num_replicas: int, num_steps: int) -> list[Peer]:
-    """Returns a loop of `fit` in a process of its own."""
-    replicas = LocalReplicas(num_replicas)
-    return [fit("handwritten", model, WORKLOADS[workload], replicas, num_steps)]
-
-
 def compile_step(
     replica_step: Step, mesh: Mesh | None, loss_spec: PartitionSpec | None = None
 ) -> Step:
@@ -207,20 +184,6 @@ def compile_step(
         )(state, *inputs)
 
     return jax.jit(all_replicas, donate_argnums=0)
-
-
-def mesh_of(num_replicas: int) -> Mesh | None:
-    """Of the first devices; None for one replica."""
-    if num_replicas == 1:
-        return None
-    return Mesh(np.array(jax.devices()[:num_replicas]), (AXIS,))
-
-
-def placement(mesh: Mesh | None, spec: PartitionSpec) -> Sharding:
-    """Where arrays of `spec` lie on the mesh, or on the one device."""
-    if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return NamedSharding(mesh, spec)
 
 
 def _step_of(
@@ -265,28 +228,28 @@ def _keras_adam(learning_rate: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _step_of_keras(workload: Workload, replicas: Replicas) -> tuple[Step, State]:
-    from _keras import build_model
+def step_of_keras(model: KerasModel, replicas: Replicas) -> tuple[Step, State]:
+    """Returns the step of one replica around a compiled Keras model, and its first state.
 
-    model = build_model("keras", workload, 1)
+    Every replica normalizes its own part of a batch, and all keep the mean of their statistics.
+    """
     model.optimizer.build(model.trainable_variables)
-    assert not model.non_trainable_variables
 
     def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
-        def loss_of(parameters: State) -> jax.Array:
-            predictions, _ = model.stateless_call(parameters, [], x, training=True)
-            return model.loss(y, predictions)
+        def loss_of(parameters: State, others: State) -> tuple[jax.Array, State]:
+            predictions, others = model.stateless_call(parameters, others, x, training=True)
+            return model.loss(y, predictions), others
 
-        parameters, optimizer = state
-        loss, gradients = jax.value_and_grad(loss_of)(parameters)
-        loss, gradients = jax.tree.map(
-            lambda total: total / replicas.num, replicas.all_reduce((loss, gradients))
+        parameters, others, optimizer = state
+        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(parameters, others)
+        loss, others, gradients = jax.tree.map(
+            lambda total: total / replicas.num, replicas.all_reduce((loss, others, gradients))
         )
         parameters, optimizer = model.optimizer.stateless_apply(optimizer, gradients, parameters)
-        return (parameters, optimizer), loss
+        return (parameters, others, optimizer), loss
 
     # Copies, as every step consumes its state.
-    parts = model.trainable_variables, model.optimizer.variables
+    parts = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
     state = tuple([jnp.array(variable.value, copy=True) for variable in part] for part in parts)
     return step, state
 

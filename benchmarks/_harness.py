@@ -1,170 +1,220 @@
-"""What all benchmarks share: options, fresh processes, the interleaved clock, tables and files.
+"""What all benchmarks share: cases, processes that are measured in turns, checks and rows.
 
-A benchmark has two functions. `requests` says what to measure; `measure` measures one request in a
-fresh process, and returns rows. `run` calls them, prints tables and writes `results/NAME.json`.
-A row has
+A `Case` is data: peers, the processes they live in, and the pairs of them whose ratio is of
+interest. A row has
 
     what, replicas, unit
     rounds    numbers of every peer, one per round, where less is better
     pairs     two peers whose ratio is of interest, with the bar that it must not exceed, or None
-    numbers   other results, with the bar that they must not exceed, or None
     problems  reasons not to believe it
 """
 
-import argparse
-import json
-import math
-import os
-import platform
-import resource
-import secrets
-import signal
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from importlib import metadata
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from statistics import mean
+from typing import Literal, TypeAlias, TypeVar, final
 
+import _processes
 from _peers import Json, Peer
+from _processes import Process
 
 __all__ = [
-    "FOLDER",
-    "NEXT_TO",
-    "NVIDIA_DRIVER",
-    "RESULTS",
+    "Case",
     "Pair",
-    "Request",
     "Row",
+    "Served",
+    "Settings",
+    "against",
     "choose_steps",
     "compare",
-    "environment",
-    "foreign_environment",
     "interleave",
-    "number",
+    "measure",
     "pair",
-    "peak_bytes",
-    "reset_peak",
     "row",
-    "run",
-    "summarize",
 ]
 
-Request: TypeAlias = dict[str, Json]
 Row: TypeAlias = dict[str, Json]
 Pair: TypeAlias = dict[str, Json]
-
-FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "results"
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_SOURCE = str(FOLDER.parent / "src")
-sys.path.insert(0, _SOURCE)
-MEBIBYTE = 2**20
-
-HANDWRITTEN = "hand-written JAX"
-NEXT_TO: Mapping[str, str] = {
-    **dict.fromkeys(("handwritten", "handwritten_keras", "psum", "jax"), HANDWRITTEN),
-    **dict.fromkeys(("fit_handwritten", "fit_handwritten_keras"), HANDWRITTEN),
-    **dict.fromkeys(("numpy", "by hand", "read"), HANDWRITTEN),
-    "keras": "Keras alone",
-    "data_parallel": "Keras DataParallel",
-    **dict.fromkeys(("tensorflow", "tf.data"), "TensorFlow"),
-    "torch": "PyTorch DDP",
-}
-"""What the page of measurements calls the peers that it has."""
+T = TypeVar("T")
+Unit: TypeAlias = Literal["ms/step", "ms", "µs", "s", "MiB"]
 
 TOLERANCES = {"cpu": 1e-4, "gpu": 1e-3}
 """Largest difference of losses. GPUs multiply float32 with fewer digits (TF32)."""
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "optax")
-_TIMEOUT_SECONDS = 3600.0
-_MARK = "RESULT "
+_PER_SECOND = {"ms/step": 1e3, "CPU ms/step": 1e3, "ms": 1e3, "µs": 1e6}
+_MEMORY_STEPS = 20
+_FEWEST_STEPS, _MOST_STEPS = 4, 50_000
+_FRESH_ROUNDS = 5  # a start takes seconds
 
 
-# Processes
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says about all benchmarks.
 
-
-class ChildFailedError(RuntimeError):
-    """A measuring process ended with an error or did not end in time."""
-
-
-def environment(num_devices: int = 1, platform: str = "cpu") -> dict[str, str]:
-    """Returns this process's environment, with this checkout's package first on the path.
-
-    JAX gets logical CPU devices, and a thread pool in which their all-reduces cannot starve each
-    other; on a GPU, as much memory as it uses, so that several processes fit.
+    Attributes:
+        rounds: Those that count.
+        block_seconds: Length of a peer's turn, where the peer does not say how many steps it takes.
+        quick: Only shows that it works.
+        platform: `"cpu"` or `"gpu"`, of JAX.
+        pythons: Interpreters of the other libraries that there are.
     """
-    # Parameter servers ask for it; the chief may be this process.
-    os.environ.setdefault("DISTRIBUTARY_TOKEN", secrets.token_hex(16))
-    environ = dict(os.environ)
-    inherited = environ.get("PYTHONPATH")
-    environ["PYTHONPATH"] = os.pathsep.join([_SOURCE, *([inherited] if inherited else [])])
-    environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[platform]
-    environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    environ["KERAS_BACKEND"] = "jax"
-    environ["JAX_NUM_CPU_DEVICES"] = str(num_devices)
-    # Every replica of a dispatched step holds a thread while it waits in a collective: with fewer
-    # than two threads per replica, two steps in flight can wait for each other.
-    environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, 2 * num_devices))
-    return environ
+
+    rounds: int
+    block_seconds: float
+    quick: bool = False
+    platform: str = "cpu"
+    pythons: Mapping[str, str] = field(default_factory=dict)
 
 
-def foreign_environment() -> dict[str, str]:
-    """Returns the environment of a process of another library, on the CPU, without our package."""
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    environ.pop("PYTHONPATH", None)
-    return {**environ, "KERAS_BACKEND": "tensorflow"}
+@final
+@dataclass(frozen=True)
+class Served:
+    """A peer in a process.
+
+    Attributes:
+        process: Peers with the same one share it.
+        name: How the process calls the peer.
+        num_steps: Steps per block; None lets the clock choose.
+        num_checked: Steps, or epochs, whose losses are compared with those of other peers.
+        group: Peers of one group compute the same losses.
+    """
+
+    process: Process
+    name: str
+    num_steps: int | None = None
+    num_checked: int = 20
+    group: str = ""
 
 
-def _run_child(request: Request) -> list[Row]:
-    """Measures `request` in a fresh process of the script that was started."""
-    child = subprocess.Popen(
-        [sys.executable, sys.argv[0], "--child", json.dumps(request)],
-        env=environment(request["devices"], request["platform"]),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise ChildFailedError(f"no result within {_TIMEOUT_SECONDS:.0f} s: {request}") from None
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    results = [line for line in output.splitlines() if line.startswith(_MARK)]
-    if child.returncode or not results:
-        raise ChildFailedError(f"exit status {child.returncode} for {request}; see above")
-    rows: list[Row] = json.loads(results[-1].removeprefix(_MARK))
-    return rows
+@final
+@dataclass(frozen=True)
+class Case:
+    """A row, or several rows of the same peers.
+
+    Attributes:
+        what: Name of the row.
+        replicas: How many there are, or which processes.
+        peers: By the name that the row has, in the order of the first round.
+        pairs: Ratios of interest; those of peers that are absent are left out.
+        unit: Of the row. Without `fresh`, a unit of time.
+        section: Part of the benchmark.
+        workload: What is trained.
+        must_fall: Losses have to be smaller after the timing.
+        cpu_pairs: If given, there is a second row, of the CPU time of all processes of a peer.
+        fresh: If given, each peer starts in a fresh process in every round. Names of the rows by
+            what is asked there: `"seconds"` of the first step, or a kind of `_memory.memory_of`.
+    """
+
+    what: str
+    replicas: str
+    peers: Mapping[str, Served]
+    pairs: Sequence[Pair]
+    unit: Unit = "ms/step"
+    section: str = ""
+    workload: str = ""
+    must_fall: bool = True
+    cpu_pairs: Sequence[Pair] = ()
+    fresh: Mapping[str, str] = field(default_factory=dict)
 
 
-def reset_peak() -> bool:
-    """Lets Linux forget the process's peak; returns False where that is not possible."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+# Cases
 
 
-def peak_bytes() -> int:
-    """Returns the process's largest resident memory, since `reset_peak` if that was called."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def measure(case: Case, settings: Settings) -> list[Row]:
+    """Returns the rows of a case.
+
+    Raises:
+        RuntimeError: If a process has failed.
+    """
+    peers = {
+        name: one
+        for name, one in case.peers.items()
+        if one.process.library in ("jax", *settings.pythons)
+    }
+    if case.fresh:
+        return list(_first_steps(case, peers, settings))
+    with contextlib.ExitStack() as stack:
+        jobs = {
+            process: stack.enter_context(
+                contextlib.closing(_processes.start(process, settings.pythons, settings.platform))
+            )
+            for process in dict.fromkeys(one.process for one in peers.values())
+        }
+        asked = [
+            jobs[one.process].peer(
+                name,
+                one.name,
+                num_steps=_num_steps(one, settings),
+                num_checked=one.num_checked,
+                group=one.group,
+            )
+            for name, one in peers.items()
+        ]
+        return compare(case, asked, settings)
+
+
+def _num_steps(served: Served, settings: Settings) -> int | None:
+    if served.num_steps is None:
+        return None
+    return max(1, served.num_steps // (4 if settings.quick else 1))
+
+
+def _first_steps(case: Case, peers: Mapping[str, Served], settings: Settings) -> Iterator[Row]:
+    """Asks each peer in a fresh process in every round."""
+    rounds: dict[str, dict[str, list[float]]] = {kind: {} for kind in case.fresh}
+    for round_number in range(min(settings.rounds, 1 if settings.quick else _FRESH_ROUNDS)):
+        for name, one in _rotated(list(peers.items()), round_number):
+            started = _processes.start(one.process, settings.pythons, settings.platform)
+            with contextlib.closing(started) as job:
+                job.ask(f"losses 0 {one.name}")  # answered when all is imported and built
+                if "seconds" in case.fresh:
+                    found = {"seconds": max(job.ask(f"go 1 {one.name}"))}
+                else:
+                    num_steps = _num_steps(one, settings) or _MEMORY_STEPS
+                    (found,) = job.ask(f"memory {num_steps} {one.name}")
+            for kind, by_peer in rounds.items():
+                if kind in found:
+                    by_peer.setdefault(name, []).append(found[kind])
+    for kind, what in case.fresh.items():
+        yield row(what, case.replicas, case.unit, rounds[kind], case.pairs)
+
+
+def against(case: Case, checkout: Path) -> Case:
+    """Returns a case of our peers next to the same of another checkout, and that a second time.
+
+    How far the ratio of the second time is from 1 tells how much of the other ratios is noise.
+    """
+    peers: dict[str, Served] = {}
+    pairs: list[Pair] = []
+    for ours in dict.fromkeys(one["ours"] for one in case.pairs):
+        if ours == "control" or ours not in case.peers:
+            continue
+        served = case.peers[ours]
+        after = replace(served.process, names=[served.name])
+        for name, process in {
+            f"{ours} before": replace(after, source=checkout / "src"),
+            ours: after,
+            f"{ours} control": replace(after, source=checkout / "src"),
+        }.items():
+            peers[name] = replace(served, process=process, group=f"{served.group} {ours}")
+        pairs += [pair(name, f"{ours} before") for name in (ours, f"{ours} control")]
+    return replace(case, peers=peers, pairs=pairs)
 
 
 # The clock
 
 
-def choose_steps(peer: Peer, block_seconds: float, least: int = 4, most: int = 1000) -> int:
+def choose_steps(peer: Peer, block_seconds: float) -> int:
     """Returns how many steps of `peer` fill a block."""
-    peer.time_block(least)
-    return max(least, min(most, round(block_seconds / peer.time_block(least))))
+    num_steps = _FEWEST_STEPS
+    while True:
+        seconds = num_steps * peer.time_block(num_steps)
+        if seconds > block_seconds / 8 or num_steps >= _MOST_STEPS:
+            wanted = round(num_steps * block_seconds / seconds)
+            return max(_FEWEST_STEPS, min(_MOST_STEPS, wanted))
+        num_steps *= 4
 
 
 def interleave(
@@ -188,54 +238,56 @@ def interleave(
     for peer in peers:
         peer.time_block(steps[peer.name])
     for round_number in range(num_rounds):
-        first = round_number % len(peers)
-        for peer in [*peers[first:], *peers[:first]]:
+        for peer in _rotated(peers, round_number):
             seconds[peer.name].append(peer.time_block(steps[peer.name]))
     return seconds
 
 
-def compare(
-    request: Request,
-    what: str,
-    peers: Sequence[Peer],
-    pairs: Iterable[Pair],
-    *,
-    unit: str = "ms/step",
-    replicas: object = None,
-    must_fall: bool = True,
-) -> Row:
+def _rotated(peers: Sequence[T], round_number: int) -> list[T]:
+    first = round_number % len(peers)
+    return [*peers[first:], *peers[:first]]
+
+
+def compare(case: Case, peers: Sequence[Peer], settings: Settings) -> list[Row]:
     """Checks that all peers compute the same, and times them in turns.
 
     Args:
-        request: With `rounds`, `block_seconds` and `platform`.
-        what: Name of the row.
+        case: Of the row.
         peers: The first of each group is the one whose losses the others must have.
-        pairs: Ratios of interest; those of peers that are absent are left out.
-        unit: `"ms/step"` or `"ms"`.
-        replicas: Of the row; by default those of the request.
-        must_fall: Losses have to be smaller after the timing.
+        settings: Of the clock.
     """
     losses = {peer.name: peer.losses(peer.num_checked) for peer in peers}
-    steps = dict(_steps_of(peers, request["block_seconds"]))
-    seconds = interleave(peers, request["rounds"], steps)
-    final = {peer.name: peer.losses(1) if losses[peer.name] else [] for peer in peers}
-    problems = _disagreements(what, peers, losses, TOLERANCES[request["platform"]])
+    steps = dict(_steps_of(peers, settings.block_seconds))
+    cpu_seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    timed = [_with_cpu_time(peer, cpu_seconds[peer.name]) for peer in peers]
+    seconds = interleave(timed, settings.rounds, steps)
+    final = {peer.name: peer.losses(peer.num_checked) for peer in peers}
+    problems = _disagreements(case.what, peers, losses, TOLERANCES[settings.platform])
     problems += [
-        f"{what}: the loss of {name} went from {values[0]:.4f} to {final[name][0]:.4f}; it was"
-        " expected to fall."
+        f"{case.what}: the loss of {name} went from {mean(values):.4f} to {mean(final[name]):.4f};"
+        " it was expected to fall."
         for name, values in losses.items()
-        if must_fall and values and not final[name][0] < values[0]
+        if case.must_fall and values and not mean(final[name]) < mean(values)
     ]
-    return row(
-        what,
-        request["replicas"] if replicas is None else replicas,
-        unit,
-        {name: [1e3 * value for value in values] for name, values in seconds.items()},
-        pairs,
-        steps_per_block=steps,
-        losses=losses,
-        problems=problems,
-    )
+    more = {"steps_per_block": steps, "losses": losses, "problems": problems}
+    rows = [row(case.what, case.replicas, case.unit, seconds, case.pairs, **more)]
+    if case.cpu_pairs:
+        # The first block does not count.
+        spent = {name: blocks[1:] for name, blocks in cpu_seconds.items()}
+        rows.append(row(case.what, case.replicas, "CPU ms/step", spent, case.cpu_pairs))
+    return rows
+
+
+def _with_cpu_time(peer: Peer, cpu_seconds: list[float]) -> Peer:
+    """Returns a peer that also writes down the CPU time of a step in every block."""
+
+    def time_block(num_steps: int) -> float:
+        before = peer.cpu_seconds()
+        seconds = peer.time_block(num_steps)
+        cpu_seconds.append((peer.cpu_seconds() - before) / num_steps)
+        return seconds
+
+    return replace(peer, time_block=time_block)
 
 
 def _steps_of(peers: Sequence[Peer], block_seconds: float) -> Iterable[tuple[str, int]]:
@@ -271,331 +323,49 @@ def _disagreements(
     return problems
 
 
-def summarize(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Returns ratios of two peers: per round (median, quartiles) and of their minima."""
-    per_round = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
-    quartiles = (
-        statistics.quantiles(per_round, n=4, method="inclusive")
-        if len(per_round) > 1
-        else per_round * 3
-    )
-    return {
-        "median": statistics.median(per_round),
-        "lower_quartile": quartiles[0],
-        "upper_quartile": quartiles[2],
-        "of_minima": min(ours) / min(theirs),
-    }
-
-
 # Rows
 
 
 def row(
     what: str,
-    replicas: object,
+    replicas: str,
     unit: str,
     rounds: Mapping[str, Sequence[float]],
     pairs: Iterable[Pair] = (),
     **more: Json,
 ) -> Row:
-    """Returns a row. Several of one name become one, see `_merged`."""
+    """Returns a row, with those of the pairs whose peers are there; times come in seconds."""
+    factor = _PER_SECOND.get(unit, 1.0)
+    sizes = {name: len(values) for name, values in rounds.items()}
     return {
         "what": what,
-        "replicas": str(replicas),
+        "replicas": replicas,
         "unit": unit,
-        "rounds": {name: list(values) for name, values in rounds.items()},
-        "pairs": [{**one, "what": one["what"] or what} for one in pairs],
+        "rounds": {name: [factor * value for value in values] for name, values in rounds.items()},
+        "pairs": [
+            {**one, "what": one["what"] or what}
+            for one in pairs
+            if 0 < sizes.get(one["ours"], 0) == sizes.get(one["theirs"], 0)
+        ],
         **more,
     }
 
 
-def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Returns rows with the rounds of all rows of their name, without pairs that are not complete.
-
-    A process that can measure one peer once returns a row with one round of one peer.
-    """
-    merged: dict[tuple[str, ...], Row] = {}
-    for one in rows:
-        known = merged.setdefault(_key(one), {**one, "rounds": {}})
-        for name, values in one["rounds"].items():
-            known["rounds"][name] = [*known["rounds"].get(name, ()), *values]
-    for one in merged.values():
-        sizes = {name: len(values) for name, values in one["rounds"].items()}
-        one["pairs"] = [
-            two
-            for two in one["pairs"]
-            if 0 < sizes.get(two["ours"], 0) == sizes.get(two["theirs"], 0)
-        ]
-    return list(merged.values())
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return row["what"], row["replicas"], row["unit"]
-
-
-def pair(ours: str, theirs: str, bar: float | None = None, what: str = "") -> Pair:
-    """Returns a pair of peers; `what` is how the page calls it if not as the row."""
-    return {"what": what, "ours": ours, "theirs": theirs, "bar": bar}
-
-
-def number(what: str, value: float, unit: str, bar: float | None = None) -> Json:
-    """Returns a single result of a row."""
-    return {"what": what, "value": value, "unit": unit, "bar": bar}
-
-
-# The command line
-
-
-def run(
-    requests: Callable[[argparse.Namespace], Iterable[Request]],
-    measure: Callable[[Request], list[Row]],
-    *,
-    rounds: tuple[int, int],
-    block_seconds: tuple[float, float] = (0.4, 0.1),
-    options: Mapping[str, Mapping[str, Json]] | None = None,
-    check: Callable[[Sequence[Row]], list[str]] = lambda rows: [],
-) -> None:
-    """Measures, prints, writes, and ends the process: with 1 if there was a problem.
+def pair(
+    ours: str,
+    theirs: str,
+    bar: float | None = None,
+    what: str = "",
+    most_more: float | None = None,
+) -> Pair:
+    """Returns a pair of peers.
 
     Args:
-        requests: What to measure, given the options. A request gets all options, and has
-            `devices`, the number of logical CPU devices of its process, or `replicas`.
-        measure: Measures one request.
-        rounds: Default of `--rounds`, also with `--quick`.
-        block_seconds: The same of `--block-seconds`.
-        options: More options, for `ArgumentParser.add_argument`. An option with `choices` takes
-            a list of them, separated by commas.
-        check: Returns problems that only all rows together show.
+        ours: Name of a peer.
+        theirs: Name of the peer that it is held against.
+        bar: Largest ratio.
+        what: How the page calls it if not as the row.
+        most_more: Largest difference, in the unit of the row.
     """
-    if sys.argv[1:2] == ["--child"]:
-        print(_MARK + json.dumps(measure(json.loads(sys.argv[2]))), flush=True)
-        sys.exit()
-    # Ended by a signal, it ends its processes and writes what it has.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    arguments = _parse(rounds, block_seconds, options or {})
-    sys.exit(_main(arguments, requests, measure, check))
-
-
-def _main(
-    arguments: argparse.Namespace,
-    requests: Callable[[argparse.Namespace], Iterable[Request]],
-    measure: Callable[[Request], list[Row]],
-    check: Callable[[Sequence[Row]], list[str]],
-) -> int:
-    load_before = _load_average()
-    name = Path(sys.argv[0]).stem
-    others = {key: version for key, version in _others(arguments).items() if version is not None}
-    common = {key: value for key, value in vars(arguments).items() if key != "output"}
-    settings = {key: common[key] for key in ("rounds", "quick", "block_seconds", "platform")}
-    about = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": _machine(),
-        "versions": {**_versions(), **others},
-        "settings": settings,
-    }
-    earlier = _earlier(arguments.output / f"{name}.json", about) if arguments.add else []
-    rows: list[Row] = []
-    problems: list[str] = []
-    try:
-        for wanted in requests(arguments):
-            request = {**common, "others": list(others), **wanted}
-            request.setdefault("devices", wanted.get("replicas", 1))
-            print(f"{', '.join(map(str, wanted.values()))} ...", file=sys.stderr, flush=True)
-            try:
-                rows += _run_child(request)
-            except ChildFailedError as error:
-                problems.append(str(error))
-    except KeyboardInterrupt:
-        problems.append("interrupted; what had been measured is written")
-    for one in rows:
-        problems += one.pop("problems", [])
-    rows = _merged(rows)
-    problems += check(rows)
-    show(rows)
-    if rows:
-        new = set(map(_key, rows))
-        rows = [*(one for one in earlier if _key(one) not in new), *rows]
-        load = {"before": load_before, "after": _load_average()}
-        document = {"benchmark": name, **about, "load_average": load, "rows": rows}
-        path = arguments.output / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"\n{about['machine']}; load average {load}\n{about['versions']}\nwritten: {path}")
-    for problem in problems:
-        print(f"FAILED: {problem}", file=sys.stderr)
-    return int(bool(problems))
-
-
-def _parse(
-    rounds: tuple[int, int],
-    block_seconds: tuple[float, float],
-    options: Mapping[str, Mapping[str, Json]],
-) -> argparse.Namespace:
-    import __main__
-
-    parser = argparse.ArgumentParser(
-        description=__main__.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    usual, quick = rounds
-    parser.add_argument("--rounds", type=int, help=f"rounds that count ({usual}, quick: {quick})")
-    parser.add_argument("--quick", action="store_true", help="short: shows that it works")
-    parser.add_argument("--block-seconds", type=float, help="of a peer's turn")
-    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
-    for name, option in options.items():
-        choices = option.get("choices")
-        if choices is None:
-            parser.add_argument(name, **option)
-            continue
-        default = option.get("default", choices)
-        parser.add_argument(
-            name,
-            type=partial(_list_of, type(choices[0])),
-            default=list(default),
-            metavar=",".join(map(str, default)),
-            help=option.get("help", "some of these"),
-        )
-    arguments = parser.parse_args()
-    lists = {name: option["choices"] for name, option in options.items() if "choices" in option}
-    for name, known in lists.items():
-        given = getattr(arguments, name.removeprefix("--"))
-        if unknown := [one for one in given if one not in known]:
-            parser.error(f"{name}: unknown {unknown}; there are {', '.join(map(str, known))}")
-    arguments.rounds = arguments.rounds or rounds[arguments.quick]
-    arguments.block_seconds = arguments.block_seconds or block_seconds[arguments.quick]
-    arguments.platform = getattr(arguments, "platform", "cpu")
-    return arguments
-
-
-def _list_of(kind: Callable[[str], Json], text: str) -> list[Json]:
-    return [kind(part) for part in text.split(",")]
-
-
-def _others(arguments: argparse.Namespace) -> dict[str, str | None]:
-    """Returns the versions of libraries for which there are options such as `--torch-python`."""
-    found = {}
-    for name in ("tensorflow", "torch"):
-        python = getattr(arguments, f"{name}_python", None)
-        if python is None:
-            continue
-        # Asks for the metadata: importing TensorFlow takes seconds.
-        question = (
-            "import importlib.metadata as m\n"
-            f"names = ('{name}', '{name}-cpu', '{name}_cpu')\n"
-            "print(next(d.version for d in m.distributions() if d.metadata['Name'] in names))"
-        )
-        answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
-        found[name] = answer.stdout.strip() if answer.returncode == 0 else None
-        if found[name] is None:
-            print(f"{name}: not installed (see --{name}-python)", file=sys.stderr)
-    return found
-
-
-# Tables and files
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Prints numbers of the peers, ratios and other results."""
-    _print_table(
-        ["what", "R", "peer", "min", "median", "unit"],
-        [
-            [one["what"], one["replicas"], name, min(found), statistics.median(found), one["unit"]]
-            for one in rows
-            for name, found in one["rounds"].items()
-        ],
-    )
-    _print_table(
-        ["what", "R", "peer", "over", "ratio", "quartiles", "", "of min", "bar", ""],
-        [
-            [
-                *(two["what"], one["replicas"], two["ours"], two["theirs"], ratio["median"]),
-                *(ratio["lower_quartile"], ratio["upper_quartile"], ratio["of_minima"]),
-                *(two["bar"], _verdict(ratio["median"], two["bar"])),
-            ]
-            for one in rows
-            for two in one["pairs"]
-            for ratio in [summarize(*(one["rounds"][two[side]] for side in ("ours", "theirs")))]
-        ],
-    )
-    _print_table(
-        ["what", "R", "", "measured", "unit", "bar", ""],
-        [
-            [
-                *(one["what"], one["replicas"], found["what"], found["value"], found["unit"]),
-                *(found["bar"], _verdict(found["value"], found["bar"])),
-            ]
-            for one in rows
-            for found in one.get("numbers", ())
-        ],
-    )
-
-
-def _verdict(measured: float, bar: float | None) -> str:
-    if bar is None or math.isnan(measured):
-        return "-"
-    return "ok" if measured <= bar else "over"
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a Markdown table; None shows as `-`, floats with three digits behind the point."""
-    if not rows:
-        return
-    cells = [list(header), *([_cell(value) for value in line] for line in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(map(str.ljust, line, widths)) + " |"  # one line of text per row
-        for line in cells
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    print("\n" + "\n".join(lines), flush=True)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _earlier(path: Path, about: Mapping[str, Json]) -> list[Row]:
-    """Returns the rows of a file, to which rows of the same day, machine and versions are added."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    for key, value in about.items():
-        if document[key] != value:
-            raise SystemExit(
-                f"--add: {path} has the {key} {document[key]}, and now it is {value}. Measure all"
-                " rows again, without --add."
-            )
-    rows: list[Row] = document["rows"]
-    return rows
-
-
-def _machine() -> dict[str, Json]:
-    """Returns what a reader needs to judge the numbers; nothing that names the machine."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "processor": names[0] if names else platform.processor() or "unknown processor",
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory_bytes / 2**30),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    absent = {"distributary": "this checkout"}
-    for package in (*_PACKAGES, "distributary"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = absent.get(package, "not installed")
-    return found
-
-
-def _load_average() -> float:
-    """Returns the number of runnable processes, averaged over the last minute."""
-    return round(os.getloadavg()[0], 2)
+    found = {"what": what, "ours": ours, "theirs": theirs, "bar": bar}
+    return found if most_more is None else {**found, "most_more": most_more}

@@ -1,26 +1,15 @@
-"""The same training with Keras' `fit`, under one of several ways to use devices.
+"""The same training with Keras' `fit`, on the backend of the process."""
 
-    distributary   dist.MirroredStrategy
-    sharded        the same with experimental_shard_optimizer_state
-    multi_worker   dist.MultiWorkerMirroredStrategy, of which this is a worker
-    keras          none: Keras as it is
-    data_parallel  keras.distribution.DataParallel
-    tensorflow     tf.distribute.MirroredStrategy; needs KERAS_BACKEND=tensorflow
-
-Each way belongs to the whole process.
-"""
-
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 from _peers import Peer, timed
 from _workloads import CHECK_STEPS, NUM_HEADS, NUM_LAYERS, WORKLOADS, Model, Workload
 
-__all__ = ["WAYS", "build_model", "fit", "peers"]
+__all__ = ["build_model", "first_step", "fit"]
 
 KerasModel: TypeAlias = Any
 Layers: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -28,11 +17,13 @@ Layers: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 def build_model(
-    way: str, workload: Workload, num_replicas: int, steps_per_execution: int = 1
+    workload: Workload,
+    scope: AbstractContextManager[object] | None = None,
+    steps_per_execution: int = 1,
 ) -> KerasModel:
-    """The compiled model with the workload's parameters; at most one per process and way."""
+    """Returns the compiled model with the workload's parameters, in the scope of a strategy."""
     assert workload.optimizer == "adam"
-    with WAYS[way](num_replicas):
+    with scope or nullcontext():
         model, layers = _MODELS[workload.model]()
         model.compile(
             optimizer=keras.optimizers.Adam(workload.learning_rate),
@@ -72,57 +63,25 @@ def fit(name: str, model: KerasModel, workload: Workload, num_steps: int) -> Pee
     return timed(name, epoch, losses=check)
 
 
-def peers(
-    way: str, workload: str, num_replicas: int, num_steps: int, steps_per_execution: int
-) -> list[Peer]:
-    """Returns `fit` in a process of its own."""
-    np.random.seed(0)
-    model = build_model(way, WORKLOADS[workload], num_replicas, steps_per_execution)
-    return [fit(way, model, WORKLOADS[workload], num_steps)]
+def first_step(name: str, model: KerasModel, workload: Workload) -> Peer:
+    """Returns a peer that measures once: from the call of `fit` to the loss of its first step."""
+    x, y = workload.examples(4)
 
+    def time_block(num_steps: int) -> float:
+        ended: list[float] = []
 
-def _mirrored(num_replicas: int, **options: Any) -> AbstractContextManager[Any]:
-    import jax
+        class FirstStep(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                float(logs["loss"])
+                ended.append(time.perf_counter())
+                self.model.stop_training = True
 
-    import distributary as dist
+        start = time.perf_counter()
+        callbacks = [FirstStep()]
+        model.fit(x, y, batch_size=workload.global_batch_size, verbose=0, callbacks=callbacks)
+        return ended[0] - start
 
-    return dist.MirroredStrategy(jax.devices()[:num_replicas], **options).scope()
-
-
-def _multi_worker(num_replicas: int) -> AbstractContextManager[Any]:
-    import distributary as dist
-
-    strategy = dist.MultiWorkerMirroredStrategy()
-    assert strategy.num_replicas_in_sync == num_replicas
-    return strategy.scope()
-
-
-def _no_strategy(num_replicas: int) -> AbstractContextManager[Any]:
-    assert num_replicas == 1, "Keras by itself uses one device"
-    return nullcontext()
-
-
-def _data_parallel(num_replicas: int) -> AbstractContextManager[Any]:
-    devices = keras.distribution.list_devices("cpu")[:num_replicas]
-    # `fit` asks for it again, so it stays.
-    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
-    return nullcontext()
-
-
-def _tensorflow(num_replicas: int) -> AbstractContextManager[Any]:
-    import _tensorflow
-
-    return _tensorflow.create_strategy(num_replicas).scope()
-
-
-WAYS: Mapping[str, Callable[[int], AbstractContextManager[Any]]] = {
-    "distributary": _mirrored,
-    "sharded": partial(_mirrored, experimental_shard_optimizer_state=True),
-    "multi_worker": _multi_worker,
-    "keras": _no_strategy,
-    "data_parallel": _data_parallel,
-    "tensorflow": _tensorflow,
-}
+    return Peer(name, time_block)
 
 
 def _mlp() -> tuple[KerasModel, Layers]:

@@ -84,9 +84,17 @@ def _wide_loss(parameters: Mapping[str, jax.Array], ids: jax.Array, y: jax.Array
     return wide_loss_of_rows(parameters["table"][ids], parameters, y)
 
 
+def _deep_loss(parameters: Mapping[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+    p = parameters
+    for layer in range(len(p) // 2):
+        x = jnp.tanh(x @ p[f"{layer}_kernel"] + p[f"{layer}_bias"])
+    return ((x - y) ** 2).mean(axis=1).sum()
+
+
 LOSSES: Mapping[Model, Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]] = {
     "mlp": _mlp_loss,
     "transformer": _transformer_loss,
     "cnn": _cnn_loss,
     "wide": _wide_loss,
+    "deep": _deep_loss,
 }

@@ -2,17 +2,29 @@
 
 import hashlib
 import json
+import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from _harness import NEXT_TO, summarize
 from _peers import Json
 
-__all__ = ["TABLES", "Comparison", "compare", "fingerprint", "plot", "read", "with_tables"]
+__all__ = ["SHOWN", "compare", "fingerprint", "plot", "print_rows", "read", "with_tables"]
+
+HANDWRITTEN = "hand-written JAX"
+NEXT_TO: Mapping[str, str] = {
+    **dict.fromkeys(("handwritten", "handwritten_keras", "psum", "jax"), HANDWRITTEN),
+    **dict.fromkeys(("fit_handwritten", "fit_handwritten_keras"), HANDWRITTEN),
+    **dict.fromkeys(("numpy", "by hand", "read"), HANDWRITTEN),
+    "keras": "Keras alone",
+    "data_parallel": "Keras DataParallel",
+    **dict.fromkeys(("tensorflow", "tf.data"), "TensorFlow"),
+    "torch": "PyTorch DDP",
+}
+"""What the page calls the peers that it has."""
 
 SHOWN = (
     *("step_time", "fit_time", "multi_worker_time", "parameter_server"),
@@ -35,11 +47,18 @@ class Comparison:
     ours: Sequence[float]
     theirs: Sequence[float]
     bar: float | None
+    ours_name: str
+    most_more: float | None
 
     @property
     def ratio(self) -> dict[str, float]:
         """Ours over theirs: median and quartiles of the rounds."""
-        return summarize(self.ours, self.theirs)
+        per_round = [mine / other for mine, other in zip(self.ours, self.theirs, strict=True)]
+        quartiles = per_round * 3
+        if len(per_round) > 1:
+            quartiles = statistics.quantiles(per_round, n=4, method="inclusive")
+        median = statistics.median(per_round)
+        return {"lower_quartile": quartiles[0], "median": median, "upper_quartile": quartiles[2]}
 
     @property
     def median(self) -> float:
@@ -58,6 +77,11 @@ class Comparison:
         return self.bar is not None and self.median > self.bar
 
     @property
+    def difference(self) -> float:
+        """Ours less theirs, the median of the rounds."""
+        return statistics.median(a - b for a, b in zip(self.ours, self.theirs, strict=True))
+
+    @property
     def counted_replicas(self) -> str:
         """The number of replicas with its unit."""
         plural = "" if self.replicas == "1" else "s"
@@ -67,9 +91,11 @@ class Comparison:
     def cells(self) -> Mapping[str, object]:
         """What tables show, by the header of the column."""
         kept = "missed" if self.is_over_bar else "kept"
+        more = "missed" if self.difference > (self.most_more or math.inf) else "kept"
         return {
             "What": self.what,
             "Replicas": self.replicas,
+            "Peer": self.ours_name,
             "Ours": _short(statistics.median(self.ours)),
             "Theirs": _short(statistics.median(self.theirs)),
             "Unit": self.unit,
@@ -78,6 +104,8 @@ class Comparison:
                 **self.ratio
             ),
             "Rounds": len(self.ours),
+            "Difference": _short(self.difference),
+            "Most": "" if self.most_more is None else f"{self.most_more:g}, {more}",
             "Bar": "" if self.bar is None else f"{self.bar:.3g}, {kept}",
             "We take": {1: "more", 0: "alike", -1: "less"}[self.standing],
             "From": f"`{self.benchmark}`",
@@ -91,24 +119,33 @@ def read(folder: Path) -> dict[str, Json]:
 
 
 def compare(documents: Mapping[str, Json]) -> list[Comparison]:
-    """Returns all comparisons of the result files, in their order."""
+    """Returns all comparisons of the result files with peers of the page, in their order."""
     return [
-        Comparison(
-            name,
-            NEXT_TO[pair["theirs"].removesuffix("_16")],
+        found
+        for name, document in documents.items()
+        for row in document["rows"]
+        for found in pairs_of(name, row)
+        # A pair may also hold distributary, or the hand-written step, against itself.
+        if found.peer in PEERS and found.ours_name != "control"
+    ]
+
+
+def pairs_of(benchmark: str, row: Mapping[str, Json]) -> Iterator[Comparison]:
+    """Yields the comparisons of a row, also with peers that the page does not have."""
+    for pair in row["pairs"]:
+        theirs = pair["theirs"]
+        yield Comparison(
+            benchmark,
+            NEXT_TO.get(theirs.removesuffix("_16"), theirs),
             pair["what"],
             row["replicas"],
             row["unit"],
             row["rounds"][pair["ours"]],
-            row["rounds"][pair["theirs"]],
+            row["rounds"][theirs],
             pair["bar"],
+            pair["ours"],
+            pair.get("most_more"),
         )
-        for name, document in documents.items()
-        for row in document["rows"]
-        for pair in row["pairs"]
-        # A pair may also hold distributary, or the hand-written step, against itself.
-        if pair["theirs"].removesuffix("_16") in NEXT_TO and pair["ours"] != "control"
-    ]
 
 
 def with_tables(text: str, documents: Mapping[str, Json]) -> str:
@@ -134,7 +171,7 @@ def _summary(documents: Mapping[str, Json]) -> str:
             ]
             rows.append([peer, *counts, middle, *ends])
     header = ["Next to", "We take less in", "Alike", "More in", "Median", "Least", "Most"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _losses(documents: Mapping[str, Json]) -> str:
@@ -166,7 +203,7 @@ def _sources(documents: Mapping[str, Json]) -> str:
         )
         loads = f"{load['before']} to {load['after']}"
         rows.append([f"`{name}`", document["date"], loads, machine, versions])
-    return _table(["Result file", "Date", "Load", "Machine", "Versions"], rows)
+    return table(["Result file", "Date", "Load", "Machine", "Versions"], rows)
 
 
 TABLES: Mapping[str, Callable[[Mapping[str, Json]], str]] = {
@@ -179,12 +216,35 @@ TABLES: Mapping[str, Callable[[Mapping[str, Json]], str]] = {
 
 def _columns(header: str, rows: Sequence[Comparison]) -> str:
     names = header.split(", ")
-    return _table(names, [[found.cells[name] for name in names] for found in rows])
+    return table(names, [[found.cells[name] for name in names] for found in rows])
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], is_aligned: bool = False) -> str:
+    """Returns a Markdown table, for a page or aligned for the screen."""
+    cells = [list(header), ["---"] * len(header), *([_cell(one) for one in line] for line in rows)]
+    widths = [max(map(len, column)) if is_aligned else 0 for column in zip(*cells, strict=True)]
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in cells)
+
+
+def _cell(value: object) -> str:
+    return _short(value) if isinstance(value, float) else str(value)
+
+
+def print_rows(benchmark: str, rows: Sequence[Mapping[str, Json]]) -> None:
+    """Prints numbers of the peers, and their ratios."""
+    measured = [
+        [row["what"], row["replicas"], name, min(found), statistics.median(found), row["unit"]]
+        for row in rows
+        for name, found in row["rounds"].items()
+    ]
+    pairs = [found for row in rows for found in pairs_of(benchmark, row)]
+    columns = ("What", "Replicas", "Peer", "Next to", "Ratio", "Bar", "Difference", "Most")
+    for header, lines in (
+        (("What", "Replicas", "Peer", "Least", "Median", "Unit"), measured),
+        (columns, [[found.cells[name] for name in columns] for found in pairs]),
+    ):
+        if lines:
+            print("\n" + table(header, lines, is_aligned=True), flush=True)
 
 
 def _short(value: float) -> str:
@@ -258,17 +318,8 @@ def plot(documents: Mapping[str, Json], path: Path) -> None:
 def _draw_bar(axes: Json, line: float, found: Comparison) -> None:
     keys = ("median", "lower_quartile", "upper_quartile")
     median, lower, upper = (found.ratio[key] for key in keys)
-    is_more = median > 1
     color = ("tab:blue", "tab:gray", "tab:orange")[found.standing + 1]
-    axes.barh(line, median - 1, left=1, height=0.75, color=color)
     spread = [[median - lower], [upper - median]]
-    axes.errorbar(median, line, xerr=spread, color="black", linewidth=0.8, capsize=1.5)
-    axes.annotate(
-        f"{median:.2f}",
-        (upper if is_more else lower, line),
-        xytext=(4 if is_more else -4, 0),
-        textcoords="offset points",
-        ha="left" if is_more else "right",
-        va="center",
-        fontsize=7,
-    )
+    style = {"linewidth": 0.8, "capsize": 1.5}
+    bars = axes.barh(line, median - 1, 0.75, left=1, color=color, xerr=spread, error_kw=style)
+    axes.bar_label(bars, [f"{median:.2f}"], padding=4, fontsize=7)

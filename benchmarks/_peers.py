@@ -5,6 +5,7 @@ works only when it is asked, by a line on its standard input:
 
     losses N NAME  ->  [loss, ...]
     go N NAME      ->  seconds per step
+    memory N NAME  ->  MiB by kind, while so many steps are taken
     quit
 
 Imports nothing that is measured: any Python can answer.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-__all__ = ["Job", "Json", "Peer", "command", "stepping", "timed"]
+__all__ = ["Job", "Json", "Peer", "command", "scheduled", "stepping", "timed"]
 
 Json: TypeAlias = Any
 
@@ -47,6 +48,7 @@ class Peer:
         num_checked: Steps whose losses are compared with those of other peers.
         num_steps: Steps per block; None lets the clock choose.
         group: Peers of one group compute the same losses.
+        cpu_seconds: Returns the CPU time that its processes have taken.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Peer:
     num_checked: int = 20
     num_steps: int | None = None
     group: str = ""
+    cpu_seconds: Callable[[], float] = time.process_time
 
 
 def timed(name: str, run: Callable[[int], object], **more: Any) -> Peer:
@@ -95,8 +98,27 @@ def stepping(
     )
 
 
+def scheduled(
+    name: str, coordinator: Any, step: Callable[..., Any], args: tuple[Any, ...] = ()
+) -> Peer:
+    """Returns a peer whose steps are closures of a coordinator; a block ends when all have."""
+
+    def run(num_steps: int) -> list[Any]:
+        values = [coordinator.schedule(step, args) for _ in range(num_steps)]
+        coordinator.join()
+        return values
+
+    return timed(name, run, losses=lambda count: [float(value.fetch()) for value in run(count)])
+
+
 def command(module: str, python: str = sys.executable, **arguments: Json) -> list[str]:
-    """Returns the command line of a process that serves `module.peers(**arguments)`."""
+    """Returns the command line of a process that serves `module.peers(**arguments)`.
+
+    Args:
+        module: Name of a module of this folder, or the path of another one.
+        python: Its interpreter.
+        arguments: Of `peers`.
+    """
     return [python, str(Path(__file__).resolve()), module, json.dumps(arguments)]
 
 
@@ -108,12 +130,18 @@ class Job:
         name: What errors call it.
         commands: One per process, see `command`.
         environs: Their environments.
+        helpers: More processes, which are not asked.
     """
 
     def __init__(
-        self, name: str, commands: Sequence[Sequence[str]], environs: Sequence[Mapping[str, str]]
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        environs: Sequence[Mapping[str, str]],
+        helpers: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         self.name = name
+        self._helpers = helpers
         # Libraries greet at length; shown only if a process fails. Closed by `close`.
         self._logs = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
         self._processes = [
@@ -128,11 +156,6 @@ class Job:
             for one, environ, log in zip(commands, environs, self._logs, strict=True)
         ]
 
-    @property
-    def pids(self) -> list[int]:
-        """The numbers of the processes."""
-        return [process.pid for process in self._processes]
-
     def peer(self, name: str, served: str | None = None, **more: Any) -> Peer:
         """Returns a peer of all processes, which know it by the name `served`."""
         served = served or name
@@ -140,8 +163,14 @@ class Job:
             name,
             lambda num_steps: max(self.ask(f"go {num_steps} {served}")),
             lambda num_steps: self.ask(f"losses {num_steps} {served}")[0],
+            cpu_seconds=self.cpu_seconds,
             **more,
         )
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time of all processes, helpers included."""
+        pids = [one.pid for one in self._processes] + [one.pid for one in self._helpers]
+        return sum(map(_cpu_seconds, pids))
 
     def ask(self, question: str) -> list[Json]:
         """Asks all processes and returns their answers, in the order of the processes.
@@ -175,6 +204,9 @@ class Job:
                     pipe.close()
         for log in self._logs:
             log.close()
+        for helper in self._helpers:
+            helper.kill()
+            helper.wait()
 
     def _tell(self, line: str) -> None:
         for process in self._processes:
@@ -201,21 +233,35 @@ class Job:
             process.wait()
 
 
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _serve(module: str, arguments: str) -> None:
     """Builds the peers of a module and answers the questions on standard input."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints must not look like an answer
-    made = importlib.import_module(module).peers(**json.loads(arguments))
-    peers = {peer.name: peer for peer in made}
+    path = Path(module)
+    if path.suffix:
+        sys.path.insert(0, str(path.parent))
+    served = importlib.import_module(path.stem)
+    peers = {peer.name: peer for peer in served.peers(**json.loads(arguments))}
     for line in sys.stdin:
-        question, *rest = line.split()
+        question, *rest = line.strip().split(" ", 2)
         if question == "quit":
             return
         num_steps, name = rest
-        # A process with one peer need not know what the report calls it.
-        peer = peers[name] if name in peers or len(peers) > 1 else next(iter(peers.values()))
-        function = {"losses": peer.losses, "go": peer.time_block}[question]
-        print(json.dumps(function(int(num_steps))), file=answers, flush=True)
+        answer = _answer(peers[name], question, int(num_steps))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _answer(peer: Peer, question: str, num_steps: int) -> Json:
+    if question == "memory":
+        from _memory import memory_of  # which needs JAX
+
+        return memory_of(peer, num_steps)
+    return {"losses": peer.losses, "go": peer.time_block}[question](num_steps)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ Its optimizers are the fused operations that Keras' used to call: Keras 3 has no
 script, it is a worker or a server; `peers` belongs to the chief.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from _peers import Peer
-from _ps_work import BATCH_SIZES, DATA, NUM_IDS, WIDTH, scheduled
+from _peers import Peer, scheduled
 from _tensorflow import LOSSES
 from _workloads import WORKLOADS
 
 __all__ = ["peers"]
 
+_NUM_BATCHES = 32
 _RATE, _EPSILON = 0.01, 1e-7
 
 
@@ -30,67 +30,72 @@ def _apply(variable: Any, slot: Any, gradient: Any) -> None:
 
 
 def _mlp_loss(p: Mapping[str, Any], x: Any, y: Any) -> Any:
-    return LOSSES["mlp"](p, x, y) / BATCH_SIZES["mlp32"]
+    return LOSSES["mlp"](p, x, y) / WORKLOADS["mlp32"].global_batch_size
 
 
 def _table_loss(p: Mapping[str, Any], ids: Any, y: Any) -> Any:
     rows = tf.nn.embedding_lookup(p["table"], tf.reshape(ids, [-1]))
-    features = tf.reshape(rows, [-1, NUM_IDS * WIDTH])
+    features = tf.reshape(rows, [-1, p["hidden_kernel"].shape[0]])
     hidden = tf.nn.relu(features @ p["hidden_kernel"] + p["hidden_bias"])
-    logits = hidden @ p["output_kernel"] + p["output_bias"]
+    logits = (hidden @ p["output_kernel"] + p["output_bias"])[:, 0]
     return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=logits))
 
 
-def peers() -> list[Peer]:
+_LOSSES = {"mlp32": _mlp_loss, "embedding256": _table_loss}
+
+
+def peers(names: Sequence[str]) -> list[Peer]:
     """Returns the workloads of TensorFlow's `ParameterServerStrategy`."""
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(1 << 20, max_shards=2)
     strategy = tf.distribute.ParameterServerStrategy(resolver, partitioner)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-    def pieces_of(variables: Mapping[str, Any]) -> Iterator[Any]:
-        for variable in variables.values():
-            yield from getattr(variable, "variables", [variable])
-
-    def trained(name: str, workload: str, loss_of: Callable[..., Any]) -> Peer:
-        values = WORKLOADS[workload].parameters()
-        with strategy.scope():
-            params = {key: tf.Variable(value) for key, value in values.items()}
-            slots = {
-                key: tf.Variable(np.full(value.shape, 0.1, np.float32))
-                for key, value in values.items()
-            }
-        pieces, slot_pieces = list(pieces_of(params)), list(pieces_of(slots))
-
-        @tf.function
-        def step(iterator: Any) -> Any:
-            def replica_step(batch: Any) -> Any:
-                with tf.GradientTape() as tape:
-                    loss = loss_of(params, *batch)
-                gradients = tape.gradient(loss, pieces)
-                for variable, slot, gradient in zip(pieces, slot_pieces, gradients, strict=True):
-                    _apply(variable, slot, gradient)
-                return loss
-
-            return strategy.run(replica_step, args=(next(iterator),))
-
-        def make_batches() -> Any:
-            rows = tf.data.Dataset.from_tensor_slices(DATA[name]())
-            batches = rows.batch(BATCH_SIZES[name], drop_remainder=True)
-            return batches.cache().repeat().prefetch(2)
-
-        iterator = iter(coordinator.create_per_worker_dataset(make_batches))
-        return scheduled(name, coordinator, step, (iterator,))
-
     @tf.function
     def one() -> Any:
         return tf.constant(1.0)
 
     return [
-        trained("mlp32", "mlp32", _mlp_loss),
-        trained("embedding256", "wide256", _table_loss),
-        scheduled("empty", coordinator, one),
+        scheduled(name, coordinator, one)
+        if name == "empty"
+        else _trained(name, strategy, coordinator)
+        for name in names
     ]
+
+
+def _trained(name: str, strategy: Any, coordinator: Any) -> Peer:
+    values = WORKLOADS[name].parameters()
+    with strategy.scope():
+        params = {key: tf.Variable(value) for key, value in values.items()}
+        slots = {
+            key: tf.Variable(np.full(value.shape, 0.1, np.float32)) for key, value in values.items()
+        }
+    pieces, slot_pieces = list(_pieces_of(params)), list(_pieces_of(slots))
+
+    @tf.function
+    def step(iterator: Any) -> Any:
+        def replica_step(batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = _LOSSES[name](params, *batch)
+            gradients = tape.gradient(loss, pieces)
+            for variable, slot, gradient in zip(pieces, slot_pieces, gradients, strict=True):
+                _apply(variable, slot, gradient)
+            return loss
+
+        return strategy.run(replica_step, args=(next(iterator),))
+
+    def make_batches() -> Any:
+        rows = tf.data.Dataset.from_tensor_slices(WORKLOADS[name].examples(_NUM_BATCHES))
+        batches = rows.batch(WORKLOADS[name].global_batch_size, drop_remainder=True)
+        return batches.cache().repeat().prefetch(2)
+
+    iterator = iter(coordinator.create_per_worker_dataset(make_batches))
+    return scheduled(name, coordinator, step, (iterator,))
+
+
+def _pieces_of(variables: Mapping[str, Any]) -> Iterator[Any]:
+    for variable in variables.values():
+        yield from getattr(variable, "variables", [variable])
 
 
 if __name__ == "__main__":

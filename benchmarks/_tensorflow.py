@@ -1,13 +1,14 @@
 """The TensorFlow peers: strategies of `tf.distribute`, in processes of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
-from _peers import Peer, stepping
-from _workloads import NUM_HEADS, NUM_LAYERS, WORKLOADS, Workload
+from _peers import Peer, stepping, timed
+from _workloads import NUM_HEADS, NUM_LAYERS, ROW_BATCH, WORKLOADS, Workload, random_rows
 
-__all__ = ["LOSSES", "create_strategy", "peers"]
+__all__ = ["LOSSES", "peers"]
 
 Tensor: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tensor]
@@ -15,8 +16,35 @@ Parameters: TypeAlias = Mapping[str, Tensor]
 _BETA_1, _BETA_2, _EPSILON = 0.9, 0.999, 1e-8
 
 
-def create_strategy(num_replicas: int) -> Any:
-    """A `MirroredStrategy` of as many logical CPU devices; before TensorFlow has started."""
+def peers(
+    names: Sequence[str], workload: str = "", num_replicas: int | None = None, num_steps: int = 0
+) -> list[Peer]:
+    """Returns peers of a process; without a number of replicas, of a worker of several.
+
+    Args:
+        names: `"loop"` for a custom loop, `"fit"` for that of Keras, `"tf.data"` for an input.
+        workload: What is trained.
+        num_replicas: Logical CPU devices that are used.
+        num_steps: Longest epoch.
+    """
+    if names == ["tf.data"]:
+        return [_batches_from_memory()]
+    strategy = (
+        tf.distribute.MultiWorkerMirroredStrategy()
+        if num_replicas is None
+        else _mirrored(num_replicas)
+    )
+    if names == ["loop"]:
+        return [_build(WORKLOADS[workload], strategy)]
+    import _keras
+
+    np.random.seed(0)
+    model = _keras.build_model(WORKLOADS[workload], strategy.scope())
+    return [_keras.fit("fit", model, WORKLOADS[workload], num_steps)]
+
+
+def _mirrored(num_replicas: int) -> Any:
+    """Returns a `MirroredStrategy` of logical CPU devices; before TensorFlow has started."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * num_replicas
@@ -24,14 +52,16 @@ def create_strategy(num_replicas: int) -> Any:
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
 
 
-def peers(workload: str, num_replicas: int | None = None) -> list[Peer]:
-    """Returns a custom loop; without a number of replicas, that of a worker of several."""
-    strategy = (
-        tf.distribute.MultiWorkerMirroredStrategy()
-        if num_replicas is None
-        else create_strategy(num_replicas)
-    )
-    return [_build(WORKLOADS[workload], strategy)]
+def _batches_from_memory() -> Peer:
+    rows = random_rows()
+    dataset = tf.data.Dataset.from_tensor_slices(rows).shuffle(len(rows)).repeat().batch(ROW_BATCH)
+    batches = dataset.prefetch(tf.data.AUTOTUNE).as_numpy_iterator()
+
+    def take(num_steps: int) -> None:
+        for _ in range(num_steps):
+            next(batches)
+
+    return timed("tf.data", take)
 
 
 def _build(workload: Workload, strategy: Any) -> Peer:
@@ -72,7 +102,7 @@ def _build(workload: Workload, strategy: Any) -> Peer:
         tuple(map(distribute, batch)) for batch in workload.batches(strategy.num_replicas_in_sync)
     ]
     return stepping(
-        "tensorflow",
+        "loop",
         lambda number: step(*batches[number % len(batches)]),
         lambda loss: loss.numpy(),
         lambda loss: float(loss.numpy()),

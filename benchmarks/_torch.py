@@ -17,12 +17,12 @@ Tensor: TypeAlias = Any
 Parameters: TypeAlias = Mapping[str, Tensor]
 
 
-def peers(workload: str | None = None, num_bytes: Sequence[int] = ()) -> list[Peer]:
-    """Returns steps of a workload, or all-reduces of arrays of some sizes."""
+def peers(names: Sequence[str], workload: str | None = None, num_bytes: int = 0) -> list[Peer]:
+    """Returns steps of a workload, or all-reduces of an array; there is one name."""
     torch.distributed.init_process_group("gloo")
     if workload is not None:
         return [_build_step(WORKLOADS[workload])]
-    return [_build_all_reduce(size) for size in num_bytes]
+    return [_build_all_reduce(num_bytes)]
 
 
 def _build_step(workload: Workload) -> Peer:
@@ -62,7 +62,7 @@ def _build_step(workload: Workload) -> Peer:
         torch.distributed.all_reduce(total)
         return float(total) / num_workers
 
-    return stepping("torch", step, lambda loss: None, mean_over_workers)
+    return stepping("loop", step, lambda loss: None, mean_over_workers)
 
 
 def _build_all_reduce(num_bytes: int) -> Peer:
@@ -77,7 +77,7 @@ def _build_all_reduce(num_bytes: int) -> Peer:
         torch.distributed.all_reduce(numbers)
         return float(numbers[0])
 
-    return stepping(f"torch_{num_bytes}", step, lambda value: None, sum_of_ranks)
+    return stepping("all_reduce", step, lambda value: None, sum_of_ranks)
 
 
 def _tensor(array: Any) -> Tensor:

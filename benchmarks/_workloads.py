@@ -16,15 +16,17 @@ __all__ = [
     "FIT_WORKLOADS",
     "NUM_HEADS",
     "NUM_LAYERS",
+    "ROW_BATCH",
     "STEP_WORKLOADS",
     "WORKLOADS",
     "Array",
     "Model",
     "Workload",
+    "random_rows",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-Model: TypeAlias = Literal["mlp", "transformer", "cnn", "wide"]
+Model: TypeAlias = Literal["mlp", "transformer", "cnn", "wide", "deep"]
 
 NUM_BATCHES = 4
 """Batches that are prepared on the devices and used in turn, so no input time is measured."""
@@ -41,6 +43,7 @@ _VOCABULARY_SIZE = 1000
 _NUM_TABLE_ROWS = 100_000
 _TABLE_WIDTH = 64
 _NUM_IDS = 26
+_NUM_DEEP_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,16 @@ class Workload:
         name: What `--only` and the tables say.
         model: Which loss function of `_losses` or `_tensorflow`.
         global_batch_size: Examples per step over all replicas.
-        optimizer: `"adam"` (optax defaults) or `"sgd"` (`p - learning_rate * g`).
-        learning_rate: Of either optimizer.
+        optimizer: `"adam"` (optax defaults), `"sgd"` (`p - learning_rate * g`) or, of parameter
+            servers alone, `"adagrad"`.
+        learning_rate: Of the optimizer.
         sparse: Exchange and update only the table rows that a batch touches.
     """
 
     name: str
     model: Model
     global_batch_size: int
-    optimizer: Literal["adam", "sgd"]
+    optimizer: Literal["adam", "sgd", "adagrad"]
     learning_rate: float
     sparse: bool = False
 
@@ -140,6 +144,11 @@ _SHAPES: Mapping[Model, _Shapes] = {
         **_dense("hidden", 5 * 5 * 64, 64),
         **_dense("output", 64, 10),
     },
+    "deep": {
+        name: shape
+        for layer in range(_NUM_DEEP_LAYERS)
+        for name, shape in _dense(f"{layer}", 1024, 1024).items()
+    },
     "wide": {
         "table": (_NUM_TABLE_ROWS, _TABLE_WIDTH),
         **_dense("hidden", _NUM_IDS * _TABLE_WIDTH, 128),
@@ -184,11 +193,17 @@ def _wide_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array,
     return ids, (hidden[ids].sum(axis=1) > 0).astype(np.float32)
 
 
+def _deep_data(rng: np.random.Generator, global_batch_size: int) -> tuple[Array, Array]:
+    inputs = rng.standard_normal((global_batch_size, 1024), np.float32)
+    return inputs, inputs[:, ::-1]
+
+
 _DATA: Mapping[Model, Callable[[np.random.Generator, int], tuple[Array, Array]]] = {
     "mlp": _mlp_data,
     "transformer": _transformer_data,
     "cnn": _cnn_data,
     "wide": _wide_data,
+    "deep": _deep_data,
 }
 
 # Adam divides by the root of the squared gradient, so where a gradient is rounding noise the
@@ -203,8 +218,19 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("cnn64", "cnn", 64, "adam", 1e-3),
         Workload("wide256", "wide", 256, "sgd", 1.0, sparse=True),
         Workload("wide256_dense", "wide", 256, "sgd", 1.0),
+        Workload("deep256", "deep", 256, "sgd", 1.0),
+        Workload("embedding256", "wide", 256, "adagrad", 0.01),
     )
 }
+
+ROW_BATCH = 128
+"""Rows of a batch, where reading is measured and nothing is trained."""
+
+
+def random_rows() -> Array:
+    """Returns the rows that are read, float32 `[60_000, 784]`."""
+    return np.random.default_rng(0).random((60_000, 784), np.float32)
+
 
 STEP_WORKLOADS = ("mlp32", "mlp256", "transformer32", "wide256", "wide256_dense")
 """What is measured of steps of `strategy.run`."""

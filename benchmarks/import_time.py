@@ -1,48 +1,32 @@
 """How much longer does `import distributary` take than `import jax`?
 
-Fresh processes in turns: an empty program, `import jax`, `import distributary`. Times are of the
-whole process, as a user waits for it. One round before the first fills the file cache.
-
-    python benchmarks/import_time.py
+Times are of whole fresh processes, as a user waits for them. The round that does not count fills
+the file cache.
 """
 
+import os
 import subprocess
 import sys
-from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 
-import _harness
-from _harness import Request, Row, pair
-from _peers import timed
+from _peers import Peer, timed
 
-BAR = 1.1
+__all__ = ["peers"]
+
 PROGRAMS = {
-    "empty": "pass",
     "jax": "import jax",
     # Without jax, users would pay for it later, where this benchmark does not look.
     "distributary": "import sys, distributary; assert 'jax' in sys.modules",
 }
 
 
-def requests(arguments: Namespace) -> list[Request]:
-    """Returns the only request."""
-    return [{"replicas": "-", "devices": 1}]
-
-
-def measure(request: Request) -> list[Row]:
-    """Measures the programs in turns."""
-    environ = _harness.environment()
+def peers(names: Sequence[str]) -> list[Peer]:
+    """Returns programs."""
+    environ = dict(os.environ)
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every round would compile what we measure
 
     def run(program: str, _: int) -> None:
-        command = [sys.executable, "-c", program]
-        subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-c", program], env=environ, check=True)
 
-    peers = [timed(name, partial(run, program)) for name, program in PROGRAMS.items()]
-    seconds = _harness.interleave(peers, request["rounds"])
-    what = "`import distributary`, over `import jax`"
-    return [_harness.row(what, "-", "s", seconds, [pair("distributary", "jax", BAR)])]
-
-
-if __name__ == "__main__":
-    _harness.run(requests, measure, rounds=(15, 3))
+    return [timed(name, partial(run, PROGRAMS[name])) for name in names]

@@ -1,212 +1,175 @@
 """Does the input keep up? Datasets, their way to the devices, overlap with the step, files.
 
-Sections, each in a fresh process, peers in turns:
+Sections:
 
-    memory   batches/s of 60,000 x 784 float32, shuffled, repeated, batches of 128, on the host:
+    memory   batches of 60,000 x 784 float32, shuffled, repeated, 128 rows each, on the host:
              a NumPy permutation and fancy index, ours, grain one element at a time, tf.data
-    devices  the same put on R devices, seconds per batch, against a loop that calls device_put
+    devices  the same put on R devices, against a loop that calls device_put
     overlap  a training step whose batches take 80 % of its time to load, against the step alone
-    files    1 GB in four .npy files, against reading the files: pieces that can be used while the
-             next one is read ("read"), and all into one small buffer, which stays in the cache
-
-    python benchmarks/input_time.py --tensorflow-python PATH
+    files    1 GB in four .npy files, against reading the files, in pieces that can be used while
+             the next one is read
 """
 
-import sys
+import itertools
 import tempfile
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import _harness
-from _harness import Pair, Request, Row, pair
-from _peers import Job, Peer, command, timed
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _distributary import mirrored
+from _handwritten import AXIS, Replicas
+from _peers import Peer, timed
+from _workloads import ROW_BATCH, random_rows
+from jax.sharding import PartitionSpec
 
-ROWS, COLUMNS, BATCH = 60_000, 784, 128
-NUMPY_BAR, TF_DATA_BAR, GRAIN_BAR = 1 / 0.9, 1 / 3, 1 / 50
-DEVICE_PUT_BAR, READ_BAR = 1.1, 1 / 0.8
-SECTIONS = ("memory", "devices", "overlap", "files")
+import distributary as dist
+
+__all__ = ["peers"]
+
+Builders: TypeAlias = Mapping[str, Callable[[str], Peer]]
+
+_SHARE_OF_LOADING = 0.8
+_COLUMNS = 1024
+_FOLDER = tempfile.TemporaryDirectory()  # removed when the process ends
 
 
-def _rows() -> Any:
-    import numpy as np
+def peers(names: Sequence[str], section: str, **arguments: Any) -> list[Peer]:
+    """Returns peers of a section, whose function below tells its other arguments."""
+    if section == "overlap":
+        found = {peer.name: peer for peer in _overlap(**arguments)}
+        return [found[name] for name in names]
+    sections: Mapping[str, Callable[..., Builders]] = {
+        "memory": _memory,
+        "devices": _devices,
+        "files": _files,
+    }
+    builders = sections[section](**arguments)
+    return [builders[name](name) for name in names]
 
-    return np.random.default_rng(0).random((ROWS, COLUMNS), np.float32)
+
+def _taking(name: str, batches: Iterator[Any], use: Any = None) -> Peer:
+    """Returns a peer that takes batches, and waits for what `use` makes of them."""
+
+    def run(num_steps: int) -> None:
+        last = None
+        for _ in range(num_steps):
+            last = next(batches) if use is None else use(next(batches))
+        if use is not None:
+            jax.block_until_ready(last)
+
+    return timed(name, run)
 
 
 def _by_hand(rows: Any) -> Iterator[Any]:
-    import numpy as np
-
     while True:
         order = np.random.permutation(len(rows))
-        for i in range(0, len(rows), BATCH):
-            yield rows[order[i : i + BATCH]]
+        for i in range(0, len(rows), ROW_BATCH):
+            yield rows[order[i : i + ROW_BATCH]]
 
 
 def _ours(rows: Any) -> Any:
-    from distributary.data import Dataset
-
-    return Dataset.from_tensor_slices(rows).shuffle(len(rows), seed=0).repeat().batch(BATCH)
+    dataset = dist.data.Dataset.from_tensor_slices(rows).shuffle(len(rows), seed=0)
+    return dataset.repeat().batch(ROW_BATCH)
 
 
 def _grain(rows: Any) -> Iterator[Any]:
     import grain
 
-    dataset = grain.MapDataset.source(rows).shuffle(seed=0).repeat().batch(BATCH)
+    dataset = grain.MapDataset.source(rows).shuffle(seed=0).repeat().batch(ROW_BATCH)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
-def requests(arguments: Namespace) -> Iterator[Request]:
-    """Yields the sections, two of them with every number of replicas."""
-    for section in arguments.sections:
-        if section in ("devices", "overlap"):
-            for num_replicas in arguments.replicas:
-                yield {"section": section, "replicas": num_replicas}
-        else:
-            yield {"section": section, "replicas": "-", "devices": 1}
-
-
-def measure(request: Request) -> list[Row]:
-    """Measures one section."""
+def _memory() -> Builders:
+    rows = random_rows()
     return {
-        "memory": _measure_memory,
-        "devices": _measure_devices,
-        "overlap": _measure_overlap,
-        "files": _measure_files,
-    }[request["section"]](request)
+        "numpy": lambda name: _taking(name, _by_hand(rows)),
+        "ours": lambda name: _taking(name, iter(_ours(rows))),
+        "grain": lambda name: _taking(name, _grain(rows)),
+    }
 
 
-def _row(
-    request: Request,
-    what: str,
-    peers: Sequence[Peer],
-    pairs: Sequence[Pair],
-    num_steps: dict[str, int] | int,
-) -> list[Row]:
-    seconds = _harness.interleave(peers, request["rounds"], num_steps)
-    rounds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
-    return [_harness.row(what, request["replicas"], "ms", rounds, pairs)]
+def _devices(num_replicas: int) -> Builders:
+    rows = random_rows()
+    replicas = Replicas.of_this_process(num_replicas)
+
+    def by_hand(name: str) -> Peer:
+        placed = (replicas.place(x, PartitionSpec(AXIS)) for x in _by_hand(rows))
+        return _taking(name, placed, lambda batch: batch)
+
+    def ours(name: str) -> Peer:
+        batches = iter(mirrored(num_replicas).experimental_distribute_dataset(_ours(rows)))
+        return _taking(name, batches, lambda batch: batch)
+
+    return {"by hand": by_hand, "ours": ours, "control": by_hand}
 
 
-def _measure_memory(request: Request) -> list[Row]:
-    from _overlap import taking
+def _overlap(num_replicas: int, size: tuple[int, int, int]) -> list[Peer]:
+    """Returns steps with batches that are there, are read ahead, and are not.
 
-    rows = _rows()
-    peers = [taking("numpy", _by_hand(rows)), taking("ours", iter(_ours(rows)))]
-    try:
-        peers.append(taking("grain", _grain(rows)))
-    except ImportError:
-        print("grain is not installed", file=sys.stderr)
-    if "tensorflow" in request["others"]:
-        python = request["tensorflow_python"]
-        served = command("_tf_data", python, shape=[ROWS, COLUMNS], batch=BATCH)
-        peers.append(Job("tf.data", [served], [_harness.foreign_environment()]).peer("tf.data"))
-    what = "a batch from memory"
-    pairs = [
-        pair("ours", "numpy", NUMPY_BAR, f"{what}, over NumPy"),
-        pair("ours", "grain", GRAIN_BAR, f"{what}, over grain"),
-        pair("ours", "tf.data", TF_DATA_BAR, f"{what}, over tf.data"),
+    Args:
+        num_replicas: Devices that are used.
+        size: Examples of a batch over all replicas, their columns, and the layers of the step.
+    """
+    num_examples, width, num_layers = size
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        w = dist.Variable(jnp.eye(width), name="w")
+
+    def step(x: jax.Array) -> jax.Array:
+        for _ in range(num_layers):
+            x = jnp.tanh(x @ w)
+        w.assign(w.value() * 0.999)
+        return dist.get_replica_context().all_reduce("SUM", jnp.sum(x))
+
+    batch = np.ones((num_examples, width), np.float32)
+    (placed,) = strategy.experimental_distribute_dataset([batch])
+
+    def train(x: Any) -> Any:
+        loss = strategy.run(step, (x,))
+        return jax.block_until_ready(loss)  # as a loop does that prints its loss
+
+    train(placed)
+    alone = _taking("alone", itertools.repeat(placed), train)
+    load_seconds = _SHARE_OF_LOADING * min(alone.time_block(20) for _ in range(5))
+
+    def load() -> Iterator[Any]:
+        while True:
+            time.sleep(load_seconds)  # a disk or a network, which leaves the cores alone
+            yield batch
+
+    dataset = dist.data.Dataset.from_generator(load)
+    without = dist.InputOptions(experimental_per_replica_buffer_size=0)
+    ahead = iter(strategy.experimental_distribute_dataset(dataset))
+    behind = iter(strategy.experimental_distribute_dataset(dataset, without))
+    return [
+        alone,
+        _taking("with loader", ahead, train),
+        _taking("without reading ahead", behind, train),
     ]
-    # Many steps: tf.data reads ahead while others have their turn.
-    num_steps = dict.fromkeys((peer.name for peer in peers), 200 if request["quick"] else 1000)
-    return _row(request, what, peers, pairs, {**num_steps, "grain": 4})
 
 
-def _measure_devices(request: Request) -> list[Row]:
-    import jax
-    from _distributary import mirrored
-    from _handwritten import AXIS, LocalReplicas
-    from _overlap import taking
-    from jax.sharding import PartitionSpec
+def _files(num_bytes: int, batch: int) -> Builders:
+    """Returns readers of four files of `num_bytes` together, by as many rows as `batch` says."""
+    files = [str(Path(_FOLDER.name) / f"{i}.npy") for i in range(4)]
+    row_bytes = 4 * _COLUMNS
+    rows = np.random.default_rng(0).random((num_bytes // 4 // row_bytes, _COLUMNS), np.float32)
+    for name in files:
+        np.save(name, rows)
+    piece_bytes = batch * row_bytes
 
-    num_replicas = request["replicas"]
-    rows = _rows()
-    ours = iter(mirrored(num_replicas).experimental_distribute_dataset(_ours(rows)))
-    replicas = LocalReplicas(num_replicas)
-
-    def by_hand() -> Iterator[jax.Array]:
-        return (replicas.place(x, PartitionSpec(AXIS)) for x in _by_hand(rows))
-
-    def same(batch: Any) -> Any:
-        return batch
-
-    peers = [
-        taking("by hand", by_hand(), same),
-        taking("ours", ours, same),
-        taking("control", by_hand(), same),
-    ]
-    pairs = [pair("ours", "by hand", DEVICE_PUT_BAR), pair("control", "by hand")]
-    return _row(request, "a batch on the devices, over `device_put`", peers, pairs, 500)
-
-
-def _measure_overlap(request: Request) -> list[Row]:
-    import _distributary
-    import _overlap
-
-    num_replicas = request["replicas"]
-    size = BATCH * num_replicas, 1024, 4
-    return [_overlap.measure(request, _distributary.mirrored(num_replicas), size)]
-
-
-def _measure_files(request: Request) -> list[Row]:
-    import numpy as np
-
-    columns = 1024
-    megabytes = 100 if request["quick"] else 1000
-    rows_per_file = megabytes * 1_000_000 // 4 // (columns * 4)
-    found = []
-    with tempfile.TemporaryDirectory(dir=request["folder"]) as folder:
-        files = [str(Path(folder) / f"{i}.npy") for i in range(4)]
-        rows = np.random.default_rng(0).random((rows_per_file, columns), np.float32)
+    def read(_: int) -> None:
+        """Reads files into memory of its own each time, as whoever uses the data has to."""
         for name in files:
-            np.save(name, rows)
-        for batch in (256, 1024, 4096):
-            num_bytes = batch * columns * 4
-            peers = [
-                timed("read", partial(_read, files, num_bytes)),
-                timed("into one buffer", partial(_read_into, files, num_bytes)),
-                timed("ours", partial(_read_ours, files, batch)),
-            ]
-            what = f"{megabytes / 1000:g} GB of files by {num_bytes >> 20} MiB, over `read`"
-            pairs = [pair("ours", "read", READ_BAR), pair("ours", "into one buffer")]
-            found += _row(request, what, peers, pairs, 1)
-    return found
+            with open(name, "rb", buffering=0) as file:
+                # `piece` is there while the next one is read, as a batch in a loop is.
+                while piece := file.read(piece_bytes):
+                    assert piece
 
+    def ours(_: int) -> None:
+        assert sum(len(x) for x in dist.data.Dataset.from_npy(files).batch(batch)) > 0
 
-def _read(files: Sequence[str], num_bytes: int, _: int) -> None:
-    """Reads files into memory of its own each time, as whoever uses the data has to."""
-    for name in files:
-        with open(name, "rb", buffering=0) as file:
-            # `piece` is there while the next one is read, as a batch in a loop is.
-            while piece := file.read(num_bytes):
-                assert piece
-
-
-def _read_into(files: Sequence[str], num_bytes: int, _: int) -> None:
-    buffer = bytearray(num_bytes)
-    for name in files:
-        with open(name, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def _read_ours(files: Sequence[str], batch: int, _: int) -> None:
-    from distributary.data import Dataset
-
-    assert sum(len(x) for x in Dataset.from_npy(list(files)).batch(batch)) > 0
-
-
-if __name__ == "__main__":
-    _harness.run(
-        requests,
-        measure,
-        rounds=(15, 3),
-        options={
-            "--sections": {"choices": SECTIONS},
-            "--replicas": {"choices": (1, 2, 4), "default": (2, 4)},
-            "--folder": {"metavar": "FOLDER", "help": "where the 1 GB is written for a while"},
-            "--tensorflow-python": {"default": sys.executable, "metavar": "PATH"},
-        },
-    )
+    return {"read": lambda name: timed(name, read), "ours": lambda name: timed(name, ours)}

@@ -38,7 +38,9 @@ def test_digits_learns_on_two_cpu_devices_and_draws_its_learning_curves(name, tm
 
 
 def test_digits_fails_when_it_has_not_learned_enough(tmp_path):
-    process = _run("digits.py", tmp_path, _SECONDS, "--epochs", "1")
+    # 1437 images in three batches: one program is compiled.
+    options = ["--epochs", "1", "--batch-size", "479"]
+    process = _run("digits.py", tmp_path, _SECONDS, *options)
 
     assert process.returncode == 1, process.stdout + process.stderr
     assert "Test accuracy: " in process.stdout

@@ -106,20 +106,14 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "DistributedDataset": "distributary.inputs",
-            "DistributedIterator": "distributary.inputs",
-            "MultiWorkerMirroredStrategy": "distributary.strategies",
-            "ParameterServerStrategy": "distributary.coordinator",
-            "PerReplicaSpec": "distributary.inputs",
-            "Server": "distributary.coordinator",
-            "ShardedVariable": "distributary.variables",
-            "TPUStrategy": "distributary.strategies",
-            "checkpoint": "distributary.checkpoint",
-            "cluster_resolver": "distributary.cluster_resolver",
-            "coordinator": "distributary.coordinator",
-            "data": "distributary.data",
-            "embedding_lookup": "distributary.variables",
-            "tpu": "distributary.tpu",
+            "distributary.checkpoint": "checkpoint",
+            "distributary.cluster_resolver": "cluster_resolver",
+            "distributary.coordinator": "ParameterServerStrategy Server coordinator",
+            "distributary.data": "data",
+            "distributary.inputs": "DistributedDataset DistributedIterator PerReplicaSpec",
+            "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
+            "distributary.tpu": "tpu",
+            "distributary.variables": "ShardedVariable embedding_lookup",
         },
     )
 

@@ -4,18 +4,17 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["late_names"]
 
-
-def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def late_names(package: str, names_of: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a `__getattr__` for a package that imports names on first use.
 
     Args:
         package: The `__name__` of the package.
-        modules: For each name, the module that defines it, or the module itself if the name is
-            one. Write a module of the package as `"_rows"`, and any other module of distributary
+        names_of: For each module, the names that it defines, or its own last name, separated by
+            spaces. Write a module of the package as `"_rows"`, and any other module of distributary
             with its full name.
     """
+    modules = {name: module for module, names in names_of.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in modules:

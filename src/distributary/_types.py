@@ -2,7 +2,5 @@
 
 from typing import Any, TypeAlias
 
-__all__ = ["Nest"]
-
 Nest: TypeAlias = Any
 """A nest of tuples, lists and dictionaries with arrays or numbers as leaves: a pytree of JAX."""

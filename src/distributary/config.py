@@ -12,4 +12,4 @@ __all__ = ["experimental_connect_to_cluster", "set_logical_cpu_devices"]
 
 
 # Imported on first use, because it imports the cluster resolvers.
-__getattr__ = late_names(__name__, {"experimental_connect_to_cluster": "distributary.strategies"})
+__getattr__ = late_names(__name__, {"distributary.strategies": "experimental_connect_to_cluster"})

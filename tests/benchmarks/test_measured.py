@@ -14,7 +14,41 @@ _ROOT = Path(__file__).parents[2]
 _BENCHMARKS = _ROOT / "benchmarks"
 _PAGE = "docs/guide/measured.md"
 _PLOT = "docs/images/measured.png"
-_UPDATE = "run `python benchmarks/run_all.py --report-only`"
+_UPDATE = "run `python benchmarks/run.py --report-only`"
+_OWN = f"""
+import os, sys
+sys.path.insert(0, {str(_BENCHMARKS)!r})
+import _peers
+
+def peers(names, kind):
+    if kind == "failing":
+        raise SystemExit(3)
+    first = {{"ours": 1.0, "theirs": 1.1 if kind == "differing" else 1.0}}
+    found = [
+        _peers.stepping(name, lambda number, loss=first[name]: loss - number / 100, lambda _: None)
+        for name in names
+    ]
+    if kind == "alike":
+        for peer in found:
+            peer.time_block = lambda count: 2.0 if "earlier" in os.environ["PYTHONPATH"] else 1.0
+    return found
+
+if __name__ == "__main__":
+    import run
+    from _cases import Benchmark, served
+    from _harness import Case, pair
+    from _processes import Process
+
+    def cases(settings):
+        for kind in ("failing", "differing", "alike"):
+            process = Process(__file__, ("ours", "theirs"), {{"kind": kind}})
+            pairs = [pair("ours", "theirs", 2.0), pair("ours", "absent")]
+            yield Case(kind, "1", served(process, num_steps=4), pairs, workload=kind)
+
+    run.BENCHMARKS = {{"own": Benchmark(cases, (2, 1))}}
+    sys.exit(run.main(["own", *sys.argv[1:]]))
+"""
+"""A program that measures peers that end, differ, or say how long they took."""
 
 
 @pytest.fixture
@@ -23,13 +57,13 @@ def measured(monkeypatch):
     return importlib.import_module("_measured")
 
 
-def test_all_run_and_report_what_the_repository_shows_although_one_fails(tmp_path):
+def test_the_page_shows_the_stored_results_although_a_benchmark_fails(tmp_path):
     shutil.copytree(_BENCHMARKS, tmp_path / "benchmarks")
-    for script, program in (
-        ("import_time.py", "raise SystemExit(3)"),
-        ("save_time.py", "import sys; open(sys.argv[2] + '/ran', 'w')"),
-    ):
-        (tmp_path / "benchmarks" / script).write_text(program, encoding="utf-8")
+    for name, peers in (("import_time", "[][0]"), ("save_time", "[timed(n, list) for n in names]")):
+        program = f"from _peers import timed\ndef peers(names):\n    return {peers}\n"
+        program = program.replace("list", "lambda count: None")
+        (tmp_path / f"benchmarks/{name}.py").write_text(program, encoding="utf-8")
+    (tmp_path / "benchmarks/results/save_time.json").unlink()
     shown = {name: (_ROOT / name).read_text(encoding="utf-8") for name in ("README.md", _PAGE)}
     (tmp_path / _PAGE).parent.mkdir(parents=True)
     for name, text in shown.items():
@@ -37,16 +71,14 @@ def test_all_run_and_report_what_the_repository_shows_although_one_fails(tmp_pat
         assert without != text
         (tmp_path / name).write_text(without, encoding="utf-8")
 
-    process = subprocess.run(
-        [sys.executable, tmp_path / "benchmarks/run_all.py", "--only", "import_time,save_time"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    program = str(tmp_path / "benchmarks/run.py")
+    process = _run(program, "import_time", "save_time", "--rounds", "1")
 
     assert process.returncode == 1
-    assert process.stderr.endswith("FAILED: import_time; see above\n")
-    assert (tmp_path / "benchmarks/results/ran").exists()
+    (failed,) = (line for line in process.stderr.splitlines() if line.startswith("FAILED"))
+    assert failed.startswith("FAILED: import_time: jax: process 0 ended")
+    assert "IndexError: list index out of range" in process.stderr
+    assert (tmp_path / "benchmarks/results/save_time.json").exists()
     for name, text in shown.items():
         assert (tmp_path / name).read_text(encoding="utf-8") == text, _UPDATE
     assert _fingerprint(tmp_path / _PLOT) == _fingerprint(_ROOT / _PLOT), _UPDATE
@@ -81,42 +113,14 @@ def test_ratios_are_those_of_the_rounds(measured, tmp_path):
 
 def test_a_failing_process_and_differing_losses_end_with_1_and_others_are_written(tmp_path):
     program = tmp_path / "own.py"
-    program.write_text(
-        f"""
-import sys
-sys.path.insert(0, {str(_BENCHMARKS)!r})
-import _harness, _peers
+    program.write_text(_OWN, encoding="utf-8")
 
-def requests(arguments):
-    return [{{"replicas": 1, "name": name}} for name in arguments.only]
-
-def measure(request):
-    if request["name"] == "failing":
-        raise SystemExit(3)
-    peers = [
-        _peers.stepping(name, lambda number, loss=loss: loss - number / 100, lambda loss: None)
-        for name, loss in (("ours", 1.0), ("theirs", 1.0 if request["name"] == "alike" else 1.1))
-    ]
-    pairs = [_harness.pair("ours", "theirs", 2.0), _harness.pair("ours", "absent")]
-    return [_harness.compare(request, request["name"], peers, pairs)]
-
-options = {{"--only": {{"choices": ("failing", "differing", "alike")}}}}
-_harness.run(requests, measure, rounds=(2, 1), options=options)
-""",
-        encoding="utf-8",
-    )
-
-    process = subprocess.run(
-        [sys.executable, program, "--output", tmp_path, "--block-seconds", "0.001"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = _run(str(program), "--output", str(tmp_path))
 
     assert process.returncode == 1
     failed = [line for line in process.stderr.splitlines() if line.startswith("FAILED")]
     assert [line[:39] for line in failed] == [
-        "FAILED: exit status 3 for {'rounds': 2,",
+        "FAILED: own: jax: process 0 ended, or w",
         "FAILED: differing: the losses of theirs",
     ]
     rows = json.loads((tmp_path / "own.json").read_text(encoding="utf-8"))["rows"]
@@ -127,6 +131,42 @@ _harness.run(requests, measure, rounds=(2, 1), options=options)
             "theirs": 2,
         }
         assert [pair["theirs"] for pair in row["pairs"]] == ["theirs"]
+
+
+def test_another_commit_is_measured_in_turns_with_this_one(tmp_path):
+    program = tmp_path / "own.py"
+    program.write_text(_OWN, encoding="utf-8")
+    earlier = str(tmp_path / "earlier")
+
+    process = _run(str(program), "--only", "alike", "--before", earlier, "--output", str(tmp_path))
+
+    assert process.returncode == 0, process.stderr
+    (row,) = json.loads((tmp_path / "own.json").read_text(encoding="utf-8"))["rows"]
+    assert row["rounds"] == {
+        "ours before": [2000, 2000],
+        "ours": [1000, 1000],
+        "ours control": [2000, 2000],
+    }
+    assert [(pair["ours"], pair["theirs"]) for pair in row["pairs"]] == [
+        ("ours", "ours before"),
+        ("ours control", "ours before"),
+    ]
+
+
+def test_every_case_can_be_held_against_another_commit(measured, tmp_path):
+    cases, harness = (importlib.import_module(name) for name in ("_cases", "_harness"))
+    for benchmark in cases.BENCHMARKS.values():
+        for case in benchmark.cases(harness.Settings(1, 0.1)):
+            peers = harness.against(case, tmp_path).peers
+            assert len(peers) in (3, 6, 9), case
+            sources = {peer.process.source for peer in peers.values()}
+            assert sources == {tmp_path / "src", _BENCHMARKS.parent / "src"}
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def _fingerprint(image: Path) -> bytes:

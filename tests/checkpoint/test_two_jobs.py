@@ -7,9 +7,8 @@ import re
 import select
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from distributary.checkpoint import Checkpoint, CheckpointManager
 from distributary.errors import CheckpointError
 from distributary.files import _save_locks
+from tests.forks import Fork
 
 _SECONDS = 120.0
 _JOB = """
@@ -88,16 +88,10 @@ for line in sys.stdin:
 class _Job:
     def __init__(self, directory):
         environ = {k: v for k, v in os.environ.items() if k != "PJRT_NPROC"}
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        program = directory / "job.py"
+        program.write_text(_JOB)
         with (directory / f"job-{os.urandom(4).hex()}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _JOB],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environ,
-                text=True,
-            )
+            self.process = Fork([program], environ, stdin=PIPE, stdout=PIPE, stderr=log)
 
     def tell(self, *call):
         self.process.stdin.write(json.dumps(call, default=str) + "\n")

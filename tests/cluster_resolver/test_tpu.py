@@ -133,9 +133,9 @@ def test_a_metadata_server_that_is_not_there_is_reported():
 
 
 def test_a_metadata_server_that_keeps_failing_is_given_up(serve, monkeypatch):
-    from distributary.cluster_resolver import _metadata
+    from distributary.cluster_resolver import _tpu
 
-    monkeypatch.setattr(_metadata, "_RETRY_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(_tpu, "_RETRY_SECONDS", (0.0, 0.0))
     server = serve({_ATTRIBUTES + "agent-worker-number": (503, "busy")})
 
     with pytest.raises(ClusterError, match="it answered 503"):

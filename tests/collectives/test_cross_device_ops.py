@@ -64,8 +64,16 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
+# Algorithms work in rings or levels of replicas, or all at once: with few, odd and many of them.
+@pytest.mark.parametrize(
+    ("name", "num_replicas"),
+    [
+        *[(name, 3) for name in ALGORITHMS],
+        *[(name, n) for name in ("default", "hierarchical", "ring") for n in (2, 4, 8)],
+        ("two packs", 8),
+        ("one device", 8),
+    ],
+)
 def test_every_algorithm_sums_and_averages(name, num_replicas):
     make_ops, options = ALGORITHMS[name]
     strategy = _strategy(num_replicas, make_ops and make_ops())

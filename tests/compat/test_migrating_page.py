@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from distributary.compat.tensorflow._equivalents import EQUIVALENTS
-from distributary.compat.tensorflow._resolving import resolve
+from distributary.compat.tensorflow._operations import resolve
 from distributary.compat.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
 
 _PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
@@ -22,8 +22,8 @@ arrays that are not in the table have the same name in `jax.numpy` or `keras.ops
 
 
 def _tables():
-    named = {name: (target, _shown(target)) for name, target in TARGETS.items()}
-    named |= {name: (o.target, f"`{o.target}`") for name, o in OPERATIONS.items()}
+    targets = TARGETS | {name: operation.target for name, operation in OPERATIONS.items()}
+    named = {name: (target, _shown(target)) for name, target in targets.items()}
     for name, value in CONSTANTS.items():
         shown = f"the dtype {value}" if isinstance(value, np.dtype) else repr(value)
         named[name] = (shown, shown)

@@ -11,7 +11,7 @@ import pytest
 import distributary as dist
 import distributary.compat.tensorflow as tf
 from distributary.compat.tensorflow._equivalents import EQUIVALENTS
-from distributary.compat.tensorflow._resolving import resolve
+from distributary.compat.tensorflow._operations import resolve
 from distributary.compat.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from distributary.coordinator._certificates import Credentials, make_certificates
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
-from distributary.coordinator._in_process import InProcessLink
+from distributary.coordinator._links import InProcessLink
 from distributary.coordinator._messages import Limits, Message
 from distributary.coordinator._token import Token
 from distributary.errors import ReplicaMismatchError

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.coordinator._chunks import split
-from distributary.coordinator._messages import Limits, Message, encode
+from distributary.coordinator._messages import Limits, Message, encode, split
 from distributary.coordinator._programs import export_jaxpr
 from tests.coordinator.frames import damaged_frames
 
@@ -18,7 +17,7 @@ _KINDS = {
         *("create", "read", "assign", "delete", "finish", "update", "push"),
         *("copy", "load", "save", "adopt", "drop", *_KINDS_OF_ALL),
     ],
-    "worker": ["source", "peek", "function", "plan", "run", *_KINDS_OF_ALL],
+    "worker": ["source", "peek", "plan", "run", *_KINDS_OF_ALL],
 }
 _FIELDS = {
     "ids": [[], [0], [1, 1], [-1], ["a"], 5, None],

@@ -11,6 +11,7 @@ from distributary.coordinator._certificates import ROLES, Credentials, make_cert
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Message
+from distributary.coordinator._token import credentials_of
 from distributary.errors import ClusterError
 
 _SECONDS = 60.0
@@ -154,10 +155,10 @@ def test_files_are_not_written_over(certificates, capsys):
 
 
 def test_the_folder_comes_from_the_environment(certificates, tmp_path):
-    found = Credentials.from_environ("ps", {"DISTRIBUTARY_CERTS": str(certificates)})
+    found = credentials_of("ps", {"DISTRIBUTARY_CERTS": str(certificates)})
 
     assert found == Credentials.load(certificates, "ps")
     assert "PRIVATE" not in repr(found)
-    assert Credentials.from_environ("ps", {}) is None
+    assert credentials_of("ps", {}) is None
     with pytest.raises(ClusterError, match=r"role 'ps' cannot be read: .*ca\.pem.* certs --out"):
-        Credentials.from_environ("ps", {"DISTRIBUTARY_CERTS": str(tmp_path)})
+        credentials_of("ps", {"DISTRIBUTARY_CERTS": str(tmp_path)})

@@ -22,7 +22,7 @@ from distributary.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import CoordinatorReplacedError, PSUnavailableError
-from distributary.launch._environment import free_addresses
+from distributary.launch._worker import free_addresses
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 60.0  # more than anything takes

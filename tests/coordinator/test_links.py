@@ -15,11 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from distributary.coordinator._chunks import Assembly, split
 from distributary.coordinator._grpc import GrpcLink, GrpcServer
-from distributary.coordinator._in_process import InProcessLink
-from distributary.coordinator._links import ConnectionLostError, DeadlineError
-from distributary.coordinator._messages import Limits, Message, WireError
+from distributary.coordinator._links import ConnectionLostError, DeadlineError, InProcessLink
+from distributary.coordinator._messages import Assembly, Limits, Message, WireError, split
 from distributary.errors import ClusterError, ReplicaMismatchError
 from tests.coordinator.frames import damaged_frames
 from tests.coordinator.message_faults import duplicate, lose_reply, lose_request

@@ -1,6 +1,8 @@
 """Closures on the workers of a cluster in this process."""
 
+import collections
 import gc
+import threading
 import weakref
 
 import jax
@@ -123,6 +125,37 @@ def test_batches_of_another_size_are_another_program(cluster):
     sizes = [len(value) for value in coordinator.fetch(values)]
     assert set(sizes) == {3, 4}
     assert total.numpy() == 2 * sum(sizes)
+
+
+def test_results_belong_to_the_shapes_of_their_own_batch():
+    """A worker's result comes when another worker has needed the program for other shapes."""
+    local = local_cluster(2, 1)
+    coordinator = ClusterCoordinator(ParameterServerStrategy(local))
+    batches = iter(Dataset.from_tensor_slices(np.arange(3.0)).batch(2))
+    num_plans = collections.Counter()
+    has_run, is_traced_again = threading.Event(), threading.Event()
+
+    def fault(source, target, message, deliver):
+        reply = deliver(message)
+        num_plans[target] += message.kind == "plan"
+        if num_plans[target] == 2:
+            is_traced_again.set()
+        elif message.kind == "run" and not has_run.is_set():
+            has_run.set()
+            is_traced_again.wait(60)
+        return reply
+
+    def count(iterator):
+        batch = next(iterator)
+        return batch.sum(), batch.size
+
+    local.fault = fault
+    one = coordinator.schedule(count, args=(batches,))
+    has_run.wait(60)
+    other = coordinator.schedule(count, args=(batches,))
+    coordinator.join()
+
+    assert [tuple(map(float, value.fetch())) for value in (one, other)] == [(1, 2), (2, 1)]
 
 
 def test_an_iterator_of_the_coordinator_gives_each_closure_its_next_batch(cluster):
@@ -403,7 +436,7 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
     dataset = coordinator.create_per_worker_dataset(batches)
     iterator = iter(dataset)
     assert set(coordinator.schedule(step, args=(iterator,)).fetch()) == {1}
-    num_told, traces_of_one = len(coordinator._cluster.setup.all()[1]), num_traces
+    num_told, traces_of_one = len(coordinator._workers.setup.all()[1]), num_traces
 
     for number in range(2, 6):
         other = iter(dataset)
@@ -416,7 +449,7 @@ def test_new_iterators_need_no_new_trace_and_go_when_they_are_not_used(cluster):
 
     assert num_traces == traces_of_one
     assert is_open == [True, False, False, False, False, True]
-    assert len(coordinator._cluster.setup.all()[1]) == num_told + 1
+    assert len(coordinator._workers.setup.all()[1]) == num_told + 1
 
 
 def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
@@ -434,7 +467,7 @@ def test_functions_that_nobody_has_any_more_are_forgotten(cluster):
         values = [coordinator.schedule(f, args=(np.float32(1),)) for f in (add, model.double)]
         assert coordinator.fetch(values) == [1 + i, 2]
         coordinator.join()
-        return weakref.ref(add), weakref.ref(model), len(coordinator._cluster.setup.all()[1])
+        return weakref.ref(add), weakref.ref(model), len(coordinator._workers.setup.all()[1])
 
     add, model, num_told = scheduled(0)
     gc.collect()

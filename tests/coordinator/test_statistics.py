@@ -12,7 +12,7 @@ import pytest
 import distributary as dist
 from distributary.coordinator._cluster import local_cluster
 from distributary.coordinator._cluster_coordinator import ClusterCoordinator
-from distributary.coordinator._statistics import MetricsServer
+from distributary.coordinator._statistics import metrics_server
 from distributary.coordinator._strategy import ParameterServerStrategy
 from distributary.errors import InvalidValueError, OutOfRangeError
 
@@ -154,9 +154,9 @@ def test_metrics_are_read_over_http(new_job, monkeypatch):
 
 def test_processes_take_one_port_after_the_other():
     with contextlib.ExitStack() as stack:
-        first = MetricsServer(0, lambda: ["a 1"])
+        first = metrics_server({"DISTRIBUTARY_METRICS_PORT": "0"}, lambda: ["a 1"])
         stack.callback(first.close)
-        second = MetricsServer(first.port, lambda: 1 / 0)
+        second = metrics_server({"DISTRIBUTARY_METRICS_PORT": str(first.port)}, lambda: 1 / 0)
         stack.callback(second.close)
 
         assert second.port > first.port
@@ -170,4 +170,4 @@ def test_processes_take_one_port_after_the_other():
 @pytest.mark.parametrize("text", ["many", "-1", "65530"])
 def test_what_is_no_port_is_named(text):
     with pytest.raises(InvalidValueError, match=f"DISTRIBUTARY_METRICS_PORT is '{text}'"):
-        MetricsServer.from_environ({"DISTRIBUTARY_METRICS_PORT": text}, list)
+        metrics_server({"DISTRIBUTARY_METRICS_PORT": text}, list)

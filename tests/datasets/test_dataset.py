@@ -563,8 +563,8 @@ def test_arrays_of_interleaved_datasets_may_change():
         lambda _: Dataset.from_tensor_slices([1]).batch(1)
     )
 
-    assert not made.node.makes_arrays()
-    assert copied.node.makes_arrays()
+    assert not made.node.trait("own_arrays")
+    assert copied.node.trait("own_arrays")
 
 
 @given(

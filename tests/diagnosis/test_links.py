@@ -11,8 +11,7 @@ import pytest
 
 from distributary.cluster_resolver import Peer
 from distributary.diagnosis import loopback
-from distributary.diagnosis._link_checks import link_checks
-from distributary.diagnosis._links import Meeting
+from distributary.diagnosis._links import Meeting, link_checks
 from distributary.errors import ClusterError
 from distributary.launch import free_addresses
 

@@ -176,6 +176,19 @@ def test_persistent_tape(place, table):
     np.testing.assert_array_equal(of_rows, 2 * TABLE[[4, 1, 4]])
 
 
+def test_second_gradient_counts_reads_that_only_the_first_depends_on(place, table):
+    def step(ids):
+        with dist.GradientTape(persistent=True) as tape:
+            a = jnp.sum(table.sparse_read(ids))
+            b = jnp.sum(table.sparse_read(ids[:2]) ** 2)
+        return tape.gradient(a, table), tape.gradient(b, table)
+
+    first, second = place(step, IDS)
+
+    _slices(first, [[1, 1], [1, 1], [1, 1], [0, 0], [0, 0]], [4, 1, 4, 4, 1])
+    _slices(second, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])
+
+
 def test_unconnected_zero_of_a_table_is_dense(place, table):
     def step(ids):
         with dist.GradientTape() as tape:

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distributary.errors import ClusterError, WorkerMismatchError
-from distributary.job._channel import Channel
+from distributary.job._channel import Channel, Reception
 from distributary.job._consensus import Consensus
-from distributary.job._reception import Reception
 
 _SECONDS = 60.0
 

@@ -296,8 +296,7 @@ def test_own_train_step_with_nested_logs_equals_one_device(strategy_of):
     _assert_equal_history(history, small.fit(reference))
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
-@pytest.mark.parametrize("rows", [15, 14, 13])
+@pytest.mark.parametrize(("rows", "num_replicas"), [(15, 2), (14, 4), (13, 4)])
 def test_own_train_step_with_an_uneven_last_batch_equals_one_device(
     rows, num_replicas, strategy_of
 ):
@@ -330,8 +329,9 @@ class _OwnMeans(keras.Model):
 
 # With three replicas, every batch of 4 rows is uneven.
 @pytest.mark.filterwarnings("ignore:small. batches of 4 examples do not divide by 3 replicas")
-@pytest.mark.parametrize("num_replicas", [2, 3, 4])
-@pytest.mark.parametrize("rows", [16, 15, 14, 13])
+@pytest.mark.parametrize(
+    ("rows", "num_replicas"), [(15, 2), (16, 3), (14, 3), (15, 4), (14, 4), (13, 4)]
+)
 def test_own_means_over_the_rows_of_uneven_batches_equal_one_device(
     rows, num_replicas, strategy_of
 ):

@@ -30,7 +30,7 @@ def _signatures(places):
     found = {}
     for module, path in places:
         *parents, name = path.split(".")
-        owner = importlib.import_module(module)
+        owner = importlib.import_module(f"keras.src.{module}")
         for parent in parents:
             owner = getattr(owner, parent)
         function = vars(owner)[name]
@@ -99,12 +99,12 @@ def test_no_place_is_listed_twice():
 @pytest.mark.parametrize(
     ("module", "path"),
     [
-        ("keras.src.backend.jax.not_there", "JAXTrainer.fit"),
-        ("keras.src.backend.jax.trainer", "NotThere.fit"),
-        ("keras.src.backend.jax.trainer", "JAXTrainer.not_there"),
-        ("keras.src.backend.jax.trainer", "not_there"),
+        ("backend.jax.not_there", "JAXTrainer.fit"),
+        ("backend.jax.trainer", "NotThere.fit"),
+        ("backend.jax.trainer", "JAXTrainer.not_there"),
+        ("backend.jax.trainer", "not_there"),
         # Inherited from `Trainer`: a replacement there would not be what Keras calls elsewhere.
-        ("keras.src.backend.jax.trainer", "JAXTrainer.compile"),
+        ("backend.jax.trainer", "JAXTrainer.compile"),
     ],
 )
 def test_a_place_that_is_missing_is_named_with_the_version_and_the_cure(module, path):
@@ -112,7 +112,7 @@ def test_a_place_that_is_missing_is_named_with_the_version_and_the_cure(module, 
         _hooks.find(module, path)
 
     message = str(caught.value)
-    assert message.startswith(f"Keras {keras.__version__} has no {module}.{path}")
+    assert message.startswith(f"Keras {keras.__version__} has no keras.src.{module}.{path}")
     (first, second), (beyond_first, beyond_second) = _hooks.SUPPORTED
     supported = f"keras>={first}.{second},<{beyond_first}.{beyond_second}"
     assert f"pip install '{supported}'" in message

@@ -1,12 +1,12 @@
 """Files of models of a strategy: complete, and enough to go on as if nothing had happened."""
 
+import contextlib
 import errno
 import json
 import os
 import random
 import socket
 import subprocess
-import sys
 
 import h5py
 import keras
@@ -15,6 +15,7 @@ import pytest
 
 import distributary as dist
 from distributary.data import Dataset
+from tests.forks import Fork
 
 X = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -274,19 +275,15 @@ model.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[backup, Waits()])
 
 def test_the_backup_of_another_job_is_its_own(tmp_path):
     folder, log = tmp_path / "backup", tmp_path / "log"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = tmp_path / "job.py"
+    program.write_text(_OTHER_JOB)
     model = make_model(dist.MirroredStrategy(["CPU:0", "CPU:1"]))
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [sys.executable, "-c", _OTHER_JOB, folder],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as job,
-    ):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with contextlib.ExitStack() as stack:
+        errors = stack.enter_context(log.open("w"))
+        job = Fork([program, folder], os.environ, **pipes, stderr=errors)
+        stack.callback(job.stdout.close)
+        stack.callback(job.kill)
         assert job.stdout.readline() == "ready\n", log.read_text()
         for name in ("latest.weights.h5", "training_metadata.json"):
             (folder / f"{name}.bkp").write_bytes((folder / name).read_bytes())
@@ -296,8 +293,8 @@ def test_the_backup_of_another_job_is_its_own(tmp_path):
             _fit(model, keras.callbacks.BackupAndRestore(folder))
 
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-        job.communicate("\n", timeout=100)
-        assert job.returncode == 0, log.read_text()
+        job.stdin.close()  # it goes on
+        assert job.wait(100) == 0, log.read_text()
     assert not folder.exists()
     _fit(model, keras.callbacks.BackupAndRestore(folder))
 
@@ -330,20 +327,16 @@ print(json.dumps([messages, sorted(os.listdir(directory)), free.f_bfree]))
 """
 
 
-def test_on_a_full_disk_there_is_a_sentence_and_the_program_goes_on(small_disk):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def test_on_a_full_disk_there_is_a_sentence_and_the_program_goes_on(small_disk, tmp_path):
+    program, printed, errors = (tmp_path / name for name in ("program.py", "printed", "errors"))
+    program.write_text(_DISK_FULL)
     free = os.statvfs(small_disk).f_bfree
 
-    ended = subprocess.run(
-        [sys.executable, "-c", _DISK_FULL, small_disk],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    with printed.open("w") as stdout, errors.open("w") as stderr:
+        code = Fork([program, small_disk], os.environ, stdout=stdout, stderr=stderr).wait(100)
 
-    assert ended.returncode == 0, ended.stderr  # HDF5 likes to crash
-    messages, left, free_then = json.loads(ended.stdout)
+    assert code == 0, errors.read_text()  # HDF5 likes to crash
+    messages, left, free_then = json.loads(printed.read_text())
     names = ("model.keras", "model.weights.h5", "latest.weights.h5")
     assert messages == [
         f"{small_disk / name} was not saved: the disk is full (No space left on device). What was"

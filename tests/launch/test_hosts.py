@@ -13,6 +13,7 @@ import pytest
 
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
+from distributary.launch._hosts import Master, RemoteLink
 from distributary.launch._job import (
     Exit,
     Finished,
@@ -23,8 +24,6 @@ from distributary.launch._job import (
     Tasks,
     TaskState,
 )
-from distributary.launch._link import RemoteLink
-from distributary.launch._master import Master
 
 _TOKEN = "0123456789abcdef"
 _SECONDS = 30
@@ -374,10 +373,10 @@ def test_a_busy_port_is_named(hosts, address):
     ("options", "match"),
     [
         (dict(host_rank=2), r"host_rank is 2, but the job has 2 hosts"),
-        (dict(master="host"), r"'host', expected HOST:PORT"),
-        (dict(master="host:0"), r"'host:0', expected HOST:PORT"),
-        (dict(master="host:70000"), r"'host:70000', expected HOST:PORT"),
-        (dict(master="fd00::1:5"), r"expected HOST:PORT"),
+        (dict(master="host"), r"'host': the port is missing"),
+        (dict(master="host:0"), r"'host:0': '0' is not a port from 1 to 65535"),
+        (dict(master="host:70000"), r"'70000' is not a port from 1 to 65535"),
+        (dict(master="fd00::1:5"), r"an IPv6 address must be in brackets"),
         (dict(master="0.0.0.0:1234"), r"stands for every address"),
         (dict(token="short"), r"the token has 5 characters, expected 16 or more"),
         (dict(join_seconds=-1), r"join_seconds is -1"),

@@ -6,15 +6,21 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from tests.forks import Fork
+
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 300.0
+# Their workers have interpreters of their own: sets in orders of their own, and as the outermost
+# call that of the program.
+_WITH_INTERPRETERS = ("contract", "hangs", "keras_contract")
 
 
 @dataclass
@@ -36,7 +42,7 @@ class Job:
             for one in sockets:
                 one.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-        self._processes: dict[Any, subprocess.Popen[str]] = {}
+        self._processes: dict[Any, tuple[Fork | subprocess.Popen[bytes], IO[str]]] = {}
 
     def start(
         self,
@@ -61,35 +67,39 @@ class Job:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             **environ,
         }
-        self._processes[worker if key is None else key] = subprocess.Popen(
-            [sys.executable, str(_PROGRAMS / f"{program}.py"), *map(str, args)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = [str(_PROGRAMS / f"{program}.py"), *map(str, args)]
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `kill`)
+        process: Fork | subprocess.Popen[bytes]
+        if program in _WITH_INTERPRETERS:
+            command.insert(0, sys.executable)
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+        else:
+            process = Fork(command, env, stdout=output)
+        self._processes[worker if key is None else key] = process, output
 
     def has_ended(self, key: Any) -> bool:
         """Whether a worker has ended."""
-        return self._processes[key].poll() is not None
+        return self._processes[key][0].poll() is not None
 
     def wait(self, keys: Iterable[Any] | None = None) -> list[Ended]:
         """Waits for some or all workers, in the order in which they were started."""
         ended = []
         for key in self._processes if keys is None else keys:
-            process = self._processes[key]
-            output, _ = process.communicate(timeout=_SECONDS)
+            process, file = self._processes[key]
+            code = process.wait(_SECONDS)
+            file.seek(0)
+            output = file.read()
             lines = [line for line in output.splitlines() if line.startswith("{")]
             result = json.loads(lines[-1]) if lines else None
-            ended.append(Ended(process.returncode, result, output))
+            ended.append(Ended(code, result, output))
         return ended
 
     def kill(self) -> None:
         """Ends what still runs."""
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+        for process, file in self._processes.values():
+            process.kill()
+            process.wait(_SECONDS)
+            file.close()
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
         _check_collectives(got.pop("collectives"), num_workers, devices)
         # In a loop a sum stays an all-reduce.
         assert got.pop("kinds of many") == ["all-reduce", "collective-permute"]
+        assert got.pop("largest of a table") == 0  # KiB, of 128
         average = (num_workers * devices + 1) / 2
         ramp, values, number = got["two levels"]
         np.testing.assert_allclose(ramp, 2 * average * np.arange(5), rtol=1e-6)
@@ -67,7 +68,7 @@ def test_workers_compute_what_one_process_computes(num_workers, devices, job, al
                 expected[name],
             )
     # On every worker the same, bit for bit.
-    for name in ("w", "table", "losses", "merge_call"):
+    for name in ("w", "table", "large table", "losses", "merge_call"):
         assert len({json.dumps(one.result[name]) for one in ended}) == 1
 
 
@@ -185,7 +186,10 @@ def _check_errors(errors, worker):
     assert "dtype and number of dims" in shapes
 
 
-@pytest.mark.parametrize(("num_workers", "devices", "options"), [(2, 2, []), (3, 1, ["sharded"])])
+# Files, and single operations, are the same for any number of devices.
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "options"), [(2, 2, []), (3, 1, ["sharded", "everything"])]
+)
 def test_keras_computes_what_it_computes_in_one_process(
     num_workers, devices, options, job, alone, tmp_path
 ):
@@ -197,7 +201,7 @@ def test_keras_computes_what_it_computes_in_one_process(
     assert [e.code for e in ended] == [0] * num_workers, "\n\n".join(e.output for e in ended)
     other = tmp_path / "alone"
     other.mkdir()
-    expected = alone(job, num_workers * devices, "keras_contract", other)
+    expected = alone(job, num_workers * devices, "keras_contract", other, *options[1:])
     for worker, one in enumerate(ended):
         got = dict(one.result)
         assert got.pop("worker") == worker
@@ -216,8 +220,11 @@ def test_keras_computes_what_it_computes_in_one_process(
     for name in set(ended[0].result) - {"worker", "different data"}:
         assert len({json.dumps(one.result[name]) for one in ended}) == 1, name
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+    if "everything" not in options:
+        return
     files = {f"of_worker{worker}.weights.h5" for worker in range(num_workers)}
-    files |= {f"data{worker}" for worker in range(num_workers)}
+    for worker in range(num_workers):
+        files |= {f"data{worker}", f"own{worker}.keras", f"own{worker}.h5"}
     files |= {
         "alone",
         "checkpoint",
@@ -276,18 +283,15 @@ def test_the_launcher_starts_a_job():
 
 
 def test_a_fit_whose_workers_are_killed_ends_as_one_that_was_not(tmp_path):
-    def weights(name, *plan):
-        folder = tmp_path / name
-        folder.mkdir()
-        program = Path(__file__).parent / "programs" / "keras_recovery.py"
-        launched = _launch("--max-restarts", "2", str(program), str(folder), *plan)
-        assert launched.returncode == 0, launched.stderr
-        assert launched.stderr.count("ended by SIGKILL") == len(plan), launched.stderr
-        return [dict(np.load(folder / f"weights{worker}.npz")) for worker in (0, 1)]
+    program = Path(__file__).parent / "programs" / "keras_recovery.py"
 
-    undisturbed = weights("undisturbed")
-    disturbed = weights("disturbed", "1:0", "2:1")
+    launched = _launch("--max-restarts", "2", str(program), str(tmp_path), "1:0", "2:1")
 
-    for one in (*disturbed, undisturbed[1]):
-        for name, value in one.items():
-            np.testing.assert_array_equal(value, undisturbed[0][name])
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stderr.count("ended by SIGKILL") == 2, launched.stderr
+    undisturbed = np.load(tmp_path / "undisturbed0.npz")
+    for name in ("disturbed0", "disturbed1", "undisturbed1"):
+        weights = np.load(tmp_path / f"{name}.npz")
+        assert weights.files == undisturbed.files
+        for array in weights.files:
+            np.testing.assert_array_equal(weights[array], undisturbed[array], err_msg=name)

@@ -68,7 +68,7 @@ def test_a_missing_worker_is_named(job, present):
 def test_those_who_came_hear_who_is_missing(job):
     workers = job(3)
     for worker in (0, 1):
-        workers.start("start", worker, "", 15)
+        workers.start("start", worker, "", 8)
 
     for _, message in _messages(workers.wait()):
         assert f"worker 2 at {workers.addresses[2]} did not connect to" in message
@@ -88,9 +88,9 @@ def test_a_port_in_use_is_named(job, taken):
 
 def test_two_processes_with_one_task_are_noticed(job):
     workers = job(3)
-    workers.start("start", 0, "", 15)
-    workers.start("start", 1, "", 15)
-    workers.start("start", 1, "", 15, key="again")
+    workers.start("start", 0, "", 8)
+    workers.start("start", 1, "", 8)
+    workers.start("start", 1, "", 8, key="again")
 
     messages = [message for _, message in _messages(workers.wait())]
     assert any("the port is in use" in message for message in messages)

@@ -1,4 +1,4 @@
-"""Jobs of two workers on this machine, for programs that take too long for CI."""
+"""Jobs on this machine, for programs that take too long for CI; some of it is of `benchmarks`."""
 
 import contextlib
 import json
@@ -8,6 +8,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from _harness import choose_steps, interleave
+from _peers import Peer, timed
+from _processes import FOLDER, Cluster, Process, environment, start
+
+__all__ = [
+    "FOLDER",
+    "PROGRAMS",
+    "Cluster",
+    "Peer",
+    "Process",
+    "choose_steps",
+    "environment",
+    "interleave",
+    "outputs_of_two",
+    "start",
+    "timed",
+]
 
 PROGRAMS = Path(__file__).parents[1] / "multiprocess" / "programs"
 

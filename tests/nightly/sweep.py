@@ -1,33 +1,31 @@
 """How do steps of models of random shapes compare with the same steps written by hand?
 
-Every model is trained in four ways in turns: by `fit` and by a loop of `strategy.run` under
-`MirroredStrategy`, by a step that is written by hand for the same devices, and, with one replica,
-by Keras alone. What takes more than 1.25 times as long as the fastest of the last two is a cliff.
+Every model is trained in turns by `fit`, by a loop of `strategy.run`, by a step that is written by
+hand for the same devices, and, with one replica, by Keras alone. What takes more than 1.25 times as
+long as the fastest of the last two is a cliff. With `--workers`, there are two processes of one
+device each, whose steps are also held against those written by hand for two devices of one process.
 
     python tests/nightly/sweep.py --models 40 --replicas 1 2 4
+    python tests/nightly/sweep.py --models 40 --workers
     python tests/nightly/sweep.py --seed 7 --models 1 --replicas 2
 
 Ends with 1 if there is a cliff.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import random
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from _workers import Peer, Process, choose_steps, interleave, start, timed
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-import distributary as dist
 
 _CLIFF = 1.25
 _NUM_CLASSES = 10
@@ -152,10 +150,36 @@ class _Model:
         return f"{self.seed}: {self.family} {shape}, {self.optimizer}, batch {self.batch_size}"
 
 
-_Way = Callable[[int], None]
+def peers(names: Sequence[str], seed: int, num_replicas: int | None) -> list[Peer]:
+    """Returns ways to train a model; without a number of replicas, of a worker of several."""
+    import _handwritten
+    import jax
+    import keras
+
+    import distributary as dist
+
+    keras.utils.set_random_seed(seed)  # workers begin alike
+    model = _Model(seed)
+    strategy: dist.Strategy
+    if num_replicas is None:
+        strategy = dist.MultiWorkerMirroredStrategy()
+        replicas = _handwritten.Replicas(strategy.extended.mesh)
+    else:
+        strategy = dist.MirroredStrategy(jax.devices()[:num_replicas])
+        replicas = _handwritten.Replicas.of_this_process(num_replicas)
+
+    def way(name: str) -> Peer:
+        if name == "hand":
+            return _by_hand(model, replicas)
+        if name == "loop":
+            return _by_loop(model, strategy)
+        with strategy.scope() if name == "fit" else contextlib.nullcontext():
+            return _by_fit(name, model, model.build())
+
+    return [way(name) for name in names]
 
 
-def _by_fit(model: _Model, built: Any) -> _Way:
+def _by_fit(name: str, model: _Model, built: Any) -> Peer:
     data = {}
 
     def run(num_steps: int) -> None:
@@ -168,11 +192,15 @@ def _by_fit(model: _Model, built: Any) -> _Way:
         x, y = data[num_steps]
         built.fit(x, y, batch_size=model.batch_size, shuffle=False, verbose=0)
 
-    return run
+    return timed(name, run)
 
 
-def _by_loop(model: _Model, strategy: Any) -> _Way:
+def _by_loop(model: _Model, strategy: Any) -> Peer:
+    import jax
+    import jax.numpy as jnp
     import keras
+
+    import distributary as dist
 
     with strategy.scope():
         built = model.build()
@@ -196,73 +224,50 @@ def _by_loop(model: _Model, strategy: Any) -> _Way:
             loss = strategy.run(step, args=next(batches))
         jax.block_until_ready(strategy.experimental_local_results(loss))
 
-    return run
+    return timed("loop", run)
 
 
-def _by_hand(model: _Model, num_devices: int) -> _Way:
-    import keras
+def _by_hand(model: _Model, replicas: Any) -> Peer:
+    import _handwritten
+    import jax
+    from jax.sharding import PartitionSpec
 
-    built = model.build()
-    optimizer = built.optimizer
-    optimizer.build(built.trainable_variables)
-    mesh = Mesh(np.array(jax.devices()[:num_devices]), "batch")
-    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
-
-    def loss_of(trainable: Any, others: Any, x: Any, y: Any) -> Any:
-        logits, others = built.stateless_call(trainable, others, x, training=True)
-        losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-        return jnp.mean(losses), others
-
-    def step(state: Any, x: Any, y: Any) -> Any:
-        trainable, others, slots = state
-        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            trainable, others, x, y
-        )
-        trainable, slots = optimizer.stateless_apply(slots, gradients, trainable)
-        return loss, (trainable, others, slots)
-
-    parts = built.trainable_variables, built.non_trainable_variables, optimizer.variables
-    state = jax.device_put([[jnp.array(v.value) for v in part] for part in parts], whole)
-    compiled = jax.jit(
-        step, donate_argnums=0, in_shardings=(whole, rows, rows), out_shardings=whole
-    )
+    step, state = _handwritten.step_of_keras(model.build(), replicas)
+    compiled = _handwritten.compile_step(step, replicas.mesh)
+    state = replicas.place(state, PartitionSpec())
+    own = replicas.own_rows(model.batch_size)
 
     def run(num_steps: int) -> None:
         nonlocal state
         for x, y in model.batches(num_steps):
-            loss, state = compiled(state, x, y)
+            batch = replicas.place((x[own], y[own]), PartitionSpec(_handwritten.AXIS))
+            state, loss = compiled(state, *batch)
         jax.block_until_ready(loss)
 
-    return run
+    return timed("hand", run)
 
 
-def _seconds(run: _Way, num_steps: int) -> float:
-    begin = time.perf_counter()
-    run(num_steps)
-    return (time.perf_counter() - begin) / num_steps
-
-
-def _measure(model: _Model, num_replicas: int) -> dict[str, float]:
+def _measure(seed: int, num_replicas: int | None) -> dict[str, float]:
     """Returns the seconds of a step, the least of several rounds, of each way."""
-    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        under = model.build()
-    ways = {
-        "hand": _by_hand(model, num_replicas),
-        "fit": _by_fit(model, under),
-        "loop": _by_loop(model, strategy),
-    }
-    if num_replicas == 1:
-        ways["keras"] = _by_fit(model, model.build())
-    for run in ways.values():
-        run(8)
-    num_steps = 8 * max(1, min(64, math.ceil(_BLOCK_SECONDS / _seconds(ways["hand"], 8) / 8)))
-    for run in ways.values():  # shapes of whole epochs
-        run(num_steps)
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(_ROUNDS):
-        for name, run in ways.items():
-            found[name].append(_seconds(run, num_steps))
+    arguments = {"seed": seed, "num_replicas": num_replicas}
+    names = ("hand", "fit", "loop", *["keras"] * (num_replicas == 1))
+    process = Process(__file__, names, arguments, devices=num_replicas or 1)
+    processes = {"": process}
+    if num_replicas is None:
+        alone = {"seed": seed, "num_replicas": 2}
+        processes = {
+            "": Process(__file__, names, arguments, workers=2),
+            " in one process": Process(__file__, ("hand",), alone, devices=2),
+        }
+    with contextlib.ExitStack() as stack:
+        ways = []
+        for where, process in processes.items():
+            job = stack.enter_context(contextlib.closing(start(process, {})))
+            ways += [job.peer(f"{name}{where}", name) for name in process.names]
+        for way in ways:
+            way.time_block(8)
+        num_steps = 8 * min(64, math.ceil(choose_steps(ways[0], _BLOCK_SECONDS) / 8))
+        found = interleave(ways, _ROUNDS, num_steps)
     return {name: min(times) for name, times in found.items()}
 
 
@@ -272,20 +277,23 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the first model")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--workers", action="store_true", help="two processes, not replicas of one")
     arguments = parser.parse_args()
-    dist.config.set_logical_cpu_devices(max(arguments.replicas))
     cliffs = 0
     for seed in range(arguments.seed, arguments.seed + arguments.models):
         model = _Model(seed)
-        for num_replicas in arguments.replicas:
-            found = _measure(model, num_replicas)
+        for num_replicas in [None] if arguments.workers else arguments.replicas:
+            found = _measure(seed, num_replicas)
             best = min(found["hand"], found.get("keras", math.inf))
             ratios = {name: found[name] / best for name in ("fit", "loop")}
             cliffs += max(ratios.values()) > _CLIFF
             mark = "  <-- cliff" if max(ratios.values()) > _CLIFF else ""
+            where = "2 workers" if num_replicas is None else f"{num_replicas} replicas"
             times = ", ".join(f"{name} {1000 * s:.2f} ms" for name, s in found.items())
+            if alone := found.get("hand in one process"):
+                ratios |= {f"{way} over one process": found[way] / alone for way in ("fit", "loop")}
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-            print(f"{model}; {num_replicas} replicas: {times}; {shown}{mark}", flush=True)
+            print(f"{model}; {where}: {times}; {shown}{mark}", flush=True)
     print(f"{cliffs} cliffs")
     return 1 if cliffs else 0
 

@@ -1,4 +1,4 @@
-"""What happens before and after JAX starts: every test is a process of its own."""
+"""What happens before and after JAX starts: most tests are processes of their own."""
 
 import re
 

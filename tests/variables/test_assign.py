@@ -191,7 +191,7 @@ def outcomes() -> Callable[[str, int], dict[Case, Outcome]]:
 
 _ALLOWED = [
     (context, num_replicas, case)
-    for context, num_replicas, case in itertools.product(CONTEXTS, (1, 2, 4, 8), CASES)
+    for context, num_replicas, case in itertools.product(CONTEXTS, (1, 2, 8), CASES)
     if isinstance(model(case, context, num_replicas), Outcome)
 ]
 
@@ -298,8 +298,10 @@ def test_array_computed_in_the_step_is_summed_once_per_replica(strategy_of):
 # Integers, booleans and shapes
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
-@pytest.mark.parametrize("context", ["scope", "merge_call", "function"])
+@pytest.mark.parametrize(
+    ("num_replicas", "context"),
+    [(1, "function"), (2, "scope"), (4, "merge_call"), (8, "function")],
+)
 def test_parts_of_an_integer_add_up_to_it(num_replicas, context, strategy_of):
     strategy = strategy_of(num_replicas)
     values = np.array([7, -7, 0, 1, 2**31 - 1, -(2**31)], np.int32)

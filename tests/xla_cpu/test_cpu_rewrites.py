@@ -220,14 +220,14 @@ def _gradient_of_convolution(kernel, x, **options):
 @pytest.mark.parametrize(
     ("images", "kernel", "options"),
     [
-        ((6, 9, 9, 3), (3, 3), {"padding": "VALID"}),
-        ((7, 9, 12, 3), (3, 2), {"padding": "SAME"}),
+        ((64, 32, 32, 3), (3, 3), {"padding": "VALID"}),
+        ((130, 33, 34, 2), (3, 2), {"padding": "SAME"}),
         ((6, 9, 9, 3), (1, 1), {"padding": "VALID"}),
-        ((6, 16, 17, 3), (3, 3), {"window_strides": (2, 3), "padding": "SAME"}),
-        ((6, 16, 17, 3), (3, 3), {"window_strides": (2, 3), "padding": "VALID"}),
-        ((6, 12, 12, 3), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
-        ((4, 6, 7, 8, 2), (3, 2, 3), {"padding": "SAME"}),
-        ((22, 40, 40, 8), (3, 3), {"padding": "SAME"}),  # two images at a time
+        ((6, 9, 9, 3), (1, 1), {"window_strides": (2, 3), "padding": "VALID"}),
+        ((130, 68, 102, 2), (3, 3), {"window_strides": (2, 3), "padding": "SAME"}),
+        ((64, 64, 96, 3), (3, 3), {"window_strides": (2, 3), "padding": "VALID"}),
+        ((130, 34, 34, 2), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
+        ((60, 12, 14, 14, 2), (3, 2, 3), {"padding": "SAME"}),
     ],
 )
 def test_gradients_of_kernels_of_convolutions_are_products(images, kernel, options):
@@ -292,11 +292,14 @@ def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kin
 @pytest.mark.parametrize(
     ("images", "kernel", "options"),
     [
-        ((4, 9, 9, 3), (3, 3, 3, 8), {}),  # few filters
-        ((4, 30, 3), (3, 3, 16), {}),  # one dimension
-        ((4, 40, 40, 3), (8, 8, 3, 16), {}),  # a large kernel
-        ((4, 9, 9, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
-        ((4, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
+        ((4, 9, 9, 3), (3, 3, 3, 16), {}),  # small
+        ((256, 40, 40, 3), (3, 3, 3, 4), {}),  # few filters
+        ((8, 100, 100, 3), (3, 3, 3, 16), {}),  # few images and few filters
+        ((130, 33, 34, 3), (3, 3, 3, 16), {"padding": "SAME"}),  # few filters for padded images
+        ((64, 1100, 3), (3, 3, 16), {}),  # one dimension
+        ((64, 40, 40, 3), (8, 8, 3, 16), {}),  # a large kernel
+        ((64, 40, 40, 4), (3, 3, 2, 16), {"feature_group_count": 2}),
+        ((20_000, 4, 4, 3), (3, 3, 3, 16), {}),  # the gradient has more positions than the image
         ((0, 9, 9, 3), (3, 3, 3, 16), {}),
     ],
 )
@@ -311,7 +314,7 @@ def test_other_convolutions_stay_as_they_are(images, kernel, options):
 def test_half_precision_convolutions_stay_as_they_are():
     gradient = functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID")
     closed = jax.make_jaxpr(gradient)(
-        jnp.ones((3, 3, 3, 16), jnp.bfloat16), jnp.ones((4, 9, 9, 3), jnp.bfloat16)
+        jnp.ones((3, 3, 3, 16), jnp.bfloat16), jnp.ones((1200, 9, 9, 3), jnp.bfloat16)
     )
 
     assert rewritten_for_cpus(closed) is closed
@@ -333,7 +336,7 @@ def test_xla_computes_convolutions_with_windows_of_the_size_of_the_image_otherwi
     large_window = "window={size=7x7}"
 
     def compiled(function):
-        args = (np.ones((3, 3, 3, 16), np.float32), np.ones((4, 9, 9, 3), np.float32))
+        args = (np.ones((3, 3, 3, 16), np.float32), np.ones((1200, 9, 9, 3), np.float32))
         return jax.jit(function).lower(*args).compile().as_text()
 
     assert large_window in compiled(gradient)

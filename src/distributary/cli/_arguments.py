@@ -9,8 +9,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_json_argument", "add_option", "add_script_arguments", "check_script", "write_json"]
-
 _STDOUT = Path("-")
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from distributary import scaling
 from distributary.cli._arguments import (
     add_json_argument,
     add_option,
@@ -27,20 +28,7 @@ from distributary.cli._arguments import (
     write_json,
 )
 from distributary.diagnosis import format_bytes, loopback
-from distributary.scaling import (
-    MODELS,
-    Network,
-    Prediction,
-    Program,
-    Timing,
-    default_replicas,
-    draw,
-    measure,
-    predict,
-    write_png,
-)
-
-__all__ = ["add_arguments", "run"]
+from distributary.scaling import Network, Prediction, Timing
 
 _MODULE = "distributary.scaling._training_loop"
 
@@ -49,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add = partial(add_option, parser)
     text = "model to measure if you do not give a script (default: %(default)s)"
-    parser.add_argument("--model", choices=MODELS, default="mlp", help=text)
+    parser.add_argument("--model", choices=scaling.MODELS, default="mlp", help=text)
     text = "numbers of replicas (default: 1, 2, 4, ... up to the number of GPUs, or of cores)"
     add("--replicas", _numbers, "N,N", text)
     batch = parser.add_mutually_exclusive_group()
@@ -77,17 +65,17 @@ def run(namespace: argparse.Namespace) -> int:
     """Measures, predicts, and prints both."""
     if namespace.script is not None:
         check_script(namespace)
-    replicas = namespace.replicas or default_replicas(os.environ)
+    replicas = namespace.replicas or scaling.default_replicas(os.environ)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     programs = {number: _program(namespace, number) for number in replicas}
-    timings = measure(programs, namespace.seconds, environ)
+    timings = scaling.measure(programs, namespace.seconds, environ)
     last = timings[-1]
     network = _network(namespace)
     # One replica reduces nothing; larger numbers of replicas show what there is to reduce.
-    predictions = predict(last, network, namespace.hosts) if last.num_reductions else []
+    predictions = scaling.predict(last, network, namespace.hosts) if last.num_reductions else []
     if namespace.plot is not None:
         title = f"{_title(namespace)} on {last.platform.upper()}"
-        write_png(namespace.plot, title, timings, predictions)
+        scaling.write_png(namespace.plot, title, timings, predictions)
     content = {
         "program": _title(namespace),
         "measured": [
@@ -107,10 +95,10 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _program(namespace: argparse.Namespace, num_replicas: int) -> Program:
+def _program(namespace: argparse.Namespace, num_replicas: int) -> scaling.Program:
     if namespace.script is not None:
         arguments = tuple(namespace.arguments)
-        return Program(namespace.script, arguments, namespace.module, namespace.step)
+        return scaling.Program(namespace.script, arguments, namespace.module, namespace.step)
     batch = namespace.batch
     if namespace.global_batch is not None:
         batch, rest = divmod(namespace.global_batch, num_replicas)
@@ -119,7 +107,7 @@ def _program(namespace: argparse.Namespace, num_replicas: int) -> Program:
                 f"--global-batch {namespace.global_batch} is not divisible by {num_replicas}"
                 " replicas"
             )
-    return Program(_MODULE, (namespace.model, str(batch)), is_module=True)
+    return scaling.Program(_MODULE, (namespace.model, str(batch)), is_module=True)
 
 
 def _title(namespace: argparse.Namespace) -> str:
@@ -153,7 +141,7 @@ def _text(
         f"{'replicas':>8} {heads}  all-reduces alone",
         *map(_measured_line, timings),
         "",
-        draw(timings),
+        scaling.draw(timings),
     ]
     if last.platform == "cpu":
         lines += ["", "CPU devices share the cores: more devices do not add hardware."]

@@ -11,8 +11,6 @@ from pathlib import Path
 from distributary.cli._arguments import add_option
 from distributary.errors import InvalidValueError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""

@@ -14,17 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from distributary import compilation
 from distributary.cli._arguments import add_script_arguments, check_script, write_json
-from distributary.compilation import (
-    Report,
-    compile_script,
-    known_topologies,
-    parse_topology,
-    prepare_compilers,
-)
 from distributary.errors import DistributaryError
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="NAME",
         help="devices to compile for; you can give it several times. Known are"
-        f" {known_topologies()}.",
+        f" {compilation.known_topologies()}.",
     )
     add(
         "--step",
@@ -50,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     """Prints a report for each topology; returns 1 if one of them cannot be compiled for."""
     check_script(namespace)
-    prepare_compilers()
-    reports: list[Report] = []
+    compilation.prepare_compilers()
+    reports: list[compilation.Report] = []
     exit_code = 0
     for name in namespace.topology:
         try:
-            report = compile_script(
+            report = compilation.compile_script(
                 namespace.script,
                 namespace.arguments,
-                parse_topology(name),
+                compilation.parse_topology(name),
                 is_module=namespace.module,
                 step_name=namespace.step,
             )

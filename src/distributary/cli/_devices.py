@@ -23,8 +23,6 @@ from distributary.topology import (
     short_name,
 )
 
-__all__ = ["add_arguments", "run"]
-
 Json: TypeAlias = Any
 
 _GIB = 2**30

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from distributary.cli._arguments import add_json_argument, add_option, write_json
 from distributary.diagnosis import PARTS, Check, Link, Report, examine
 
-__all__ = ["add_arguments", "run"]
-
 _WIDTH = 100
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
 

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from distributary.cli._arguments import add_option, add_script_arguments, check_script
+from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.errors import DistributaryError, InvalidValueError, LaunchError
-from distributary.launch import TOKEN_VARIABLE, HostOptions, LaunchOptions, run as run_job
-
-__all__ = ["add_arguments", "options_of", "run"]
+from distributary.launch import HostOptions, LaunchOptions, run as run_job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

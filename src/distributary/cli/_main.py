@@ -9,8 +9,6 @@ from distributary.cli import _bench, _certs, _compile, _devices, _doctor, _launc
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
 
-__all__ = ["launch_options", "main", "parser"]
-
 
 class _Command(Protocol):
     """The module of a command. Its docstring is the help, with examples at the end."""

@@ -1,6 +1,14 @@
 """Describes where a job runs: its tasks, their addresses, and which of them this process is."""
 
-from distributary.cluster_resolver._cluster_spec import ClusterSpec
+from distributary.cluster_resolver._addresses import join_address, parse_address
+from distributary.cluster_resolver._checks import checked_int
+from distributary.cluster_resolver._cluster_spec import (
+    TOKEN_VARIABLE,
+    ClusterSpec,
+    MultiWorker,
+    Peer,
+    multi_worker,
+)
 from distributary.cluster_resolver._gce import GCEClusterResolver
 from distributary.cluster_resolver._gpus import visible_gpus
 from distributary.cluster_resolver._kubernetes import (
@@ -8,12 +16,6 @@ from distributary.cluster_resolver._kubernetes import (
     KubernetesExecutableLocation,
 )
 from distributary.cluster_resolver._mpi import OpenMPIClusterResolver
-from distributary.cluster_resolver._multi_worker import (
-    TOKEN_VARIABLE,
-    MultiWorker,
-    Peer,
-    multi_worker,
-)
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.cluster_resolver._simple import SimpleClusterResolver, UnionResolver
 from distributary.cluster_resolver._slurm import SlurmClusterResolver
@@ -35,6 +37,9 @@ __all__ = [
     "TFConfigClusterResolver",
     "TPUClusterResolver",
     "UnionResolver",
+    "checked_int",
+    "join_address",
     "multi_worker",
+    "parse_address",
     "visible_gpus",
 ]

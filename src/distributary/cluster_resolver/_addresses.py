@@ -7,8 +7,6 @@ from typing import NamedTuple
 from distributary.cluster_resolver._checks import checked_int, checked_str, number_in
 from distributary.errors import InvalidValueError
 
-__all__ = ["MAX_PORT", "Address", "checked_port", "join", "parse_address", "split_port"]
-
 MAX_PORT = 65535
 
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^\]]*)\]|(?P<host>[^:]*))(?::(?P<port>[^:]*))?")
@@ -80,7 +78,7 @@ def split_port(text: str) -> tuple[str, str | None]:
     return match["ipv6"] or match["host"], match["port"]
 
 
-def join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     """Returns `"host:port"`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from distributary.errors import ClusterError, MissingPackageError
 
-__all__ = ["ask", "imported"]
-
 
 def imported(module: str, package: str, field: str) -> Any:
     """Imports a module of an optional package.

@@ -4,16 +4,6 @@ from collections.abc import Mapping
 
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-__all__ = [
-    "checked_counts",
-    "checked_int",
-    "checked_name",
-    "checked_str",
-    "checked_task_id",
-    "number_in",
-    "wrong_type",
-]
-
 
 def wrong_type(value: object, field: str, expected: str) -> InvalidTypeError:
     """Returns the error for a value of the wrong type.

@@ -1,13 +1,29 @@
-"""The tasks of a job and their addresses."""
+"""The tasks of a job, their addresses, and the place of one task among them."""
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Final, final
 
 from distributary.cluster_resolver._addresses import Address, parse_address
-from distributary.cluster_resolver._checks import checked_name, checked_task_id, wrong_type
+from distributary.cluster_resolver._checks import (
+    checked_name,
+    checked_str,
+    checked_task_id,
+    wrong_type,
+)
 from distributary.errors import InvalidTypeError, InvalidValueError
 
-__all__ = ["ClusterSpec", "checked_jobs"]
+TOKEN_VARIABLE: Final = "DISTRIBUTARY_TOKEN"  # holds the secret that the tasks of a job share
+_TASK_TYPES = ("chief", "worker", "ps", "evaluator")
+_SINGLE_TYPES = ("chief", "evaluator")
+_HINTS = {
+    "master": ' TensorFlow 2 and distributary call it "chief".',
+    "coordinator": ' The process that dispatches closures is of the type "chief".',
+}
+_HOW_TO_NAME_THE_TASK = (
+    'Say which task this process is: with "task": {"type": "worker", "index": 0} in TF_CONFIG, or'
+    " with the arguments task_type and task_id of the cluster resolver."
+)
 
 
 @final
@@ -188,3 +204,280 @@ def _is_dense(tasks: Mapping[int, str]) -> bool:
 
 def _numbers(tasks: Mapping[int, str]) -> str:
     return f"{'is' if len(tasks) == 1 else 'are'} {', '.join(map(str, tasks))}"
+
+
+@final
+@dataclass(frozen=True)
+class Peer:
+    """One task of a cluster.
+
+    Args:
+        task_type: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        task_id: Number of the task among those of its type.
+        address: `"host:port"`, as in the cluster spec.
+    """
+
+    task_type: str
+    task_id: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        """Name for messages: `"chief"`, `"worker 1"`."""
+        return _name(self.task_type, self.task_id)
+
+    @property
+    def host(self) -> str:
+        """Host of `address`. An IPv6 address has no brackets, as sockets expect it."""
+        return parse_address(self.address, self.name).host
+
+    @property
+    def port(self) -> int:
+        """Port of `address`."""
+        return parse_address(self.address, self.name).port
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.address}"
+
+
+@final
+@dataclass(frozen=True)
+class MultiWorker:
+    """The place of one task in a cluster; made by `multi_worker`.
+
+    Args:
+        cluster_spec: The cluster.
+        task_type: The type of this task.
+        task_id: Number of this task.
+        workers: The collective group, that is, the tasks that compute together: the chief, if the
+            cluster has one, then the workers by number. The position of a task is its process
+            index.
+        peers: All tasks of the cluster: `workers`, then parameter servers, then the evaluator.
+    """
+
+    cluster_spec: ClusterSpec
+    task_type: str
+    task_id: int
+    workers: tuple[Peer, ...]
+    peers: tuple[Peer, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of this task for messages: `"chief"`, `"worker 1"`."""
+        return _name(self.task_type, self.task_id)
+
+    @property
+    def address(self) -> str | None:
+        """Address of this task; None for an evaluator that the cluster does not list."""
+        return next((peer.address for peer in self.peers if self._is_this_task(peer)), None)
+
+    @property
+    def num_workers(self) -> int:
+        """Number of tasks that compute together: the chief and the workers."""
+        return len(self.workers)
+
+    @property
+    def in_collective_group(self) -> bool:
+        """True if this task is one of `workers`; False for parameter servers and the evaluator."""
+        return self.worker_number is not None
+
+    @property
+    def worker_number(self) -> int | None:
+        """Position of this task in `workers`; None if it is not one of them."""
+        numbers = (i for i, peer in enumerate(self.workers) if self._is_this_task(peer))
+        return next(numbers, None)
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the task that does what is done once: the chief, or worker 0 if there is none.
+
+        Also True for the evaluator, which is the chief of a job of its own, as in tf.distribute.
+        """
+        return self.worker_number == 0 or self.task_type == "evaluator"
+
+    @property
+    def coordinator(self) -> Peer | None:
+        """The first of `workers`, to which the others connect; None if there are no workers."""
+        return self.workers[0] if self.workers else None
+
+    @property
+    def other_workers(self) -> tuple[Peer, ...]:
+        """All of `workers` except this task."""
+        return tuple(peer for peer in self.workers if not self._is_this_task(peer))
+
+    def _is_this_task(self, peer: Peer) -> bool:
+        return (peer.task_type, peer.task_id) == (self.task_type, self.task_id)
+
+
+def multi_worker(
+    cluster_spec: ClusterSpec | Mapping[str, Sequence[str] | Mapping[int, str]],
+    task_type: str | None,
+    task_id: int | None,
+) -> MultiWorker:
+    """Returns the place of a task in a cluster, after checking both.
+
+    Args:
+        cluster_spec: The cluster, which must not be empty; `resolver.cluster_spec()`.
+        task_type: Type of the task; `resolver.task_type`.
+        task_id: Number of the task; `resolver.task_id`.
+
+    Raises:
+        InvalidTypeError: if an argument has the wrong type.
+        InvalidValueError: if the cluster is empty, has an unknown type of task, or has two chiefs
+            or two evaluators; if the number of a chief or worker is missing; if the task is not
+            given, or is not in the cluster.
+
+    Source: `tensorflow/python/distribute/multi_worker_util.py`.
+    """
+    spec = ClusterSpec(cluster_spec)
+    if not spec:
+        raise InvalidValueError(
+            "The cluster is empty, expected the addresses of its tasks, such as"
+            ' {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}. A single process needs no cluster:'
+            " use MirroredStrategy, or leave TF_CONFIG unset."
+        )
+    check_roles(spec, "cluster_spec")
+    for field, value in (("task_type", task_type), ("task_id", task_id)):
+        if value is None:
+            raise InvalidValueError(
+                f"{field} is None, but the cluster has {_summary(spec)}. {_HOW_TO_NAME_THE_TASK}"
+            )
+    checked_type = checked_task_type(task_type, "task_type")
+    checked_id = checked_task_id(task_id, "task_id")
+    check_task(spec, checked_type, checked_id)
+    workers = _peers(spec, ("chief", "worker"))
+    _check_no_worker_is_missing(spec)
+    return MultiWorker(
+        spec, checked_type, checked_id, workers, workers + _peers(spec, ("ps", "evaluator"))
+    )
+
+
+def check_roles(cluster_spec: ClusterSpec, field: str) -> None:
+    """Checks that a cluster has only known types of tasks, and at most one chief and evaluator.
+
+    Args:
+        cluster_spec: The cluster.
+        field: Where the user wrote it, for messages: `'TF_CONFIG["cluster"]'`.
+
+    Raises:
+        InvalidValueError: if it does not.
+    """
+    for job in cluster_spec.jobs:
+        if job not in _TASK_TYPES:
+            raise _unknown_type(f'{field} has the key "{job}"', job)
+        num_tasks = cluster_spec.num_tasks(job)
+        if job in _SINGLE_TYPES and num_tasks > 1:
+            raise InvalidValueError(
+                f'{field}["{job}"] has {num_tasks} tasks ({cluster_spec.as_dict()[job]}), expected'
+                f" one: a job has at most one {job}. Keep the first, and make the others workers."
+            )
+
+
+def check_task(
+    cluster_spec: ClusterSpec,
+    task_type: str,
+    task_id: int,
+    cluster_field: str = "cluster_spec",
+    type_field: str = "task_type",
+    id_field: str = "task_id",
+) -> None:
+    """Checks that a task belongs to a cluster; an evaluator need not be listed there.
+
+    Args:
+        cluster_spec: The cluster, which must not be empty.
+        task_type: A type of tasks that exists.
+        task_id: Number of the task.
+        cluster_field: Where the user wrote the cluster, for messages.
+        type_field: Where the user wrote the type.
+        id_field: Where the user wrote the number.
+
+    Raises:
+        InvalidValueError: if it does not belong to the cluster.
+    """
+    if task_type not in cluster_spec.jobs:
+        if task_type == "evaluator":
+            if task_id != 0:
+                raise InvalidValueError(
+                    f"{id_field} is {task_id}, but a job has at most one evaluator. Set it to 0."
+                )
+            return
+        raise InvalidValueError(
+            f'{type_field} is "{task_type}", but {cluster_field} has no "{task_type}", only'
+            f" {_listing(cluster_spec.jobs)}. Name one of these, or add the addresses of the"
+            f' "{task_type}" tasks.'
+        )
+    if task_id not in cluster_spec.task_indices(task_type):
+        raise InvalidValueError(
+            f'{id_field} is {task_id}, but {cluster_field}["{task_type}"] has'
+            f" {_numbered(cluster_spec, task_type)}. Set it to one of these, or add the"
+            f" address of task {task_id}."
+        )
+
+
+def checked_task_type(task_type: object, field: str) -> str:
+    """Returns the type of a task, after checking it.
+
+    Raises:
+        InvalidTypeError: if it is not a string.
+        InvalidValueError: if there is no such type.
+    """
+    task_type = checked_str(task_type, field, f"a string: one of {_listing(_TASK_TYPES)}")
+    if task_type not in _TASK_TYPES:
+        raise _unknown_type(f'{field} is "{task_type}"', task_type)
+    return task_type
+
+
+def _peers(spec: ClusterSpec, task_types: tuple[str, ...]) -> tuple[Peer, ...]:
+    return tuple(
+        Peer(task_type, number, spec.task_address(task_type, number))
+        for task_type in task_types
+        if task_type in spec.jobs
+        for number in spec.task_indices(task_type)
+    )
+
+
+def _check_no_worker_is_missing(spec: ClusterSpec) -> None:
+    for task_type in ("chief", "worker"):
+        addresses = spec.job_tasks(task_type) if task_type in spec.jobs else []
+        if None in addresses:
+            raise InvalidValueError(
+                f'cluster_spec["{task_type}"] has {_numbered(spec, task_type)}:'
+                f" {_name(task_type, addresses.index(None))} is missing. Workers that compute"
+                " together must all be listed, numbered from 0."
+            )
+
+
+def _name(task_type: str, task_id: int) -> str:
+    # A job has at most one chief and one evaluator.
+    return f"{task_type} {task_id}" if task_type in ("worker", "ps") else task_type
+
+
+def _summary(spec: ClusterSpec) -> str:
+    """Returns the number of tasks of each type: `"1 chief, 2 worker, 1 ps"`."""
+    return ", ".join(
+        f"{spec.num_tasks(task_type)} {task_type}"
+        for task_type in _TASK_TYPES
+        if task_type in spec.jobs
+    )
+
+
+def _numbered(cluster_spec: ClusterSpec, task_type: str) -> str:
+    """Returns text for messages: `"2 tasks, with the numbers 0 and 1"`."""
+    numbers = [str(number) for number in cluster_spec.task_indices(task_type)]
+    if len(numbers) == 1:
+        return f"1 task, with the number {numbers[0]}"
+    return f"{len(numbers)} tasks, with the numbers {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _unknown_type(subject: str, name: str) -> InvalidValueError:
+    lowered = name.lower()
+    hint = _HINTS.get(lowered, "")
+    if lowered in _TASK_TYPES:
+        hint = f' Write it in lower case: "{lowered}".'
+    return InvalidValueError(
+        f"{subject}, which is not a task type.{hint} The task types are {_listing(_TASK_TYPES)}."
+    )
+
+
+def _listing(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

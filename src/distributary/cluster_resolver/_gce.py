@@ -2,14 +2,12 @@
 
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._addresses import checked_port, join_address
 from distributary.cluster_resolver._apis import ask, imported
 from distributary.cluster_resolver._checks import checked_name
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError
-
-__all__ = ["GCEClusterResolver"]
 
 _WHO = "GCEClusterResolver"
 
@@ -70,7 +68,7 @@ class GCEClusterResolver(ClusterResolver):
             ClusterError: if the API does not answer, the group is empty, or one of its machines is
                 not running.
         """
-        addresses = [join(self._address(name), self._port) for name in self._instances()]
+        addresses = [join_address(self._address(name), self._port) for name in self._instances()]
         return ClusterSpec({self.task_type or "worker": sorted(addresses)})
 
     def _instances(self) -> list[str]:

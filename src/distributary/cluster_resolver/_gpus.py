@@ -8,8 +8,6 @@ from distributary.cluster_resolver._checks import checked_int, number_in
 from distributary.cluster_resolver._ranks import int_variable
 from distributary.errors import ClusterError
 
-__all__ = ["share", "visible_gpus"]
-
 _WHO = "SlurmClusterResolver"
 _NVIDIA_SMI_SECONDS = 60.0
 _CURE = f"Pass gpus_per_node to {_WHO}, or 0 to compute on the CPU."

@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from distributary.cluster_resolver._addresses import checked_port, join
+from distributary.cluster_resolver._addresses import checked_port, join_address
 from distributary.cluster_resolver._apis import ask, imported
 from distributary.cluster_resolver._checks import wrong_type
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError, InvalidValueError
-
-__all__ = ["KubernetesClusterResolver", "KubernetesExecutableLocation"]
 
 _WHO = "KubernetesClusterResolver"
 
@@ -138,7 +136,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 f'{_WHO}: pod "{pod.metadata.name}" runs but has no address yet. Try again in a'
                 " moment."
             )
-        return join(ip, self._port)
+        return join_address(ip, self._port)
 
 
 def _checked_selectors(

@@ -7,39 +7,26 @@ from typing import NamedTuple, final
 
 from distributary.cluster_resolver._addresses import split_port
 from distributary.cluster_resolver._checks import checked_counts, checked_str, number_in, wrong_type
-from distributary.cluster_resolver._ranks import (
-    RankClusterResolver,
-    check_place,
-    int_variable,
-    place,
-)
+from distributary.cluster_resolver._ranks import Launcher, RankClusterResolver, place
 from distributary.errors import ClusterError, InvalidValueError
 
-__all__ = ["OpenMPIClusterResolver"]
-
 _WHO = "OpenMPIClusterResolver"
-_CURE = "mpirun sets it for each process that it starts: start the program with mpirun."
-_CURE_OF_PLACES = (
-    "Pass hosts in the order and with the slots that mpirun has, and map_by as in mpirun --map-by."
+_CURES = (
+    "mpirun sets it for each process that it starts: start the program with mpirun.",
+    "Pass hosts in the order and with the slots that mpirun has, and map_by as in mpirun --map-by.",
 )
-
-
-class _Variables(NamedTuple):
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-_LAUNCHERS = (
-    _Variables(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # MPICH and Intel MPI, whose process manager is Hydra.
-    _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+_OPEN_MPI = Launcher(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    {"OMPI_COMM_WORLD_LOCAL_RANK": "local_rank", "OMPI_COMM_WORLD_LOCAL_SIZE": "local_size"},
+    *_CURES,
+)
+# MPICH and Intel MPI, whose process manager is Hydra.
+_HYDRA = Launcher(
+    "PMI_RANK",
+    "PMI_SIZE",
+    {"MPI_LOCALRANKID": "local_rank", "MPI_LOCALNRANKS": "local_size"},
+    *_CURES,
 )
 
 
@@ -90,10 +77,10 @@ class OpenMPIClusterResolver(RankClusterResolver):
                 f"{_WHO}: got both hosts ({hosts!r}) and hostfile ({os.fspath(hostfile)!r}),"
                 " expected one of the two."
             )
-        names = _variables()
-        size = int_variable(names.size, _CURE)
-        rank = int_variable(names.rank, _CURE, size - 1)
-        local_size = int_variable(names.local_size, _CURE, size)
+        launcher = _launcher()
+        _, local_size_name = launcher.reported
+        size = launcher.number(launcher.size)
+        local_size = launcher.number(local_size_name, size)
         slots_of = _slots_of(hosts, hostfile)
         if slots_of:
             slots = {host: slots or local_size for host, slots in slots_of.items()}
@@ -101,34 +88,30 @@ class OpenMPIClusterResolver(RankClusterResolver):
             slots = {"localhost": size}
         else:
             raise ClusterError(
-                f"{_WHO}: {names.size} is {size} and {names.local_size} is {local_size}, so the"
+                f"{_WHO}: {launcher.size} is {size} and {local_size_name} is {local_size}, so the"
                 " job runs on several hosts, and mpirun does not say which. Pass the hosts or"
                 " hostfile that you gave to mpirun; in a PBS job, pass"
                 " hostfile=os.environ['PBS_NODEFILE']."
             )
         # Ranks that mpirun has not started are left out. The rest keep their places, because
         # mpirun fills the slots in this order.
-        placements = place(slots, 1 if map_by == "node" else None)[:size]
+        placements = place(slots, 1 if map_by == "node" else None, size)
         if len(placements) < size:
             raise ClusterError(
-                f"{_WHO}: {names.size} is {size}, but the hosts have {len(placements)} slots:"
+                f"{_WHO}: {launcher.size} is {size}, but the hosts have {len(placements)} slots:"
                 f" {slots}. Name all hosts with their slots, such as 'node1:4'."
             )
-        here = placements[rank]
-        num_here = sum(placement.host == here.host for placement in placements)
-        reported = {names.local_rank: here.local_rank, names.local_size: num_here}
-        check_place(rank, placements, reported, _CURE_OF_PLACES)
-        super().__init__(rank, placements, jobs, port_base, rpc_layer)
+        super().__init__(launcher, placements, jobs, port_base, rpc_layer)
 
 
-def _variables() -> _Variables:
-    for names in _LAUNCHERS:
-        if names.rank in os.environ:
-            return names
+def _launcher() -> Launcher:
+    for launcher in (_OPEN_MPI, _HYDRA):
+        if launcher.rank in os.environ:
+            return launcher
     raise ClusterError(
-        f"Neither of the environment variables {_LAUNCHERS[0].rank} (Open MPI) and"
-        f" {_LAUNCHERS[1].rank} (MPICH, Intel MPI) is set: mpirun has not started this process."
-        " Start the program with mpirun, or describe the cluster with TF_CONFIG."
+        f"Neither of the environment variables {_OPEN_MPI.rank} (Open MPI) and {_HYDRA.rank}"
+        " (MPICH, Intel MPI) is set: mpirun has not started this process. Start the program with"
+        " mpirun, or describe the cluster with TF_CONFIG."
     )
 
 

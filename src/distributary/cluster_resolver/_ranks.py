@@ -1,23 +1,37 @@
 """Turns the ranks that a launcher gives to processes on hosts into tasks with addresses."""
 
+import collections
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from distributary.cluster_resolver._addresses import MAX_PORT, checked_port, join
+from distributary.cluster_resolver._addresses import MAX_PORT, checked_port, join_address
 from distributary.cluster_resolver._checks import checked_counts, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import ClusterError, InvalidValueError
 
-__all__ = [
-    "Placement",
-    "RankClusterResolver",
-    "check_place",
-    "int_variable",
-    "place",
-    "variable",
-]
+
+class Launcher(NamedTuple):
+    """The environment variables in which a launcher tells every process where it is.
+
+    Args:
+        rank: Variable with the number of the process.
+        size: Variable with the number of processes.
+        reported: Fields of `Placement`, by the variables that hold them.
+        cure: Advice for when a variable is missing or wrong.
+        cure_of_places: Advice for when the variables contradict the hosts.
+    """
+
+    rank: str
+    size: str
+    reported: Mapping[str, str]
+    cure: str
+    cure_of_places: str
+
+    def number(self, name: str, maximum: int | None = None) -> int:
+        """Returns the number in one of the variables; see `int_variable`."""
+        return int_variable(name, self.cure, maximum)
 
 
 class Placement(NamedTuple):
@@ -27,18 +41,20 @@ class Placement(NamedTuple):
         host: Name of the host.
         host_number: Position of the host among the hosts.
         local_rank: Position of the process on its host.
+        local_size: Number of processes on its host.
     """
 
     host: str
     host_number: int
     local_rank: int
+    local_size: int
 
 
 class RankClusterResolver(ClusterResolver):
     """Base class of resolvers for launchers that number the processes of a job.
 
     Args:
-        rank: Number of this process.
+        launcher: Variables of the launcher.
         placements: Placement of each rank.
         jobs: Number of tasks of each type, as the user passed it; None for workers only. Types take
             the ranks in alphabetical order.
@@ -49,17 +65,21 @@ class RankClusterResolver(ClusterResolver):
         InvalidTypeError: if `jobs` is not a dict from strings to ints, or `port_base` is not an
             int.
         InvalidValueError: if a number in `jobs` is not positive, or a port is out of range.
-        ClusterError: if the numbers in `jobs` do not add up to the number of processes.
+        ClusterError: if the numbers in `jobs` do not add up to the number of processes, a variable
+            is missing or wrong, or this process is not where `placements` say.
     """
 
     def __init__(
         self,
-        rank: int,
+        launcher: Launcher,
         placements: Sequence[Placement],
         jobs: Mapping[str, int] | None,
         port_base: int,
         rpc_layer: str,
     ) -> None:
+        rank = launcher.number(launcher.rank, len(placements) - 1)
+        self._here = placements[rank]
+        _check_place(launcher, rank, self._here)
         tasks = _tasks(jobs, len(placements), self._field("jobs"))
         addresses = _addresses(placements, port_base, self._field("port_base"))
         self._cluster: dict[str, list[str]] = {}
@@ -73,46 +93,38 @@ class RankClusterResolver(ClusterResolver):
         return ClusterSpec(self._cluster)
 
 
-def place(processes_of: Mapping[str, int], chunk: int | None) -> list[Placement]:
+def place(
+    processes_of: Mapping[str, int], chunk: int | None, num_processes: int | None = None
+) -> list[Placement]:
     """Returns the placement of each rank.
 
     Args:
-        processes_of: Number of processes on each host.
+        processes_of: Number of processes that each host has room for.
         chunk: Number of consecutive ranks that a host gets before it is the next host's turn, in
             rounds until all processes are placed. None fills one host after the other.
+        num_processes: Number of processes. None fills all hosts.
     """
     most = max(processes_of.values())
     chunk = chunk or most or 1
-    return [
-        Placement(host, number, local_rank)
+    places = [
+        (host, number, local_rank)
         for start in range(0, most, chunk)
         for number, (host, count) in enumerate(processes_of.items())
         for local_rank in range(start, min(count, start + chunk))
-    ]
+    ][:num_processes]
+    sizes = collections.Counter(host for host, _, _ in places)
+    return [Placement(*at, sizes[at[0]]) for at in places]
 
 
-def check_place(
-    rank: int, placements: Sequence[Placement], reported: Mapping[str, int], cure: str
-) -> None:
-    """Checks that a process runs where the launcher says: otherwise, addresses would be wrong.
-
-    Args:
-        rank: Number of the process.
-        placements: Placement of each rank.
-        reported: The right values of environment variables in which the launcher reports the place.
-        cure: Advice for messages.
-
-    Raises:
-        ClusterError: if a variable is missing or has another value.
-    """
-    found = {name: int_variable(name, cure) for name in reported}
-    if found != reported:
-        host, host_number, local_rank = placements[rank]
-        num_here = sum(placement.host == host for placement in placements)
+def _check_place(launcher: Launcher, rank: int, here: Placement) -> None:
+    """Checks that a process runs where the launcher says: otherwise, addresses would be wrong."""
+    found = {name: launcher.number(name) for name in launcher.reported}
+    if found != {name: getattr(here, field) for name, field in launcher.reported.items()}:
         raise ClusterError(
             f"{' and '.join(f'{name} is {value}' for name, value in found.items())}, but with these"
-            f" hosts and numbers of processes, process {rank} would be number {local_rank} of"
-            f" {num_here} on host {host_number} ({host}), so addresses would be wrong. {cure}"
+            f" hosts and numbers of processes, process {rank} would be number {here.local_rank} of"
+            f" {here.local_size} on host {here.host_number} ({here.host}), so addresses would be"
+            f" wrong. {launcher.cure_of_places}"
         )
 
 
@@ -167,10 +179,12 @@ def _tasks(jobs: Mapping[str, int] | None, num_processes: int, field: str) -> li
 
 def _addresses(placements: Sequence[Placement], port_base: int, field: str) -> list[str]:
     checked_port(port_base, field)
-    last_port = port_base + max(placement.local_rank for placement in placements)
+    last_port = port_base + max(at.local_rank for at in placements)
     if last_port > MAX_PORT:
         raise InvalidValueError(
             f"{field} is {port_base}, so the processes of one host would use the ports up to"
             f" {last_port}, expected at most {MAX_PORT}. Choose a lower port_base."
         )
-    return [join(placement.host, port_base + placement.local_rank) for placement in placements]
+    return [
+        join_address(placement.host, port_base + placement.local_rank) for placement in placements
+    ]

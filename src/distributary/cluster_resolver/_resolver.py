@@ -6,8 +6,6 @@ from distributary.cluster_resolver._checks import checked_str, checked_task_id
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.topology import local_devices_of
 
-__all__ = ["ClusterResolver", "master_url"]
-
 
 class ClusterResolver(abc.ABC):
     """A description of where a job runs: the addresses of its tasks, and which one this process is.

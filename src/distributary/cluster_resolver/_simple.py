@@ -8,8 +8,6 @@ from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._resolver import ClusterResolver
 from distributary.errors import InvalidValueError
 
-__all__ = ["SimpleClusterResolver", "UnionResolver"]
-
 
 @final
 class SimpleClusterResolver(ClusterResolver):

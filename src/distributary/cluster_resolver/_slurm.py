@@ -3,6 +3,7 @@
 import collections
 import logging
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from typing import final
@@ -10,32 +11,29 @@ from typing import final
 from distributary.cluster_resolver._checks import checked_counts, checked_int, number_in
 from distributary.cluster_resolver._cluster_spec import ClusterSpec
 from distributary.cluster_resolver._gpus import share
-from distributary.cluster_resolver._host_lists import expand_hosts, expand_tasks_per_node
-from distributary.cluster_resolver._ranks import (
-    RankClusterResolver,
-    check_place,
-    int_variable,
-    place,
-    variable,
-)
-from distributary.errors import ClusterError, DistributaryWarning
+from distributary.cluster_resolver._ranks import Launcher, RankClusterResolver, place, variable
+from distributary.errors import ClusterError, DistributaryWarning, InvalidValueError
 from distributary.topology import backends_started, local_devices_of
 
-__all__ = ["SlurmClusterResolver"]
-
 _NODES = "SLURM_STEP_NODELIST"
-_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
 
 _log = logging.getLogger(__name__)
 
-_CURE = (
+_SLURM = Launcher(
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    {"SLURM_NODEID": "host_number", "SLURM_LOCALID": "local_rank"},
     "srun sets it for each process that it starts: start the program with srun, even in a script"
-    " for sbatch."
-)
-_CURE_OF_PLACES = (
+    " for sbatch.",
     "Start the step with srun --distribution=block or cyclic; if you pass tasks_per_node, it must"
-    " match Slurm's."
+    " match Slurm's.",
 )
+_MAX_HOSTS = 1_000_000  # a range such as [1-99999999999] is a typo
+_COMMA_BETWEEN_HOSTS = re.compile(r",(?![^\[]*\])")  # unlike those in brackets
+_PART = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
+_PIECE = re.compile(r"\[([^\]]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 @final
@@ -83,18 +81,14 @@ class SlurmClusterResolver(RankClusterResolver):
         rpc_layer: str = "grpc",
     ) -> None:
         tasks_of = _tasks_per_node(tasks_per_node)
-        placements = place(tasks_of, _chunk())
-        rank = int_variable("SLURM_PROCID", _CURE, len(placements) - 1)
-        here = placements[rank]
-        reported = {"SLURM_NODEID": here.host_number, "SLURM_LOCALID": here.local_rank}
-        reported = {name: value for name, value in reported.items() if name in os.environ}
-        check_place(rank, placements, reported, _CURE_OF_PLACES)
-        super().__init__(rank, placements, jobs, port_base, rpc_layer)
+        reported = {name: of for name, of in _SLURM.reported.items() if name in os.environ}
+        launcher = _SLURM._replace(reported=reported)
+        super().__init__(launcher, place(tasks_of, _chunk()), jobs, port_base, rpc_layer)
         self._num_gpus, self._gpus_to_show = share(
             gpus_per_node,
             gpus_per_task,
             max_tasks_per_node=max(tasks_of.values()),
-            local_rank=here.local_rank,
+            local_rank=self._here.local_rank,
             show=auto_set_gpu,
         )
 
@@ -121,13 +115,13 @@ def _tasks_per_node(tasks_per_node: int | Mapping[str, int] | None) -> dict[str,
     if tasks_per_node is not None:
         return dict.fromkeys(hosts, checked_int(tasks_per_node, field, minimum=1))
     name = "SLURM_STEP_TASKS_PER_NODE"
-    text = variable(name, _CURE)
+    text = variable(name, _SLURM.cure)
     counts = expand_tasks_per_node(text, name)
     if not all(counts):
         raise ClusterError(f"{name} is {text!r}, expected at least one task per node.")
     for found, what, other, expected in (
         (len(counts), "nodes", _NODES, len(hosts)),
-        (sum(counts), "tasks", _NUM_TASKS, int_variable(_NUM_TASKS, _CURE)),
+        (sum(counts), "tasks", _SLURM.size, _SLURM.number(_SLURM.size)),
     ):
         if found != expected:
             raise ClusterError(
@@ -147,7 +141,7 @@ def _in_order_of_slurm(tasks_per_node: Mapping[str, int]) -> dict[str, int]:
 
 
 def _hosts() -> list[str]:
-    text = variable(_NODES, _CURE)
+    text = variable(_NODES, _SLURM.cure)
     hosts = expand_hosts(text, _NODES)
     repeated = [host for host, count in collections.Counter(hosts).items() if count > 1]
     if repeated:
@@ -189,3 +183,79 @@ def _show_only(gpus: str, num_gpus: int) -> None:
         )
     _log.info("SlurmClusterResolver(auto_set_gpu=True) sets %s to %r", name, gpus)
     os.environ[name] = gpus
+
+
+def expand_hosts(text: str, field: str) -> list[str]:
+    """Returns the hosts of a list such as `"node[001-003,7],gpu-a"`, in its order.
+
+    Numbers keep their leading zeros. A name may contain several ranges, and text after them.
+
+    Args:
+        text: The list.
+        field: Where it comes from, for messages.
+
+    Raises:
+        InvalidValueError: if it cannot be parsed.
+
+    Source: Slurm's host list expressions, as `scontrol show hostnames` prints them.
+    """
+    hosts: list[str] = []
+    for part in _COMMA_BETWEEN_HOSTS.split(text):
+        if not _PART.fullmatch(part):
+            raise _no_host_list(text, field, f"{part!r} is not a host or a range of hosts")
+        names = [""]
+        for ranges, literal in _PIECE.findall(part):
+            ends = _numbers(ranges, text, field) if ranges else [literal]
+            if len(names) * len(ends) > _MAX_HOSTS:
+                raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
+            names = [name + end for name in names for end in ends]
+        hosts += names
+    return hosts
+
+
+def expand_tasks_per_node(text: str, field: str) -> list[int]:
+    """Returns the numbers of a list such as `"4(x2),3"`, here 4, 4, 3.
+
+    Args:
+        text: The list.
+        field: Where it comes from, for messages.
+
+    Raises:
+        InvalidValueError: if it cannot be parsed.
+
+    Source: `SLURM_TASKS_PER_NODE` in the manual of `srun`.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _REPEATED.fullmatch(part)
+        repetitions = int(match[2] or 1) if match else 0
+        if match is None or repetitions > _MAX_HOSTS:
+            raise InvalidValueError(
+                f"{field} is {text!r}: {part!r} is not a number of tasks. Expected numbers"
+                " separated by commas, repeated ones as 4(x2), such as '4(x2),3'."
+            )
+        counts += [int(match[1])] * repetitions
+    return counts
+
+
+def _numbers(ranges: str, text: str, field: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _no_host_list(text, field, f"{part!r} is neither a number nor a range of numbers")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise _no_host_list(text, field, f"the range {part!r} runs backwards")
+        if int(last) - int(first) >= _MAX_HOSTS:
+            raise _no_host_list(text, field, f"it stands for more than {_MAX_HOSTS} hosts")
+        width = len(first)
+        numbers += [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _no_host_list(text: str, field: str, reason: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{field} is {text!r}: {reason}. Expected host names separated by commas, with ranges"
+        " of numbers in brackets, such as 'node[001-003,7],gpu-a'."
+    )

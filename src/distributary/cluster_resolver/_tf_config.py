@@ -5,12 +5,15 @@ import os
 from typing import Any, final
 
 from distributary.cluster_resolver._checks import checked_str, checked_task_id, wrong_type
-from distributary.cluster_resolver._cluster_spec import ClusterSpec, checked_jobs
-from distributary.cluster_resolver._multi_worker import check_roles, check_task, checked_task_type
+from distributary.cluster_resolver._cluster_spec import (
+    ClusterSpec,
+    check_roles,
+    check_task,
+    checked_jobs,
+    checked_task_type,
+)
 from distributary.cluster_resolver._resolver import ClusterResolver, master_url
 from distributary.errors import InvalidTypeError, InvalidValueError
-
-__all__ = ["TFConfigClusterResolver"]
 
 _VARIABLE = "TF_CONFIG"
 _CLUSTER = 'TF_CONFIG["cluster"]'

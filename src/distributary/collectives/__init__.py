@@ -1,6 +1,6 @@
 """All-reduce and all-gather over the replicas, as functions of values."""
 
-from distributary.collectives._algorithms import all_gather, all_reduce_of_vectors
+from distributary.collectives._algorithms import all_gather, all_reduce_of_vectors, over_replicas
 from distributary.collectives._cross_device_ops import (
     CollectiveAllReduce,
     CrossDeviceOps,
@@ -17,22 +17,3 @@ from distributary.collectives._reduce_op import (
     check_reducible,
     reduce_arrays,
 )
-
-__all__ = [
-    "CollectiveAllReduce",
-    "CrossDeviceOps",
-    "HierarchicalCopyAllReduce",
-    "NcclAllReduce",
-    "ReduceOp",
-    "ReductionToOneDevice",
-    "all_gather",
-    "all_reduce_of_vectors",
-    "as_reduce_op",
-    "at_device",
-    "check_destinations",
-    "check_reducible",
-    "default_cross_device_ops",
-    "only_device",
-    "reduce_arrays",
-    "reduce_nest",
-]

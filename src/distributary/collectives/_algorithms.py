@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
+from distributary._types import Nest
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import current_scope
 
@@ -200,6 +202,29 @@ def packs_by_bytes(bytes_per_pack: int) -> Callable[[Sequence[jax.Array]], Packs
         return result
 
     return packs
+
+
+def over_replicas(
+    function: Callable[[list[Nest]], list[Nest]], mesh: Mesh | AbstractMesh | None
+) -> Callable[[list[Nest]], list[Nest]]:
+    """Returns a function of all replicas, given one that combines nests of one replica.
+
+    It takes nests of arrays `[replica, *shape]`, on a mesh or, without one, on one device.
+    """
+    if mesh is None:
+        of_each = jax.vmap(function, axis_name=REPLICA_AXIS)
+        return lambda stacked: _first(of_each(stacked))
+    return jax.shard_map(
+        lambda own: function(_first(own)),
+        mesh=mesh,
+        in_specs=P(REPLICA_AXIS),
+        out_specs=P(),
+        check_vma=False,
+    )
+
+
+def _first(stacked: list[Nest]) -> list[Nest]:
+    return jax.tree.map(lambda rows: rows[0], stacked)
 
 
 def all_gather(array: jax.Array, axis: int, num_replicas: int) -> jax.Array:

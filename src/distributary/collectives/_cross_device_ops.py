@@ -8,7 +8,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 from distributary._types import Nest
 from distributary.collectives import _algorithms as algorithms
@@ -171,7 +171,7 @@ class CrossDeviceOps(abc.ABC):
         stacked: dict[int, Any] = {}
         for i, value in enumerate(values):
             if isinstance(value.values[0], IndexedSlices):
-                results[i] = _concatenate_slices(op, value)
+                results[i] = _concatenate_slices(op, value.values)
                 continue
             rows = value if value.form == "stacked" else stack_components(value)
             if rows is None:
@@ -182,40 +182,30 @@ class CrossDeviceOps(abc.ABC):
                 )
             stacked[i] = check_reducible(rows.payload, "CrossDeviceOps.reduce")
         if stacked:
-            program, devices = self._program(op, _mesh_of(values[0]), num_replicas, options)
+            mesh = _mesh_of(values[0])
+            devices = () if mesh is None else tuple(mesh.devices.flat)
+            if mesh is None:
+                program = lambda rows: self._reduce_rows(op, rows, options)
+            else:
+                # The first device of every replica, if replicas have several logical devices.
+                ops = self.for_devices(devices[:: num_logical_devices(mesh)])
+                program = algorithms.over_replicas(
+                    lambda own: ops.all_reduce(op, own, num_replicas, options), mesh
+                )
             reduced = dispatcher_for(devices).run(
                 lambda: jax.jit(program)(list(stacked.values())), lambda arrays: arrays[0]
             )
             results.update(zip(stacked, reduced, strict=True))
         return [Mirrored(results[i], num_replicas) for i in range(len(values))]
 
-    def _program(
-        self, op: ReduceOp, mesh: Mesh | None, num_replicas: int, options: CommunicationOptions
-    ) -> tuple[algorithms.Sum, tuple[jax.Device, ...]]:
-        """Returns a function that combines arrays `[replica, *shape]`, and the devices it needs."""
-        if mesh is None:
-            return lambda rows: self._reduce_rows(op, rows, options), ()
-        devices = tuple(mesh.devices.flat)
-        # The first device of every replica, if replicas have several logical devices.
-        ops = self.for_devices(devices[:: num_logical_devices(mesh)])
-        program = jax.shard_map(
-            lambda local: ops.all_reduce(op, [x[0] for x in local], num_replicas, options),
-            mesh=mesh,
-            in_specs=P(REPLICA_AXIS),
-            out_specs=P(),
-            check_vma=False,
-        )
-        return program, devices
-
     def _reduce_rows(
         self, op: ReduceOp, rows: list[jax.Array], options: CommunicationOptions
     ) -> list[jax.Array]:
         """Combines arrays `[replica, *shape]` that lie on one device."""
         num_replicas = rows[0].shape[0]
-        reduced = jax.vmap(
-            lambda local: self.all_reduce(op, local, num_replicas, options), axis_name=REPLICA_AXIS
+        return algorithms.over_replicas(
+            lambda own: self.all_reduce(op, own, num_replicas, options), None
         )(rows)
-        return [copies[0] for copies in reduced]
 
 
 def _components_of(value: Nest) -> PerReplica:
@@ -234,8 +224,8 @@ def _mesh_of(value: PerReplica) -> Mesh | None:
     return None
 
 
-def _concatenate_slices(op: ReduceOp, value: PerReplica) -> IndexedSlices:
-    parts = value.values
+def _concatenate_slices(op: ReduceOp, parts: Sequence[IndexedSlices]) -> IndexedSlices:
+    """Returns the rows of all replicas, on the host."""
     rows = np.concatenate([np.asarray(part.values) for part in parts])
     return IndexedSlices(
         jnp.asarray(rows / len(parts) if op is ReduceOp.MEAN else rows, rows.dtype),
@@ -280,10 +270,19 @@ class _Summing(CrossDeviceOps):
     _hosts: algorithms.Groups = ()
     # Whether these hosts are slices of TPUs.
     _are_slices = False
+    # Text of `describe`.
+    _pattern = "{collectives} over {transport}, {packs}"
     # Name of its collectives without options, for people.
     _without_options = "XLA all-reduce"
-    # Number of packs of arrays, each a collective of its own; 0 for one pack per array.
-    num_packs = 1
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+            raise InvalidValueError(
+                f"{type(self).__name__}: num_packs is {num_packs!r}, expected an int >= 0; 1 sends"
+                " all gradients in one collective, 0 each in its own."
+            )
+        #: Number of packs of arrays, each a collective of its own; 0 for one pack per array.
+        self.num_packs = num_packs
 
     def for_devices(self, devices: Sequence[jax.Device]) -> CrossDeviceOps:
         hosts = host_groups(devices)
@@ -356,12 +355,16 @@ class _Summing(CrossDeviceOps):
     def describe(
         self, platform: str, num_workers: int = 1, options: CommunicationOptions | None = None
     ) -> str:
-        options = options or CommunicationOptions()
-        return self._text(self._collectives(options), platform, num_workers)
-
-    @abc.abstractmethod
-    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
-        """Returns the text of `describe`, given a phrase for the collectives."""
+        return self._pattern.format(
+            collectives=self._collectives(options or CommunicationOptions()),
+            platform=platform,
+            transport={"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
+                platform, "shared memory" if num_workers == 1 else "gloo"
+            ),
+            packs={0: "one per tensor", 1: "one per dtype"}.get(
+                self.num_packs, f"{self.num_packs} packs"
+            ),
+        )
 
     def _collectives(self, options: CommunicationOptions) -> str:
         if options.implementation is CommunicationImplementation.RING:
@@ -372,15 +375,6 @@ class _Summing(CrossDeviceOps):
                 " all-gather"
             )
         return self._without_options
-
-
-def _check_num_packs(name: str, num_packs: int) -> int:
-    if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
-        raise InvalidValueError(
-            f"{name}: num_packs is {num_packs!r}, expected an int >= 0; 1 sends all gradients in"
-            " one collective, 0 each in its own."
-        )
-    return num_packs
 
 
 @final
@@ -395,20 +389,8 @@ class NcclAllReduce(_Summing):
     Source: `tf.distribute.NcclAllReduce`.
     """
 
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = _check_num_packs("NcclAllReduce", num_packs)
-
     def _collective(self, num_replicas: int) -> algorithms.Sum:
         return algorithms.all_reduce
-
-    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
-        transport = {"gpu": "NCCL", "cuda": "NCCL", "rocm": "RCCL", "tpu": "ICI"}.get(
-            platform, "shared memory" if num_workers == 1 else "gloo"
-        )
-        packs = {0: "one per tensor", 1: "one per dtype"}.get(
-            self.num_packs, f"{self.num_packs} packs"
-        )
-        return f"{collectives} over {transport}, {packs}"
 
 
 @final
@@ -422,13 +404,11 @@ class CollectiveAllReduce(_Summing):
     Source: `CollectiveAllReduce` of `tf.distribute`.
     """
 
+    _pattern = "{collectives} over gloo, one vector per dtype"
     _without_options = "exchanges between pairs, or XLA all-reduce,"
 
     def _collective(self, num_replicas: int) -> algorithms.Sum:
         return algorithms.all_reduce_of_vectors
-
-    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
-        return f"{collectives} over gloo, one vector per dtype"
 
 
 @final
@@ -446,15 +426,11 @@ class HierarchicalCopyAllReduce(_Summing):
     Source: `tf.distribute.HierarchicalCopyAllReduce`.
     """
 
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = _check_num_packs("HierarchicalCopyAllReduce", num_packs)
+    _pattern = "hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
     def _collective(self, num_replicas: int) -> algorithms.Sum:
         groups = self._hosts or algorithms.neighbors(num_replicas)
         return algorithms.two_level(groups) if groups else algorithms.all_reduce
-
-    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
-        return f"hierarchical XLA all-reduce, inside groups and across them, on {platform}"
 
 
 @final
@@ -472,6 +448,8 @@ class ReductionToOneDevice(_Summing):
     Source: `tf.distribute.ReductionToOneDevice`.
     """
 
+    _pattern = "all-gather and addition in replica order on {platform}"
+
     def __init__(
         self,
         reduce_to_device: object = None,
@@ -482,6 +460,7 @@ class ReductionToOneDevice(_Summing):
                 f"ReductionToOneDevice: accumulation_fn is {accumulation_fn!r}, expected a function"
                 " from a list of arrays to their sum."
             )
+        super().__init__()
         self.reduce_to_device = reduce_to_device
         self.accumulation_fn = accumulation_fn
 
@@ -493,9 +472,6 @@ class ReductionToOneDevice(_Summing):
 
     def _add_rows(self, rows: jax.Array) -> jax.Array:
         return algorithms.add_rows(rows, self.accumulation_fn)
-
-    def _text(self, collectives: str, platform: str, num_workers: int) -> str:
-        return f"all-gather and addition in replica order on {platform}"
 
 
 def default_cross_device_ops(platform: str, num_workers: int) -> CrossDeviceOps:

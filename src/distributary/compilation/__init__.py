@@ -1,9 +1,8 @@
 """Compiles training steps for machines that are not here, and reports on them."""
 
 from distributary.compilation._collectives import collective_bytes, collectives_of
-from distributary.compilation._programs import ScriptEnded
 from distributary.compilation._report import Report
-from distributary.compilation._script import compile_script, run_script
+from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
 from distributary.compilation._topologies import (
     Topology,
     known_topologies,
@@ -14,6 +13,7 @@ from distributary.compilation._topologies import (
 __all__ = [
     "Report",
     "ScriptEnded",
+    "StandIn",
     "Topology",
     "collective_bytes",
     "collectives_of",

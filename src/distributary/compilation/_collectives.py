@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
-__all__ = ["Collective", "collective_bytes", "collectives_of", "num_aliased_outputs"]
+# By the name of a computation: the one that calls it, and the line that does.
+_Callers: TypeAlias = dict[str, tuple[str, str]]
 
 
 @final
@@ -77,8 +78,7 @@ def collectives_of(hlo: str) -> list[Collective]:
             match = _OPERATION.match(line)
             if match is None or (match["kind"] == "send" and "ALL_REDUCE" not in line):
                 continue
-            num_calls = _num_calls(owner, callers)
-            found.append(_collective(match, line, owner, callers, num_calls))
+            found.append(_collective(match, owner, callers))
     return found
 
 
@@ -109,7 +109,7 @@ def _computations(hlo: str) -> dict[str, list[str]]:
     return computations
 
 
-def _num_calls(owner: str, callers: dict[str, tuple[str, str]]) -> int | None:
+def _num_calls(owner: str, callers: _Callers) -> int | None:
     count = 1
     while owner in callers:
         owner, line = callers[owner]
@@ -121,13 +121,9 @@ def _num_calls(owner: str, callers: dict[str, tuple[str, str]]) -> int | None:
     return count
 
 
-def _collective(
-    match: re.Match[str],
-    line: str,
-    owner: str,
-    callers: dict[str, tuple[str, str]],
-    num_calls: int | None,
-) -> Collective:
+def _collective(match: re.Match[str], owner: str, callers: _Callers) -> Collective:
+    """Returns the collective in a line of the computation `owner`."""
+    num_calls = _num_calls(owner, callers)
     kind, shape, attributes = match["kind"], match["shape"], match["attributes"]
     arrays = [_num_bytes(array) for array in _ARRAY.finditer(shape)]
     if kind == "send":
@@ -138,7 +134,7 @@ def _collective(
     num_operands = len(match["operands"].split(", "))
     if len(arrays) == 2 * num_operands:  # the start returns its operands and its results
         arrays = arrays[num_operands:]
-    algorithm = _algorithm(line)
+    algorithm = _algorithm(match.string)
     if algorithm is None and owner in callers:
         algorithm = _algorithm(callers[owner][1])
     groups = _groups(attributes)

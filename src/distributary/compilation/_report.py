@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -14,10 +15,8 @@ from distributary.compilation._collectives import (
     num_aliased_outputs,
     short_groups,
 )
-from distributary.compilation._programs import CompiledStep
 from distributary.compilation._topologies import Topology
-
-__all__ = ["Memory", "Report", "report_of"]
+from distributary.topology import REPLICA_AXIS
 
 _COMPILERS = {"TPU": "libtpu", "GPU": "jax-cuda13-pjrt"}
 
@@ -163,22 +162,40 @@ class Report:
         return f"{_count(self.num_state_arrays, 'state array')} ({_size(self.state_bytes)})"
 
 
-def report_of(step: CompiledStep, topology: Topology) -> Report:
-    """Returns the report on a compiled step."""
-    hlo = step.executable.as_text() or ""
+def report_of(
+    topology: Topology,
+    step: str,
+    mesh: jax.sharding.Mesh,
+    executable: jax.stages.Compiled,
+    state_bytes: Sequence[int],
+    lower_seconds: float,
+    compile_seconds: float,
+) -> Report:
+    """Returns the report on a step that is compiled for a mesh of a topology's devices.
+
+    Args:
+        topology: The topology.
+        step: Name of the function that the user wrote, or of the Keras method.
+        mesh: The devices that run the step.
+        executable: The result of the compiler.
+        state_bytes: Size on one device of each array that the step updates.
+        lower_seconds: Seconds that JAX took to lower the traced step.
+        compile_seconds: Seconds that the compiler took.
+    """
+    hlo = executable.as_text() or ""
     collectives = tuple(collectives_of(hlo))
-    analysis: Any = step.executable.memory_analysis()
-    costs: Any = step.executable.cost_analysis() or {}
+    analysis: Any = executable.memory_analysis()
+    costs: Any = executable.cost_analysis() or {}
     compiler = _COMPILERS[topology.kind]
     return Report(
         topology=topology.name,
         device_kind=topology.hosts[0][0].device_kind,
         num_devices=sum(map(len, topology.hosts)),
-        num_devices_used=step.num_devices,
+        num_devices_used=mesh.size,
         num_hosts=len(topology.hosts),
         num_slices=topology.num_slices,
-        num_replicas=step.num_replicas,
-        step=step.name,
+        num_replicas=mesh.shape[REPLICA_AXIS],
+        step=step,
         collectives=collectives,
         all_reduced_bytes=_reduced_bytes(collectives, "slice"),
         cross_slice_bytes=_reduced_bytes(collectives, "slices"),
@@ -191,11 +208,11 @@ def report_of(step: CompiledStep, topology: Topology) -> Report:
             available=topology.memory_bytes,
         ),
         flops=costs.get("flops"),
-        num_state_arrays=len(step.state_bytes),
+        num_state_arrays=len(state_bytes),
         num_donated_arrays=num_aliased_outputs(hlo),
-        state_bytes=sum(step.state_bytes),
-        lower_seconds=step.lower_seconds,
-        compile_seconds=step.compile_seconds,
+        state_bytes=sum(state_bytes),
+        lower_seconds=lower_seconds,
+        compile_seconds=compile_seconds,
         versions={"jax": jax.__version__, compiler: importlib.metadata.version(compiler)},
     )
 

@@ -5,13 +5,12 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, final
 
 import jax
 
 from distributary.errors import InvalidValueError, MissingPackageError
-
-__all__ = ["Topology", "known_topologies", "parse_topology", "prepare_compilers"]
 
 _GIB = 1 << 30
 
@@ -67,21 +66,6 @@ _TPUS = {
     "tpu7x": _Tpu(3, 94.75, (2, 2, 1), (2, 2, 1)),
 }
 
-# GpuTargetConfigProto of XLA. The numbers of an H100 SXM are those that NVIDIA's driver reports,
-# from https://github.com/jax-ml/jax/issues/28376.
-_H100 = """\
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } runtime_version { major: 13 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 _H100_MEMORY_BYTES = 84929347584
 
 _NAME = re.compile(r"(?:(?P<slices>\d+) ?x ?)?(?P<chip>[a-z]\w*):(?P<shape>\d+(?:x\d+)*)", re.ASCII)
@@ -143,7 +127,8 @@ def _gpus(name: str, *shape: int) -> Topology:
     _require("jax_plugins.xla_cuda13", "GPU", "compile")
     num_hosts, num_each = shape if len(shape) == 2 else (1, shape[0])
     grid = f"1x{num_hosts}x{num_each}"
-    devices = _described(name, platform="cuda", target_config=_H100, topology=grid)
+    target = resources.files(__package__).joinpath("h100.txtpb").read_text(encoding="utf-8")
+    devices = _described(name, platform="cuda", target_config=target, topology=grid)
     return Topology(name, "GPU", _by_host(devices), 1, _H100_MEMORY_BYTES)
 
 

@@ -6,8 +6,8 @@ pushes a cross-replica mode, `Strategy.run` a replica mode.
 
 import collections
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -74,13 +74,17 @@ def in_default_context() -> bool:
     return not _state.modes
 
 
-def push(mode: Mode) -> None:
-    """Makes `mode` current in this thread."""
+@contextmanager
+def entered(mode: Mode) -> Iterator[None]:
+    """Makes `mode` current in this thread while the block runs."""
     _state.modes.append(mode)
+    try:
+        yield
+    finally:
+        _leave(mode)
 
 
-def pop(mode: Mode) -> None:
-    """Removes `mode`, which must be the current one."""
+def _leave(mode: Mode) -> None:
     if not _state.modes or _state.modes[-1] is not mode:
         raise ContextError(
             "A strategy scope was left in another order than it was entered. Leave scopes in"
@@ -207,9 +211,9 @@ class StrategyScope:
                 "scope() was entered inside Strategy.run. A scope is for cross-replica code:"
                 " enter it before run, or use get_replica_context().merge_call."
             )
-        mode = self._strategy.extended._scope_mode()
+        mode = Mode(self._strategy, "cross")
         noted = [listener.entered(self._strategy) for listener in _listeners]
-        push(mode)
+        _state.modes.append(mode)
         self._entered.modes.append((mode, noted))
         thread = threading.get_ident()
         _threads_in_scope[thread] += 1
@@ -225,7 +229,7 @@ class StrategyScope:
             self._entered.modes.pop()
             return
         mode, noted = entry
-        pop(mode)
+        _leave(mode)
         self._entered.modes.pop()
         thread = threading.get_ident()
         _threads_in_scope[thread] -= 1

@@ -73,20 +73,6 @@ class Credentials:
                 " machine with such a task."
             ) from error
 
-    @classmethod
-    def from_environ(cls, role: str, environ: Mapping[str, str]) -> "Credentials | None":
-        """Reads the credentials from the folder named by `DISTRIBUTARY_CERTS`; None if not set.
-
-        Args:
-            role: `"chief"`, `"worker"` or `"ps"`.
-            environ: The environment.
-
-        Raises:
-            ClusterError: if a file cannot be read.
-        """
-        folder = environ.get(CERTIFICATES_VARIABLE)
-        return cls.load(Path(folder), role) if folder else None
-
 
 def make_certificates(
     folder: Path,
@@ -131,8 +117,10 @@ def make_certificates(
     ca_name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "distributary CA")])
     host_names = [_general_name(host) for host in hosts]
 
-    def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
-        return (
+    def signed(
+        name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType
+    ) -> bytes:
+        certificate = (
             x509.CertificateBuilder()
             .issuer_name(ca_name)
             .subject_name(name)
@@ -140,24 +128,19 @@ def make_certificates(
             .serial_number(x509.random_serial_number())
             .not_valid_before(start)
             .not_valid_after(start + datetime.timedelta(days=num_days))
+            .add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+            .sign(ca_key, hashes.SHA256())
         )
-
-    def pem(builder: x509.CertificateBuilder) -> bytes:
-        signed = builder.sign(ca_key, hashes.SHA256())
-        return signed.public_bytes(serialization.Encoding.PEM)
+        return certificate.public_bytes(serialization.Encoding.PEM)
 
     constraints = x509.BasicConstraints(ca=True, path_length=0)
-    contents = {
-        _CA_FILE: pem(certificate(ca_name, ca_key).add_extension(constraints, critical=True))
-    }
+    contents = {_CA_FILE: signed(ca_name, ca_key, constraints)}
     for role in ROLES:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name_of_role(role))])
         names = x509.SubjectAlternativeName([x509.DNSName(name_of_role(role)), *host_names])
         certificate_file, key_file = _files(role)
-        contents[certificate_file] = pem(
-            certificate(name, key).add_extension(names, critical=False)
-        )
+        contents[certificate_file] = signed(name, key, names)
         contents[key_file] = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,

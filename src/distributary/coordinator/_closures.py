@@ -70,7 +70,7 @@ from distributary.tracing import (
 from distributary.values import PerReplica
 
 if TYPE_CHECKING:
-    from distributary.coordinator._per_worker import RemoteSource
+    from distributary.coordinator._per_worker import Feed, RemoteSource
 
 __all__ = ["ClosureTrace", "Plan", "Source", "current_trace", "plan_of"]
 
@@ -86,12 +86,14 @@ class Source:
         columns: The handles that stand in the trace for every array or `PerReplica` of the data:
             one handle each, or one per replica if the replicas' arrays differ in shape.
         tree: The structure of the data around the columns.
+        feed: The feed that makes the data, if the coordinator sends it.
     """
 
     kind: str
     number: int
     columns: list[list[Handle]]
     tree: jax.tree_util.PyTreeDef
+    feed: "Feed | None"
 
     @property
     def handles(self) -> list[Handle]:
@@ -160,13 +162,14 @@ class ClosureTrace:
         self.position = 0
         self._data_avals = None if data_avals is None else list(data_avals)
 
-    def take(self, kind: str, number: int, element: Nest) -> Nest:
+    def take(self, kind: str, number: int, element: Nest, feed: "Feed | None" = None) -> Nest:
         """Takes data of the worker, with tracers as leaves; in `Strategy.run`, a replica's data.
 
         Args:
             kind: Kind of the `Source`.
             number: Number of the `Source`.
             element: The structure of the data, with shapes and dtypes as leaves.
+            feed: The feed of the `Source`.
         """
         if self.position == len(self.sources):
             if self._data_avals is not None:
@@ -174,7 +177,7 @@ class ClosureTrace:
                 element = jax.tree.map(lambda _: avals.pop(0), element)
             columns, tree = jax.tree.flatten(element, is_leaf=_is_per_replica)
             handles = [_handles_of(column, f"{kind} {number}") for column in columns]
-            self.sources.append(Source(kind, number, handles, tree))
+            self.sources.append(Source(kind, number, handles, tree, feed))
         source = self.sources[self.position]
         self.position += 1
         return jax.tree.unflatten(source.tree, [_read(column) for column in source.columns])
@@ -182,7 +185,7 @@ class ClosureTrace:
     def give(self, iterator: Any) -> Nest:
         """Takes the next element of a coordinator's iterator, which is sent to the workers."""
         source = self._source_of(iterator)
-        return self.take("fed", source.number, source.element_spec)
+        return self.take("fed", source.number, source.element_spec, source.feed)
 
     def begin(self, dataset: object, is_plain: bool) -> Any:
         """Raises an error: a scheduled function cannot loop over a dataset."""

@@ -7,8 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -17,8 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary.coordinator._copies import CopyOnServers
-from distributary.coordinator._in_process import InProcessLink
-from distributary.coordinator._links import Link
+from distributary.coordinator._links import InProcessLink, Link
 from distributary.coordinator._messages import JSON, Limits, Message
 from distributary.coordinator._partitioners import Shard
 from distributary.coordinator._plans import Update
@@ -27,24 +25,17 @@ from distributary.coordinator._sessions import (
     Heartbeat,
     ServerLink,
     SessionId,
-    SessionLink,
     SessionService,
-    Tenant,
+    Task,
+    call_all,
     hello,
     new_session,
 )
-from distributary.coordinator._setup import Setup
-from distributary.coordinator._sources import LocalMakers
+from distributary.coordinator._sources import as_maker
 from distributary.coordinator._statistics import ServerStatistics
-from distributary.coordinator._store import ParameterServer
-from distributary.coordinator._worker import Worker
+from distributary.coordinator._worker import new_service
 from distributary.dispatch import call_when_collected
-from distributary.errors import (
-    CancelledError,
-    DeviceError,
-    InvalidValueError,
-    UnavailableError,
-)
+from distributary.errors import CancelledError, DeviceError, InvalidValueError, UnavailableError
 from distributary.files import SavedRows
 from distributary.options import RecoveryOptions
 from distributary.topology import (
@@ -57,24 +48,10 @@ from distributary.topology import (
 from distributary.tracing import Handle
 from distributary.variables import SavedVariable
 
-__all__ = ["Cluster", "LocalCluster", "Session", "Task", "check_numbers", "local_cluster"]
+__all__ = ["Cluster", "LocalCluster", "Session", "check_numbers", "local_cluster"]
 
 _PIECE_BYTES = 1 << 26
 _NUM_REMEMBERED = 4096
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A worker or server, as the coordinator sees it.
-
-    Attributes:
-        name: Name and address, for messages.
-        connect: Opens a link to the task.
-    """
-
-    name: str
-    connect: Callable[[], Link]
 
 
 @final
@@ -92,7 +69,6 @@ class Session:
         describe: Describes a function that makes data, so that workers can find it.
         at_rest: Returns a context in which no closure runs; it raises the error of an earlier
             closure.
-        setup: The messages that a worker needs before it can run closures.
         server_links: The links to the servers, by server number.
     """
 
@@ -102,8 +78,7 @@ class Session:
         self.describe = cluster.describe
         self.options = options
         self.id = session
-        self.setup = Setup()
-        self.server_links = [self._connect(server) for server in self.servers]
+        self.server_links = [ServerLink(server, session) for server in self.servers]
         self._heartbeats: list[Heartbeat] = []
         self._on_end: Callable[[Exception], None] = lambda error: None
         self.at_rest: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -129,7 +104,7 @@ class Session:
         self._on_end = on_end
         self.at_rest = at_rest
         self._heartbeats = [
-            Heartbeat(self._connect(server), seconds, on_end) for server in self.servers
+            Heartbeat(ServerLink(server, self.id), seconds, on_end) for server in self.servers
         ]
 
     def add_updates(self, updates: Mapping[int, tuple[Update, Program]]) -> None:
@@ -141,16 +116,14 @@ class Session:
         Raises:
             PSUnavailableError: if a server is lost.
         """
-
-        def tell(server: int) -> None:
-            update, program = updates[server]
-            fields = {"update": astuple(update)}
-            self.server_links[server].call(Message("update", fields, blobs=[program.content]))
-            self._told.add((server, update.name))  # only now, as other threads rely on it
-
-        new = [i for i, (update, _) in updates.items() if (i, update.name) not in self._told]
-        with ThreadPoolExecutor(max(1, len(new))) as threads:  # each server compiles its program
-            list(threads.map(tell, new))
+        new = {
+            server: Message("update", {"update": astuple(update)}, blobs=[program.content])
+            for server, (update, program) in updates.items()
+            if (server, update.name) not in self._told
+        }
+        call_all(self.server_links, new)  # at the same time, as each server compiles its program
+        # Only now, as other threads rely on it.
+        self._told.update((server, updates[server][0].name) for server in new)
 
     def finish_many(self, finished: int) -> None:
         """Calls `finish` once enough closures have ended; servers remember them until then."""
@@ -164,11 +137,8 @@ class Session:
             with contextlib.suppress(UnavailableError):  # its heartbeat will report the loss
                 link.call(Message("finish", {"finished": finished}))
 
-    def _connect(self, server: Task) -> ServerLink:
-        return ServerLink(SessionLink(server.connect(), server.name, self.id))
-
-    def create(self, value: np.ndarray, beside: tuple[int, int] | None = None) -> tuple[int, int]:
-        """Creates a variable; returns the numbers of its server and of the variable.
+    def create(self, value: np.ndarray, beside: Shard | None = None) -> Shard:
+        """Creates a variable; returns its place.
 
         Args:
             value: Initial value.
@@ -176,42 +146,38 @@ class Session:
         """
         with self._lock:
             number = next(self._numbers)
-            server = next(self._next_server) if beside is None else beside[0]
+            server = next(self._next_server) if beside is None else beside.server
+        place = Shard(server, number, value.shape[0] if value.shape else 1)
         link = self.server_links[server]
         if len(_pieces(value.shape, value.dtype)) == 1:
             link.call_once(Message("create", {"ids": [number]}, [value]))
         else:
             fields = {"ids": [number], "zeros": value.shape}
             link.call_once(Message("create", fields, [np.empty(0, value.dtype)]))
-            self.assign((server, number), "assign", value)
-        return server, number
+            self.assign(place, "assign", value)
+        return place
 
-    def read(self, place: tuple[int, int], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    def read(self, place: Shard, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         """Returns the value of a variable with this shape and dtype."""
         pieces = _pieces(shape, dtype)
         if len(pieces) == 1:
-            server, number = place
-            (value,) = self.server_links[server].call(Message("read", {"ids": [number]})).arrays
-            return np.asarray(value)
-        return np.concatenate([self.read_rows(place, np.arange(*piece)) for piece in pieces])
+            return self._read(place, [])
+        return np.concatenate([self._read(place, [np.arange(*piece)]) for piece in pieces])
 
-    def read_rows(self, place: tuple[int, int], rows: np.ndarray) -> np.ndarray:
-        """Returns rows of a variable, given their int64 numbers, each once and in order."""
-        server, number = place
-        message = Message("read", {"ids": [number]}, [rows])
-        (value,) = self.server_links[server].call(message).arrays
+    def _read(self, place: Shard, rows: list[np.ndarray]) -> np.ndarray:
+        message = Message("read", {"ids": [place.number]}, rows)
+        (value,) = self.server_links[place.server].call(message).arrays
         return np.asarray(value)
 
-    def assign(self, place: tuple[int, int], operation: str, value: np.ndarray) -> None:
+    def assign(self, place: Shard, operation: str, value: np.ndarray) -> None:
         """Changes a variable by assign, assign_add or assign_sub; sends large values in pieces."""
-        server, number = place
         pieces = _pieces(value.shape, value.dtype)
         for start, end in pieces:
-            fields: dict[str, JSON] = {"ids": [number], "operation": operation}
+            fields: dict[str, JSON] = {"ids": [place.number], "operation": operation}
             if len(pieces) > 1:
                 fields["start"] = start
             piece = value[start:end] if len(pieces) > 1 else value
-            self.server_links[server].call_once(Message("assign", fields, [piece]))
+            self.server_links[place.server].call_once(Message("assign", fields, [piece]))
 
     def copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         """Copies variables on their servers; see `Keeper`."""
@@ -232,7 +198,7 @@ class Session:
 
     def _new_copy(self, variables: Mapping[str, SavedVariable]) -> CopyOnServers:
         shards = {name: _shards_of(variable) for name, variable in variables.items()}
-        connect = lambda server: self._connect(self.servers[server])
+        connect = lambda server: ServerLink(self.servers[server], self.id)
         return CopyOnServers(next(self._copy_numbers), shards, connect)
 
     def shards_of(self, handle: Handle) -> list[Shard]:
@@ -324,12 +290,7 @@ class Cluster:
 
 
 def _shards_of(variable: object) -> list[Shard]:
-    shards: list[Any] = getattr(variable, "_shards", [])
-    return [
-        Shard(server, number, shard.shape[0] if shard.shape else 1)
-        for shard in shards
-        for server, number in [shard._place]
-    ]
+    return [shard._place for shard in getattr(variable, "_shards", [])]
 
 
 def _pieces(shape: tuple[int, ...], dtype: DTypeLike) -> list[tuple[int, int]]:
@@ -354,11 +315,8 @@ def check_numbers(function: str, **numbers: int) -> None:
 
 def _greet(task: Task, session: SessionId) -> SessionId | None:
     """Begins a session on a task; returns the newer session that the task has, if there is one."""
-    link = task.connect()
-    try:
+    with contextlib.closing(task.connect()) as link:
         found: SessionId | None = link.call(hello(session)).fields.get("session")
-    finally:
-        link.close()
     return found
 
 
@@ -387,31 +345,37 @@ class LocalCluster(Cluster):
         self._link_lock = threading.Lock()
         servers = [f"ps {number}" for number in range(num_servers)]
         workers = [f"worker {number}" for number in range(len(devices_of_workers))]
-        makers = LocalMakers()
+        makers: dict[int, Any] = {}
 
-        def make_server(number: int, session: SessionId) -> ParameterServer:
-            return ParameterServer(number)
+        this = weakref.ref(self)  # services, and so the threads of links, must not keep it alive
 
-        def make_worker(number: int, session: SessionId) -> Worker:
-            links = [
-                ServerLink(SessionLink(self._connect(workers[number], server), server, session))
-                for server in servers
-            ]
-            return Worker(number, links, makers.find, devices_of_workers[number])
+        def tasks(source: str, names: list[str]) -> list[Task]:
+            cluster = this()
+            assert cluster is not None
+            return [Task(name, functools.partial(cluster._connect, source, name)) for name in names]
 
-        self._makers: dict[str, Callable[[SessionId], Tenant]] = {
-            **{name: functools.partial(make_server, i) for i, name in enumerate(servers)},
-            **{name: functools.partial(make_worker, i) for i, name in enumerate(workers)},
+        def describe(maker: Any) -> int:
+            makers[id(maker)] = maker
+            return id(maker)
+
+        def start(task_type: str, number: int) -> SessionService:
+            return new_service(
+                task_type,
+                number,
+                servers=lambda: tasks(f"worker {number}", servers),
+                find=lambda number: as_maker(makers[number]),
+                devices=lambda: devices_of_workers[number],
+            )
+
+        self._starts = {
+            **{name: functools.partial(start, "ps", i) for i, name in enumerate(servers)},
+            **{name: functools.partial(start, "worker", i) for i, name in enumerate(workers)},
         }
         self._services: dict[str, SessionService | None] = {}
-        for name in self._makers:
+        for name in self._starts:
             self.restart(name)
-
-        def tasks(names: list[str]) -> list[Task]:
-            return [Task(name, functools.partial(self._connect, "chief", name)) for name in names]
-
         num_devices = len(devices_of_workers[0])
-        super().__init__(tasks(workers), tasks(servers), makers.describe, num_devices)
+        super().__init__(tasks("chief", workers), tasks("chief", servers), describe, num_devices)
 
     def kill(self, name: str) -> None:
         """Breaks all connections to and from a task, as if its process had been killed.
@@ -430,7 +394,7 @@ class LocalCluster(Cluster):
     def restart(self, name: str) -> None:
         """Starts a task again, with nothing remembered from before."""
         with self._link_lock:
-            self._services[name] = SessionService(name, self._makers[name])
+            self._services[name] = self._starts[name]()
 
     def cut(self, source: str, target: str) -> None:
         """Breaks the connections from one task to another; the tasks can connect again.
@@ -447,7 +411,7 @@ class LocalCluster(Cluster):
     def close(self) -> None:
         """Ends the coordinators of the cluster, and all tasks."""
         super().close()
-        for name in self._makers:
+        for name in self._starts:
             self.kill(name)
 
     def _connect(self, source: str, target: str) -> Link:

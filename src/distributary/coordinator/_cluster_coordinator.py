@@ -17,7 +17,7 @@ import jax
 from distributary._types import Nest
 from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._cluster import Session
-from distributary.coordinator._driver import Workers
+from distributary.coordinator._driver import Key, Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._nests import (
     copy_of,
@@ -33,12 +33,10 @@ from distributary.coordinator._per_worker import (
     PerWorkerIterator,
     PerWorkerValues,
     RemoteSource,
-    SharedFeed,
 )
 from distributary.coordinator._queue import Closure, ClosureQueue, RemoteValue
-from distributary.coordinator._setup import Key
 from distributary.coordinator._sources import UnknownMakerError, distributed_by
-from distributary.coordinator._statistics import CoordinatorStatistics, MetricsServer, lines_of
+from distributary.coordinator._statistics import CoordinatorStatistics, lines_of, metrics_server
 from distributary.datasets import DatasetIterator
 from distributary.dispatch import call_when_collected
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
@@ -84,11 +82,8 @@ class ClusterCoordinator:
         self._functions = ProgramCache("ClusterCoordinator.schedule")
         self._function_numbers = itertools.count()
         self._source_numbers = itertools.count()
-        self._feeds: weakref.WeakValueDictionary[int, Feed | SharedFeed] = (
-            weakref.WeakValueDictionary()
-        )
         # Keyed by the `id` of the iterator, which its feed keeps alive.
-        self._shared: weakref.WeakValueDictionary[int, SharedFeed] = weakref.WeakValueDictionary()
+        self._shared: weakref.WeakValueDictionary[int, Feed] = weakref.WeakValueDictionary()
         # Collected objects, from any thread, that the workers have not yet been told to forget.
         self._gone: deque[Key] = deque()
         self._has_warned_of_feeding = False
@@ -100,7 +95,7 @@ class ClusterCoordinator:
         session, queue = self._cluster, self._queue
         workers = Workers(session, queue, lambda *args: add_plan()(*args))  # type: ignore[misc]
         collect = lambda: _statistics(queue, workers, session)
-        metrics = MetricsServer.from_environ(os.environ, lambda: lines_of("coordinator", collect()))
+        metrics = metrics_server(os.environ, lambda: lines_of("coordinator", collect()))
         strategy.extended.statistics_sources["coordinator"] = collect
 
         def end(error: Exception) -> None:
@@ -110,6 +105,7 @@ class ClusterCoordinator:
 
         session.watch(end, queue.at_rest)
         self._workers = workers
+        self._collect = collect
         self._metrics = metrics
         call_when_collected(self, session.close)
 
@@ -177,8 +173,9 @@ class ClusterCoordinator:
         key = tree, tuple([_signature_of(leaf) for leaf in leaves])
         for i in dynamic:
             leaves[i] = None  # `call` keeps the other arguments, but not the arrays
-        call = _call_of(fn, leaves, dynamic, tree)
-        function = self._function(fn, call, key, arrays, sources)
+        # A partial, because `refused_if_consumed` can see what it holds.
+        call = functools.update_wrapper(functools.partial(_call, fn, leaves, dynamic, tree), fn)
+        function = self._function(fn, call, key, arrays)
         own = [copy_of(a, aval.dtype) for a, aval in zip(arrays, function.avals, strict=True)]
         return self._queue.put(function, own, call, sources)
 
@@ -206,7 +203,7 @@ class ClusterCoordinator:
         Raises:
             PSUnavailableError: if a server is lost.
         """
-        return _statistics(self._queue, self._workers, self._cluster)
+        return self._collect()
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> "PerWorkerDataset":
         """Creates a dataset that every worker makes for itself.
@@ -242,7 +239,7 @@ class ClusterCoordinator:
                 )
                 for value in values
             ]
-            self._workers.tell(("source", number), messages.__getitem__)
+            self._workers.tell(("source", number), messages)
         return PerWorkerValues(self._of_workers("value", number))
 
     def _new_dataset(self, dataset_fn: Any) -> RemoteSource:
@@ -250,18 +247,17 @@ class ClusterCoordinator:
         number = self._new_source("next", dataset_fn)
         if number is not None:
             return self._of_workers("next", number)
-        number = next(self._source_numbers)
-        feed = self._feeds[number] = Feed(dataset_fn)
-        return RemoteSource("fed", number, feed.peek, feed)
+        return self._fed(Feed(next(self._source_numbers), dataset_fn))
 
     def _source_of(self, iterator: DatasetIterator) -> RemoteSource:
         """Returns the source that sends the elements of an iterator of this process to workers."""
         with self._tracing:
             feed = self._shared.get(id(iterator))
             if feed is None:
-                number = next(self._source_numbers)
-                feed = self._shared[id(iterator)] = SharedFeed(iterator, number)
-                self._feeds[number] = feed
+                feed = self._shared[id(iterator)] = Feed(next(self._source_numbers), iterator)
+        return self._fed(feed)
+
+    def _fed(self, feed: Feed) -> RemoteSource:
         return RemoteSource("fed", feed.number, feed.peek, feed)
 
     def _of_workers(self, kind: str, number: int) -> RemoteSource:
@@ -280,7 +276,7 @@ class ClusterCoordinator:
             while True:
                 keys.add(self._gone.popleft())
         if keys:
-            self._workers.forget(keys)
+            self._workers.setup.remove(keys)
 
     def _new_source(self, kind: str, maker: Any) -> int | None:
         """Makes the workers call `maker`; returns its number, or None if they do not have it."""
@@ -289,7 +285,7 @@ class ClusterCoordinator:
         try:
             fields = {"kind": kind, "number": number, "maker": self._cluster.describe(maker)}
             message = Message("source", fields)
-            reply = self._workers.tell(("source", number), lambda worker: message)
+            reply = self._workers.tell(("source", number), self._for_all(message))
             if reply.kind == "unknown maker":
                 raise UnknownMakerError(reply.fields["why"])
         except UnknownMakerError as error:
@@ -306,32 +302,30 @@ class ClusterCoordinator:
             return None
         return number
 
+    def _for_all(self, message: Message) -> list[Message]:
+        return [message] * len(self._cluster.workers)
+
     def _peek(self, kind: str, number: int) -> tuple[list[Any], Any]:
         """Returns the shapes and dtypes of a worker's next data, and their structure."""
         message = Message("peek", {"kind": kind, "number": number})
-        fields = self._workers.call(lambda worker: message).fields
+        fields = self._workers.call(message).fields
         return structs_of(fields["shapes"]), tree_of(fields["nest"])
 
     # Functions
 
     def _function(
-        self,
-        fn: Any,
-        call: Callable[..., Any],
-        key: Any,
-        arrays: Sequence[Any],
-        sources: Sequence[RemoteSource],
+        self, fn: Any, call: Callable[..., Any], key: Any, arrays: Sequence[Any]
     ) -> "_Function":
         with self._tracing:
             versions = self._functions.programs_of(fn)
             function: _Function | None = versions.get(key)
-            if function is None or any(cell() is None for cell in function.cells):
+            if function is None or any(cell() is None for cell in function.cells()):
                 self._forget()
                 avals = [struct_of(array) for array in arrays]
                 name = getattr(fn, "__qualname__", None) or repr(fn)
                 function = _Function(next(self._function_numbers), name, avals)
                 self._forget_when_collected(function, ("function", function.number))
-                self._trace(function, call, sources, None)
+                self._trace(function, call, None)
                 self._functions.note_trace(fn, versions, key)
                 versions[key] = function
         return function
@@ -339,23 +333,13 @@ class ClusterCoordinator:
     def _add_plan(self, closure: Closure, shapes: list[Any]) -> None:
         """Traces the function of a closure again, for data of new shapes."""
         function = closure.function
-        data = structs_of(shapes[: function.num_data])
-        self._trace(function, closure.call, closure.sources, data)
+        num_data = len(shapes) - len(function.avals)
+        self._trace(function, closure.call, structs_of(shapes[:num_data]))
 
     def _trace(
-        self,
-        function: "_Function",
-        call: Callable[..., Any],
-        sources: Sequence[RemoteSource],
-        data: list[Any] | None,
+        self, function: "_Function", call: Callable[..., Any], data: list[Any] | None
     ) -> None:
         """Traces a function and sends the plan to the workers."""
-        captured: list[RemoteSource] = []  # keeps their feeds alive until the function does
-
-        def source_of(iterator: DatasetIterator) -> RemoteSource:
-            captured.append(self._source_of(iterator))
-            return captured[-1]
-
         with self._tracing, self._strategy.scope():
             plan = plan_of(
                 call,
@@ -364,21 +348,14 @@ class ClusterCoordinator:
                 self._cluster.shards_of,
                 self._strategy._sparse_update,
                 self._strategy.num_replicas_in_sync,
-                source_of=source_of,
+                source_of=self._source_of,
             )
-            function.num_data = sum(len(source.leaves) for source in plan.sources)
-            is_fed = [source.kind == "fed" for source in sources]
-            function.feeds = [
-                self._feeds[s.number] if s.kind == "fed" else s.number
-                for s in plan.sources
-                if s.kind == "fed" or (s.kind == "bound" and is_fed[s.number])
-            ]
-            function.cells = plan.cells
-            function.rebuild = plan.rebuild
+            number = len(function.plans)
+            function.plans.append(plan)
         self._warn_of_refusals(plan.refusals)
         self._cluster.add_updates(plan.updates)
-        for message in _messages_of(function, plan):
-            self._workers.tell_later(("function", function.number), message)
+        message = _message_of(function, plan, number)
+        self._workers.setup.add(("function", function.number), self._for_all(message))
 
     def _warn_of_refusals(self, refusals: Mapping[str, str]) -> None:
         for name in refusals.keys() - self._warned_of_rows:
@@ -408,17 +385,6 @@ def _signature_of(leaf: object) -> Any:
     return signature_of(leaf, "ClusterCoordinator.schedule")
 
 
-def _call_of(
-    fn: Callable[..., Any],
-    static: Sequence[Any],
-    dynamic: Sequence[int],
-    tree: jax.tree_util.PyTreeDef,
-) -> Callable[..., Any]:
-    """Returns `fn` as a function of only the arrays at the positions in `dynamic`."""
-    # A partial, because `refused_if_consumed` can see what it holds.
-    return functools.update_wrapper(functools.partial(_call, fn, static, dynamic, tree), fn)
-
-
 def _call(
     fn: Callable[..., Any],
     static: Sequence[Any],
@@ -426,6 +392,7 @@ def _call(
     tree: jax.tree_util.PyTreeDef,
     *arrays: Any,
 ) -> Any:
+    """Calls `fn` with arrays at the positions in `dynamic` among the leaves of its arguments."""
     parts = list(static)
     numbers = itertools.count()
     for i, leaf in enumerate(static):
@@ -450,38 +417,37 @@ class _Function:
         number: The number by which workers know it.
         name: The name shown in messages.
         avals: Shapes and dtypes of the arrays among the arguments.
-        num_data: Number of data leaves that workers supply or receive along with a closure.
-        feeds: The feeds that make the data to send. An int is a position among the sources of the
-            closure, and stands for the feed of that source.
-        cells: See `Plan`. If one of the variables was collected, its name may now mean another
-            variable, so the function is traced again.
-        rebuild: Converts the arrays that workers return into the result.
+        plans: The plans, each for other shapes of the data.
     """
 
     number: int
     name: str
     avals: list[Any]
-    num_data: int = 0
-    feeds: list[Feed | SharedFeed | int] = field(default_factory=list)
-    cells: list[Callable[[], Any]] = field(default_factory=list)
-    rebuild: Callable[..., Any] = field(default=list)
+    plans: list[Plan] = field(default_factory=list)
 
-    def feeds_of(self, sources: Sequence[Any]) -> list[Feed | SharedFeed]:
+    def cells(self) -> list[Callable[[], Any]]:
+        """Returns the cells of the variables; see `Plan`.
+
+        If one of the variables was collected, its name may now mean another variable, so the
+        function is traced again.
+        """
+        return [cell for plan in self.plans for cell in plan.cells]
+
+    def feeds_of(self, sources: Sequence[RemoteSource]) -> list[Feed]:
         """Returns the feeds whose data is sent with a closure that has these sources."""
-        return [sources[f].feed if isinstance(f, int) else f for f in self.feeds]
+        own = [sources[s.number] if s.kind == "bound" else s for s in self.plans[0].sources]
+        return [source.feed for source in own if source.feed is not None]
 
 
-def _messages_of(function: _Function, plan: Plan) -> list[Message]:
-    """Returns the messages that a worker needs before it can run a function with data of a plan."""
+def _message_of(function: _Function, plan: Plan, number: int) -> Message:
+    """Returns the message that a worker needs before it can run a function with data of a plan."""
     leaves = [leaf for source in plan.sources for leaf in source.leaves]
-    sources = [(s.kind, s.number, len(s.leaves)) for s in plan.sources]
     fields = {
         "function": function.number,
+        "sources": [(s.kind, s.number, len(s.leaves)) for s in plan.sources],
         "shapes": shapes_of([*leaves, *function.avals]),
         "plan": astuple(plan.worker),
+        "number": number,
     }
     programs = [program.content for program in plan.programs]
-    return [
-        Message("function", {"function": function.number, "sources": sources}),
-        Message("plan", fields, plan.constants, programs),
-    ]
+    return Message("plan", fields, plan.constants, programs)

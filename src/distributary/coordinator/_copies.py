@@ -4,17 +4,16 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._messages import JSON, Message
 from distributary.coordinator._partitioners import Shard
-from distributary.coordinator._sessions import ServerLink
+from distributary.coordinator._sessions import ServerLink, call_all
 from distributary.errors import CheckpointError, InvalidValueError, UnavailableError
 from distributary.files import SavedRows, WrittenFile, read_rows, rows_between, write_arrays
 
@@ -25,7 +24,7 @@ _TOKEN = "token"
 
 @final
 class Copies:
-    """The copies on one server.
+    """The copies on one server, a part of a `Tenant`.
 
     It handles these messages. Each has the number of the copy in `copy`, and can be sent again:
 
@@ -50,21 +49,16 @@ class Copies:
         self._lock = lock
         self._copies: dict[int, _Copy] = {}
 
-    def handle(self, message: Message) -> Message:
-        """Handles a message of one of `kinds`, and returns the reply."""
-        return self.kinds[message.kind](self, message)
-
     def close(self) -> None:
         """Drops all copies."""
         self._copies.clear()
 
-    def _make(self, message: Message) -> Message:
+    def _on_copy(self, message: Message) -> None:
         with self._lock:
             arrays = {number: frozen(array) for number, array in self._variables(message).items()}
         self._copies[message.fields["copy"]] = _Copy(arrays)
-        return Message("ok")
 
-    def _load(self, message: Message) -> Message:
+    def _on_load(self, message: Message) -> None:
         path = Path(message.fields["path"])
         if not path.is_dir():
             raise CheckpointError(
@@ -77,9 +71,8 @@ class Copies:
         rows = [[SavedRows(*part) for part in parts] for parts in message.fields["rows"]]
         read_rows(path, list(arrays.values()), rows)
         self._copies[message.fields["copy"]] = _Copy(arrays)
-        return Message("ok")
 
-    def _save(self, message: Message) -> Message:
+    def _on_save(self, message: Message) -> Message:
         path, token = Path(message.fields["path"]), message.fields["token"]
         copy = self._copy(message)
         with copy.lock:  # a repeated message waits until the first one is done
@@ -102,17 +95,15 @@ class Copies:
                 " need the same folder."
             )
 
-    def _adopt(self, message: Message) -> Message:
+    def _on_adopt(self, message: Message) -> None:
         arrays = self._copy(message).arrays
         with self._lock:
             for number, array in arrays.items():
                 is_table = _is_table(self._state[number])
                 self._state[number] = array if is_table else jnp.asarray(array)
-        return Message("ok")
 
-    def _drop(self, message: Message) -> Message:
+    def _on_drop(self, message: Message) -> None:
         self._copies.pop(message.fields["copy"], None)
-        return Message("ok")
 
     def _variables(self, message: Message) -> dict[int, Any]:
         return {number: self._state[number] for number in message.fields["ids"]}
@@ -124,14 +115,6 @@ class Copies:
                 f"ps {self._number} has no copy {message.fields['copy']} of variables."
             )
         return copy
-
-    kinds: ClassVar[dict[str, Callable[["Copies", Message], Message]]] = {
-        "adopt": _adopt,
-        "copy": _make,
-        "drop": _drop,
-        "load": _load,
-        "save": _save,
-    }
 
 
 @final
@@ -165,7 +148,7 @@ class CopyOnServers:
 
     def make(self) -> None:
         """Makes the servers copy the current values of the variables."""
-        self._begin("copy", {server: {"ids": ids} for server, ids in self._ids().items()})
+        self._begin("copy", {server: {} for server in self._links})
 
     def load(self, path: Path, rows: Mapping[str, Sequence[SavedRows]]) -> None:
         """Makes the servers read values from a checkpoint; see `Keeper.load`."""
@@ -176,14 +159,7 @@ class CopyOnServers:
                 found = rows_between(rows[name], start, start + num_rows)
                 wanted[server].append([astuple(part) for part in found])
                 start += num_rows
-        ids = self._ids()
-        self._begin(
-            "load",
-            {
-                server: {"ids": ids[server], "path": str(path), "rows": wanted[server]}
-                for server in self._links
-            },
-        )
+        self._begin("load", {i: {"path": str(path), "rows": own} for i, own in wanted.items()})
 
     def save(self, path: Path) -> Mapping[str, Sequence[SavedRows]]:
         """Makes the servers write the copy to a folder; see `KeptCopy`.
@@ -226,30 +202,21 @@ class CopyOnServers:
             link.close()
 
     def _begin(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> None:
-        try:
-            self._call(kind, fields)
-        except BaseException:
-            self.drop()
-            raise
-
-    def _ids(self) -> dict[int, list[int]]:
-        """Returns the numbers of the variables on each server."""
+        """Sends each server the numbers of its variables, and other fields."""
         ids: dict[int, list[int]] = {server: [] for server in self._links}
         for own in self._shards.values():
             for server, number, _ in own:
                 ids[server].append(number)
-        return ids
+        try:
+            self._call(kind, {i: {**own, "ids": ids[i]} for i, own in fields.items()})
+        except BaseException:
+            self.drop()
+            raise
 
     def _call(self, kind: str, fields: Mapping[int, dict[str, JSON]]) -> dict[int, Message]:
         """Sends a message to each server, all at the same time, and returns the replies."""
-        with ThreadPoolExecutor(len(fields)) as threads:
-            calls = {
-                server: threads.submit(
-                    self._links[server].call, Message(kind, {**own, "copy": self._number})
-                )
-                for server, own in fields.items()
-            }
-        return {server: call.result() for server, call in calls.items()}
+        messages = {i: Message(kind, {**own, "copy": self._number}) for i, own in fields.items()}
+        return call_all(self._links, messages)
 
 
 def _file(server: int) -> str:

@@ -5,15 +5,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias, final
 
 from distributary.coordinator._cluster import Session
 from distributary.coordinator._links import ConnectionLostError, DeadlineError, exception_of
 from distributary.coordinator._messages import Message
 from distributary.coordinator._queue import Closure, ClosureQueue
 from distributary.coordinator._sessions import Heartbeat, SessionLink, hello
-from distributary.coordinator._setup import Key
 from distributary.coordinator._statistics import Tally, WorkerStatistics
 from distributary.dispatch import start_thread
 from distributary.errors import (
@@ -24,7 +23,10 @@ from distributary.errors import (
     UnavailableError,
 )
 
-__all__ = ["Workers"]
+__all__ = ["Key", "Workers"]
+
+#: The subject of a message: `("source", number)` or `("function", number)`.
+Key: TypeAlias = tuple[str, int]
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ _LOST = (ConnectionLostError, DeadlineError)
 _MAX_LEASED_BYTES = 1 << 24  # of the closures in a lease, not counting the last one
 _SOON_SECONDS = 0.5  # to reconnect while closures wait to know whether their worker is lost
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
+_random = random.Random()  # not the program's, which may be seeded: threads draw at any time
 
 
 @final
@@ -42,7 +45,10 @@ class Workers:
         session: Session of the coordinator.
         queue: Queue to take closures from.
         add_plan: Called with a closure and the shapes of data for which a worker has no plan; adds
-            such a plan to the setup of the session.
+            such a plan to the setup.
+
+    Attributes:
+        setup: The messages that a worker needs before it can run closures.
     """
 
     def __init__(
@@ -51,20 +57,19 @@ class Workers:
         self.session = session
         self.queue = queue
         self.add_plan = add_plan
+        self.setup = Setup()
         self._changed = threading.Condition()
-        self._live: list[_Driver] = []
         self._none_since = time.monotonic()
-        self._telling = threading.Lock()
         self._drivers = [_Driver(i, self) for i in range(len(session.workers))]
         for driver in self._drivers:
             driver.start()
 
-    def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
+    def tell(self, key: Key, messages: Sequence[Message]) -> Message:
         """Tells one worker; if it replies "ok", the others are told before they run closures.
 
         Args:
-            key: The source or function that the message is about.
-            message: Returns the message for the worker with a given number.
+            key: The source or function that the messages are about.
+            messages: The message for each worker.
 
         Returns:
             The reply of the first worker.
@@ -72,24 +77,10 @@ class Workers:
         Raises:
             Exception: the same errors as `call`.
         """
-        with self._telling:
-            return self._with_some(lambda connection: connection.tell(key, message))
+        return self._with_some(lambda connection: connection.tell(key, messages))
 
-    def tell_later(self, key: Key, message: Message) -> None:
-        """Tells every worker before it runs closures again."""
-        with self._telling:
-            self.session.setup.add(key, lambda worker: message)
-
-    def forget(self, keys: Collection[Key]) -> None:
-        """Tells every worker, before it runs closures again, what it can forget."""
-        with self._telling:
-            self.session.setup.remove(keys)
-
-    def call(self, message: Callable[[int], Message]) -> Message:
+    def call(self, message: Message) -> Message:
         """Sends a message to any one worker, and returns the reply.
-
-        Args:
-            message: Returns the message for the worker with a given number.
 
         Raises:
             UnavailableError: if there is no worker for too long.
@@ -99,7 +90,7 @@ class Workers:
 
     def _with_some(self, call: "Callable[[_Connection], Message]") -> Message:
         def ready() -> list[_Driver]:
-            return [driver for driver in self._live if not driver.connection.is_lost()]
+            return [one for one in self._drivers if one.is_live and not one.connection.is_lost()]
 
         while True:
             with self._changed:
@@ -119,27 +110,21 @@ class Workers:
 
     def num_live(self) -> int:
         """Returns the number of workers that can be reached."""
-        return len(self._live)
+        return sum(driver.is_live for driver in self._drivers)
 
-    def add(self, driver: "_Driver") -> None:
-        """Notes that a worker can be reached."""
+    def note(self, driver: "_Driver", is_live: bool) -> None:
+        """Notes whether a worker can be reached."""
         with self._changed:
-            self._live.append(driver)
-            self._changed.notify_all()
-
-    def remove(self, driver: "_Driver") -> None:
-        """Notes that a worker can no longer be reached."""
-        with self._changed:
-            if driver in self._live:
-                self._live.remove(driver)
+            if driver.is_live and not is_live:
                 self._none_since = time.monotonic()
+            driver.is_live = is_live
             self._changed.notify_all()
 
     def check(self) -> None:
         """Fails the queued closures if there has been no worker for too long."""
         with self._changed:
             seconds = time.monotonic() - self._none_since
-            if self._live or seconds < self.session.options.no_worker_timeout_seconds:
+            if self.num_live() or seconds < self.session.options.no_worker_timeout_seconds:
                 return
         if all(driver.is_given_up for driver in self._drivers):
             self.queue.end(self._error())
@@ -148,7 +133,7 @@ class Workers:
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
         """Returns the statistics of each worker."""
-        return tuple(driver.statistics(driver in self._live) for driver in self._drivers)
+        return tuple(driver.statistics() for driver in self._drivers)
 
     def _error(self) -> UnavailableError:
         seconds = time.monotonic() - self._none_since
@@ -159,14 +144,49 @@ class Workers:
 
 
 @final
+class Setup:
+    """The messages for workers, in the order of their creation, as long as their subject is used.
+
+    Safe to use from any thread.
+
+    Attributes:
+        version: Number that changes with every change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._messages: dict[int, tuple[Key, Sequence[Message]]] = {}
+
+    def add(self, key: Key, messages: Sequence[Message]) -> int:
+        """Adds a message for each worker; returns the number of the messages."""
+        with self._lock:
+            number = next(self._numbers)
+            self._messages[number] = key, messages
+            self.version += 1
+        return number
+
+    def remove(self, keys: Collection[Key]) -> None:
+        """Removes the messages about subjects that are no longer used."""
+        with self._lock:
+            self._messages = {n: own for n, own in self._messages.items() if own[0] not in keys}
+            self.version += 1
+
+    def all(self) -> tuple[int, dict[int, tuple[Key, Sequence[Message]]]]:
+        """Returns the version, and its messages by number."""
+        with self._lock:
+            return self.version, dict(self._messages)
+
+
+@final
 class _Driver:
     """The thread that gives closures to one worker, and reconnects to it when it is lost."""
 
     def __init__(self, number: int, workers: Workers) -> None:
         self.name = workers.session.workers[number].name
         self.error: Exception | None = None
-        self.is_running = False
-        self.is_given_up = False
+        self.is_live = self.is_running = self.is_given_up = False
         self._number = number
         self._session = workers.session
         self._queue = workers.queue
@@ -187,9 +207,9 @@ class _Driver:
         """Starts the thread."""
         start_thread(self._drive, self._stop, "distributary-driver")
 
-    def statistics(self, is_live: bool) -> WorkerStatistics:
+    def statistics(self) -> WorkerStatistics:
         """Returns the statistics of the worker."""
-        if is_live:
+        if self.is_live:
             state = "running" if self.is_running else "idle"
         elif self._num_losses or self._connection:
             state = "given up" if self.is_given_up else "lost"
@@ -211,7 +231,7 @@ class _Driver:
         except Exception as error:  # such as CoordinatorReplacedError
             self._queue.end(error)
         finally:
-            self._workers.remove(self)
+            self._workers.note(self, is_live=False)
             if self._connection is not None:
                 self._connection.close()
 
@@ -242,15 +262,15 @@ class _Driver:
                 if self.is_given_up:
                     _log.warning("%s is given up after %.0f s", self.name, seconds)
                     return
-                self._queue.closed.wait(pause * random.uniform(0.5, 1))
+                self._queue.closed.wait(pause * _random.uniform(0.5, 1))
                 pause = min(2 * pause, _MAX_PAUSE_SECONDS)
             else:
                 if is_away:
                     _log.warning("%s is there again", self.name)
                 is_away = False
-                self._workers.add(self)
+                self._workers.note(self, is_live=True)
                 running = self._serve()
-                self._workers.remove(self)
+                self._workers.note(self, is_live=False)
                 if self.connection.is_lost() and not self._queue.closed.is_set():
                     silence = self.error
                 pause = _MIN_PAUSE_SECONDS
@@ -262,7 +282,7 @@ class _Driver:
         if old is not None:
             old.close()
         try:
-            new = _Connection(self._number, self._session, self._queue, seconds)
+            new = _Connection(self._number, self._workers, seconds)
         except _LOST as error:
             self.error = error
             return None
@@ -312,13 +332,15 @@ class _Driver:
                 },
                 arrays,
             )
-            reply = connection.call(lambda worker: message)
+            reply = connection.call(message)
             fields, results = reply.fields, reply.arrays
             self._tally = fields["tally"]
-            size = len(results) // max(1, fields["num_ended"])
-            for i in range(fields["num_ended"]):
-                value = function.rebuild(results[i * size : (i + 1) * size])
-                self._queue.succeed(closures.pop(0), value)
+            for number in fields["plans"]:
+                # Results that are no arrays may depend on the shapes of the data, and so the plan.
+                plan = function.plans[number]
+                num_results = plan.worker.num_results
+                self._queue.succeed(closures.pop(0), plan.rebuild(results[:num_results]))
+                results = results[num_results:]
                 self._num_closures += 1
             if "error" in fields:
                 raise exception_of(fields["error"], self.name)
@@ -331,7 +353,7 @@ class _Driver:
             # Maybe only this worker cannot reach the server, and others can.
             self._queue.lose([closures.pop(0)], self.name, error)
             self._queue.put_back(closures)
-            self._queue.closed.wait(_MAX_PAUSE_SECONDS * random.random())
+            self._queue.closed.wait(_MAX_PAUSE_SECONDS * _random.random())
             return False
         except Exception as error:
             # Stored for the caller that waits for the closure: nobody sees errors of a thread.
@@ -373,8 +395,7 @@ class _Connection:
 
     Args:
         number: Number of the worker.
-        session: The session in which it is called.
-        queue: The queue in which its thread may be waiting.
+        workers: All workers, with the session, and the queue in which its thread may be waiting.
         seconds: Time that the worker may take to reply.
 
     Raises:
@@ -388,16 +409,17 @@ class _Connection:
         error: The reason why the connection was lost, or None.
     """
 
-    def __init__(self, number: int, session: Session, queue: ClosureQueue, seconds: float) -> None:
+    def __init__(self, number: int, workers: Workers, seconds: float) -> None:
+        session = workers.session
         task = session.workers[number]
         self._number = number
         self.told: dict[int, Key] = {}
         self._version = -1  # of the setup, when the worker was last told all of it
         self.error: Exception | None = None
-        self._session = session
-        self._queue = queue
+        self._setup = workers.setup
+        self._queue = workers.queue
         self._lock = threading.Lock()
-        self._link = SessionLink(task.connect(), task.name, session.id)
+        self._link = SessionLink(task, session.id)
         try:
             reply = self._link.call(hello(session.id), seconds)
         except BaseException:
@@ -405,24 +427,24 @@ class _Connection:
             raise
         self.incarnation = reply.fields["incarnation"]
         self._heartbeat = Heartbeat(
-            SessionLink(task.connect(), task.name, session.id),
+            SessionLink(task, session.id),
             session.options.heartbeat_seconds,
             self.lose,
         )
 
-    def call(self, message: Callable[[int], Message]) -> Message:
+    def call(self, message: Message) -> Message:
         """Tells the worker what it has to know, then calls it; raises as `Link.call` does."""
         with self._lock:
             self._tell_all()
-        return self._link.call(message(self._number))
+        return self._link.call(message)
 
-    def tell(self, key: Key, message: Callable[[int], Message]) -> Message:
+    def tell(self, key: Key, messages: Sequence[Message]) -> Message:
         """Sends a message, and adds it to the setup of all workers if the reply is "ok"."""
         with self._lock:
             self._tell_all()
-            reply = self._link.call(message(self._number))
+            reply = self._link.call(messages[self._number])
             if reply.kind == "ok":
-                self.told[self._session.setup.add(key, message)] = key
+                self.told[self._setup.add(key, messages)] = key
             return reply
 
     def is_lost(self) -> bool:
@@ -441,17 +463,17 @@ class _Connection:
         self._link.close()
 
     def _tell_all(self) -> None:
-        if self._version == self._session.setup.version:
+        if self._version == self._setup.version:
             return
-        version, messages = self._session.setup.all()
-        if gone := self.told.keys() - messages.keys():
+        version, setup = self._setup.all()
+        if gone := self.told.keys() - setup.keys():
             self._link.call(Message("forget", {"keys": [self.told[number] for number in gone]}))
             for number in gone:
                 del self.told[number]
-        for number, (key, message) in messages.items():
+        for number, (key, messages) in setup.items():
             if number in self.told:
                 continue
-            reply = self._link.call(message(self._number))
+            reply = self._link.call(messages[self._number])
             if reply.kind != "ok":
                 raise InvalidValueError(
                     f"{self._link.name} cannot make the data that another worker has made:"

@@ -6,13 +6,12 @@ import ipaddress
 import logging
 import os
 import queue
-import random
 import socket
 import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from ipaddress import IPv4Address, IPv6Address
 from types import ModuleType
@@ -20,9 +19,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
 from distributary.coordinator._certificates import Credentials, name_of_role, role_of_names
-from distributary.coordinator._chunks import MAX_CHUNK_BYTES, Assembly, split
 from distributary.coordinator._links import (
-    Calls,
+    Connection,
     ConnectionLostError,
     Link,
     Peer,
@@ -32,7 +30,17 @@ from distributary.coordinator._links import (
     answer,
     error_reply,
 )
-from distributary.coordinator._messages import Buffer, Limits, Message, WireError, decode, encode
+from distributary.coordinator._messages import (
+    MAX_CHUNK_BYTES,
+    Assembly,
+    Buffer,
+    Limits,
+    Message,
+    WireError,
+    decode,
+    encode,
+    split,
+)
 from distributary.coordinator._token import Challenges, Token
 from distributary.errors import ClusterError, MissingPackageError
 
@@ -45,7 +53,6 @@ _log = logging.getLogger(__name__)
 
 _SERVICE, _GREET, _TALK = "distributary.Link", "Greet", "Talk"
 _REFUSED = os.strerror(errno.ECONNREFUSED)  # gRPC has one code for all failures to connect
-_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 1.0
 _REASON_SECONDS = 1.0  # the reason of a refusal comes a little after the refusal
 _PING_OPTIONS = (
     ("grpc.keepalive_time_ms", 2000),
@@ -77,9 +84,7 @@ _SERVER_OPTIONS = (
 
 @final
 class GrpcLink(Link):
-    """A `Link` to a task at an address. It connects at the first call.
-
-    After a connection has broken, calls wait 50 ms to 1 s until the next one is tried.
+    """A `Link` to a task at an address.
 
     Args:
         address: `"host:port"` of the task.
@@ -99,6 +104,7 @@ class GrpcLink(Link):
         credentials: Credentials | Token | None = None,
         limits: Limits | None = None,
     ) -> None:
+        super().__init__(f"{task} at {address}")
         self._grpc = _import_grpc()
         self._address = address
         self._task = task
@@ -106,62 +112,30 @@ class GrpcLink(Link):
         self._credentials = credentials if isinstance(credentials, Credentials) else None
         self._token = credentials if isinstance(credentials, Token) else None
         self._limits = limits or Limits()
-        self._name = f"{task} at {address}"
-        self._connection = _Connection(self._name)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"distributary link to {self._name}", daemon=True
-        )
-        self._thread.start()
 
-    def close(self) -> None:
-        """Ends the link; see `Link`."""
-        self._closed.set()
-        self._connection.cancel()
-        self._thread.join()
+    def _encode(self, message: Message) -> list[Buffer]:
+        return encode(message, self._limits)
 
-    def _start(self, message: Message) -> "tuple[Calls, Future[Message]]":
-        buffers = encode(message, self._limits)
-        connection = self._connection
-        number, future = connection.calls.begin()
-        connection.send(number, buffers)
-        return connection.calls, future
-
-    def _run(self) -> None:
-        pause = _MIN_PAUSE_SECONDS
-        try:
-            while not self._closed.is_set():
-                connection = self._connection
-                connection.wait_for_request()
-                if self._closed.is_set():
-                    break
-                error = self._converse(connection)
-                # Replaced before the calls end, so that a repeated call uses the new connection.
-                self._connection = _Connection(self._name)
-                connection.end(error)
-                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
-                if connection.has_heard:
-                    pause = _MIN_PAUSE_SECONDS
-                self._closed.wait(pause * random.uniform(0.5, 1))
-        finally:  # even after an error here, no call waits forever
-            self._connection.end(self._closed_error())
-
-    def _converse(self, connection: "_Connection") -> Exception:
-        """Sends and receives until the connection ends; returns why it did."""
-        assembly = Assembly(self._limits)
+    def _converse(self, connection: Connection) -> Exception:
+        is_proven: queue.SimpleQueue[bool] = queue.SimpleQueue()  # of the other end
         call: Any = None  # the call under way
+
+        def chunks() -> Iterator[bytes]:
+            """Yields what to send, in a thread of gRPC."""
+            if is_proven.get():
+                for number, buffers in connection.requests():
+                    yield from split(number, buffers)
+
         with self._channel() as channel:
             try:
                 asked: dict[str, str] = {}
                 if self._token is not None:
-                    call = self._watched(
-                        connection, channel.unary_unary(f"/{_SERVICE}/{_GREET}").future(b"")
-                    )
+                    call = channel.unary_unary(f"/{_SERVICE}/{_GREET}").future(b"")
+                    connection.cancel_at_end(call.cancel)
                     asked = self._token.ask(self._task, call.result().decode("latin-1"))
                 talk = channel.stream_stream(f"/{_SERVICE}/{_TALK}")
-                call = self._watched(
-                    connection, talk(connection.requests(), metadata=[*asked.items()])
-                )
+                call = talk(chunks(), metadata=[*asked.items()])
+                connection.cancel_at_end(call.cancel)
                 if self._is_stranger(call, asked):
                     call.cancel()
                     return UnauthenticatedError(
@@ -169,12 +143,9 @@ class GrpcLink(Link):
                         f" {self._task} of this job. Start all tasks with the same"
                         f" {TOKEN_VARIABLE}, or end the other program that listens there."
                     )
-                connection.allow()
-                for chunk in call:
-                    if (complete := assembly.add(chunk)) is not None:
-                        number, buffer = complete
-                        connection.has_heard = True
-                        connection.calls.reply(number, decode(buffer, self._limits))
+                is_proven.put(True)
+                for number, reply in _messages(call, self._limits):
+                    connection.reply(number, reply)
                 reason = "it has ended the connection"
             except WireError as error:
                 return error
@@ -185,8 +156,8 @@ class GrpcLink(Link):
                 if code == self._grpc.StatusCode.UNAUTHENTICATED:
                     return UnauthenticatedError(f"{self._name} refuses this task: {details}")
                 reason = f"{code.name}: {details}"
-        if self._closed.is_set():
-            return self._closed_error()
+            finally:
+                is_proven.put(False)
         if self._credentials and not connection.has_heard:
             reason += (
                 f". Its certificate must be that of role {self._role!r}, and of the same authority"
@@ -194,13 +165,6 @@ class GrpcLink(Link):
             )
         kind = RefusedError if _REFUSED in reason else ConnectionLostError
         return kind(f"No connection to {self._name}: {reason}.")
-
-    def _watched(self, connection: "_Connection", call: "grpc.Call") -> Any:
-        """Registers a call, so that `close` cancels it, and returns it."""
-        connection.call = call
-        if self._closed.is_set():
-            call.cancel()
-        return call
 
     def _is_stranger(self, call: "grpc.Call", asked: Mapping[str, str]) -> bool:
         """Returns whether the other end goes on without proving that it knows the token."""
@@ -212,9 +176,6 @@ class GrpcLink(Link):
             call.exception(_REASON_SECONDS)
         return bool(call.is_active())
 
-    def _closed_error(self) -> ConnectionLostError:
-        return ConnectionLostError(f"The link to {self._name} is closed.")
-
     def _channel(self) -> Any:
         if self._credentials is None:
             return self._grpc.insecure_channel(self._address, _CLIENT_OPTIONS)
@@ -225,48 +186,13 @@ class GrpcLink(Link):
         return self._grpc.secure_channel(self._address, credentials, (*_CLIENT_OPTIONS, name))
 
 
-@final
-class _Connection:
-    """A connection: requests on their way out, and the calls that wait for replies."""
-
-    call: Any = None
-    has_heard = False
-
-    def __init__(self, name: str) -> None:
-        self.calls = Calls(name)
-        self._allowed = threading.Event()
-        self._requests: queue.SimpleQueue[tuple[int, list[Buffer]] | None] = queue.SimpleQueue()
-        self._wanted = threading.Event()
-
-    def send(self, number: int, buffers: list[Buffer]) -> None:
-        self._requests.put((number, buffers))
-        if not self._wanted.is_set():
-            self._wanted.set()
-
-    def wait_for_request(self) -> None:
-        self._wanted.wait()
-
-    def requests(self) -> Iterator[bytes]:
-        """Yields the chunks to send, in a thread of gRPC, from `allow` until `end`."""
-        self._allowed.wait()
-        while (request := self._requests.get()) is not None:
-            number, buffers = request
-            if self.calls.is_waiting(number):
-                yield from split(number, buffers)
-
-    def allow(self) -> None:
-        """Lets the requests be sent, once the other end is known to be the task."""
-        self._allowed.set()
-
-    def cancel(self) -> None:
-        self._wanted.set()
-        if self.call is not None:
-            self.call.cancel()
-
-    def end(self, error: Exception) -> None:
-        self.calls.end(error)
-        self._requests.put(None)
-        self._allowed.set()  # sends nothing, as no call waits for a reply any more
+def _messages(chunks: Iterable[bytes], limits: Limits) -> Iterator[tuple[int, Message]]:
+    """Yields the messages in chunks, with their numbers; raises `WireError`."""
+    assembly = Assembly(limits)
+    for chunk in chunks:
+        if (complete := assembly.add(chunk)) is not None:
+            number, buffer = complete
+            yield number, decode(buffer, limits)
 
 
 @final
@@ -374,16 +300,11 @@ class GrpcServer:
     def _talk(self, chunks: Iterator[bytes], context: "grpc.ServicerContext") -> Iterator[bytes]:
         """Serves one link, in a thread of its own."""
         peer = self._peer(context)  # checked before anything from the caller is read
-        assembly = Assembly(self._limits)
-        for chunk in chunks:
-            try:
-                if (complete := assembly.add(chunk)) is None:
-                    continue
-                number, buffer = complete
-                request = decode(buffer, self._limits)
-            except WireError as error:
-                context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
-            yield from split(number, self._reply(request, peer))
+        try:
+            for number, request in _messages(chunks, self._limits):
+                yield from split(number, self._reply(request, peer))
+        except WireError as error:
+            context.abort(self._grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _reply(self, request: Message, peer: Peer) -> list[Buffer]:
         try:

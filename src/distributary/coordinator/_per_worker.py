@@ -12,12 +12,7 @@ from distributary.coordinator._closures import current_trace
 from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
 from distributary.coordinator._sources import as_maker
 from distributary.datasets import DatasetIterator
-from distributary.errors import (
-    ContextError,
-    InvalidTypeError,
-    OutOfRangeError,
-    UnsupportedError,
-)
+from distributary.errors import ContextError, InvalidTypeError, OutOfRangeError, UnsupportedError
 from distributary.tracing import current_scope, outside_of_trace
 
 __all__ = [
@@ -27,7 +22,6 @@ __all__ = [
     "PerWorkerIterator",
     "PerWorkerValues",
     "RemoteSource",
-    "SharedFeed",
     "closure_number",
     "experimental_get_current_worker_index",
 ]
@@ -148,7 +142,7 @@ class RemoteSource:
         kind: str,
         number: int,
         peek: Callable[[], tuple[list[Any], Any]],
-        feed: "Feed | SharedFeed | None" = None,
+        feed: "Feed | None" = None,
     ) -> None:
         self.kind = kind
         self.number = number
@@ -177,7 +171,7 @@ class RemoteSource:
                 "The batches of a per-worker dataset are on the workers. Call next(iterator) inside"
                 " a function, and schedule it with the iterator as an argument."
             )
-        return trace.take(self.kind, self.number, self.element_spec)
+        return trace.take(self.kind, self.number, self.element_spec, self.feed)
 
     @property
     def element_spec(self) -> Any:
@@ -193,15 +187,19 @@ class RemoteSource:
 
 @final
 class Feed:
-    """Batches that the coordinator makes for the workers, with one iterator per worker.
+    """Batches that the coordinator makes and sends to the workers.
 
     Args:
-        dataset: An iterable of batches, or a function that returns one.
+        number: See `RemoteSource`.
+        dataset: An iterable of batches, or a function that returns one: each worker has an iterator
+            of its own. Or an iterator in this process, of which each element goes to one closure.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._make = as_maker(dataset)
+    def __init__(self, number: int, dataset: Any) -> None:
+        self.number = number
+        self._dataset = dataset
         self._iterators: dict[int, Peekable] = {}
+        self._seen: tuple[list[Any], Any] | None = None
         self._lock = threading.Lock()
 
     def next(self, worker: int) -> list[np.ndarray]:
@@ -213,59 +211,25 @@ class Feed:
         return leaves_of(self._iterator(worker).next())
 
     def peek(self) -> tuple[list[Any], Any]:
-        """Returns the shapes and dtypes of the first worker's next batch, and its structure."""
-        element = self._iterator(0).peek()
-        return structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
+        """Returns the shapes and dtypes of the first batch it sees, and its structure."""
+        if self._seen is None:
+            with outside_of_trace():
+                element = self._iterator(0).peek()
+            self._seen = structs_of(shapes_of(leaves_of(element))), jax.tree.structure(element)
+        return self._seen
 
     def _iterator(self, worker: int) -> "Peekable":
+        of_all = isinstance(self._dataset, DatasetIterator)
         with self._lock:
-            if worker not in self._iterators:
-                self._iterators[worker] = Peekable(self._make)
-            return self._iterators[worker]
-
-
-@final
-class SharedFeed:
-    """The elements of an iterator in the coordinator's process. Each goes to one closure.
-
-    Args:
-        iterator: The iterator.
-        number: See `RemoteSource`.
-    """
-
-    def __init__(self, iterator: DatasetIterator, number: int) -> None:
-        self.number = number
-        self._iterator = iterator
-        self._seen: tuple[list[Any], Any] | None = None
-        self._lock = threading.Lock()
-
-    def next(self, worker: int) -> list[np.ndarray]:
-        """Returns the leaves of the next element.
-
-        Raises:
-            OutOfRangeError: after the last element.
-        """
-        with self._lock:
-            return leaves_of(self._pull())
-
-    def peek(self) -> tuple[list[Any], Any]:
-        """Returns the shapes and dtypes of the first element it sees, and its structure."""
-        with self._lock:
-            if self._seen is None:
-                with outside_of_trace():
-                    element = self._pull()
-                self._iterator.put_back(element)
-                structs = structs_of(shapes_of(leaves_of(element)))
-                self._seen = structs, jax.tree.structure(element)
-            return self._seen
-
-    def _pull(self) -> Any:
-        try:
-            return self._iterator.pull()
-        except StopIteration:
-            raise OutOfRangeError(
-                "The iterator that was given to schedule, or captured by the function, has ended."
-            ) from None
+            key = 0 if of_all else worker
+            if key not in self._iterators:
+                name = (
+                    "iterator that was given to schedule, or captured by the function,"
+                    if of_all
+                    else "dataset of a worker"
+                )
+                self._iterators[key] = Peekable(as_maker(self._dataset), name)
+            return self._iterators[key]
 
 
 @final
@@ -275,10 +239,12 @@ class Peekable:
     Args:
         make: Returns the iterable. It is called only when the first batch is needed: a worker that
             comes back is told of all earlier datasets, and most of them are no longer used.
+        name: Name of the iterable, for messages.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], name: str = "dataset of a worker") -> None:
         self._make = make
+        self._name = name
         self._iterator: Iterator[Any] | None = None
         self._ahead: list[Any] = []
         self._lock = threading.RLock()
@@ -286,14 +252,17 @@ class Peekable:
     def peek(self) -> Any:
         """Returns the next batch without taking it."""
         with self._lock:
-            if not self._ahead:
-                self._ahead.append(self.next())
-            return self._ahead[0]
+            element = self.next()
+            self.put_back(element)
+            return element
 
     def put_back(self, element: Nest) -> None:
         """Puts back the element that was taken last, so that it comes next again."""
         with self._lock:
-            self._ahead.append(element)
+            if isinstance(self._iterator, DatasetIterator):  # which others may use, too
+                self._iterator.put_back(element)
+            else:
+                self._ahead.append(element)
 
     def next(self) -> Any:
         """Takes the next batch.
@@ -309,4 +278,4 @@ class Peekable:
             try:
                 return next(self._iterator)
             except StopIteration:
-                raise OutOfRangeError("The dataset of a worker has ended.") from None
+                raise OutOfRangeError(f"The {self._name} has ended.") from None

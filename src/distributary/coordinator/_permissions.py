@@ -17,7 +17,7 @@ _CHIEF: Final = frozenset({"chief"})
 _WORKER: Final = frozenset({"worker"})
 _LOCAL: Final = frozenset({"local"})
 _OF_SESSIONS: Final = (IDENTIFY, "hello", "alive")
-_OF_WORKERS: Final = ("forget", "function", "peek", "plan", "run", "source")
+_OF_WORKERS: Final = ("forget", "peek", "plan", "run", "source")
 _OF_SERVERS: Final = ("adopt", "assign", "copy", "create", "drop", "finish", "load", "save")
 #: For each type of receiving task and each kind of message, the roles that may send it.
 SENDERS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {

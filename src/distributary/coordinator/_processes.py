@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
 from distributary.coordinator._certificates import Credentials
-from distributary.coordinator._cluster import Cluster, Task
+from distributary.coordinator._cluster import Cluster
 from distributary.coordinator._grpc import GrpcLink
-from distributary.coordinator._links import ConnectionLostError, UnauthenticatedError
+from distributary.coordinator._links import ConnectionLostError, Link, UnauthenticatedError
 from distributary.coordinator._messages import Message
 from distributary.coordinator._permissions import IDENTIFY
+from distributary.coordinator._sessions import Task
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
 from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
@@ -25,6 +26,7 @@ __all__ = [
     "cluster_of",
     "connect",
     "connect_seconds",
+    "grpc_task",
     "meet",
     "tasks_of",
 ]
@@ -118,20 +120,18 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
         ClusterError: see `cluster_of`.
     """
     credentials = credentials_of("chief", environ)
-
-    def link(peer: Peer) -> GrpcLink:
-        return GrpcLink(peer.address, peer.name, credentials)
-
     num_devices = meet(peers, credentials, connect_seconds(environ))
+    tasks = {peer: grpc_task(peer, credentials) for peer in peers}
+    workers, servers = (
+        [task for peer, task in tasks.items() if peer.task_type == task_type]
+        for task_type in ("worker", "ps")
+    )
+    return Cluster(workers, servers, describe, num_devices)
 
-    def tasks(task_type: str) -> list[Task]:
-        return [
-            Task(str(peer), functools.partial(link, peer))
-            for peer in peers
-            if peer.task_type == task_type
-        ]
 
-    return Cluster(tasks("worker"), tasks("ps"), describe, num_devices)
+def grpc_task(peer: Peer, credentials: Credentials | Token | None) -> Task:
+    """Returns a worker or server in another process, which a task with `credentials` can call."""
+    return Task(str(peer), functools.partial(GrpcLink, peer.address, peer.name, credentials))
 
 
 def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: float) -> int:
@@ -149,7 +149,7 @@ def meet(peers: list[Peer], credentials: Credentials | Token | None, seconds: fl
         ClusterError: see `cluster_of`.
     """
     _log.info("Waiting for %s", ", ".join(map(str, peers)))
-    links = {peer: GrpcLink(peer.address, peer.name, credentials) for peer in peers}
+    links = {peer: grpc_task(peer, credentials).connect() for peer in peers}
     try:
         return _num_devices(_meet(links, seconds))
     finally:
@@ -174,7 +174,7 @@ def _num_devices(found: Mapping[Peer, dict[str, Any]]) -> int:
     return int(expected)
 
 
-def _meet(links: dict[Peer, GrpcLink], seconds: float) -> dict[Peer, dict[str, Any]]:
+def _meet(links: dict[Peer, Link], seconds: float) -> dict[Peer, dict[str, Any]]:
     end = time.monotonic() + seconds
     calls = {link.start(Message(IDENTIFY)): peer for peer, link in links.items()}
     reasons: dict[Peer, Exception] = {}

@@ -153,9 +153,6 @@ class ProgramCache:
         self._devices = None if devices is None else tuple(devices)
         self._calls: dict[str, Callable[..., Sequence[Any]]] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._calls
-
     def add(self, content: bytes) -> str:
         """Adds the content of a program, and returns its name.
 

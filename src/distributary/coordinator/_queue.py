@@ -28,6 +28,7 @@ class RemoteValue:
     """
 
     def __init__(self) -> None:
+        # Not a `concurrent.futures.Future`, which makes closures that do nothing a fifth slower.
         self._ready = threading.Event()
         self._value: Nest = None
         self._error: BaseException | None = None

@@ -4,24 +4,26 @@ Ray places the actors, restarts them and knows where they are. They talk to each
 own connections, as processes do.
 """
 
+import functools
 import itertools
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE, Peer
 from distributary.coordinator._certificates import CERTIFICATES_VARIABLE, Credentials
-from distributary.coordinator._cluster import Cluster, Task, check_numbers
-from distributary.coordinator._grpc import GrpcLink
-from distributary.coordinator._links import ConnectionLostError
+from distributary.coordinator._cluster import Cluster, check_numbers
+from distributary.coordinator._links import ConnectionLostError, Link
 from distributary.coordinator._messages import JSON
-from distributary.coordinator._processes import CONNECT_VARIABLE, connect_seconds, meet
+from distributary.coordinator._processes import CONNECT_VARIABLE, connect_seconds, grpc_task, meet
+from distributary.coordinator._server import TaskServer
+from distributary.coordinator._sessions import Task
 from distributary.coordinator._sources import UnknownMakerError, as_maker
 from distributary.coordinator._statistics import METRICS_VARIABLE
-from distributary.coordinator._task_server import TaskServer
 from distributary.coordinator._token import Token, credentials_of
 from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError
 
@@ -48,51 +50,46 @@ class RayCluster(Cluster):
         has_certificates = isinstance(self._credentials, Credentials)
         if not (self._credentials or insecure):
             self._credentials = Token.new()
-        seconds = connect_seconds(os.environ)
         if not ray.is_initialized():
             ray.init()
         is_local = not (insecure or has_certificates)
-        common = {
+        environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        if isinstance(self._credentials, Token):
+            environ[TOKEN_VARIABLE] = self._credentials.secret
+        self._job = _Job(
+            secrets.token_hex(4),
+            num_workers,
+            num_servers,
+            "127.0.0.1" if is_local else None,
+            environ,
+            insecure,
+        )
+        seconds = self._job.seconds
+        options = {
             "max_restarts": -1,
             "max_task_retries": -1,  # so that Ray itself waits for a task that it restarts
             "scheduling_strategy": _here(ray) if is_local else "SPREAD",
         }
-        job = secrets.token_hex(4)
-        environ = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        if isinstance(self._credentials, Token):
-            environ[TOKEN_VARIABLE] = self._credentials.secret
-        of_all = {
-            "job": job,
-            "num_workers": num_workers,
-            "num_servers": num_servers,
-            "host": "127.0.0.1" if is_local else None,
-            "environ": environ,
-            "insecure": insecure,
-        }
         self._actors: dict[str, Any] = {}
-
-        def start(
-            task_type: str, number: int, seconds: float, options: dict[str, Any]
-        ) -> list[Task]:
-            tasks = []
-            for i in range(number):
-                name = f"{task_type} {i}"
-                options = {**common, **options, "name": _name_of_actor(name, job)}
-                self._actors[name] = (
-                    ray.remote(DistributaryTask).options(**options).remote(task_type, i, **of_all)
-                )
-                tasks.append(Task(name, self._connector(name, seconds)))
-            return tasks
-
-        servers = start("ps", num_servers, seconds, {"num_cpus": 0, **ps_options})
-        workers = start("worker", num_workers, _ASK_SECONDS, {"num_cpus": 1, **worker_options})
-        makers = _Makers(ray, self._actors["ps 0"], seconds)
-        super().__init__(workers, servers, makers.describe)
+        servers = self._start("ps", num_servers, {**options, "num_cpus": 0, **ps_options})
+        workers = self._start("worker", num_workers, {**options, "num_cpus": 1, **worker_options})
+        super().__init__(workers, servers, _Makers(self._job).describe)
         try:
             self.devices_per_worker = meet(self._wait(seconds), self._credentials, seconds)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, task_type: str, number: int, options: Mapping[str, Any]) -> list[Task]:
+        tasks = []
+        for i in range(number):
+            name = f"{task_type} {i}"
+            actor = self._ray.remote(DistributaryTask).options(
+                **{**options, "name": self._job.name_of_actor(name)}
+            )
+            self._actors[name] = actor.remote(task_type, i, self._job)
+            tasks.append(Task(name, functools.partial(self._connect, name)))
+        return tasks
 
     def close(self) -> None:
         """Ends the coordinators of the cluster, and all tasks."""
@@ -124,14 +121,11 @@ class RayCluster(Cluster):
                 )
         return peers
 
-    def _connector(self, name: str, seconds: float) -> Callable[[], GrpcLink]:
-        """Returns a function that connects to a task, wherever Ray has last started it."""
-
-        def connect() -> GrpcLink:
-            peer = _ask(self._ray, self._actors[name].peer, name, seconds)
-            return GrpcLink(peer.address, peer.name, self._credentials)
-
-        return connect
+    def _connect(self, name: str) -> Link:
+        """Connects to a task, wherever Ray has last started it."""
+        seconds = _ASK_SECONDS if name.startswith("worker") else self._job.seconds
+        peer = self._job.ask(name, "peer", seconds=seconds, kind=ConnectionLostError)
+        return grpc_task(peer, self._credentials).connect()
 
     def __repr__(self) -> str:
         return f"ray_cluster(workers={len(self.workers)}, ps={len(self.servers)})"
@@ -175,6 +169,55 @@ def ray_cluster(
     return RayCluster(workers, ps, worker_options or {}, ps_options or {}, insecure)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the tasks of a job have in common, and how they reach each other through Ray.
+
+    Attributes:
+        name: Text that is part of the names of the actors.
+        num_workers: Number of workers.
+        num_servers: Number of servers.
+        host: Host to listen at; None for the address of the machine.
+        environ: Variables from the chief's environment.
+        insecure: Whether to do without certificates.
+    """
+
+    name: str
+    num_workers: int
+    num_servers: int
+    host: str | None
+    environ: Mapping[str, str]
+    insecure: bool
+
+    @property
+    def seconds(self) -> float:
+        """Number of seconds to wait for a task."""
+        return connect_seconds(self.environ)
+
+    def name_of_actor(self, task: str) -> str:
+        """Returns the name by which Ray knows a task."""
+        return f"distributary {self.name} {task}"
+
+    def ask(
+        self,
+        task: str,
+        method: str,
+        *args: Any,
+        seconds: float | None = None,
+        kind: type[Exception] = PSUnavailableError,
+    ) -> Any:
+        """Calls a method of a task's actor; raises an error of type `kind` if it is not there."""
+        ray = _import_ray()
+        try:
+            # By name: handles among an actor's arguments could be gone when Ray restarts it.
+            actor = ray.get_actor(self.name_of_actor(task))
+            call = getattr(actor, method).remote(*args)
+            return ray.get(call, timeout=self.seconds if seconds is None else seconds)
+        except (ValueError, ray.exceptions.RayError) as error:
+            raise kind(f"{task} cannot be reached: {error}") from error
+
+
 class DistributaryTask:
     """A worker or server in a Ray actor.
 
@@ -183,42 +226,23 @@ class DistributaryTask:
     Args:
         task_type: `"worker"` or `"ps"`.
         task_id: The number of the task.
-        job: Text that is part of the names of the job's actors.
-        num_workers: Number of workers.
-        num_servers: Number of servers.
-        host: Host to listen at; None for the address of its machine.
-        environ: Variables from the chief's environment.
-        insecure: Whether to do without certificates.
+        job: The job that it belongs to.
     """
 
-    def __init__(
-        self,
-        task_type: str,
-        task_id: int,
-        *,
-        job: str,
-        num_workers: int,
-        num_servers: int,
-        host: str | None,
-        environ: Mapping[str, str],
-        insecure: bool,
-    ) -> None:
-        self._ray = ray = _import_ray()
+    def __init__(self, task_type: str, task_id: int, job: _Job) -> None:
         self._task = task_type, task_id
-        self._job = job
-        self._num_servers = num_servers
-        self._seconds = connect_seconds(environ)
         self._kept: dict[int, bytes] = {}
-        host = host or ray.util.get_node_ip_address()
+        host = job.host or _import_ray().util.get_node_ip_address()
+        servers = [f"ps {i}" for i in range(job.num_servers)]
         self._server = TaskServer(
             task_type,
             task_id,
             f"[{host}]:0" if ":" in host else f"{host}:0",
-            find_servers=self._find_servers,
-            find=self._find,
-            num_tasks=num_workers + num_servers,
-            environ=environ,
-            insecure=insecure,
+            find_servers=lambda: [job.ask(name, "peer") for name in servers],
+            find=_Makers(job).find,
+            num_tasks=job.num_workers + job.num_servers,
+            environ=job.environ,
+            insecure=job.insecure,
         )
 
     def peer(self) -> Peer:
@@ -233,22 +257,6 @@ class DistributaryTask:
         """Returns the content kept under a number, or None if there is none."""
         return self._kept.get(number)
 
-    def _find_servers(self) -> list[Peer]:
-        return [
-            _ask(self._ray, self._actor(name).peer, name, self._seconds, PSUnavailableError)
-            for name in (f"ps {i}" for i in range(self._num_servers))
-        ]
-
-    def _find(self, description: JSON) -> Callable[[], Any]:
-        return _Makers(self._ray, self._actor("ps 0"), self._seconds).find(description)
-
-    def _actor(self, name: str) -> Any:
-        # By name: handles among an actor's arguments could be gone when Ray restarts it.
-        try:
-            return self._ray.get_actor(_name_of_actor(name, self._job))
-        except ValueError as error:
-            raise PSUnavailableError(f"{name} has ended: {error}") from error
-
     def __repr__(self) -> str:
         return "{} {}".format(*self._task)
 
@@ -257,10 +265,8 @@ class DistributaryTask:
 class _Makers:
     """Functions that Ray sends to workers. The first server keeps them as long as variables."""
 
-    def __init__(self, ray: ModuleType, server: Any, seconds: float) -> None:
-        self._ray = ray
-        self._server = server
-        self._seconds = seconds
+    def __init__(self, job: _Job) -> None:
+        self._job = job
         self._numbers = itertools.count()
 
     def describe(self, maker: Any) -> JSON:
@@ -271,11 +277,11 @@ class _Makers:
             PSUnavailableError: if the server is lost.
         """
         try:
-            content = self._ray.cloudpickle.dumps(maker)
+            content = _import_ray().cloudpickle.dumps(maker)
         except Exception as error:  # pickling runs code of its parts, which can raise anything
             raise UnknownMakerError(f"Ray cannot send it to them ({error})") from error
         number = next(self._numbers)
-        self._ask(self._server.keep, number, content)
+        self._job.ask("ps 0", "keep", number, content)
         return number
 
     def find(self, number: JSON) -> Callable[[], Any]:
@@ -285,35 +291,13 @@ class _Makers:
             PSUnavailableError: if the server is lost.
             UnknownMakerError: if a module that it needs is missing here.
         """
-        content = self._ask(self._server.kept, number)
+        content = self._job.ask("ps 0", "kept", number)
         if content is None:
             raise PSUnavailableError("ps 0 was started again, and has lost its variables.")
         try:
-            return as_maker(self._ray.cloudpickle.loads(content))
+            return as_maker(_import_ray().cloudpickle.loads(content))
         except ModuleNotFoundError as error:
             raise UnknownMakerError(f"a worker cannot import what it needs: {error}") from error
-
-    def _ask(self, method: Any, *args: Any) -> Any:
-        return _ask(self._ray, method, "ps 0", self._seconds, PSUnavailableError, *args)
-
-
-def _ask(
-    ray: ModuleType,
-    method: Any,
-    name: str,
-    seconds: float,
-    kind: type[Exception] = ConnectionLostError,
-    *args: Any,
-) -> Any:
-    """Calls a method of a task's actor; raises an error of type `kind` if Ray cannot reach it."""
-    try:
-        return ray.get(method.remote(*args), timeout=seconds)
-    except ray.exceptions.RayError as error:
-        raise kind(f"{name} cannot be reached: {error}") from error
-
-
-def _name_of_actor(name: str, job: str) -> str:
-    return f"distributary {job} {name}"
 
 
 def _here(ray: ModuleType) -> Any:

@@ -1,20 +1,40 @@
 """A process that is a worker or a parameter server."""
 
+import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, final
 
-from distributary.cluster_resolver import ClusterResolver, ClusterSpec, multi_worker
-from distributary.coordinator._processes import tasks_of
-from distributary.coordinator._sources import find, is_reimporting
-from distributary.coordinator._task_server import TaskServer
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+import jax
 
-__all__ = ["Server", "ServerDef"]
+from distributary.cluster_resolver import ClusterResolver, ClusterSpec, Peer, multi_worker
+from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._grpc import GrpcServer
+from distributary.coordinator._links import Service
+from distributary.coordinator._messages import JSON
+from distributary.coordinator._permissions import RoleCheck
+from distributary.coordinator._processes import connect_seconds, grpc_task, tasks_of
+from distributary.coordinator._sources import find, is_reimporting
+from distributary.coordinator._statistics import lines_of, metrics_server
+from distributary.coordinator._token import Token, credentials_of
+from distributary.coordinator._worker import new_service
+from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
+from distributary.topology import backends_started, prepare_local_devices
+
+__all__ = ["Server", "ServerDef", "TaskServer"]
+
+_log = logging.getLogger(__name__)
+
+_LINKS_PER_TASK = 8
+_MIN_LINKS = 256
+_POLL_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0  # for requests under way at the end; a dataset may block forever
 
 
 @final
@@ -150,6 +170,106 @@ class Server:
     def _address(self) -> str:
         this = self._server_def
         return this.cluster.task_address(this.job_name, this.task_index)
+
+
+@final
+class TaskServer:
+    """A worker or parameter server that listens at an address from now on.
+
+    Args:
+        task_type: `"worker"` or `"ps"`.
+        task_id: Number of the task.
+        address: Address to listen at. Port 0 takes a free port.
+        find_servers: Returns the servers of the job, by number. A worker calls it for every
+            coordinator.
+        find: Returns the function that a coordinator has described.
+        num_tasks: Number of workers and servers of the job.
+        environ: The environment, for certificates, the token, metrics and times.
+        insecure: Allows any address without certificates and without a token.
+
+    Raises:
+        ClusterError: if it cannot listen at its address, or must not do so without certificates or
+            a token, or if its host name still has no address after `DISTRIBUTARY_CONNECT_SECONDS`
+            (120).
+        MissingPackageError: if grpcio is not installed.
+
+    Attributes:
+        address: The address, with the port that was taken.
+    """
+
+    def __init__(
+        self,
+        task_type: str,
+        task_id: int,
+        address: str,
+        *,
+        find_servers: Callable[[], Sequence[Peer]],
+        find: Callable[[JSON], Callable[[], Any]],
+        num_tasks: int,
+        environ: Mapping[str, str],
+        insecure: bool,
+    ) -> None:
+        credentials = credentials_of(task_type, environ)
+        if not backends_started():
+            # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
+            jax.config.update("jax_platforms", "cpu")
+        prepare_local_devices()
+        self._service = new_service(
+            task_type,
+            task_id,
+            servers=lambda: [grpc_task(server, credentials) for server in find_servers()],
+            find=find,
+            devices=lambda: jax.local_devices(backend="cpu"),
+        )
+        self._metrics = metrics_server(
+            environ, lambda: lines_of(task_type, self._service.statistics())
+        )
+        try:
+            self._server = _listen(
+                RoleCheck(task_type, task_id, self._service),
+                address,
+                credentials,
+                task=f"{task_type} {task_id}",
+                max_links=max(_MIN_LINKS, _LINKS_PER_TASK * num_tasks),
+                insecure=insecure,
+                end=time.monotonic() + connect_seconds(environ),
+            )
+        except BaseException:
+            if self._metrics is not None:
+                self._metrics.close()
+            raise
+        self.address = self._server.address
+
+    def close(self) -> None:
+        """Ends the work of the task, and all connections."""
+        self._service.close()  # first, as it ends requests that wait for a server's reply
+        self._server.close(_CLOSE_SECONDS)
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _listen(
+    service: Service,
+    address: str,
+    credentials: Credentials | Token | None,
+    *,
+    task: str,
+    max_links: int,
+    insecure: bool,
+    end: float,
+) -> GrpcServer:
+    while True:
+        try:
+            return GrpcServer(
+                service, address, credentials, task=task, max_links=max_links, insecure=insecure
+            )
+        except ClusterError as error:
+            # Kubernetes publishes the name of a pod some time after the pod has started.
+            is_early = isinstance(error.__cause__, socket.gaierror)
+            if not is_early or time.monotonic() >= end:
+                raise
+            _log.info("%s", error)
+        time.sleep(_POLL_SECONDS)
 
 
 def _server_def(

@@ -9,8 +9,11 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, final
 
 from distributary.coordinator._links import (
     ConnectionLostError,
@@ -18,14 +21,9 @@ from distributary.coordinator._links import (
     Link,
     Peer,
     RefusedError,
-    Service,
 )
 from distributary.coordinator._messages import Message
-from distributary.errors import (
-    CoordinatorReplacedError,
-    InvalidValueError,
-    PSUnavailableError,
-)
+from distributary.errors import CoordinatorReplacedError, InvalidValueError, PSUnavailableError
 
 __all__ = [
     "Heartbeat",
@@ -34,7 +32,9 @@ __all__ = [
     "SessionLink",
     "SessionLostError",
     "SessionService",
+    "Task",
     "Tenant",
+    "call_all",
     "hello",
     "new_session",
 ]
@@ -51,12 +51,39 @@ class SessionLostError(ConnectionLostError):
     """A call to a task that does not know the session, because it was started again."""
 
 
-class Tenant(Service, Protocol):
-    """The service that a task provides to one session."""
+class Tenant(ABC):
+    """The service that a task provides to one session.
 
+    Messages of a kind such as `push` are handled by the method `_on_push`. It takes the message and
+    returns the reply; None stands for the reply "ok".
+
+    Args:
+        name: Name of the task, for messages.
+        parts: Other objects with such methods.
+    """
+
+    def __init__(self, name: str, *parts: object) -> None:
+        self.name = name
+        self._parts = parts
+
+    def handle(self, message: Message, peer: Peer | None) -> Message:
+        """Handles a message, and returns the reply.
+
+        Raises:
+            InvalidValueError: for messages that make no sense here.
+        """
+        method: Callable[[Message], Message | None] | None
+        for part in (self, *self._parts):
+            method = getattr(part, f"_on_{message.kind}", None)
+            if method is not None:
+                return method(message) or Message("ok")
+        raise InvalidValueError(f"{self.name} got the message {message.kind!r}.")
+
+    @abstractmethod
     def close(self) -> None:
         """Frees everything kept for the session, which has ended."""
 
+    @abstractmethod
     def statistics(self) -> dict[str, float]:
         """Returns numbers about the work done, by name."""
 
@@ -183,18 +210,31 @@ class _Stay:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A worker or server, as another task sees it.
+
+    Attributes:
+        name: Name and address, for messages.
+        connect: Opens a link to the task.
+    """
+
+    name: str
+    connect: Callable[[], Link]
+
+
+@final
 class SessionLink:
     """A link to a task that adds the session to every call.
 
     Args:
-        link: The link to the task.
-        name: Name of the task, for messages.
+        task: The task.
         session: The session.
     """
 
-    def __init__(self, link: Link, name: str, session: SessionId) -> None:
-        self._link = link
-        self.name = name
+    def __init__(self, task: Task, session: SessionId) -> None:
+        self.name = task.name
+        self._link = task.connect()
         self._session = session
 
     def call(self, message: Message, timeout: float | None = None) -> Message:
@@ -205,9 +245,7 @@ class SessionLink:
             CoordinatorReplacedError: if the task has begun a newer session.
         """
         fields = {**message.fields, "session": self._session}
-        reply = self._link.call(
-            Message(message.kind, fields, message.arrays, message.blobs), timeout
-        )
+        reply = self._link.call(replace(message, fields=fields), timeout)
         if reply.kind == _UNKNOWN:
             raise SessionLostError(f"{self.name} was started again.")
         if reply.kind == _NEWER:
@@ -227,15 +265,16 @@ class ServerLink:
     """A link to a server within a session that hides short breaks of the connection.
 
     Args:
-        link: The link to the server.
+        server: The server.
+        session: The session.
 
     Attributes:
         sent_bytes: Bytes of the arrays in requests.
         received_bytes: Bytes of the arrays in replies.
     """
 
-    def __init__(self, link: SessionLink) -> None:
-        self._link = link
+    def __init__(self, server: Task, session: SessionId) -> None:
+        self._link = SessionLink(server, session)
         self._once = threading.Lock()
         self._requests = itertools.count(1)
         self.sent_bytes = 0
@@ -279,7 +318,7 @@ class ServerLink:
         """
         with self._once:
             fields = {**message.fields, "request": next(self._requests)}
-            return self.call(Message(message.kind, fields, message.arrays, message.blobs))
+            return self.call(replace(message, fields=fields))
 
     def close(self) -> None:
         """Ends the link."""
@@ -290,6 +329,20 @@ class ServerLink:
             f"{self._link.name} {event}. Create the strategy and its variables again, and restore"
             " them from the last checkpoint."
         )
+
+
+def call_all(
+    links: Sequence[ServerLink] | Mapping[int, ServerLink], messages: Mapping[int, Message]
+) -> dict[int, Message]:
+    """Calls servers at the same time, and returns the replies, by server number.
+
+    Args:
+        links: The links, by server number.
+        messages: The message for each server that is called.
+    """
+    with ThreadPoolExecutor(max(1, len(messages))) as threads:
+        calls = {i: threads.submit(links[i].call, message) for i, message in messages.items()}
+    return {i: call.result() for i, call in calls.items()}
 
 
 @final

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedSource",
-    "LocalMakers",
     "ScriptEndError",
     "UnknownMakerError",
     "as_maker",
@@ -109,23 +108,6 @@ def is_reimporting() -> bool:
 def as_maker(value: Any) -> Callable[[], Any]:
     """Returns a function that returns data, given such a function or the data itself."""
     return value if callable(value) else lambda: value
-
-
-@final
-class LocalMakers:
-    """The functions that workers in the same process can call."""
-
-    def __init__(self) -> None:
-        self._makers: dict[int, Any] = {}
-
-    def describe(self, maker: Any) -> JSON:
-        """Stores a function or data, and returns a number for it."""
-        self._makers[id(maker)] = maker
-        return id(maker)
-
-    def find(self, description: JSON) -> Callable[[], Any]:
-        """Returns the function with a number."""
-        return as_maker(self._makers[description])
 
 
 def distributed_by(maker: Any, strategy: object) -> Any:

@@ -13,11 +13,11 @@ from distributary.monitoring import Answer, HttpServer
 __all__ = [
     "METRICS_VARIABLE",
     "CoordinatorStatistics",
-    "MetricsServer",
     "ServerStatistics",
     "Tally",
     "WorkerStatistics",
     "lines_of",
+    "metrics_server",
 ]
 
 _log = logging.getLogger(__name__)
@@ -133,50 +133,35 @@ class Tally:
             self.sums[name] += other[name]
 
 
-@final
-class MetricsServer:
-    """An HTTP server that shows metrics to this machine.
+def metrics_server(
+    environ: Mapping[str, str], collect: Callable[[], Iterable[str]]
+) -> HttpServer | None:
+    """Starts an HTTP server that shows metrics to this machine.
 
     Args:
-        port: The first port to try, as another process of the job may have it. 0 takes any free
-            port.
+        environ: The environment. `DISTRIBUTARY_METRICS_PORT` is the first port to try, as another
+            process of the job may have it; 0 takes any free port. Without it, there is no server.
         collect: Returns the lines of the answer.
 
-    Attributes:
-        port: The port that was taken.
+    Raises:
+        InvalidValueError: if it is not a port.
     """
+    text = environ.get(METRICS_VARIABLE)
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) + _NUM_PORTS > 1 << 16:
+        raise InvalidValueError(
+            f"{METRICS_VARIABLE} is {text!r}, expected the number of a port: the first of"
+            f" {_NUM_PORTS}, of which every process of the job on this machine takes one."
+        )
 
-    def __init__(self, port: int, collect: Callable[[], Iterable[str]]) -> None:
-        def respond(path: str) -> Answer:
-            text = "".join(f"{line}\n" for line in collect())
-            return Answer(text.encode(), "text/plain; version=0.0.4")
+    def respond(path: str) -> Answer:
+        lines = "".join(f"{line}\n" for line in collect())
+        return Answer(lines.encode(), "text/plain; version=0.0.4")
 
-        self._server = HttpServer("127.0.0.1", port, respond, "distributary metrics", _NUM_PORTS)
-        self.port = self._server.port
-        _log.info("Metrics at http://127.0.0.1:%d/metrics", self.port)
-
-    @classmethod
-    def from_environ(
-        cls, environ: Mapping[str, str], collect: Callable[[], Iterable[str]]
-    ) -> "MetricsServer | None":
-        """Starts a server at the port in `DISTRIBUTARY_METRICS_PORT`; returns None if not set.
-
-        Raises:
-            InvalidValueError: if it is not a port.
-        """
-        text = environ.get(METRICS_VARIABLE)
-        if not text:
-            return None
-        if not text.isdecimal() or int(text) + _NUM_PORTS > 1 << 16:
-            raise InvalidValueError(
-                f"{METRICS_VARIABLE} is {text!r}, expected the number of a port: the first of"
-                f" {_NUM_PORTS}, of which every process of the job on this machine takes one."
-            )
-        return cls(int(text), collect)
-
-    def close(self) -> None:
-        """Ends the server and its thread."""
-        self._server.close()
+    server = HttpServer("127.0.0.1", int(text), respond, "distributary metrics", _NUM_PORTS)
+    _log.info("Metrics at http://127.0.0.1:%d/metrics", server.port)
+    return server
 
 
 def lines_of(prefix: str, statistics: Any, labels: str = "") -> list[str]:

@@ -2,17 +2,17 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distributary.coordinator._copies import Copies, frozen
-from distributary.coordinator._links import Peer
 from distributary.coordinator._messages import Message, from_json
 from distributary.coordinator._plans import Update
 from distributary.coordinator._programs import ProgramCache
+from distributary.coordinator._sessions import Tenant
 from distributary.coordinator._table_rows import (
     bucket_sizes,
     check_rows,
@@ -27,7 +27,7 @@ __all__ = ["ParameterServer"]
 
 
 @final
-class ParameterServer:
+class ParameterServer(Tenant):
     """The service of one task `ps`. Nothing else changes its variables.
 
     A push is applied as a whole, and once per closure, even if it is sent again. Arrays are
@@ -57,18 +57,16 @@ class ParameterServer:
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number
         self._state: dict[int, jax.Array | np.ndarray] = {}
         self._programs = ProgramCache()
         self._updates: dict[str, Update] = {}
         self._lock = threading.Lock()
         self._copies = Copies(number, self._state, self._lock)
+        super().__init__(f"ps {number}", self._copies)
         self._finished = 0
         self._applied: set[int] = set()
-        self._num_pushes = 0
-        self._num_repeated = 0
-        self._staleness_sum = 0
-        self._max_staleness = 0
+        names = ("num_pushes", "num_repeated", "staleness_sum", "max_staleness")
+        self._counts = dict.fromkeys(names, 0)
 
     def close(self) -> None:
         """Forgets the variables and their copies."""
@@ -79,38 +77,19 @@ class ParameterServer:
     def statistics(self) -> dict[str, float]:
         """Returns the fields of `ServerStatistics`."""
         with self._lock:
-            return {
-                "num_pushes": self._num_pushes,
-                "num_repeated": self._num_repeated,
-                "staleness_sum": self._staleness_sum,
-                "max_staleness": self._max_staleness,
-            }
+            return {**self._counts}
 
-    def handle(self, message: Message, peer: Peer | None) -> Message:
-        """Handles a message, and returns the reply.
-
-        Raises:
-            InvalidValueError: for messages that make no sense here.
-        """
-        if message.kind in Copies.kinds:
-            return self._copies.handle(message)
-        method = self._methods.get(message.kind)
-        if method is None:
-            raise InvalidValueError(f"ps {self.number} got the message {message.kind!r}.")
-        return method(self, message)
-
-    def _create(self, message: Message) -> Message:
+    def _on_create(self, message: Message) -> None:
         with self._lock:
             for number, array in zip(message.fields["ids"], message.arrays, strict=True):
                 if number in self._state:
-                    raise InvalidValueError(f"ps {self.number} has variable {number} already.")
+                    raise InvalidValueError(f"{self.name} has variable {number} already.")
                 zeros = message.fields.get("zeros")
                 self._state[number] = (
                     jnp.array(array) if zeros is None else np.zeros(zeros, array.dtype)
                 )
-        return Message("ok")
 
-    def _read(self, message: Message) -> Message:
+    def _on_read(self, message: Message) -> Message:
         with self._lock:
             return self._values(message.fields["ids"], message.arrays)
 
@@ -120,15 +99,15 @@ class ParameterServer:
         arrays = self._arrays(ids)
         whole = [frozen(array) for array in arrays[:num_whole]]
         taken = map(take_rows, arrays[num_whole:], rows)
-        return Message("ok", {"version": self._num_pushes}, [*whole, *taken])
+        return Message("ok", {"version": self._counts["num_pushes"]}, [*whole, *taken])
 
     def _arrays(self, ids: list[int]) -> list[Any]:
         for number in ids:
             if number not in self._state:
-                raise InvalidValueError(f"ps {self.number} has no variable {number}.")
+                raise InvalidValueError(f"{self.name} has no variable {number}.")
         return [self._state[number] for number in ids]
 
-    def _assign(self, message: Message) -> Message:
+    def _on_assign(self, message: Message) -> None:
         operation = _OPERATIONS[message.fields["operation"]]
         with self._lock:
             ids = message.fields["ids"]
@@ -139,44 +118,42 @@ class ParameterServer:
                     before = self._table(number)[start : start + len(array)]
                 if array.shape != before.shape:
                     raise InvalidValueError(
-                        f"ps {self.number}: variable {number} has shape {before.shape}, and is"
+                        f"{self.name}: variable {number} has shape {before.shape}, and is"
                         f" assigned {array.shape}."
                     )
                 if start is None:
                     self._state[number] = operation(before, jnp.asarray(array, before.dtype))
                 else:
                     before[...] = operation(before, np.asarray(array, before.dtype))
-        return Message("ok")
 
-    def _add_update(self, message: Message) -> Message:
+    def _on_update(self, message: Message) -> None:
         update = from_json(Update, message.fields["update"])
         (content,) = message.blobs
         with self._lock:
             for own in update.rows:
                 self._check_num_rows(own, [*update.states, *update.outputs])
         if self._programs.add(content) != update.program:
-            raise InvalidValueError(f"ps {self.number} got an update with another program.")
+            raise InvalidValueError(f"{self.name} got an update with another program.")
         self._updates[update.name] = update
-        return Message("ok")
 
-    def _push(self, message: Message) -> Message:
+    def _on_push(self, message: Message) -> Message:
         fields = message.fields
         update = self._updates.get(fields["update"])
         if update is None:
-            raise InvalidValueError(f"ps {self.number} has no update {fields['update']!r}.")
+            raise InvalidValueError(f"{self.name} has no update {fields['update']!r}.")
         num_pushed = len(message.arrays) - fields["num_row_reads"]
         with self._lock:
-            closure = fields["closure"]
+            closure, counts = fields["closure"], self._counts
             if closure < self._finished or closure in self._applied:
-                self._num_repeated += 1
+                counts["num_repeated"] += 1
             else:
                 # Without a version, the worker has read nothing from this server.
-                staleness = self._num_pushes - fields.get("version", self._num_pushes)
+                staleness = counts["num_pushes"] - fields.get("version", counts["num_pushes"])
                 self._apply(update, message.arrays[:num_pushed])
                 self._applied.add(closure)
-                self._staleness_sum += staleness
-                self._max_staleness = max(self._max_staleness, staleness)
-                self._num_pushes += 1
+                counts["staleness_sum"] += staleness
+                counts["max_staleness"] = max(counts["max_staleness"], staleness)
+                counts["num_pushes"] += 1
             return self._values(fields["ids"], message.arrays[num_pushed:])
 
     def _apply(self, update: Update, arrays: list[np.ndarray]) -> None:
@@ -206,7 +183,7 @@ class ParameterServer:
             check_rows(rows, table.shape)
             if values.shape != (len(rows), *table.shape[1:]):
                 raise InvalidValueError(
-                    f"ps {self.number}: an update has computed rows of shape {values.shape} for"
+                    f"{self.name}: an update has computed rows of shape {values.shape} for"
                     f" {len(rows)} rows of a variable of shape {table.shape}."
                 )
         for table, rows, values in changes:
@@ -224,7 +201,7 @@ class ParameterServer:
         shapes = [array.shape for array in self._arrays(ids)]
         if own.is_whole and not any(shape[:1] == (own.size,) for shape in shapes):
             raise InvalidValueError(
-                f"ps {self.number}: an update is for rows of a variable of {own.size} rows,"
+                f"{self.name}: an update is for rows of a variable of {own.size} rows,"
                 f" but its variables have the shapes {shapes}."
             )
 
@@ -235,28 +212,13 @@ class ParameterServer:
             array = self._state[number] = np.array(array)
         return array
 
-    def _finish(self, message: Message) -> Message:
+    def _on_finish(self, message: Message) -> None:
         with self._lock:
-            self._forget(message.fields["finished"])
-        return Message("ok")
+            self._finished = max(self._finished, message.fields["finished"])
+            self._applied = {closure for closure in self._applied if closure >= self._finished}
 
-    def _statistics(self, message: Message) -> Message:
-        return Message("ok", self.statistics())
-
-    def _forget(self, finished: int) -> None:
-        if finished > self._finished:
-            self._finished = finished
-            self._applied = {closure for closure in self._applied if closure >= finished}
-
-    _methods: ClassVar[dict[str, Callable[["ParameterServer", Message], Message]]] = {
-        "assign": _assign,
-        "create": _create,
-        "finish": _finish,
-        "push": _push,
-        "read": _read,
-        "statistics": _statistics,
-        "update": _add_update,
-    }
+    def _on_statistics(self, message: Message) -> Message:
+        return Message("ok", {**self.statistics()})
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

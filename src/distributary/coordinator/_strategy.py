@@ -14,7 +14,7 @@ from distributary._types import Nest
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
-from distributary.coordinator._partitioners import initial_shards, num_shards_of, sizes_of
+from distributary.coordinator._partitioners import Shard, initial_shards, num_shards_of, sizes_of
 from distributary.coordinator._processes import cluster_of
 from distributary.coordinator._sources import DistributedSource
 from distributary.coordinator.passes import SparseUpdate
@@ -26,12 +26,7 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.inputs import DistributedInput, InputContext
-from distributary.options import (
-    InputOptions,
-    InputReplicationMode,
-    RecoveryOptions,
-    RunOptions,
-)
+from distributary.options import InputOptions, InputReplicationMode, RecoveryOptions, RunOptions
 from distributary.strategies import Strategy, StrategyExtended
 from distributary.topology import make_abstract_mesh
 from distributary.tracing import push, user_stacklevel
@@ -228,7 +223,7 @@ class _ServerVariable(AggregatedVariable):
     """A variable on a parameter server."""
 
     _stores_array = False
-    _place: tuple[int, int]
+    _place: Shard
     _given: Any = None  # the initial value, if it was computed to know the shape
 
     @classmethod
@@ -271,7 +266,7 @@ class _ServerVariable(AggregatedVariable):
     @property
     def device(self) -> str:
         """Name of the device of the server that keeps the variable."""
-        return f"/job:ps/replica:0/task:{self._place[0]}/device:CPU:0"
+        return f"/job:ps/replica:0/task:{self._place.server}/device:CPU:0"
 
     @property
     def _shards(self) -> list["_ServerVariable"]:

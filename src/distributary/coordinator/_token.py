@@ -12,10 +12,11 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, final
 
 from distributary.cluster_resolver import TOKEN_VARIABLE
-from distributary.coordinator._certificates import Credentials
+from distributary.coordinator._certificates import CERTIFICATES_VARIABLE, Credentials
 from distributary.errors import ClusterError
 from distributary.job import is_proof, new_challenge, proof
 
@@ -130,6 +131,7 @@ def credentials_of(task_type: str, environ: Mapping[str, str]) -> Credentials | 
     Raises:
         ClusterError: if a file cannot be read, or the secret is too short.
     """
+    if folder := environ.get(CERTIFICATES_VARIABLE):
+        return Credentials.load(Path(folder), task_type)
     token = environ.get(TOKEN_VARIABLE)
-    certificates = Credentials.from_environ(task_type, environ)
-    return certificates or (Token(token) if token else None)
+    return Token(token) if token else None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -17,31 +17,19 @@ from distributary.coordinator._nests import leaves_of, nest_of, shapes_of
 from distributary.coordinator._per_worker import Peekable
 from distributary.coordinator._plans import Origin, Push, WorkerPlan
 from distributary.coordinator._programs import ProgramCache
-from distributary.coordinator._sessions import ServerLink
+from distributary.coordinator._sessions import ServerLink, SessionId, SessionService, Task, Tenant
 from distributary.coordinator._sources import UnknownMakerError
 from distributary.coordinator._statistics import Tally
+from distributary.coordinator._store import ParameterServer
 from distributary.coordinator._table_rows import FoundRows
-from distributary.errors import InvalidValueError
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "new_service"]
 
 # Limits of one `run`, which can exceed them by one closure.
 _MAX_SECONDS = 0.1
 _MAX_RESULT_BYTES = 1 << 24
 # The shape and the name of the dtype of every leaf.
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The leaves of the replicas: an index gives the run of leaves, one per replica, from there."""
-
-    leaves: list[np.ndarray]
-    length: int
-
-    def __getitem__(self, first: int) -> list[np.ndarray]:
-        return self.leaves[first : first + self.length]
 
 
 @final
@@ -72,6 +60,7 @@ class _Step:
     Attributes:
         closure: Number of the closure.
         plan: The plan for its shapes, or None if there is none.
+        number: The number of this plan.
         shapes: Shapes of its data and arguments.
         given: The values from which the inputs of programs are taken, by kind.
         taken: Iterators, and the elements taken from them.
@@ -81,6 +70,7 @@ class _Step:
 
     closure: int
     plan: WorkerPlan | None
+    number: int
     shapes: Shapes
     given: dict[str, Any]
     taken: list[tuple[Peekable, Any]]
@@ -97,8 +87,35 @@ class _Step:
             iterator.put_back(element)
 
 
+def new_service(
+    task_type: str,
+    number: int,
+    *,
+    servers: Callable[[], Sequence[Task]],
+    find: Callable[[JSON], Callable[[], Any]],
+    devices: Callable[[], Sequence[jax.Device]],
+) -> SessionService:
+    """Returns the service of a task, a worker or parameter server.
+
+    Args:
+        task_type: `"worker"` or `"ps"`.
+        number: Number of the task.
+        servers: Returns the servers, by number. A worker calls it for every session.
+        find: Returns the function that a `maker` describes.
+        devices: Returns the devices that run a worker's programs, each with a replica.
+    """
+
+    def make(session: SessionId) -> Tenant:
+        if task_type == "ps":
+            return ParameterServer(number)
+        links = [ServerLink(server, session) for server in servers()]
+        return Worker(number, links, find, devices())
+
+    return SessionService(f"{task_type} {number}", make)
+
+
 @final
-class Worker:
+class Worker(Tenant):
     """The service of one task `worker`.
 
     It handles these messages, with numbers that the coordinator has assigned:
@@ -109,16 +126,17 @@ class Worker:
                                       -> "unknown maker" with why, if there is no such function
                  kind "value", number, nest; arrays: the value
         peek     kind, number         -> shapes and nest of the next data
-        function function, sources    the data of this worker that a function takes: kinds, numbers
-                                      and numbers of leaves; "index" is the number of the worker,
-                                      "closure" that of the closure, "bound" refers to `bound`
-        plan     function, shapes, plan: a `WorkerPlan`; arrays: constants; blobs: its programs
+        plan     function, sources, shapes, number, plan: a `WorkerPlan`; arrays: constants; blobs:
+                 its programs; sources: the data of this worker that the function takes, as kinds,
+                 numbers and numbers of leaves; "index" is the number of the worker, "closure" that
+                 of the closure, "bound" refers to `bound`
         forget   keys                 functions and sources that are no longer used
         run      function, closures, num_args, bound, finished; arrays: the arguments and the
                  batches of the kind "fed" of every closure; bound: kinds and numbers of the
                  sources among the arguments
-                                      -> num_ended; tally; arrays: results; if some have not
-                                      ended, also error, or the shapes that need a plan, or
+                                      -> plans: the number of the plan of each closure that has
+                                      ended; tally; arrays: results; if some have not ended, also
+                                      error, or the shapes that need a plan, or
                                       neither if there was no time
 
     Args:
@@ -135,14 +153,15 @@ class Worker:
         find: Callable[[JSON], Callable[[], Any]],
         devices: Sequence[jax.Device],
     ) -> None:
+        super().__init__(f"worker {number}")
         self.number = number
         self._links = links
         self._find = find
         self._num_devices = len(devices)
         self._programs = ProgramCache(devices)
         self._functions: dict[int, list[tuple[str, int, int]]] = {}
-        # Each with the arrays that its function has captured.
-        self._plans: dict[tuple[int, Shapes], tuple[WorkerPlan, list[jax.Array]]] = {}
+        # Each with the arrays that its function has captured, and its number.
+        self._plans: dict[tuple[int, Shapes], tuple[WorkerPlan, list[jax.Array], int]] = {}
         self._iterators: dict[int, Peekable] = {}
         # The leaves and the structure of each value.
         self._values: dict[int, tuple[list[np.ndarray], JSON]] = {}
@@ -167,23 +186,16 @@ class Worker:
         }
 
     def handle(self, message: Message, peer: Peer | None) -> Message:
-        """Handles a message, and returns the reply.
-
-        Raises:
-            InvalidValueError: for messages that make no sense here.
-        """
-        method = self._methods.get(message.kind)
-        if method is None:
-            raise InvalidValueError(f"worker {self.number} got the message {message.kind!r}.")
+        """Handles a message, one at a time; see `Tenant`."""
         with self._lock:
-            return method(self, message)
+            return super().handle(message, peer)
 
-    def _source(self, message: Message) -> Message:
+    def _on_source(self, message: Message) -> Message | None:
         fields = message.fields
         number = fields["number"]
         if "maker" not in fields:
             self._values[number] = message.arrays, fields["nest"]
-            return Message("ok")
+            return None
         try:
             make = self._find(fields["maker"])
         except UnknownMakerError as error:
@@ -193,9 +205,9 @@ class Worker:
         else:
             made = make()
             self._values[number] = leaves_of(made), nest_of(made)
-        return Message("ok")
+        return None
 
-    def _peek(self, message: Message) -> Message:
+    def _on_peek(self, message: Message) -> Message:
         number = message.fields["number"]
         if message.fields["kind"] == "value":
             leaves, nest = self._values[number]
@@ -204,57 +216,39 @@ class Worker:
             leaves, nest = leaves_of(element), nest_of(element)
         return Message("ok", {"shapes": shapes_of(leaves), "nest": nest})
 
-    def _function(self, message: Message) -> Message:
-        fields = message.fields
-        self._functions[fields["function"]] = [(k, i, n) for k, i, n in fields["sources"]]
-        return Message("ok")
+    def _on_forget(self, message: Message) -> None:
+        gone = {(kind, number) for kind, number in message.fields["keys"]}
+        is_used = lambda kind, number: (kind, number) not in gone
+        self._functions = {n: f for n, f in self._functions.items() if is_used("function", n)}
+        self._plans = {k: plan for k, plan in self._plans.items() if is_used("function", k[0])}
+        self._iterators = {n: own for n, own in self._iterators.items() if is_used("source", n)}
+        self._values = {n: value for n, value in self._values.items() if is_used("source", n)}
 
-    def _forget(self, message: Message) -> Message:
-        gone = {kind: set[int]() for kind in ("function", "source")}
-        for kind, number in message.fields["keys"]:
-            gone[kind].add(number)
-        for number in gone["function"]:
-            self._functions.pop(number, None)
-        self._plans = {k: plan for k, plan in self._plans.items() if k[0] not in gone["function"]}
-        for number in gone["source"]:
-            self._iterators.pop(number, None)
-            self._values.pop(number, None)
-        return Message("ok")
-
-    def _plan(self, message: Message) -> Message:
+    def _on_plan(self, message: Message) -> None:
         fields = message.fields
         for content in message.blobs:
             self._programs.add(content)
         constants = [jax.numpy.asarray(array) for array in message.arrays]
+        self._functions[fields["function"]] = [(k, i, n) for k, i, n in fields["sources"]]
         key = fields["function"], _as_shapes(fields["shapes"])
-        self._plans[key] = from_json(WorkerPlan, fields["plan"]), constants
-        return Message("ok")
+        self._plans[key] = from_json(WorkerPlan, fields["plan"]), constants, fields["number"]
 
-    def _run(self, message: Message) -> Message:
+    def _on_run(self, message: Message) -> Message:
         fields = message.fields
-        closures, num_args = fields["closures"], fields["num_args"]
-        size = len(message.arrays) // len(closures)
         for closure in [number for number in self._waiting if number < fields["finished"]]:
             del self._waiting[closure]
         results: list[Any] = []
-        num_ended = num_bytes = 0
+        plans: list[int] = []
+        num_bytes = 0
         end = time.monotonic() + _MAX_SECONDS
         reply: dict[str, Any] = {}
         ahead: _Step | Exception | None = None
-        left = list(enumerate(closures))
+        left = list(range(len(fields["closures"])))
 
-        def prepare() -> "_Step | Exception":
+        def prepare() -> _Step | Exception:
             """Returns the step of the next closure, or the error if it fails."""
-            i, closure = left.pop(0)
-            arrays = message.arrays[i * size : (i + 1) * size]
             try:
-                return self._prepare(
-                    fields["function"],
-                    closure,
-                    arrays[:num_args],
-                    arrays[num_args:],
-                    fields["bound"][i],
-                )
+                return self._prepare(message, left.pop(0))
             except Exception as error:
                 return error
 
@@ -283,35 +277,33 @@ class Worker:
                 reply["error"] = error_reply(error).fields
                 break
             results += [np.asarray(out) for out in outs[: step.plan.num_results]]
-            num_ended += 1
+            plans.append(step.number)
             if ahead is None:
                 break
         if isinstance(ahead, _Step):
             ahead.put_back()
-        reply |= {"num_ended": num_ended, "tally": self.statistics()}
+        reply |= {"plans": plans, "tally": self.statistics()}
         return Message("ok", reply, results)
 
-    def _prepare(
-        self,
-        function: int,
-        closure: int,
-        args: list[np.ndarray],
-        fed: list[np.ndarray],
-        bound: Sequence[tuple[str, int]],
-    ) -> "_Step":
-        """Gets the data of a closure, and finds out which variables and rows it reads."""
+    def _prepare(self, message: Message, i: int) -> _Step:
+        """Gets the data of the i-th closure of a `run`, and finds out what it reads."""
+        fields, function = message.fields, message.fields["function"]
+        closure, num_args = fields["closures"][i], fields["num_args"]
+        size = len(message.arrays) // len(fields["closures"])
+        arrays = message.arrays[i * size : (i + 1) * size]
+        args, fed = arrays[:num_args], arrays[num_args:]
         data = self._waiting.pop(closure, None)
         taken: list[tuple[Peekable, Any]] = []
         if data is None:
             with self._tally.time("data"):
-                data, taken = self._data(function, closure, fed, bound)
+                data, taken = self._data(function, closure, fed, fields["bound"][i])
         shapes = _as_shapes(shapes_of([*data, *args]))
-        plan, constants = self._plans.get((function, shapes), (None, []))
-        step = _Step(closure, plan, shapes, {"data": data, "argument": args}, taken)
+        plan, constants, number = self._plans.get((function, shapes), (None, [], 0))
+        step = _Step(closure, plan, number, shapes, {"data": data, "argument": args}, taken)
         if plan is None:
             return step
         step.given["constant"] = constants
-        step.given["replicas"] = _Runs(data, self._num_devices)
+        step.given["replicas"] = [data[i : i + self._num_devices] for i in range(len(data))]
         for server, ids in plan.pulls:
             step.reads[server] = _Read(list(ids), len(ids))
         if plan.rows is not None:
@@ -329,11 +321,7 @@ class Worker:
         return step
 
     def _data(
-        self,
-        function: int,
-        closure: int,
-        fed: list[np.ndarray],
-        bound: Sequence[tuple[str, int]],
+        self, function: int, closure: int, fed: list[np.ndarray], bound: list[tuple[str, int]]
     ) -> tuple[list[np.ndarray], list[tuple[Peekable, Any]]]:
         """Returns the data of a closure, and the elements taken from iterators for it."""
         leaves: list[np.ndarray] = []
@@ -356,7 +344,7 @@ class Worker:
                 leaves += self._values[number][0]
         return leaves, taken
 
-    def _pull(self, step: "_Step") -> None:
+    def _pull(self, step: _Step) -> None:
         """Reads the variables and rows of a step, unless they came with the reply to a push."""
 
         def read(server: int) -> None:
@@ -382,7 +370,7 @@ class Worker:
                 filled[i][where] = found
         step.given["state"], step.given["rows"] = state, filled
 
-    def _push(self, step: "_Step", pushed: list[Any], ahead: "_Step | Exception | None") -> None:
+    def _push(self, step: _Step, pushed: list[Any], ahead: _Step | Exception | None) -> None:
         """Pushes values to the servers, which reply with the variables of the next step."""
         assert step.plan is not None
         reads = ahead.reads if isinstance(ahead, _Step) else {}
@@ -409,15 +397,6 @@ class Worker:
             read.reply = self._links[to.server].call(message)
 
         list(self._threads.map(push, step.plan.pushes))
-
-    _methods: ClassVar[dict[str, Callable[["Worker", Message], Message]]] = {
-        "forget": _forget,
-        "function": _function,
-        "peek": _peek,
-        "plan": _plan,
-        "run": _run,
-        "source": _source,
-    }
 
 
 def _as_shapes(shapes: JSON) -> Shapes:

@@ -56,7 +56,7 @@ class Batch(Node):
 
     def runs(self) -> list[Run] | None:
         runs = self.input.runs() if self.padding is None else None
-        if runs is None or self.input.fixed_spec() is None:
+        if runs is None or not self.input.trait("alike"):
             return None
         ((count, spec),) = runs
         if count is None:

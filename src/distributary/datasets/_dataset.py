@@ -1,6 +1,7 @@
 """`Dataset`: the method names of tf.data on NumPy arrays."""
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -12,7 +13,6 @@ from numpy.typing import DTypeLike
 from distributary._types import Nest
 from distributary.datasets._arrays import Range, Single, slices
 from distributary.datasets._batching import Batch, Unbatch
-from distributary.datasets._cache import Cache
 from distributary.datasets._file_names import (
     FileNames,
     FilePaths,
@@ -22,7 +22,7 @@ from distributary.datasets._file_names import (
 from distributary.datasets._foreign import foreign
 from distributary.datasets._iterables import generated, signature_of
 from distributary.datasets._iterator import DatasetIterator
-from distributary.datasets._mapping import Filter, Map, call
+from distributary.datasets._mapping import Cache, Filter, Map, call
 from distributary.datasets._nodes import MAX_SEED, Node
 from distributary.datasets._numpy_files import numpy_files
 from distributary.datasets._options import (
@@ -31,10 +31,17 @@ from distributary.datasets._options import (
     UNKNOWN_CARDINALITY,
     Options,
 )
-from distributary.datasets._order import Repeat, Shard, Skip, Take, WithOptions, options_of
+from distributary.datasets._order import (
+    Repeat,
+    ShardHint,
+    Shuffle,
+    Slice,
+    WithOptions,
+    options_of,
+    shard,
+)
 from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Concatenate, Interleave, Zip
-from distributary.datasets._shuffle import Shuffle
 from distributary.datasets._structure import map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import iterator_of
@@ -204,11 +211,13 @@ class Dataset:
     def take(self, count: int, name: str | None = None) -> "Dataset":
         """Keeps the first `count` elements; all of them if it is -1."""
         count = _int("take", "count", count, minimum=-1)
-        return self if count < 0 else Dataset(Take(self._node, count))
+        return self if count < 0 else Dataset(Slice(self._node, f"take({count})", count=count))
 
     def skip(self, count: int, name: str | None = None) -> "Dataset":
         """Drops the first `count` elements; all of them if it is -1."""
-        return Dataset(Skip(self._node, _int("skip", "count", count, minimum=-1)))
+        count = _int("skip", "count", count, minimum=-1)
+        left = 0 if count < 0 else math.inf
+        return Dataset(Slice(self._node, f"skip({count})", max(count, 0), left))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> "Dataset":
         """Keeps every `num_shards`-th element, starting with element `index`.
@@ -217,14 +226,14 @@ class Dataset:
             InvalidValueError: if `index` is not in 0 to `num_shards - 1`.
         """
         if (num_shards, index) == (SHARD_HINT, SHARD_HINT):
-            return Dataset(Shard(self._node, num_shards, index))
+            return Dataset(ShardHint(self._node))
         num_shards = _int("shard", "num_shards", num_shards, minimum=1)
         index = _int("shard", "index", index, minimum=0)
         if index >= num_shards:
             raise InvalidValueError(
                 f"shard: index is {index}, expected 0 to {num_shards - 1} for {num_shards} shards."
             )
-        return Dataset(Shard(self._node, num_shards, index))
+        return Dataset(shard(self._node, num_shards, index))
 
     def shuffle(
         self,

@@ -36,6 +36,7 @@ class RandomAccess(NumberedNode):
     convert: Callable[[Any], Nest] = lambda item: item
     batched: bool | None = None
     getitems: Callable[[np.ndarray], Block] | None = None
+    alike = False
 
     def cardinality(self) -> int:
         size = len(self.items)
@@ -47,9 +48,6 @@ class RandomAccess(NumberedNode):
 
     def rows(self, numbers: np.ndarray) -> Block:
         return super().rows(numbers) if self.getitems is None else self.getitems(numbers)
-
-    def fixed_spec(self) -> None:
-        return None
 
     def label(self) -> str:
         return f"{type(self.items).__name__}({self.cardinality()})"

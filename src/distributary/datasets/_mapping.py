@@ -1,8 +1,8 @@
-"""Operations that call functions of the user: map and filter."""
+"""Operations that call functions of the user, and that keep the results: map, filter and cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
 from typing import Any, final
@@ -10,11 +10,14 @@ from typing import Any, final
 import numpy as np
 
 from distributary._types import Nest
+from distributary.datasets._iterables import RandomAccess
 from distributary.datasets._nodes import Node, SameElements
-from distributary.datasets._numbered_rows import MadeRows, Rows
 from distributary.datasets._options import UNKNOWN_CARDINALITY
-from distributary.datasets._streams import IteratedStream, Path, Stream
+from distributary.datasets._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
 from distributary.datasets._structure import flatten
+
+# The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
+_ALL = "all"
 
 
 @final
@@ -165,3 +168,43 @@ class _MappedInThreads(Stream):
         started = len(self._running[:count])
         del self._running[:count]
         return started + self._upstream.advance(count - started)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Cache(SameElements):
+    """Elements kept in memory, either row by row or once a first pass is complete."""
+
+    input: Node
+    # Not an argument: a dataset rewritten for a worker or another order has other elements.
+    cache: dict[Any, Any] = field(default_factory=dict, init=False)
+    pattern = "cache"
+
+    def source(self) -> Rows | None:
+        source = self.input.source_in_order()
+        if source is None:
+            return None
+
+        def row(number: int) -> Nest:
+            try:
+                return self.cache[number]
+            except KeyError:
+                element = self.cache[number] = source.row(number)
+                return element
+
+        return MadeRows(source, row)
+
+    def elements(self, path: Path) -> Stream:
+        if _ALL in self.cache:
+            return RandomAccess(self.cache[_ALL]).stream(path)
+        if is_peek(path):
+            return self.input.stream(path)
+        # Pass 0, because what is kept must not depend on which pass came first.
+        return IteratedStream(self._kept(self.input.stream((0,))))
+
+    def _kept(self, elements: Stream) -> Iterator[Nest]:
+        kept = []
+        for element in elements:
+            kept.append(element)
+            yield element
+        self.cache[_ALL] = kept

@@ -7,14 +7,13 @@ import abc
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from distributary._types import Nest
-from distributary.datasets._numbered_rows import Rows
 from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from distributary.datasets._streams import PEEK, Numbers, Path, Picked, Stream
+from distributary.datasets._streams import PEEK, Numbers, Path, Picked, Rows, Stream
 from distributary.datasets._structure import spec_of, stack
 from distributary.errors import InvalidValueError
 
@@ -22,6 +21,7 @@ from distributary.errors import InvalidValueError
 MAX_SEED = 2**63
 
 
+Trait: TypeAlias = Literal["batched", "own_arrays", "in_memory", "alike"]
 Run: TypeAlias = tuple[int | None, Nest]
 """A number of elements, None for no end, and the nest of `TensorSpec` that describes them."""
 
@@ -35,12 +35,14 @@ class Node(abc.ABC):
             the inputs tell.
         in_memory: Whether elements are made of arrays in memory, without files and user code; None
             if the inputs tell.
+        alike: Whether all elements have the same spec; None if the inputs tell.
         pattern: Label, with names of fields in braces.
     """
 
     batched: bool | None = None
     own_arrays: bool | None = None
     in_memory: bool | None = None
+    alike: bool | None = False
     pattern: ClassVar[str]
 
     @abc.abstractmethod
@@ -89,40 +91,23 @@ class Node(abc.ABC):
             " elements. For a generator, output_signature says what they are."
         )
 
-    def fixed_spec(self) -> Nest | None:
-        """Returns the nest of `TensorSpec` that all elements have; None if elements may differ."""
-        return None
-
     def runs(self) -> list[Run] | None:
         """Returns the elements of every pass, with consecutive ones of the same shapes together.
 
         None if only reading the elements would tell.
         """
-        spec, count = self.fixed_spec(), self.cardinality()
-        if spec is None or count == UNKNOWN_CARDINALITY:
+        count = self.cardinality()
+        if count == UNKNOWN_CARDINALITY or not self.trait("alike"):
             return None
-        return [(None if count == INFINITE_CARDINALITY else count, spec)]
+        return [(None if count == INFINITE_CARDINALITY else count, self.spec())]
 
-    def is_batched(self) -> bool | None:
-        """Returns whether dim 0 of the arrays counts examples; None if only the user knows."""
-        if self.batched is not None:
-            return self.batched
-        answers = {node.is_batched() for node in self.inputs()}
+    def trait(self, name: Trait) -> bool | None:
+        """Returns an attribute of the elements; None if it is not known."""
+        own: bool | None = getattr(self, name)
+        if own is not None:
+            return own
+        answers = {node.trait(name) for node in self.inputs()}
         return answers.pop() if len(answers) == 1 else None
-
-    def makes_arrays(self) -> bool:
-        """Returns whether every element has arrays of its own, to which nobody writes."""
-        if self.own_arrays is not None:
-            return self.own_arrays
-        inputs = self.inputs()
-        return bool(inputs) and all(node.makes_arrays() for node in inputs)
-
-    def is_in_memory(self) -> bool:
-        """Returns whether elements are made of arrays in memory, without files and user code."""
-        if self.in_memory is not None:
-            return self.in_memory
-        inputs = self.inputs()
-        return bool(inputs) and all(node.is_in_memory() for node in inputs)
 
     # The tree
 
@@ -204,6 +189,8 @@ class FileSource(Node):
 class NumberedNode(Node):
     """Base class of nodes whose elements have numbers."""
 
+    alike = True
+
     def __len__(self) -> int:
         return self.cardinality()
 
@@ -217,9 +204,6 @@ class NumberedNode(Node):
 
     def source(self) -> Rows | None:
         return self
-
-    def fixed_spec(self) -> Nest | None:
-        return self.spec()
 
 
 class SameElements(Node):

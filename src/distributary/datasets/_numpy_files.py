@@ -4,8 +4,6 @@ import errno
 import functools
 import math
 import os
-import sys
-import threading
 import weakref
 import zipfile
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ import numpy as np
 from distributary._types import Nest
 from distributary.datasets._arrays import Slices, slices
 from distributary.datasets._nodes import FileSource
-from distributary.datasets._numbered_rows import ChainedRows
+from distributary.datasets._streams import ChainedRows
 from distributary.datasets._structure import TensorSpec
 from distributary.errors import InvalidValueError
 
@@ -35,6 +33,7 @@ class NumpyFiles(FileSource):
     files: tuple[str, ...]
     opened: "Mapping[str, _NpyArray | Slices]"
     batched = False
+    alike = True
 
     def source(self) -> ChainedRows:
         return ChainedRows([self.opened[name] for name in self.files])
@@ -44,9 +43,6 @@ class NumpyFiles(FileSource):
 
     def spec(self) -> Nest:
         return self.opened[self.files[0]].spec()
-
-    def fixed_spec(self) -> Nest:
-        return self.spec()
 
     def label(self) -> str:
         return f"npy({self.cardinality()} rows, {len(self.files)} files)"
@@ -58,8 +54,7 @@ def numpy_files(files: tuple[str, ...]) -> NumpyFiles:
     Raises:
         InvalidValueError: if files cannot be used or contain different arrays.
     """
-    memory = _Memory()
-    opened = {name: _open(name, memory) for name in files}
+    opened = {name: _open(name) for name in files}
     first = opened[files[0]].spec()
     for name, rows in opened.items():
         if rows.spec() != first:
@@ -70,10 +65,10 @@ def numpy_files(files: tuple[str, ...]) -> NumpyFiles:
     return NumpyFiles(files, opened)
 
 
-def _open(name: str, memory: "_Memory") -> "_NpyArray | Slices":
+def _open(name: str) -> "_NpyArray | Slices":
     """Returns the rows of a `.npy` file, or of the arrays in a `.npz` file as dicts."""
     if not name.endswith(".npz"):
-        return _NpyArray(name, memory)
+        return _NpyArray(name)
     arrays = _arrays_of_archive(name)
     sizes = {array.shape[:1] for array in arrays.values()}
     if len(sizes) != 1 or sizes == {()}:
@@ -118,9 +113,8 @@ def _arrays_of_archive(name: str) -> dict[str, np.ndarray]:
 class _NpyArray:
     """The array of a `.npy` file, whose rows are read as they are needed."""
 
-    def __init__(self, name: str, memory: "_Memory") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._memory = memory
         with open(name, "rb") as file:
             try:
                 version = np.lib.format.read_magic(file)
@@ -189,8 +183,8 @@ class _NpyArray:
         return descriptor
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        # Faster than copying from a memory map, which causes a page fault for every page.
-        rows = self._memory.get(count * self._row_bytes)
+        # Not from a memory map: if the file becomes shorter, reading that kills the process.
+        rows = np.empty(count * self._row_bytes, np.uint8)
         left = memoryview(rows.data)
         position = self._offset + start * self._row_bytes
         while left:
@@ -201,42 +195,3 @@ class _NpyArray:
                 )
             left, position = left[done:], position + done
         return rows.view(self.dtype).reshape(count, *self.shape[1:])
-
-
-@final
-class _Memory:
-    """The memory of batches that nobody refers to any more, kept for later batches.
-
-    The system fills new memory with zeros first. That takes as long as reading a file that is in
-    the page cache.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[np.ndarray] = []
-        self._lock = threading.Lock()
-
-    def get(self, num_bytes: int) -> np.ndarray:
-        """Returns an array uint8 `[num_bytes]` that only the caller refers to."""
-        with self._lock:
-            # An array that shares a block's memory holds a reference to the block.
-            counts = _num_references(self._blocks)
-            for block, count in zip(self._blocks, counts, strict=True):
-                if block.nbytes == num_bytes and count == _UNUSED:
-                    return block[:]
-            block = np.empty(num_bytes, np.uint8)
-            if num_bytes >= _MIN_KEPT_BYTES:
-                self._blocks = [*self._blocks[1 - _MAX_KEPT :], block]
-            return block[:]
-
-
-def _num_references(blocks: list[np.ndarray]) -> list[int]:
-    return [sys.getrefcount(block) for block in blocks]
-
-
-# References of a block that only a list refers to. It depends on the version of Python.
-_UNUSED = _num_references([np.empty(1, np.uint8)])[0]
-
-# Smaller blocks come from memory that the process has already.
-_MIN_KEPT_BYTES = 1 << 18
-# One batch is in use, one is ready, one is being made, and one belongs to a step that still runs.
-_MAX_KEPT = 4

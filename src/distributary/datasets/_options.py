@@ -1,7 +1,7 @@
 """Options for how a dataset is divided among workers."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, final
 
@@ -13,6 +13,14 @@ AUTOTUNE: Final = -1
 INFINITE_CARDINALITY: Final = -1
 #: Result of `Dataset.cardinality` if only reading the data would tell.
 UNKNOWN_CARDINALITY: Final = -2
+
+
+def combined(cardinalities: Sequence[int], combine: Callable[[Sequence[int]], int] = max) -> int:
+    """Returns the number of elements of several datasets together, if none of them is unusual."""
+    for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
+        if unusual in cardinalities:
+            return unusual
+    return combine(cardinalities)
 
 
 class AutoShardPolicy(enum.IntEnum):

@@ -15,7 +15,6 @@ from distributary.datasets._nodes import Node, Run, SameElements
 from distributary.datasets._streams import Path, Stream
 from distributary.dispatch import start_thread
 
-_END: Any = object()
 # Interval at which a consumer that waits for an element checks if there is still a reason to wait.
 _LOOK_SECONDS = 0.002
 # To hand an element from thread to thread takes 0.05 ms, and more while both execute Python.
@@ -43,9 +42,12 @@ class Prefetch(SameElements):
 
 
 @final
-class _Failure:
+class _End:
+    """The end of a source, by an exception or, without one, by `StopIteration`."""
+
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        # The class, as a kept exception would keep the frames that it has gone through.
+        self.error = StopIteration if isinstance(error, StopIteration) else error
 
 
 class _Shared:
@@ -70,11 +72,8 @@ class _Shared:
                 break
             try:
                 element = next(source)
-            except StopIteration:
-                self.made.put(_END)
-                break
             except BaseException as error:
-                self.made.put(_Failure(error))
+                self.made.put(_End(error))
                 break
             self.made.put(element)
             del element
@@ -98,8 +97,7 @@ class Prefetched(Stream):
         self._patience = _PATIENCE if only_if_slow else 0.0
         self._shared = _Shared(source, depth)
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._over = False
+        self._end: _End | None = None
         self._close: Callable[[], Any] | None = None
 
     def __next__(self) -> Nest:
@@ -123,10 +121,8 @@ class Prefetched(Stream):
             StopIteration: at the end, and after `close`.
             BaseException: the exception of the source, with its traceback.
         """
-        if self._failure is not None:
-            raise self._failure
-        if self._over:
-            raise StopIteration
+        if self._end is not None:
+            raise self._end.error
         shared = self._shared
         if self._patience > 0:
             return self._make(waiting)
@@ -136,11 +132,8 @@ class Prefetched(Stream):
             element = shared.made.get_nowait()
         except queue.Empty:
             element = shared.made.get() if waiting is None else self._wait(waiting)
-        if element is _END:
-            self._over = True
-            raise StopIteration
-        if type(element) is _Failure:
-            self._failure = element.error
+        if type(element) is _End:
+            self._end = element
             raise element.error
         shared.free.release()
         return element
@@ -149,11 +142,8 @@ class Prefetched(Stream):
         begin = time.perf_counter()
         try:
             return next(self._shared.source)
-        except StopIteration:
-            self._over = True
-            raise
         except BaseException as error:
-            self._failure = error
+            self._end = _End(error)
             raise
         finally:
             seconds = time.perf_counter() - begin
@@ -183,7 +173,7 @@ class Prefetched(Stream):
 
     def close(self) -> None:
         """Ends the thread once it has made the current element."""
-        self._over = True
+        self._end = self._end or _End(StopIteration())
         if self._thread is not None and self._close is not None:
             self._close()
             self._thread.join()

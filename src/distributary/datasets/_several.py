@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -9,11 +10,18 @@ from typing import final
 from jax.tree_util import PyTreeDef
 
 from distributary._types import Nest
-from distributary.datasets._nodes import Node, Random
-from distributary.datasets._numbered_rows import ChainedRows, Rows, ZippedRows
-from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
+from distributary.datasets._nodes import Node, Random, Trait
+from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, combined
 from distributary.datasets._prefetch import Prefetched
-from distributary.datasets._streams import Chained, Path, Stream
+from distributary.datasets._streams import (
+    Chained,
+    ChainedRows,
+    IteratedStream,
+    Path,
+    Rows,
+    Stream,
+    ZippedRows,
+)
 from distributary.datasets._structure import Block, TensorSpec, flatten, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
@@ -46,11 +54,7 @@ class Concatenate(_OfParts):
     pattern = "concatenate"
 
     def cardinality(self) -> int:
-        sizes = [part.cardinality() for part in self.parts]
-        for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
-            if unusual in sizes:
-                return unusual
-        return sum(sizes)
+        return combined([part.cardinality() for part in self.parts], sum)
 
     def together(self, sources: Sequence[Rows]) -> Rows:
         return ChainedRows(sources)
@@ -152,7 +156,23 @@ class Interleave(Random):
         return size if size == 0 else UNKNOWN_CARDINALITY
 
     def elements(self, path: Path) -> Stream:
-        return _Interleaved(self._streams(path), self.cycle_length, self.block_length)
+        return IteratedStream(self._in_turns(self._streams(path)))
+
+    def _in_turns(self, streams: Iterator[Stream]) -> Iterator[Nest]:
+        places: list[Stream | None] = [None] * self.cycle_length
+        while True:
+            for i in range(self.cycle_length):
+                stream = places[i] = places[i] or next(streams, None)
+                given = 0
+                for element in itertools.islice(stream or (), self.block_length):
+                    given += 1
+                    yield element
+                if given < self.block_length:
+                    places[i] = None  # until its next turn, as in tf.data
+            if not any(places):
+                if (stream := next(streams, None)) is None:
+                    return
+                places[0] = stream
 
     def _streams(self, path: Path) -> Iterator[Stream]:
         depth = max(self.block_length, 2)
@@ -164,55 +184,7 @@ class Interleave(Random):
         """Returns a list with the dataset of the first element; an empty one if there is none."""
         return [self.make(element) for element in self.input.first()]
 
-    def is_batched(self) -> bool | None:
-        return next((part.is_batched() for part in self.first_part()), None)
-
-    def makes_arrays(self) -> bool:
-        return all(part.makes_arrays() for part in self.first_part())
-
-
-@final
-class _Interleaved(Stream):
-    """Elements of several streams in turns.
-
-    Args:
-        make: The streams.
-        cycle_length: Number of streams that take turns.
-        block_length: Number of elements that a stream gives before it is the next one's turn.
-    """
-
-    def __init__(self, make: Iterator[Stream], cycle_length: int, block_length: int) -> None:
-        self._make = make
-        self._cycle_length = cycle_length
-        self._block_length = block_length
-        self._open: list[Stream | None] = [None] * cycle_length
-        self._ended = False
-        self._at = 0
-        self._given = 0
-
-    def __next__(self) -> Nest:
-        while not self._ended or any(stream is not None for stream in self._open):
-            current = self._open[self._at]
-            if current is None:
-                current = self._open[self._at] = self._next_stream()
-            if current is None:
-                self._turn()
-                continue
-            for element in current:
-                self._given += 1
-                if self._given == self._block_length:
-                    self._turn()
-                return element
-            # The place stays empty until its next turn, as in tf.data.
-            self._open[self._at] = None
-            self._turn()
-        raise StopIteration
-
-    def _next_stream(self) -> Stream | None:
-        stream = None if self._ended else next(self._make, None)
-        self._ended = stream is None
-        return stream
-
-    def _turn(self) -> None:
-        self._at = (self._at + 1) % self._cycle_length
-        self._given = 0
+    def trait(self, name: Trait) -> bool | None:
+        if name in ("batched", "own_arrays"):
+            return next((part.trait(name) for part in self.first_part()), None)
+        return super().trait(name)

@@ -3,22 +3,21 @@
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import final
 
-import jax
 import numpy as np
 
 from distributary._types import Nest
-from distributary.datasets._batching import Batch, BatchedStream
+from distributary.datasets._batching import Batch
 from distributary.datasets._nodes import FileSource, Node
 from distributary.datasets._options import AutoShardPolicy
-from distributary.datasets._order import Shard, WithOptions, options_of
+from distributary.datasets._order import ShardHint, WithOptions, options_of, shard
 from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Interleave
-from distributary.datasets._streams import Path, Stream
-from distributary.datasets._structure import Block, num_rows, sized_spec, some_rows
+from distributary.datasets._streams import IteratedStream, Path, Stream
+from distributary.datasets._structure import Block, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -89,123 +88,23 @@ class WorkerBatch:
     sizes: tuple[int, ...]
 
 
-Check: TypeAlias = Callable[[Nest, int, bool], tuple[Nest, int]]
-"""A function of a batch, its number, and whether its source may use its arrays again. It returns a
-nest of arrays and their number of rows."""
+def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Node]:
+    """Returns how a worker reads a dataset of global batches, and the dataset that it reads.
 
-
-@final
-class WorkerBatches:
-    """The global batches of a dataset as one of its workers sees them.
-
-    Args:
-        node: Dataset of global batches.
-        share: The worker.
-
-    Attributes:
-        policy: The policy in effect, never AUTO; DATA if there is only one worker. With DATA, and
-            with no other policy, all workers see the same batches.
-        node: The dataset that this worker reads.
+    The policy is never AUTO, and DATA if there is only one worker. With DATA, and with no other
+    policy, all workers see the same batches.
 
     Raises:
         InvalidValueError: if the policy of the dataset cannot be followed.
     """
-
-    def __init__(self, node: Node, share: WorkerShare) -> None:
-        self._share = share
-        self.policy = _policy_of(node, share)
-        if self.policy is AutoShardPolicy.FILE:
-            node = _sharded_by_file(node, share)
-        elif self.policy is AutoShardPolicy.HINT:
-            node = node.rewrite(lambda own: _with_hint(own, share))
-        if self.policy is not AutoShardPolicy.DATA:
-            node = _with_batches_of_worker(node, share)
-        self.node = node
-
-    def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        """Returns how many consecutive batches have parts of the same shapes on this worker.
-
-        Each run is a number of batches, None for no end, and for every replica a nest of
-        `TensorSpec`. Returns None if only reading would tell. Not for DATA.
-        """
-
-        def parts(spec: Nest) -> list[Nest]:
-            num_rows = jax.tree.leaves(spec)[0].shape[0]
-            return [sized_spec(spec, size) for size in self._share.alone.sizes(num_rows)]
-
-        runs = self.node.runs()
-        return None if runs is None else [(count, parts(spec)) for count, spec in runs]
-
-    def stream(self, path: Path, check: Check, whole_if_uneven: bool = False) -> "WorkerStream":
-        """Starts a pass over the batches, each of which goes through `check`.
-
-        With `whole_if_uneven`, if the parts of a batch are not equal, the worker gets all of its
-        rows and the sizes of the parts of all replicas.
-        """
-        node, share = self.node, self._share
-        if self.policy is not AutoShardPolicy.DATA:
-            share = share.alone
-        last = node
-        while isinstance(last, (Prefetch, WithOptions)):
-            last = last.input
-        if share.num_workers > 1 and isinstance(last, Batch):
-            # It fetches only the rows of this worker.
-            node = last
-        return WorkerStream(
-            node.stream(path), share, check, not node.makes_arrays(), whole_if_uneven
-        )
-
-
-@final
-class WorkerStream:
-    """One pass over a worker's batches; yields `WorkerBatch`.
-
-    Args:
-        stream: The batches.
-        share: The rows of a batch that are this worker's.
-        check: Turns a batch into arrays.
-        reused: Whether the source of the batches may write to their arrays again.
-        whole_if_uneven: Whether to yield all rows of a batch if the replicas' parts are not equal.
-    """
-
-    def __init__(
-        self, stream: Stream, share: WorkerShare, check: Check, reused: bool, whole_if_uneven: bool
-    ) -> None:
-        self._stream = stream
-        self._share = share
-        self._check = check
-        self._reused = reused
-        self._whole_if_uneven = whole_if_uneven
-        self._number = -1
-
-    def __iter__(self) -> Iterator[WorkerBatch]:
-        return self
-
-    def __next__(self) -> WorkerBatch:
-        share = self._share
-        self._number += 1
-        if share.num_workers > 1 and isinstance(self._stream, BatchedStream):
-            rows, size = self._stream.part(self._wanted)
-            rows, _ = self._check(rows, self._number, self._reused)
-        else:
-            rows, size = self._check(next(self._stream), self._number, self._reused)
-            if share.num_workers > 1:
-                rows = some_rows(rows, self._wanted(size))
-        if self._is_whole(size):
-            share = WorkerShare(replicas_per_worker=share.num_replicas)
-        return WorkerBatch(rows, share.sizes(size))
-
-    def _is_whole(self, size: int) -> bool:
-        return self._whole_if_uneven and size % self._share.num_replicas != 0
-
-    def _wanted(self, size: int) -> slice:
-        return slice(0, size) if self._is_whole(size) else self._share.rows(size)
-
-    def advance(self, count: int) -> int:
-        """Skips batches, and returns how many."""
-        skipped = self._stream.advance(count)
-        self._number += skipped
-        return skipped
+    policy = _policy_of(node, share)
+    if policy is AutoShardPolicy.FILE:
+        node = _sharded_by_file(node, share)
+    elif policy is AutoShardPolicy.HINT:
+        node = node.rewrite(lambda own: _with_hint(own, share))
+    if policy is not AutoShardPolicy.DATA:
+        node = _with_batches_of_worker(node, share)
+    return policy, node
 
 
 def _policy_of(node: Node, share: WorkerShare) -> AutoShardPolicy:
@@ -248,13 +147,13 @@ def _sharded_by_file(node: Node, share: WorkerShare) -> Node:
             f"AutoShardPolicy.FILE: the dataset {node.describe()} reads no files. Use"
             " AutoShardPolicy.DATA, which gives every worker its rows of each batch."
         )
-    sharded = own.replace(input=Shard(own.input, share.num_workers, share.worker))
+    sharded = own.replace(input=shard(own.input, share.num_workers, share.worker))
     return node.rewrite(lambda node: sharded if node is own else node)
 
 
 def _with_hint(node: Node, share: WorkerShare) -> Node:
-    if isinstance(node, Shard) and node.is_hint:
-        return Shard(node.input, share.num_workers, share.worker)
+    if isinstance(node, ShardHint):
+        return shard(node.input, share.num_workers, share.worker)
     return node
 
 
@@ -292,26 +191,17 @@ class _Cut(Node):
         return size if size < 0 else size * self.share.num_workers
 
     def elements(self, path: Path) -> Stream:
-        return _CutStream(self.input.stream(path), self.share)
+        return IteratedStream(self._pieces(self.input.stream(path)))
+
+    def _pieces(self, batches: Stream) -> Iterator[Block]:
+        for batch in batches:
+            size = num_rows(batch)
+            step = max(1, -(-size // self.share.num_workers))
+            for start in range(0, size, step):
+                yield some_rows(batch, slice(start, start + step))
 
     def label(self) -> str:
         return f"cut({self.share.num_workers})"
-
-
-@final
-class _CutStream(Stream):
-    def __init__(self, upstream: Stream, share: WorkerShare) -> None:
-        self._upstream = upstream
-        self._share = share
-        self._pieces: list[Block] = []
-
-    def __next__(self) -> Block:
-        while not self._pieces:
-            batch = next(self._upstream)
-            size = num_rows(batch)
-            step = max(1, -(-size // self._share.num_workers))
-            self._pieces = [some_rows(batch, slice(i, i + step)) for i in range(0, size, step)]
-        return self._pieces.pop(0)
 
 
 def split_rows(rows: Nest, sizes: Sequence[int]) -> list[Nest]:

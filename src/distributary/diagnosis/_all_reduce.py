@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from distributary.diagnosis._check import Check, Json
 from distributary.topology import REPLICA_AXIS, num_local_replicas, put_stacked
 
-__all__ = ["all_reduce", "all_reduce_seconds", "copy_bytes_per_second", "format_bytes"]
-
 _SIZES: Final = (4, 1 << 16, 1 << 20, 1 << 24)
 _REPEATS: Final = {4: 40, 1 << 16: 40, 1 << 20: 20, 1 << 24: 6}
 # Half of what is possible is normal. A twentieth means a wrong network, or a machine that cannot

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, final
 
-__all__ = ["Check", "Json", "Status"]
-
 Json: TypeAlias = Any
 Status: TypeAlias = Literal["ok", "warning", "problem", "skipped"]
 

@@ -13,8 +13,7 @@ from distributary.cluster_resolver import MultiWorker, Peer, TFConfigClusterReso
 from distributary.diagnosis import _machine as machine
 from distributary.diagnosis._all_reduce import all_reduce
 from distributary.diagnosis._check import Check, Json
-from distributary.diagnosis._link_checks import link_checks
-from distributary.diagnosis._links import Link, Meeting
+from distributary.diagnosis._links import Link, Meeting, link_checks
 from distributary.diagnosis._training import training
 from distributary.errors import ClusterError, DistributaryError
 from distributary.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
@@ -23,8 +22,6 @@ from distributary.topology import (
     requested_cpu_devices,
     set_logical_cpu_devices,
 )
-
-__all__ = ["PARTS", "Report", "examine"]
 
 PARTS: Final = ("machine", "links", "all-reduce", "training")
 """Parts that can be run alone."""

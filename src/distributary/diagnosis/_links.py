@@ -6,6 +6,7 @@ never run at the same time.
 """
 
 import contextlib
+import functools
 import queue
 import socket
 import statistics
@@ -17,13 +18,11 @@ from dataclasses import asdict, dataclass
 from typing import final
 
 from distributary.cluster_resolver import Peer
-from distributary.diagnosis._check import Json
+from distributary.diagnosis._check import Check, Json
 from distributary.dispatch import start_thread
 from distributary.errors import ClusterError
-from distributary.job import Channel, Reception, connected
+from distributary.job import Channel, Reception, connected, listening
 from distributary.launch import free_addresses
-
-__all__ = ["Link", "Meeting", "loopback", "slow_links"]
 
 _CONNECT_SECONDS = 3.0
 _TRANSFER_SECONDS = 20.0  # for one message and its answer
@@ -89,6 +88,7 @@ def slow_links(links: Sequence[Link], peers: Sequence[Peer]) -> list[tuple[Link,
 
 
 @final
+@dataclass(eq=False)
 class Meeting:
     """The meeting of all tasks of a cluster, during which they are examined.
 
@@ -103,16 +103,19 @@ class Meeting:
         ClusterError: if the port of this task is taken.
     """
 
-    def __init__(
-        self, peers: Sequence[Peer], number: int, wait_seconds: float, *, any_port: bool
-    ) -> None:
-        self._peers = peers
-        self._number = number
-        self._wait_seconds = wait_seconds
-        self._any_port = any_port
+    peers: Sequence[Peer]
+    number: int
+    wait_seconds: float
+    any_port: bool
+
+    def __post_init__(self) -> None:
         # By number: at the first task, connections to the others; at the others, one to the first.
         self._channels: dict[int, Channel] = {}
-        self._listener = _Listener(peers[number], len(peers))
+        self._server = _server(self.peers[self.number])
+        self._arrivals: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MAX_STRANGERS + 2 * len(self.peers))
+        self._ended = threading.Event()
+        self._thread = start_thread(self._listen, self._ended.set, "distributary-links")
 
     def measure(self) -> list[Link]:
         """Returns the links between all tasks, by source and target, at every task.
@@ -123,8 +126,8 @@ class Meeting:
         Raises:
             ClusterError: if the first task cannot be reached, or ends.
         """
-        links = self._lead() if self._number == 0 else self._follow()
-        self._listener.close()  # because JAX is about to listen there
+        links = self._lead() if self.number == 0 else self._follow()
+        self._stop_listening()  # because JAX is about to listen there
         return links
 
     def reports(self, own: Json) -> list[Json] | None:
@@ -133,12 +136,12 @@ class Meeting:
         Returns None at the other tasks. They stay until the first one leaves, so that its report is
         complete before a launcher notices their end.
         """
-        if self._number != 0:
+        if self.number != 0:
             with contextlib.suppress(OSError):
                 self._channels[0].send("report", own)
                 self._channels[0].receive(_END_SECONDS)
             return None
-        reports: list[Json] = [own, *(None for _ in self._peers[1:])]
+        reports: list[Json] = [own, *(None for _ in self.peers[1:])]
         for number, channel in self._channels.items():
             with contextlib.suppress(OSError):
                 reports[number] = channel.receive(_REPORT_SECONDS).content
@@ -146,29 +149,47 @@ class Meeting:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._listener.close()
+        self._stop_listening()
         for channel in self._channels.values():
             channel.close()
 
+    def _stop_listening(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._server.close()
+
     def _lead(self) -> list[Link]:
-        self._channels = self._listener.wait_for_members(len(self._peers) - 1, self._wait_seconds)
+        self._wait_for_members()
         sources = [0, *sorted(self._channels)]
-        pairs = [(source, target) for source in sources for target in range(len(self._peers))]
+        pairs = [(source, target) for source in sources for target in range(len(self.peers))]
         links = {(link.source, link.target): link for link in self._measured(pairs)}
         doubtful = [
-            (link.source, link.target) for link, _ in slow_links([*links.values()], self._peers)
+            (link.source, link.target) for link, _ in slow_links([*links.values()], self.peers)
         ]
         for again in self._measured(doubtful):
             links[again.source, again.target] = _better(links[again.source, again.target], again)
         found = [links[pair] for pair in sorted(links)]
-        self._listener.close()  # before the others connect to JAX at this port
+        self._stop_listening()  # before the others connect to JAX at this port
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
                 channel.send("links", [asdict(link) for link in found])
         return found
 
+    def _wait_for_members(self) -> None:
+        deadline = time.monotonic() + self.wait_seconds
+        with contextlib.suppress(queue.Empty):
+            while len(self._channels) < len(self.peers) - 1:
+                left = max(0.001, deadline - time.monotonic())
+                number, channel = self._arrivals.get(timeout=left)
+                # Anything else is from another cluster, or not a task. The first one to come is the
+                # task.
+                if 0 < number < len(self.peers) and number not in self._channels:
+                    self._channels[number] = channel
+                else:
+                    channel.close()
+
     def _measured(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Link]:
-        for together in _apart(pairs, self._peers):
+        for together in _apart(pairs, self.peers):
             for source, target in together:
                 if source:
                     with contextlib.suppress(OSError):
@@ -180,20 +201,20 @@ class Meeting:
                 try:
                     yield Link(**self._channels[source].receive(_REPORT_SECONDS).content)
                 except (OSError, TypeError):
-                    yield Link(source, target, error=f"{self._peers[source].name} ended")
+                    yield Link(source, target, error=f"{self.peers[source].name} ended")
 
     def _follow(self) -> list[Link]:
-        first = self._peers[0]
+        first = self.peers[0]
         try:
-            leader = connected(first.host, first.port, str(first), self._wait_seconds)
+            leader = connected(first.host, first.port, str(first), self.wait_seconds)
         except OSError as error:
             raise ClusterError(
-                f"{self._peers[self._number].name} could not reach {first} within"
-                f" {self._wait_seconds:g} s: {_reason(error)}."
+                f"{self.peers[self.number].name} could not reach {first} within"
+                f" {self.wait_seconds:g} s: {_reason(error)}."
             ) from error
         self._channels[0] = leader
         try:
-            leader.send("join", self._number)
+            leader.send("join", self.number)
             while (order := leader.receive(_END_SECONDS)).kind == "measure":
                 leader.send("link", asdict(self._link_to(order.content)))
             return [Link(**link) for link in order.content]
@@ -203,58 +224,18 @@ class Meeting:
             ) from None
 
     def _link_to(self, target: int) -> Link:
-        peer = self._peers[target]
+        peer = self.peers[target]
         try:
             with socket.create_connection((peer.host, peer.port), _CONNECT_SECONDS) as connection:
-                round_trip, rate = _measured(connection, peer, self._any_port)
+                round_trip, rate = _measured(connection, peer, self.any_port)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return Link(self._number, target, error=_reason(error))
-        return Link(self._number, target, round_trip, rate)
+            return Link(self.number, target, error=_reason(error))
+        return Link(self.number, target, round_trip, rate)
 
-
-def loopback() -> Link:
-    """Returns the link of this machine to itself."""
-    own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
-    with contextlib.closing(Meeting([own], 0, 0.0, any_port=False)) as meeting:
-        return meeting.measure()[0]
-
-
-@final
-class _Listener:
-    """A thread that answers the tasks that connect to this one."""
-
-    def __init__(self, peer: Peer, num_peers: int) -> None:
-        self._server = _server(peer)
-        self._num_peers = num_peers
-        self._arrivals: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_MAX_STRANGERS + 2 * num_peers)
-        self._ended = threading.Event()
-        self._thread = start_thread(self._listen, self._ended.set, "distributary-links")
-
-    def wait_for_members(self, count: int, seconds: float) -> dict[int, Channel]:
-        """Returns connections to the tasks that have come, by their numbers from 1 to `count`."""
-        members: dict[int, Channel] = {}
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(queue.Empty):
-            while len(members) < count:
-                left = max(0.001, deadline - time.monotonic())
-                number, channel = self._arrivals.get(timeout=left)
-                # Anything else is from another cluster, or not a task. The first one to come is the
-                # task.
-                if 0 < number <= count and number not in members:
-                    members[number] = channel
-                else:
-                    channel.close()
-        return members
-
-    def close(self) -> None:
-        """Stops listening, which frees the port."""
-        self._ended.set()
-        self._thread.join()
-        self._server.close()
+    # In the thread, which answers the tasks that connect to this one
 
     def _listen(self) -> None:
-        with Reception(self._server, self._num_peers) as reception:
+        with Reception(self._server, len(self.peers)) as reception:
             while not self._ended.is_set():
                 for channel, message in reception.arrivals(time.monotonic() + _POLL_SECONDS):
                     if message.kind == "join" and type(message.content) is int:
@@ -273,18 +254,18 @@ class _Listener:
             self._room.release()
 
 
+def loopback() -> Link:
+    """Returns the link of this machine to itself."""
+    own = Peer("worker", 0, free_addresses("127.0.0.1", 1)[0])
+    with contextlib.closing(Meeting([own], 0, 0.0, any_port=False)) as meeting:
+        return meeting.measure()[0]
+
+
 def _server(peer: Peer) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            peer.host, peer.port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError:
-        family, address = socket.AF_INET, ("", peer.port)
     # Others may know this machine by an address that it does not have itself.
-    everywhere = ("::" if family == socket.AF_INET6 else "", peer.port)
-    for where in (address, everywhere):
+    for host in (peer.host, "::" if ":" in peer.host else "0.0.0.0"):
         try:
-            return socket.create_server(where[:2], family=family)
+            return listening(host, peer.port)
         except OSError as error:
             problem = error
     raise ClusterError(f"{peer.name} cannot listen at {peer.address}: {_reason(problem)}.")
@@ -389,3 +370,72 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return getattr(error, "strerror", None) or str(error)
+
+
+def link_checks(
+    links: Sequence[Link], peers: Sequence[Peer], wait_seconds: float
+) -> Iterator[Check]:
+    """Yields what is wrong with the links between tasks, or one check that says that all work.
+
+    Args:
+        links: The measurements of all tasks that came.
+        peers: The tasks.
+        wait_seconds: Seconds for which the first task waited for the others.
+    """
+    problem = functools.partial(Check, "links", "problem")
+    sources = {link.source for link in links}
+    for number, peer in enumerate(peers):
+        if number in sources:
+            continue
+        if any(link.error is None for link in links if link.target == number):
+            state = "which other tasks reach"
+            fix = (
+                "Compare the cluster in its TF_CONFIG with the one here, and open"
+                f" {peers[0].address} for it in the firewall"
+            )
+        else:
+            state = "which no other task reaches"
+            fix = f"Start the doctor on {peer.name} too, and look at what it prints"
+        yield problem(
+            f"{peer}, {state}, did not connect to {peers[0]} within {wait_seconds:g} s", fix
+        )
+    broken = [link for link in links if link.error is not None and link.target in sources]
+    for number, peer in enumerate(peers):
+        to_it = [link for link in broken if link.target == number]
+        if len(to_it) == len(sources):
+            yield problem(
+                f"no task reaches {peer}: {to_it[0].error}",
+                f"Give {peer.name} in TF_CONFIG an address at which the other tasks reach its"
+                " machine, and open its ports in the firewall",
+            )
+            continue
+        for link in to_it:
+            yield problem(
+                f"{peers[link.source].name} does not reach {peer}: {link.error}",
+                f"Open the ports of {peer.host} for {peers[link.source].host} in the firewalls"
+                " between them",
+            )
+    slow = slow_links(links, peers)
+    for link, best in slow:
+        detail = f"{_text(link, peers, ' is slow:')}; {_text(best, peers, ' has')}"
+        fix = _fix_of_slow(peers[link.source].host, peers[link.target].host)
+        yield Check("links", "warning", detail, fix)
+    working = [link for link in links if link.error is None and link.source != link.target]
+    if working and not broken and not slow and len(sources) == len(peers):
+        slowest = min(working, key=lambda link: link.bytes_per_second)
+        detail = f"all {len(working)} work; the slowest, {_text(slowest, peers, ', has')}"
+        yield Check("links", "ok", detail)
+
+
+def _fix_of_slow(source: str, target: str) -> str:
+    if source == target:
+        return f"Look on {source} for other programs with `top`, and for a limit with `tc qdisc`"
+    return f"Check cables, switches, drivers and bandwidth limits between {source} and {target}"
+
+
+def _text(link: Link, peers: Sequence[Peer], verb: str) -> str:
+    round_trip, rate = link.round_trip_seconds * 1e6, link.bytes_per_second / 1e6
+    return (
+        f"{peers[link.source].name} to {peers[link.target].name}{verb} {round_trip:.0f} us round"
+        f" trip, {rate:.0f} MB/s"
+    )

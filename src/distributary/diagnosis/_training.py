@@ -14,8 +14,6 @@ from distributary.strategies import OneDeviceStrategy, Strategy
 from distributary.topology import local_devices_of
 from distributary.variables import Variable
 
-__all__ = ["training"]
-
 _NUM_STEPS = 60
 _GLOBAL_BATCH_SIZE = 64  # at least; all replicas get the same number of examples
 _HIDDEN = 32

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, final
 
@@ -18,7 +17,9 @@ from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
 from distributary.errors import DistributaryWarning, ReplicaMismatchError
+from distributary.topology import num_logical_devices
 from distributary.tracing import (
+    Jaxpr,
     ReplicaProgram,
     TraceScope,
     current_scope,
@@ -42,7 +43,7 @@ __all__ = ["Engine", "Programs"]
 # Several steps in one program; they get a list of elements.
 _STEPS = StepKind()
 _RUN_STEPS = repeat("extended.run_steps")  # for messages
-Programs = dict[Any, "_Entry"]
+Programs = dict[Any, Executable]
 """The programs of one function, by the key of their arguments."""
 
 
@@ -100,11 +101,11 @@ class Engine:
         # The function behind `jax.tree.flatten`; calling it directly saves two frames.
         leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
         key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
-        entry = programs.get(key)
-        if entry is not None:
-            picks = entry.picks
+        executable = programs.get(key)
+        if executable is not None:
+            picks = executable.picks
             try:
-                return entry.executable(leaves if picks is None else picked(leaves, picks))
+                return executable(leaves if picks is None else picked(leaves, picks))
             except VariableGoneError:
                 del programs[key]
         args, kwargs = self._even_out((args, kwargs), place=True)
@@ -112,13 +113,13 @@ class Engine:
         if not same_structure(tree_after, tree):
             # Components of equal shape were stacked, so this is now an ordinary call.
             return self.execute(programs, function, args, kwargs, kind)
-        entry = self._build(function, args, kwargs, kind)
+        executable = self._build(function, args, kwargs, kind)
         if kind.role != "update":  # each variable needs a trace of its own
             self._strategy.extended.step_counts.num_retraces += bool(programs)
             if kind.name is None:
                 self.cache.note_trace(function, programs, key)
-        programs[key] = entry
-        return entry.executable(picked(leaves, entry.picks))
+        programs[key] = executable
+        return executable(picked(leaves, executable.picks))
 
     def run_steps(self, function: Callable[[Nest], Nest], elements: Sequence[Nest]) -> Nest:
         """Runs `function` on each of several elements, in one program if this pays.
@@ -163,8 +164,8 @@ class Engine:
     ) -> Any:
         """Returns the program of a step, lowered but not run."""
         args, kwargs = self._even_out((args, kwargs), place=True)
-        entry = self._build(function, args, kwargs, kind)
-        return entry.executable.lowered(picked(jax.tree.leaves((args, kwargs)), entry.picks))
+        executable = self._build(function, args, kwargs, kind)
+        return executable.lowered(picked(jax.tree.leaves((args, kwargs)), executable.picks))
 
     def _even_out(self, tree: Nest, place: bool) -> Nest:
         """Replaces `PerReplica` components of equal shape by one stacked array."""
@@ -191,7 +192,7 @@ class Engine:
 
     def _build(
         self, function: Callable[..., Any], args: Any, kwargs: Any, kind: StepKind
-    ) -> "_Entry":
+    ) -> Executable:
         step = Step(self._strategy, self._num_replicas, function, args, kwargs, kind)
         program = self._program(step)
         placement = self._placement
@@ -208,8 +209,9 @@ class Engine:
             self._strategy.extended.step_counts,
             shardings,
         )
+        executable.picks = step.picks
         step.release()
-        return _Entry(executable, step.picks)
+        return executable
 
     def _program(self, step: Step, is_for_workers: bool = False) -> ReplicaProgram:
         program = self._replica_program(step, is_for_workers)
@@ -254,7 +256,20 @@ class Engine:
                 rewrite=self._rewritten,
             )
 
-    def _rewritten(self, replica: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    def _rewritten(
+        self, replica: Callable[..., Any], jaxprs: Sequence[Jaxpr], mesh: Any
+    ) -> Callable[..., Any]:
+        """Returns the code of a replica in a form that runs faster; see `ReplicaProgram`."""
+        # Programs for servers are analyzed later, and logical devices are left to XLA.
+        keeps_on_servers = self._strategy.extended.variable_layout().kind is not None
+        if not keeps_on_servers and (mesh is None or num_logical_devices(mesh) == 1):
+            from distributary.rows import with_sparse_gradients
+
+            num_meeting = 1 if mesh is None else self._num_replicas
+            in_any_order = self._placement.adds_in_any_order
+            replica = with_sparse_gradients(replica, jaxprs, num_meeting, in_any_order)
+        if mesh is None:
+            return replica
         if self._placement.is_of_job and self._placement.is_on_cpus:
             replica = with_joined_sums(replica)
         return with_exchanged_sums(replica, mesh)
@@ -298,13 +313,6 @@ class Engine:
             return wrapper(value, self._num_replicas)
 
         return rebuild(arrays, wrap)
-
-
-@final
-@dataclass(slots=True)
-class _Entry:
-    executable: Executable
-    picks: list[Any] | None
 
 
 def _component_of_traced(leaf: Any) -> Any:

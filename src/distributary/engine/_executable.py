@@ -1,5 +1,6 @@
 """A compiled program together with the variables it reads and writes."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -59,6 +60,7 @@ class Executable:
         "_avals",
         "_call",
         "_captures",
+        "_compiling",
         "_dispatcher",
         "_event",
         "_has_collectives",
@@ -75,6 +77,7 @@ class Executable:
         "_title",
         "_token_of",
         "_written",
+        "picks",
         "program",
         "runs",
     )
@@ -90,6 +93,8 @@ class Executable:
         shardings: Sequence[NamedSharding | None] | None = None,
     ) -> None:
         self.program = program
+        #: Positions of its arguments among the flattened arguments of a call, see `picked`.
+        self.picks: Any = None
         self.runs = counts.runs_of(self)
         self._avals: Any = None  # of the arguments of the first call
         self._title = title
@@ -115,6 +120,8 @@ class Executable:
         # The list in which the written variables keep their arrays together, if they do.
         self._states: Callable[[], StateList | None] = _no_states
         self._num_single_runs = 0
+        # Held while the program is compiled, before its first run; None from then on.
+        self._compiling: threading.Lock | None = None
         self._call: Any
         self._captures: Sequence[Sequence[Any]]
         if is_staged:
@@ -156,6 +163,10 @@ class Executable:
         options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
         jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=1, **options)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
+        # The processes of a job compile together on some platforms, so they do it in the order of
+        # their programs, too. A target's programs are not compiled here.
+        if self._call is jitted and not self._is_of_job:
+            self._compiling = threading.Lock()
 
     def _place(self, value: Any) -> Any:
         """Puts a value where the program can take it."""
@@ -169,9 +180,20 @@ class Executable:
 
     def lowered(self, args: Sequence[Any]) -> Any:
         """Returns the program lowered for `args`, to inspect what XLA compiles."""
-        written = [cell()._value for cell in self._written]
-        read_only = [cell()._value for cell in self._read_only]
+        try:
+            written = [cell()._value for cell in self._written]
+            read_only = [cell()._value for cell in self._read_only]
+        except AttributeError:
+            raise VariableGoneError from None
         return self._call.lower(self._captures, written, read_only, args)
+
+    def _compile(self, lock: threading.Lock, args: Sequence[Any]) -> None:
+        """Compiles the program without the locks of a dispatch, so that other threads go on."""
+        with lock:
+            if self._compiling is not None:
+                # JAX keeps the result and takes it when the program runs.
+                self.lowered(args).compile()
+                self._compiling = None
 
     def collective_bytes(self) -> int:
         """Returns the size of the arrays that one run sends through collectives."""
@@ -192,6 +214,8 @@ class Executable:
             raise inside_jax("Strategy.run or a distributary.function")
         if self._shardings is not None:
             args = self._placed(args, self._shardings)
+        if self._compiling is not None:
+            self._compile(self._compiling, args)
         # For other threads, reading, donating and replacing the state has to be one step.
         with latest_program.lock:
             states = self._states()

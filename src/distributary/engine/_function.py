@@ -3,7 +3,7 @@
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import jax
@@ -98,9 +98,9 @@ class Function:
             signature += map(iterators.index, iterators)
         key: _Key = tree, tuple(signature), mode.role, in_default_context()
         entry = programs.get(key)
-        if type(entry) is _Entry:
+        if type(entry) is Executable:
             try:
-                return entry.executable([leaves[i] for i in entry.picks])
+                return entry([leaves[i] for i in entry.picks])
             except VariableGoneError:
                 del programs[key]
         try:
@@ -128,9 +128,9 @@ class Function:
             entry = programs.get(of_course)
         if entry == "host":
             raise LeaveTrace
-        if type(entry) is _Entry:
+        if type(entry) is Executable:
             try:
-                return entry.executable([*[leaves[i] for i in entry.picks], *feeds.values])
+                return entry([*[leaves[i] for i in entry.picks], *feeds.values])
             except VariableGoneError:
                 pass
         try:
@@ -141,14 +141,14 @@ class Function:
         except BaseException:
             feeds.put_back(feeds.position)
             raise
-        made = {key: entry for key, entry in programs.items() if type(entry) is _Entry}
+        made = {key: entry for key, entry in programs.items() if type(entry) is Executable}
         strategy.extended.step_counts.num_retraces += bool(made)
         for origin, outcome in feeds.course:
             programs[key] = origin
             key = _after(key, outcome)
         self._cache.note_trace(self.python_function, made, key)
         programs[key] = entry
-        return entry.executable([*[leaves[i] for i in entry.picks], *feeds.values])
+        return entry([*[leaves[i] for i in entry.picks], *feeds.values])
 
     def _on_host(self, args: Any, kwargs: Any) -> Any:
         with self._inner.active():
@@ -157,7 +157,7 @@ class Function:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> "_Entry":
+    def _build(self, leaves: list[Any], tree: Any, strategy: Any, feeds: Feeds) -> Executable:
         picks = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         static = [None if is_dynamic(leaf) else leaf for leaf in leaves]
         results: list[Callable[..., Any]] = []
@@ -190,27 +190,17 @@ class Function:
         executable = Executable(
             program, extended.placement, rebuild, name, title, extended.step_counts
         )
-        return _Entry(executable, picks)
+        executable.picks = picks
+        return executable
 
     def __repr__(self) -> str:
         return f"<distributary.function {getattr(self.python_function, '__qualname__', '?')}>"
 
 
-@final
-class _Entry:
-    """A compiled version of a function."""
-
-    __slots__ = ("executable", "picks")
-
-    def __init__(self, executable: Executable, picks: Sequence[int]) -> None:
-        self.executable = executable
-        self.picks = picks
-
-
 # Under the key of a call is the origin of the element that is taken first. Under that key and its
 # outcome is the next origin, and so on. The last one holds the program, or "host" if the call runs
 # on the host.
-_Programs = dict[_Key, _Entry | Origin | Literal["host"]]
+_Programs = dict[_Key, Executable | Origin | Literal["host"]]
 
 
 def _after(key: _Key, outcome: Any) -> _Key:

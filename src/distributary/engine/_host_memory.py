@@ -6,13 +6,7 @@ from typing import Any, final
 
 import jax
 
-from distributary.tracing import (
-    Array,
-    aval_of,
-    in_order_of_outputs,
-    part_of_program,
-    variables_of,
-)
+from distributary.tracing import Array, Equation, Jaxpr, aval_of, evaluate_all, variables_of
 
 # This much state may come to the device before the results of earlier state have gone back.
 _PART_BYTES = 1 << 26
@@ -55,25 +49,20 @@ def update_in_parts(
     jaxpr = closed.jaxpr
     state = {v for v, stored in zip(jaxpr.invars, stored_inputs, strict=True) if stored}
     new = set(variables_of(v for v, s in zip(jaxpr.outvars, stored_outputs, strict=True) if s))
-    parts = _parts(in_order_of_outputs(jaxpr), state, new)
-    wanted = set(variables_of(jaxpr.outvars)).union(
-        *(variables_of(eqn.invars) for part in parts for eqn in part.eqns)
-    )
-    programs = [part_of_program(part.eqns, wanted) for part in parts]
+    parts = _parts(_in_order_of_outputs(jaxpr), state, new)
 
     def run(*values: Array) -> list[Array]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *values], strict=True))
         kept: dict[Any, Array] = {}
         gone: list[Array] = []
-        for part, (program, given, made) in zip(parts, programs, strict=True):
+        for part in parts:
             arriving = [known[v] for v in part.reads]
             if gone and arriving:
                 arriving, _ = jax.lax.optimization_barrier((arriving, gone))
             known.update(
                 zip(part.reads, jax.device_put(arriving, jax.memory.Space.Device), strict=True)
             )
-            outs = jax.core.eval_jaxpr(program, (), *(known[v] for v in given))
-            known.update(zip(made, outs, strict=True))
+            evaluate_all(part.eqns, known)
             gone = jax.device_put([known[v] for v in part.stores], jax.memory.Space.Host)
             kept.update(zip(part.stores, gone, strict=True))
 
@@ -108,3 +97,19 @@ def _parts(eqns: Sequence[Any], state: set[Any], new: set[Any]) -> list[_Part]:
         part.eqns.append(eqn)
         part.stores += [v for v in eqn.outvars if v in new]
     return parts
+
+
+def _in_order_of_outputs(jaxpr: Jaxpr) -> list[Equation]:
+    """Returns the equations that the outputs need, those of the first output first."""
+    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    order: dict[int, None] = {}
+    for output in jaxpr.outvars:
+        found: set[int] = set()
+        needed = variables_of([output])
+        while needed:
+            i = made_by.get(needed.pop())
+            if i is not None and i not in order and i not in found:
+                found.add(i)
+                needed += variables_of(jaxpr.eqns[i].invars)
+        order.update(dict.fromkeys(sorted(found)))
+    return [jaxpr.eqns[i] for i in order]

@@ -135,6 +135,14 @@ class Placement:
         return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
 
     @property
+    def adds_in_any_order(self) -> bool:
+        """True if a scatter may add rows that go to the same place in a different order each time.
+
+        On CPUs and TPUs it has one order; on GPUs it adds with atomic instructions.
+        """
+        return self.mesh is not None and self.mesh.devices.flat[0].platform not in ("cpu", "tpu")
+
+    @property
     def takes_host_arrays(self) -> bool:
         """True if programs can take NumPy arrays `[replica, ...]` and split them themselves."""
         return self.stacked is not None and not self.is_of_job and self.stacked.mesh is self.mesh

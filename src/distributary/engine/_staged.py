@@ -234,31 +234,19 @@ class StagedProgram:
         new, results = jax.tree.unflatten(self._tree, outs)
         return new, results, token
 
-    def lower(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Any],
-    ) -> Any:
-        """Lowers the stage on the replicas' devices."""
-        staged = self._staged or self._build(captures, written, read_only, args)
-        return staged.lower([*written, *read_only, *jax.tree.leaves(args)])
+    def lower(self, captures: Sequence[Sequence[Array]], *values: Sequence[Any]) -> Any:
+        """Lowers the stage on the replicas' devices; takes the arguments of a call."""
+        staged = self._staged or self._build(captures, *values)
+        return staged.lower(jax.tree.leaves(values))
 
-    def _build(
-        self,
-        captures: Sequence[Sequence[Array]],
-        written: Sequence[Array],
-        read_only: Sequence[Array],
-        args: Sequence[Any],
-    ) -> Staged:
+    def _build(self, captures: Sequence[Sequence[Array]], *values: Sequence[Any]) -> Staged:
         program = self._program
         stacked, storage = self._placement.stacked, self._placement.storage
         closed, shapes = jax.make_jaxpr(
             lambda *values: program(captures, *values), return_shape=True
-        )(*jax.tree.map(struct_of, (written, read_only, list(args))))
+        )(*jax.tree.map(struct_of, values))
         is_function = isinstance(program, FunctionProgram)
-        leaves = jax.tree.leaves(args)
+        leaves = jax.tree.leaves(values[2])
         inputs = [
             *[
                 Place(stacked, is_data=True) if handle.per_replica else Place(storage)

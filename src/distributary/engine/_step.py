@@ -8,8 +8,8 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 
-from distributary.context import Mode, ReplicaContext, pop, push
-from distributary.engine._arguments import is_dynamic, split_result
+from distributary.context import Mode, ReplicaContext, entered
+from distributary.engine._arguments import is_dynamic, split_result, struct_of
 from distributary.errors import InvalidTypeError, ReplicaMismatchError
 from distributary.tracing import ReplicaProgram, Results, current_scope
 from distributary.values import Mirrored, PerReplica
@@ -62,11 +62,8 @@ def call_on_replica(
     """Calls `function` as the code of the replica that is being traced."""
     context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
     mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
-    push(mode)
-    try:
+    with entered(mode):
         return function(*args, **kwargs)
-    finally:
-        pop(mode)
 
 
 def traced_replica_id() -> Any:
@@ -256,13 +253,10 @@ def _slot_of(leaf: Any, num_leaves: int, tree: Any, num_replicas: int) -> _Slot:
 
 def _aval_of(leaves: list[Any], pick: Any, replica: int, varies: bool) -> Any:
     value = leaves[pick] if isinstance(pick, int) else leaves[pick[replica]]
-    stacked = varies and isinstance(pick, int)
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype))
-    aval = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
-    shape = aval.shape[1:] if stacked else aval.shape
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
+    aval = struct_of(value)
+    is_stacked = varies and isinstance(pick, int)
+    shape = aval.shape[1:] if is_stacked else aval.shape
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def picked(leaves: list[Any], picks: list[Any] | None) -> list[Any]:

@@ -42,18 +42,13 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "MultiWorkerMirroredStrategy": "distributary.strategies",
-            "Optional": "distributary.datasets",
-            "ParameterServerStrategy": "distributary.coordinator",
-            "PreemptionCheckpointHandler": "distributary.checkpoint",
-            "StatisticsLogger": "distributary.monitoring",
-            "TPUStrategy": "distributary.strategies",
-            "TerminationConfig": "distributary.checkpoint",
-            "coordinator": "distributary.coordinator",
-            "dashboard": "distributary.monitoring",
-            "local_cluster": "distributary.coordinator",
-            "partitioners": "distributary.experimental.partitioners",
-            "profile": "distributary.monitoring",
-            "ray_cluster": "distributary.coordinator",
+            "distributary.checkpoint": "PreemptionCheckpointHandler TerminationConfig",
+            "distributary.coordinator": (
+                "ParameterServerStrategy coordinator local_cluster ray_cluster"
+            ),
+            "distributary.datasets": "Optional",
+            "distributary.experimental.partitioners": "partitioners",
+            "distributary.monitoring": "StatisticsLogger dashboard profile",
+            "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
         },
     )

@@ -9,15 +9,3 @@ from distributary.files._array_files import (
     write_arrays,
 )
 from distributary.files._save_locks import check_free, hold, release
-
-__all__ = [
-    "SavedRows",
-    "WrittenFile",
-    "check_free",
-    "hold",
-    "read_rows",
-    "release",
-    "rows_between",
-    "unreadable",
-    "write_arrays",
-]

@@ -24,8 +24,6 @@ import numpy as np
 
 from distributary.errors import CheckpointError
 
-__all__ = ["SavedRows", "WrittenFile", "read_rows", "rows_between", "unreadable", "write_arrays"]
-
 _Result = TypeVar("_Result")
 
 _PIECE_BYTES = 4 << 20

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from distributary.errors import CheckpointError
 
-__all__ = ["check_free", "hold", "release"]
-
 _log = logging.getLogger(__name__)
 
 _MARK = "distributary"

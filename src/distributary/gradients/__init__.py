@@ -3,5 +3,3 @@
 from distributary.gradients._functional import grad, value_and_grad
 from distributary.gradients._global_batch import global_batch_loss
 from distributary.gradients._tape import GradientTape, UnconnectedGradients
-
-__all__ = ["GradientTape", "UnconnectedGradients", "global_batch_loss", "grad", "value_and_grad"]

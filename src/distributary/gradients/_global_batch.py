@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary._types import Nest
-from distributary.context import Mode, ReplicaContext, current_mode, get_replica_context, pop, push
+from distributary.context import Mode, ReplicaContext, current_mode, entered, get_replica_context
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tracing import Array
 
@@ -70,11 +70,8 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
             "replica",
             ReplicaContext(context.strategy, lambda: number, has_whole_batch=True),
         )
-        push(mode)
-        try:
+        with entered(mode):
             result = jnp.asarray(loss(*jax.tree.unflatten(tree, leaves), **kwargs))
-        finally:
-            pop(mode)
         if result.ndim == 0:
             return result if context._averages_gradients else _part(result, context)
         if result.shape[0] != owners.shape[0]:

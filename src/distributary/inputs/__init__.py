@@ -15,35 +15,13 @@ if TYPE_CHECKING:
     )
     from distributary.inputs._step_data import Batches, Elements, checked
 
-__all__ = [
-    "Batches",
-    "Coworkers",
-    "DistributedDataset",
-    "DistributedInput",
-    "DistributedIterator",
-    "Elements",
-    "InputContext",
-    "Loop",
-    "PerReplicaSpec",
-    "StepCounts",
-    "StepStatistics",
-    "ValueContext",
-    "checked",
-    "spec_of",
-]
-
 # Imported on first use: many programs never distribute a dataset, and importing takes a while.
 if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "Batches": "_step_data",
-            "Coworkers": "_coworkers",
-            "DistributedDataset": "_distributed_dataset",
-            "DistributedIterator": "_distributed_dataset",
-            "Elements": "_step_data",
-            "PerReplicaSpec": "_distributed_dataset",
-            "checked": "_step_data",
-            "spec_of": "_coworkers",
+            "_coworkers": "Coworkers spec_of",
+            "_distributed_dataset": "DistributedDataset DistributedIterator PerReplicaSpec",
+            "_step_data": "Batches Elements checked",
         },
     )

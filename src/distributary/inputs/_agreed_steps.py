@@ -95,7 +95,7 @@ class AgreedSteps:
             return ready.signature
 
         if self._known is None:
-            told = self._job.agree_on_text(f"step {self._number} of {self._place}", say)
+            told = self._job.agree(f"step {self._number} of {self._place}", say)
         else:
             told = [next(signatures, "") for signatures in self._known]
             self._check_known(say(), told[self._job.number])

@@ -1,7 +1,7 @@
 """Data of distributed datasets: global batches, or elements for single replicas."""
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar, final
 
 import jax
@@ -9,9 +9,9 @@ import numpy as np
 
 from distributary._types import Nest
 from distributary.datasets import (
-    INFINITE_CARDINALITY,
-    UNKNOWN_CARDINALITY,
     AutoShardPolicy,
+    Batch,
+    BatchedStream,
     Dataset,
     Node,
     Once,
@@ -20,12 +20,14 @@ from distributary.datasets import (
     RandomAccess,
     Stream,
     WithOptions,
-    WorkerBatches,
+    WorkerBatch,
     WorkerShare,
-    WorkerStream,
     check_dense,
+    combined,
     foreign,
     sized_spec,
+    some_rows,
+    worker_dataset,
 )
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.inputs._coworkers import Coworkers
@@ -69,6 +71,9 @@ class StepData(abc.ABC):
 
     @node.setter
     def node(self, node: Node) -> None:
+        self._set_node(node)
+
+    def _set_node(self, node: Node) -> None:
         self._nodes = [node]
 
     @property
@@ -78,8 +83,8 @@ class StepData(abc.ABC):
         return first.items if len(self._nodes) == 1 and isinstance(first, Once) else None
 
     def is_in_memory(self) -> bool:
-        """Returns whether the data are made of arrays in memory; see `Node.is_in_memory`."""
-        return all(node.is_in_memory() for node in self._nodes)
+        """Returns whether the data are made of arrays in memory; see `Node`."""
+        return all(node.trait("in_memory") for node in self._nodes)
 
     def spec(self) -> Nest:
         """Returns a nest of `TensorSpec` that describes a batch, or an element of a replica."""
@@ -93,12 +98,16 @@ class StepData(abc.ABC):
     def _own_cardinality(self) -> int: ...
 
     @abc.abstractmethod
-    def stream(self, path: tuple[int, ...]) -> "WorkerStream | _ElementSteps":
+    def stream(self, path: tuple[int, ...]) -> "_BatchSteps | _ElementSteps":
         """Starts a pass over this worker's part of the steps."""
 
     @abc.abstractmethod
     def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        """Returns the shapes of the steps, see `WorkerBatches.runs`."""
+        """Returns how many consecutive steps have parts of the same shapes on this worker.
+
+        Each run is a number of steps, None for no end, and for every replica a nest of
+        `TensorSpec`. Returns None if only reading would tell.
+        """
 
 
 @final
@@ -129,11 +138,10 @@ class Batches(StepData):
     ) -> None:
         def prepare() -> tuple[str, int, list[int]]:
             node, self.prefetch_depth = _without_prefetch(_batches(dataset, what))
-            self._nodes, self._of_worker = [node], WorkerBatches(node, share)
-            policy = self._of_worker.policy
+            self.node = node
             # Workers may read their data under different names, unless all read the same data.
-            name = f" {node.describe()}" if policy is AutoShardPolicy.DATA else ""
-            return policy.name + name, self._own_cardinality(), node.drawn_seeds()
+            name = f" {node.describe()}" if self._policy is AutoShardPolicy.DATA else ""
+            return self._policy.name + name, self._own_cardinality(), node.drawn_seeds()
 
         self._share = share
         told = self._say(coworkers, prepare)
@@ -147,30 +155,37 @@ class Batches(StepData):
                 f" {', '.join(f'{name}: {way}' for name, way in names)}. Distribute the same"
                 " dataset on every worker, or set its auto_shard_policy."
             )
-        self._longest = _longest(cardinalities)
+        self._longest = combined(cardinalities)
         # Every worker needs the same order of shuffles without a seed.
         self.node = self.node.with_drawn_seeds(seeds[0])
-        if self._of_worker.policy is not AutoShardPolicy.DATA:
+        if self._policy is not AutoShardPolicy.DATA:
             self.coworkers = coworkers
 
-    @property
-    def node(self) -> Node:
-        """The dataset."""
-        return self._nodes[0]
-
-    @node.setter
-    def node(self, node: Node) -> None:
-        self._nodes, self._of_worker = [node], WorkerBatches(node, self._share)
+    def _set_node(self, node: Node) -> None:
+        super()._set_node(node)
+        self._policy, self._read = worker_dataset(node, self._share)
 
     def _own_cardinality(self) -> int:
-        return self._of_worker.node.cardinality()
+        return self._read.cardinality()
 
-    def stream(self, path: tuple[int, ...]) -> WorkerStream:
-        # Workers compute an uneven batch together, so each needs all of it.
-        return self._of_worker.stream(path, checked, whole_if_uneven=True)
+    def stream(self, path: tuple[int, ...]) -> "_BatchSteps":
+        node, share = self._read, self._share
+        if self._policy is not AutoShardPolicy.DATA:
+            share = share.alone
+        last = node
+        while isinstance(last, WithOptions):
+            last = last.input
+        if share.num_workers > 1 and isinstance(last, Batch):
+            node = last  # it fetches only the rows of this worker
+        return _BatchSteps(node.stream(path), share, not node.trait("own_arrays"))
 
     def runs(self) -> list[tuple[int | None, list[Nest]]] | None:
-        return self._of_worker.runs()
+        def parts(spec: Nest) -> list[Nest]:
+            num_rows = jax.tree.leaves(spec)[0].shape[0]
+            return [sized_spec(spec, size) for size in self._share.alone.sizes(num_rows)]
+
+        runs = self._read.runs()
+        return None if runs is None else [(count, parts(spec)) for count, spec in runs]
 
 
 @final
@@ -202,10 +217,10 @@ class Elements(StepData):
 
         self._num_replicas = num_replicas
         self.coworkers = coworkers
-        self._longest = _longest(self._say(coworkers, prepare))
+        self._longest = combined(self._say(coworkers, prepare))
 
     def _own_cardinality(self) -> int:
-        size = _longest([node.cardinality() for node in self._nodes])
+        size = combined([node.cardinality() for node in self._nodes])
         return size if len(self._nodes) > 1 or size < 0 else -(-size // self._num_replicas)
 
     def stream(self, path: tuple[int, ...]) -> "_ElementSteps":
@@ -228,12 +243,51 @@ class Elements(StepData):
         return steps
 
 
-def _longest(cardinalities: Sequence[int]) -> int:
-    """Returns the number of steps until the last of several datasets ends."""
-    for unusual in (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY):
-        if unusual in cardinalities:
-            return unusual
-    return max(cardinalities)
+@final
+class _BatchSteps:
+    """Steps with a worker's rows of global batches.
+
+    If the parts of a batch are not equal, the worker gets all of its rows and the sizes of the
+    parts of all replicas, because the workers compute such a batch together.
+
+    Args:
+        stream: The batches.
+        share: The rows of a batch that are this worker's.
+        reused: Whether the source of the batches may write to their arrays again.
+    """
+
+    def __init__(self, stream: Stream, share: WorkerShare, reused: bool) -> None:
+        self._stream = stream
+        self._share = share
+        self._reused = reused
+        self._number = -1
+
+    def __iter__(self) -> Iterator[WorkerBatch]:
+        return self
+
+    def __next__(self) -> WorkerBatch:
+        share = self._share
+        self._number += 1
+        if share.num_workers > 1 and isinstance(self._stream, BatchedStream):
+            rows, size = self._stream.part(self._wanted)
+            rows, _ = checked(rows, self._number, self._reused)
+        else:
+            rows, size = checked(next(self._stream), self._number, self._reused)
+            if share.num_workers > 1:
+                rows = some_rows(rows, self._wanted(size))
+        if size % share.num_replicas:
+            share = WorkerShare(replicas_per_worker=share.num_replicas)
+        return WorkerBatch(rows, share.sizes(size))
+
+    def _wanted(self, size: int) -> slice:
+        is_uneven = size % self._share.num_replicas
+        return slice(0, size) if is_uneven else self._share.rows(size)
+
+    def advance(self, count: int) -> int:
+        """Skips batches, and returns how many."""
+        skipped = self._stream.advance(count)
+        self._number += skipped
+        return skipped
 
 
 _END: Any = object()
@@ -307,7 +361,7 @@ def _batches(dataset: Any, what: str) -> Node:
     if isinstance(dataset, (np.ndarray, jax.Array, dict)):
         return RandomAccess(_rows_of(dataset, what), batched=True)
     node = _as_node(dataset, what)
-    if node.is_batched() is False:
+    if node.trait("batched") is False:
         raise InvalidValueError(
             f"{what} the dataset {dataset!r}, which yields single examples; they would be split"
             " along their own first dim. Call .batch(global_batch_size) first. If its elements are"

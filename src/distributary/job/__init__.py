@@ -4,13 +4,19 @@ Every conversation is a `Channel`. `connect` lets the workers meet, starts `Live
 `Consensus`, with which everything above this package agrees on something on the host.
 """
 
-from distributary.job._channel import Channel, ChannelClosedError, Message, connected
+from distributary.job._channel import (
+    Channel,
+    ChannelClosedError,
+    Message,
+    Reception,
+    connected,
+    listening,
+)
 from distributary.job._connection import connect
 from distributary.job._consensus import Consensus, consensus
 from distributary.job._copies import copies
 from distributary.job._meeting import package_versions
 from distributary.job._proofs import is_proof, new_challenge, proof
-from distributary.job._reception import Reception
 
 __all__ = [
     "Channel",
@@ -23,6 +29,7 @@ __all__ = [
     "consensus",
     "copies",
     "is_proof",
+    "listening",
     "new_challenge",
     "package_versions",
     "proof",

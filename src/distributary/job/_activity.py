@@ -26,23 +26,9 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import final
 
+from distributary.job import _waits as waits
 from distributary.job._places import Places, call_at, is_between_calls, is_waiting, stack_of
-from distributary.job._waits import (
-    Kind,
-    Wait,
-    can_look,
-    children_of,
-    computes_without_python,
-    cpu_seconds_of_process,
-    cpu_seconds_of_thread,
-    is_from_elsewhere,
-    is_stopped,
-    num_bytes_moved,
-    tasks_of,
-    wait_of,
-)
-
-__all__ = ["Activity"]
+from distributary.job._waits import Kind, Wait
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +84,7 @@ class _Thread:
     def may_be_elsewhere(self) -> bool:
         """Returns whether the thread may have run since the latest look."""
         tid, wait, cpu_seconds = self.latest
-        return wait.kind is Kind.NONE or cpu_seconds_of_thread(tid) != cpu_seconds
+        return wait.kind is Kind.NONE or waits.cpu_seconds_of_thread(tid) != cpu_seconds
 
 
 @final
@@ -120,7 +106,7 @@ class Activity:
     ) -> None:
         self._thread_id = threading.main_thread().ident if thread_id is None else thread_id
         self._ignored = ignored
-        self._can_look = can_look()
+        self._can_look = waits.can_look()
         self._still_beats = 0
         self._forget()
 
@@ -183,7 +169,7 @@ class Activity:
         self._beat_at = now
         if not self._can_look:
             return self._frames_move(ignored)
-        tree = [os.getpid(), *children_of(os.getpid(), ignored)]
+        tree = [os.getpid(), *waits.children_of(os.getpid(), ignored)]
         # Call all of them, because each remembers what it sees.
         python_moves, needs_children = self._python_moves(ignored, tree, seconds)
         natives_move = self._natives_move(ignored, seconds)
@@ -200,7 +186,8 @@ class Activity:
         if self._thread_id not in self._threads:  # it is at an interactive prompt, or has ended
             return True, False
         for ident, thread in self._threads.items():
-            before, thread.cpu_seconds = thread.cpu_seconds, cpu_seconds_of_thread(_tid_of(ident))
+            before = thread.cpu_seconds
+            thread.cpu_seconds = waits.cpu_seconds_of_thread(_tid_of(ident))
             thread.share = _share(before, thread.cpu_seconds, seconds)
         moves = needs_children = False
         for number in range(_NUM_LOOKS):
@@ -239,8 +226,8 @@ class Activity:
         if frame is None:  # it has just ended
             return True, False
         tid = _tid_of(ident)
-        wait = wait_of(os.getpid(), tid) if tid else Wait(Kind.UNKNOWN)
-        thread.latest = tid, wait, cpu_seconds_of_thread(tid)
+        wait = waits.wait_of(os.getpid(), tid) if tid else Wait(Kind.UNKNOWN)
+        thread.latest = tid, wait, waits.cpu_seconds_of_thread(tid)
         thread.may_compute = wait.kind is Kind.NONE or thread.share > _BUSY_SHARE
         place = self._places.of(frame)
         is_new = place not in thread.seen
@@ -257,12 +244,12 @@ class Activity:
             if is_between_calls(frame):
                 return False, True
             thread.computing_at.append(place)
-            return computes_without_python(tid), True
+            return waits.computes_without_python(tid), True
         if not _is_wait_of_python(frame, wait) or (wait.end is not None and not has_repeated):
             return True, False
         is_input = call_at(frame) == "input" and wait.files == ((0, False),)
         is_script = ident == self._thread_id
-        if not is_input and is_from_elsewhere(wait, os.getpid(), tree, servers=is_script):
+        if not is_input and waits.is_from_elsewhere(wait, os.getpid(), tree, servers=is_script):
             return True, False
         is_private_lock = wait.kind is Kind.LOCK and wait.end is None and wait.is_private
         return False, not is_private_lock
@@ -271,7 +258,7 @@ class Activity:
         """Returns whether a wait at this place has ended before without a change."""
         if wait.end is not None:
             # Without a deadline, a thread that has run since then must have waited before.
-            end = wait.end / 1e9 or cpu_seconds_of_thread(tid) or 0.0
+            end = wait.end / 1e9 or waits.cpu_seconds_of_thread(tid) or 0.0
             tolerance = _SAME_END_SECONDS if wait.end else 0.0
             if abs(end - thread.ends.setdefault((place, bool(wait.end)), end)) > tolerance:
                 thread.repeated.add(place)
@@ -303,8 +290,8 @@ class Activity:
         """Returns whether threads of libraries compute."""
         of_python = {_tid_of(ident) for ident in self._threads}
         natives = {}
-        for tid in tasks_of(os.getpid()):
-            cpu_seconds = cpu_seconds_of_thread(tid)
+        for tid in waits.tasks_of(os.getpid()):
+            cpu_seconds = waits.cpu_seconds_of_thread(tid)
             if tid not in of_python and tid not in ignored and cpu_seconds is not None:
                 natives[tid] = cpu_seconds
         before, self._natives = self._natives, natives
@@ -316,16 +303,16 @@ class Activity:
         before, self._children = self._children, {}
         moves = False
         for pid in tree:
-            cpu_seconds = cpu_seconds_of_process(pid)
+            cpu_seconds = waits.cpu_seconds_of_process(pid)
             if pid == os.getpid() or cpu_seconds is None:
                 continue
             self._children[pid] = cpu_seconds
-            if is_stopped(pid):
+            if waits.is_stopped(pid):
                 continue
             moves |= (
                 _share(before.get(pid), cpu_seconds, seconds) > _BUSY_SHARE or pid not in before
             )
-            for tid in tasks_of(pid):
+            for tid in waits.tasks_of(pid):
                 moves |= self._thread_of_child_moves(pid, tid, cpu_seconds, tree)
         return moves
 
@@ -336,7 +323,7 @@ class Activity:
 
         Its frames cannot be seen, so it may sleep as often as it wants.
         """
-        wait = wait_of(pid, tid)
+        wait = waits.wait_of(pid, tid)
         if wait.kind in (Kind.NONE, Kind.UNKNOWN, Kind.SLEEP):
             return True
         if wait.end is not None:
@@ -345,7 +332,7 @@ class Activity:
                 self._repeated_in_children.add((pid, tid))
             if (pid, tid) not in self._repeated_in_children:
                 return True
-        return is_from_elsewhere(wait, pid, tree, servers=False)
+        return waits.is_from_elsewhere(wait, pid, tree, servers=False)
 
 
 def _share(before: float | None, after: float | None, seconds: float | None) -> float:
@@ -376,7 +363,7 @@ def _is_wait_of_python(frame: FrameType, wait: Wait) -> bool:
 
 
 def _moves_bytes(thread: _Thread, tid: int) -> bool:
-    before, thread.num_bytes = thread.num_bytes, num_bytes_moved(tid)
+    before, thread.num_bytes = thread.num_bytes, waits.num_bytes_moved(tid)
     return before > 0 and thread.num_bytes - before > _BUSY_BYTES
 
 

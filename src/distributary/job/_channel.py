@@ -8,17 +8,23 @@ start, heartbeats, agreements.
 import contextlib
 import json
 import select
+import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, final
 
 _MAX_LINE_BYTES = 1 << 20
 MAX_BLOB_BYTES = 1 << 40
 _PART_BYTES = 1 << 20
 _NUM_PROBES = 3
 _RETRY_SECONDS = 0.1
+# For one attempt to connect. Systems repeat a packet that got lost ever more rarely.
+_TRY_SECONDS = 2.0
+_MAX_SILENT = 64  # connections that have said nothing yet; more if more processes are expected
+_MAX_FIRST_LINE_BYTES = 1 << 18  # enough for the names of thousands of workers
 
 
 class ChannelClosedError(ConnectionError):
@@ -207,6 +213,17 @@ class Channel:
         return NotAMessageError(f"{self.peer} has sent {bytes(self._received[:100])!r}")
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address of this machine, and at no other one.
+
+    Raises:
+        OSError: if the host is unknown or not this machine, or the port is taken.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    return socket.create_server(address, family=family)
+
+
 def connected(host: str, port: int, peer: str, seconds: float) -> Channel:
     """Connects to another process, which may only be starting, so it tries again and again.
 
@@ -223,8 +240,111 @@ def connected(host: str, port: int, peer: str, seconds: float) -> Channel:
     while True:
         left = deadline - time.monotonic()
         try:
-            return Channel(socket.create_connection((host, port), max(left, _RETRY_SECONDS)), peer)
+            seconds = min(max(left, _RETRY_SECONDS), _TRY_SECONDS)
+            return Channel(socket.create_connection((host, port), seconds), peer)
         except OSError:
             if left <= 0:
                 raise
         time.sleep(min(_RETRY_SECONDS, left))
+
+
+@final
+@dataclass(eq=False)
+class Reception:
+    """A listener for all connections to a listening socket, for use by one thread.
+
+    It hangs up on connections that speak another language. While many are silent, it also hangs up
+    on the one that has been silent for longest.
+
+    Args:
+        server: A listening socket. The caller closes it.
+        num_expected: Number of processes that should come.
+        greet: Called with every new channel, before the other end has said anything.
+    """
+
+    server: socket.socket
+    num_expected: int
+    greet: Callable[[Channel], None] = lambda channel: None
+
+    def __post_init__(self) -> None:
+        self._max_silent = max(_MAX_SILENT, self.num_expected)
+        self._silent: dict[Channel, None] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
+        self.server.setblocking(False)
+        self._selector.register(self.server, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for channel in self._silent:
+            channel.close()
+        self._selector.close()
+
+    def arrivals(self, deadline: float) -> Iterator[tuple[Channel, Message]]:
+        """Yields the first message of every connection, with its channel, until a deadline.
+
+        The caller takes the channel and closes it.
+
+        Args:
+            deadline: As of `time.monotonic`.
+        """
+        for channel, message in self.messages(deadline):
+            if message is not None:
+                yield channel, message
+
+    def messages(self, deadline: float) -> Iterator[tuple[Channel, Message | None]]:
+        """Yields the same as `arrivals`, and the messages from kept channels.
+
+        None in place of a message means that a kept channel has ended.
+        """
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in self._selector.select(left):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._silent:
+                    yield from self._first(key.data)
+                elif key.data.fileno() >= 0:  # not closed since
+                    yield from self._later(key.data)
+
+    def keep(self, channel: Channel) -> None:
+        """Hears a channel that has arrived from now on. `messages` closes it when it ends."""
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has hung up
+            connection, address = self.server.accept()
+            channel = Channel(connection, str(address[0]), _MAX_FIRST_LINE_BYTES)
+            channel.max_blob_bytes = 0  # it is not known yet who it is
+            self._silent[channel] = None
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+            self.greet(channel)
+        if len(self._silent) > self._max_silent:
+            self._hang_up(next(iter(self._silent)))
+
+    def _first(self, channel: Channel) -> Iterator[tuple[Channel, Message]]:
+        try:
+            message = next(channel.arrived(), None)
+        except ChannelClosedError:
+            self._hang_up(channel)
+            return
+        if message is None:  # not complete yet
+            return
+        self._selector.unregister(channel)
+        del self._silent[channel]
+        channel.max_blob_bytes = MAX_BLOB_BYTES
+        yield channel, message
+
+    def _later(self, channel: Channel) -> Iterator[tuple[Channel, Message | None]]:
+        try:
+            for message in channel.arrived():
+                yield channel, message
+        except ChannelClosedError:
+            self._selector.unregister(channel)
+            channel.close()
+            yield channel, None
+
+    def _hang_up(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
+        del self._silent[channel]
+        channel.close()

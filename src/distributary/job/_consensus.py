@@ -17,8 +17,6 @@ from distributary.job._channel import Channel, ChannelClosedError, Message
 from distributary.job._meeting import meet_again
 from distributary.tracing import script_line
 
-__all__ = ["Consensus", "consensus", "start_consensus"]
-
 _STEPS = "steps"  # topic of the thread that runs the script
 
 
@@ -121,33 +119,19 @@ class Consensus:
             ClusterError: if `say` raises on another worker.
             WorkerMismatchError: if another worker is at another place.
         """
-        texts = self.agree_on_text(place, lambda: json.dumps(say()), topic, seconds)
-        return [json.loads(text) for text in texts]
-
-    def agree_on_text(
-        self,
-        place: str,
-        say: Callable[[], str],
-        topic: str = _STEPS,
-        seconds: float | None = None,
-    ) -> list[str]:
-        """Does the same as `agree`, for texts."""
         failure = None
         try:
-            own = f"={say()}".encode()
+            own = f"={json.dumps(say())}".encode()
         except BaseException as error:
             failure = error
             own = f"!{type(error).__name__}: {error}".encode()
         said = self.exchange(place, own, topic, seconds)
         if failure is not None:
             raise failure
-        if said.count(own) == len(said):
-            return [own[1:].decode()] * len(said)
-        texts = [message.decode() for message in said]
-        for name, text in zip(self.names, texts, strict=True):
-            if text[0] == "!":
-                raise ClusterError(f"{name} failed at {place}: {text[1:]}")
-        return [text[1:] for text in texts]
+        for name, message in zip(self.names, said, strict=True):
+            if message.startswith(b"!"):
+                raise ClusterError(f"{name} failed at {place}: {message[1:].decode()}")
+        return [json.loads(message[1:]) for message in said]
 
     def broadcast(self, place: str, say: Callable[[], bytes]) -> bytes:
         """Returns the result of `say()` on worker 0, on every worker.

@@ -8,17 +8,15 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from distributary.dispatch import job_programs
 from distributary.job._consensus import consensus
-
-__all__ = ["copies"]
 
 # Share of the time of steps that comparisons may take.
 _SHARE = 0.002
 # Bounds of the number of programs between two comparisons.
 _MIN_INTERVAL, _MAX_INTERVAL = 32, 1 << 16
+_WORDS_AT_A_TIME = 1 << 20
 
 
 @final
@@ -110,28 +108,57 @@ def checksums(arrays: Sequence[jax.Array]) -> list[list[int]]:
     return [np.asarray(one).tolist() for one in made]
 
 
+def _checksums(arrays: list[jax.Array]) -> Any:
+    if all(device.platform == "cpu" for array in arrays for device in array.devices()):
+        # Arrays of CPUs need not be copied, and a program for all of them takes long to compile.
+        return [_checksum_on_host(_words(array, np)) for array in map(_without_keys, arrays)]
+    return _checksums_on_device(arrays)
+
+
 @jax.jit
-def _checksums(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_checksum(array) for array in arrays])
+def _checksums_on_device(arrays: list[jax.Array]) -> jax.Array:
+    sums = []
+    for array in map(_without_keys, arrays):
+        words = _words(array, jnp)
+        sums.append(jnp.sum(words * _weights(words.size, jnp), dtype=jnp.uint32))
+    return jnp.stack(sums)
 
 
-def _checksum(array: jax.Array) -> jax.Array:
-    """Sums all bits of an array, each word with an odd weight of its own."""
-    words = _words(array).ravel()
-    weights = 2 * lax.iota(jnp.uint32, words.size) + 1
-    return jnp.sum(words * weights, dtype=jnp.uint32)
+def _checksum_on_host(words: Any) -> int:
+    """Returns what `_checksums_on_device` does for an array, with little memory."""
+    total = 0
+    for start in range(0, words.size, _WORDS_AT_A_TIME):
+        part = words[start : start + _WORDS_AT_A_TIME]
+        total += int(np.dot(part, _weights(part.size, np)))
+        total += 2 * start * int(np.sum(part, dtype=np.uint32))
+    return total % 2**32
 
 
-def _words(array: jax.Array) -> jax.Array:
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+def _weights(num_words: int, numpy: Any) -> Any:
+    """Returns an odd number for each word, so that a checksum depends on all of their bits."""
+    return 2 * numpy.arange(num_words, dtype=np.uint32) + 1
+
+
+def _without_keys(array: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if is_key else array
+
+
+def _words(array: Any, numpy: Any) -> Any:
+    """Returns the bits of an array as a vector of words.
+
+    Args:
+        array: The array.
+        numpy: The module that computes: `numpy` or `jax.numpy`.
+    """
+    array = numpy.asarray(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        array = jnp.stack([array.real, array.imag])
+        array = numpy.stack([array.real, array.imag])
     if jnp.issubdtype(array.dtype, jnp.floating):
         # Made one NaN: the bits of a sum of two NaNs depend on their order.
-        array = jnp.where(jnp.isnan(array), jnp.asarray(jnp.nan, array.dtype), array)
+        array = numpy.where(numpy.isnan(array), numpy.asarray(np.nan, array.dtype), array)
     bits = jax.dtypes.itemsize_bits(array.dtype)
-    if bits < 8 or array.dtype == jnp.bool_:
-        return array.astype(jnp.float32).astype(jnp.int32).astype(jnp.uint32)
+    if bits < 8 or array.dtype == np.bool_:
+        return array.astype(np.float32).astype(np.int32).astype(np.uint32).ravel()
     unsigned = jnp.dtype(f"uint{min(bits, 32)}")  # 64-bit numbers become pairs of words
-    return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    return array.ravel().view(unsigned).astype(np.uint32)

@@ -41,8 +41,6 @@ from distributary.job._channel import Channel, ChannelClosedError, NotAMessageEr
 from distributary.job._consensus import consensus
 from distributary.job._relay import relay_pids
 
-__all__ = ["Liveness"]
-
 _BEAT_SECONDS = 1.0
 # From the news of a lost worker to the end of this process, which may still clean up.
 _GRACE_SECONDS = 1.0

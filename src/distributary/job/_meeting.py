@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 
 from distributary.cluster_resolver import MultiWorker, Peer
 from distributary.errors import ClusterError
-from distributary.job._channel import Channel, ChannelClosedError, Message, connected
+from distributary.job._channel import Channel, ChannelClosedError, Message, Reception, connected
 from distributary.job._proofs import is_proof, proof
-from distributary.job._reception import Reception
 from distributary.topology import coordination_client
 
 _PACKAGES = ("distributary", "jax", "jaxlib", "keras")

@@ -20,8 +20,6 @@ from itertools import islice
 from types import CodeType, CoroutineType, FrameType, GeneratorType
 from typing import Any, final
 
-__all__ = ["Places", "call_at", "is_between_calls", "is_waiting", "stack_of"]
-
 _Value = Any  # the value of a variable of the program
 
 _MAX_FRAMES = 200

@@ -10,8 +10,6 @@ import json
 import secrets
 from typing import Any
 
-__all__ = ["is_proof", "new_challenge", "proof"]
-
 
 def new_challenge() -> str:
     """Returns a random text that no conversation has used before."""

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["relay_pids", "relay_to"]
-
 _PROGRAM = Path(__file__).with_name("_relay_process.py")
 
 _processes: list["subprocess.Popen[bytes]"] = []  # each ends when its stdin is closed

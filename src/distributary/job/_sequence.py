@@ -10,8 +10,6 @@ from distributary.dispatch import JobEvent, job_programs
 from distributary.job._consensus import Consensus
 from distributary.tracing import script_line
 
-__all__ = ["EventSequence"]
-
 _MAX_AGREED = 4096
 _MAX_TEXT_CHARACTERS = 160
 

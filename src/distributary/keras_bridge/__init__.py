@@ -88,7 +88,7 @@ def _around_trace() -> AbstractContextManager[object]:
     """Lets a function that is traced use Keras variables."""
     if _expected and not _connected and _can_be_imported():
         import_keras()
-    if not connect() or not uses_jax():
+    if not connect() or not _uses_jax():
         return nullcontext()
     from distributary.keras_bridge._custom_loops import TracedVariables
 
@@ -104,14 +104,14 @@ def _can_be_imported() -> bool:
     )
 
 
-def uses_jax() -> bool:
-    """Returns whether Keras, which has been imported, runs on JAX."""
-    return bool(sys.modules["keras"].backend.backend() == "jax")
+def _uses_jax() -> bool:
+    """Returns whether Keras has been imported, and runs on JAX."""
+    return "keras" in sys.modules and bool(sys.modules["keras"].backend.backend() == "jax")
 
 
 def _resolve(value: Any) -> ForeignVariable | None:
     """Returns the object that stands for a Keras variable in programs."""
-    if "keras" not in sys.modules or not uses_jax():
+    if not _uses_jax():
         return None
     from distributary.keras_bridge._custom_loops import resolve
 
@@ -120,7 +120,7 @@ def _resolve(value: Any) -> ForeignVariable | None:
 
 def _parts_of(value: Any) -> Mapping[str, Any] | None:
     """Returns the objects that hold the state of a Keras object, for checkpoints."""
-    if "keras" not in sys.modules or not uses_jax():
+    if not _uses_jax():
         return None
     from distributary.keras_bridge._state import parts_of
 
@@ -145,7 +145,24 @@ class _ScopeListener:
             connect()
 
 
+class _Quiet:
+    """A listener that turns Keras' messages off in scopes of workers other than the first."""
+
+    def entered(self, strategy: Any) -> bool:
+        keras = sys.modules.get("keras")
+        if keras is None or strategy.extended.worker_number == 0:
+            return False
+        was_on = bool(keras.config.is_interactive_logging_enabled())
+        keras.config.disable_interactive_logging()
+        return was_on
+
+    def left(self, strategy: Any, was_on: bool) -> None:
+        if was_on:
+            sys.modules["keras"].config.enable_interactive_logging()
+
+
 register_scope_listener(_ScopeListener())
+register_scope_listener(_Quiet())
 register_around_traces(_around_trace)
 register_foreign_objects(_parts_of)
 register_foreign_variables(_resolve)

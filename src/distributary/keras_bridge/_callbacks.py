@@ -1,33 +1,32 @@
 """Makes callbacks free in steps that none of them observes; only the first worker reports."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import jax
 import keras
 from keras.src.utils import is_default
 
-from distributary.context import get_strategy, has_strategy
+from distributary.context import get_strategy
 from distributary.dispatch import JobEvent, job_programs
 from distributary.job import consensus, copies
+from distributary.keras_bridge._data import current_call
+from distributary.keras_bridge._models import strategy_of
 
 # These write or send data of the whole job, not of a single worker.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 
-
-def is_silent() -> bool:
-    """Returns whether this process leaves printing and writing to the first worker."""
-    return has_strategy() and get_strategy().extended.worker_number > 0
-
-
-def print_msg(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes only the first worker print progress."""
-
-    def print_msg(*args: Any, **kwargs: Any) -> None:
-        if not is_silent():
-            original(*args, **kwargs)
-
-    return print_msg
+# Hooks of a list of callbacks for every batch, each with other hooks that it runs.
+_PER_BATCH = (
+    ("on_train_batch_begin", "on_batch_begin"),
+    ("on_train_batch_end", "on_batch_end"),
+    ("on_test_batch_begin",),
+    ("on_test_batch_end",),
+    ("on_predict_batch_begin",),
+    ("on_predict_batch_end",),
+)
+_UNKNOWN = (-1, False)
 
 
 def compare_copies(model: Any, what: str) -> None:
@@ -43,85 +42,73 @@ def compare_copies(model: Any, what: str) -> None:
     copies.compare(what, [v.path for v in held], [v._value for v in held])
 
 
-def make_callback_list(base: type, strategy_of: Callable[[Any], Any]) -> type:
-    """Makes a stand-in for Keras' `CallbackList`, which is leaner for models under a strategy."""
+def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
+    """Limits a method of a callback list to lists that have a callback with one of these hooks."""
+    attribute = f"_wants_{names[0]}"
 
-    def wanted(callback: Any, *names: str) -> bool:
-        return any(not is_default(getattr(callback, name)) for name in names)
+    @functools.wraps(method)
+    def limited(self: Any, batch: int, logs: Any = None) -> None:
+        callbacks = self.callbacks
+        size, is_wanted = getattr(self, attribute, _UNKNOWN)
+        if size != len(callbacks):
+            hooks = [getattr(callback, name) for callback in callbacks for name in names]
+            is_wanted = not all(map(is_default, hooks))
+            setattr(self, attribute, (len(callbacks), is_wanted))
+        if is_wanted:
+            method(self, batch, logs)
 
-    class LeanCallbackList(base):
-        """A list of callbacks that calls per-batch hooks only if some callback has them.
+    return limited
 
-        For every batch, Keras starts a task in a thread to convert logs, even if no callback uses
-        them.
-        """
 
-        def __init__(self, callbacks: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._answers: dict[Any, bool] = {}
-            if is_silent():
-                kwargs["add_progbar"] = False
-                given = (
-                    [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else callbacks
-                )
-                callbacks = [c for c in given or () if not isinstance(c, _OF_CHIEF)]
-            super().__init__(callbacks, *args, **kwargs)
+@final
+class LeanCallbackList(keras.callbacks.CallbackList):
+    """The callbacks of a model under a strategy, in a call of `fit` or a related method.
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if get_strategy().extended.num_workers > 1:
-                job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
-            super().on_epoch_begin(epoch, logs)
+    For every batch, Keras starts a task in a thread to convert logs, even if no callback uses them.
+    This list calls hooks for every batch only if some callback has them.
+    """
 
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if copies.is_half_due:
-                compare_copies(self._model, f"at the end of epoch {epoch + 1}")
-            super().on_epoch_end(epoch, logs)
-            # A callback may decide this from something that only its worker knows, such as the
-            # time.
-            job = consensus()
-            if get_strategy().extended.num_workers > 1 and job is not None:
-                stops = job.agree("the end of an epoch", lambda: bool(self._model.stop_training))
-                self._model.stop_training = any(stops)
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tells the other workers, too."""
+        if get_strategy().extended.num_workers > 1:
+            job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
+        super().on_epoch_begin(epoch, logs)
 
-        def _asks(self, *names: str) -> bool:
-            key = (*names, len(self.callbacks))
-            answer: bool | None = self._answers.get(key)
-            if answer is None:
-                answer = any(wanted(callback, *names) for callback in self.callbacks)
-                self._answers[key] = answer
-            return answer
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Lets all workers stop if one does."""
+        if copies.is_half_due:
+            compare_copies(self._model, f"at the end of epoch {epoch + 1}")
+        super().on_epoch_end(epoch, logs)
+        # A callback may decide this from something that only its worker knows, such as the time.
+        job = consensus()
+        if get_strategy().extended.num_workers > 1 and job is not None:
+            stops = job.agree("the end of an epoch", lambda: bool(self._model.stop_training))
+            self._model.stop_training = any(stops)
 
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_train_batch_begin", "on_batch_begin"):
-                super().on_train_batch_begin(batch, logs)
 
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_train_batch_end", "on_batch_end"):
-                super().on_train_batch_end(batch, logs)
+for _name, *_others in _PER_BATCH:
+    _method = getattr(keras.callbacks.CallbackList, _name)
+    setattr(LeanCallbackList, _name, _if_wanted(_method, (_name, *_others)))
 
-        def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_test_batch_begin"):
-                super().on_test_batch_begin(batch, logs)
 
-        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_test_batch_end"):
-                super().on_test_batch_end(batch, logs)
+def init(original: Callable[..., None]) -> Callable[..., None]:
+    """Makes the list of callbacks that Keras creates in a call a `LeanCallbackList`."""
 
-        def on_predict_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_predict_batch_begin"):
-                super().on_predict_batch_begin(batch, logs)
+    def __init__(  # noqa: N807
+        self: Any,
+        callbacks: Any = None,
+        add_history: bool = False,
+        add_progbar: bool = False,
+        model: Any = None,
+        **params: Any,
+    ) -> None:
+        is_of_keras = type(self) is keras.callbacks.CallbackList and current_call.get() is not None
+        if is_of_keras and strategy_of(model) is not None:
+            self.__class__ = LeanCallbackList
+            if get_strategy().extended.worker_number > 0:
+                add_progbar = False
+                given = keras.tree.flatten(callbacks) if callbacks else []
+                callbacks = [c for c in given if not isinstance(c, _OF_CHIEF)]
+        original(self, callbacks, add_history, add_progbar, model, **params)
 
-        def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self._asks("on_predict_batch_end"):
-                super().on_predict_batch_end(batch, logs)
-
-    class Choice(type):
-        """The type of the stand-in: Keras calls the stand-in and uses it with `isinstance`."""
-
-        def __call__(cls, *args: Any, model: Any = None, **kwargs: Any) -> Any:
-            kind = base if strategy_of(model) is None else LeanCallbackList
-            return kind(*args, model=model, **kwargs)
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, base)
-
-    return Choice("CallbackList", (), {})
+    return __init__

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import PartitionSpec as P
-from keras.src.backend.common import global_state
-from keras.src.backend.common.variables import initialize_all_variables
 
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError
 from distributary.keras_bridge._replica import in_optimizer
-from distributary.keras_bridge._variables import keeps_on_servers, place, sharding_of
+from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope
 from distributary.variables import ForeignVariable, VariableAggregation, across_replicas
@@ -39,6 +37,8 @@ class KerasVariable(ForeignVariable):
         self.holder: Callable[[], Any] = weakref.ref(variable)
         self.strategy = strategy
         self._layout = strategy.extended.variable_layout()
+        # A variable that is created in a trace gets its value, and then its layout, afterwards.
+        layout = planned_layout(variable) if variable._value is None else variable._layout
         #: Whether the value stands for a sum over replicas or workers, like the values of metrics.
         self.is_sum = variable.synchronization == "on_read" and variable.aggregation == "sum"
         self._handle = Handle(
@@ -47,7 +47,7 @@ class KerasVariable(ForeignVariable):
             tuple(variable.shape),
             variable.dtype,
             summed=self.is_sum and self._layout.num_replicas > 1,
-            parts=variable._layout.spec if shard_dim(variable._layout) is not None else P(),
+            parts=layout.spec if shard_dim(layout) is not None else P(),
         )
 
     @property
@@ -128,10 +128,6 @@ def assign_agreed(variable: Any, value: Any, is_total: bool = False) -> None:
 class TracedVariables(keras.StatelessScope):
     """A scope that sends reads and assignments of Keras variables to the trace in progress."""
 
-    def __init__(self) -> None:
-        super().__init__(initialize_variables=False)
-        self._strategy = get_strategy()
-
     def get_current_value(self, variable: Any) -> Any:
         scope = current_scope()
         if scope is None:
@@ -140,26 +136,14 @@ class TracedVariables(keras.StatelessScope):
 
     def add_update(self, update: Any) -> None:
         variable, value = update
-        scope = current_scope()
-        assert scope is not None
         stand_in = _stand_in(variable)
-        array = jnp.asarray(value, stand_in.dtype)
         if _is_replicas_own(variable, stand_in):
-            array = _agreed(variable, stand_in, array)
-        scope.write(stand_in._handle, array)
+            value = _agreed(variable, stand_in, jnp.asarray(value, stand_in.dtype))
+        assign_agreed(variable, value)
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
-        created = global_state.get_global_attribute("uninitialized_variables")
-        if self.original_scope is not None or not created:
-            return
-        for variable in created:
-            if keeps_on_servers(self._strategy):
-                continue
-            if variable._layout is None and self._strategy.extended.num_workers == 1:
-                variable._layout = sharding_of(self._strategy)
-        with jax.ensure_compile_time_eval():
-            initialize_all_variables()
+        with jax.ensure_compile_time_eval():  # for the variables that were created in the trace
+            super().__exit__(*exc_info)
 
 
 def _is_replicas_own(variable: Any, stand_in: KerasVariable) -> bool:

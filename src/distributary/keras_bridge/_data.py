@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -56,12 +56,11 @@ current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
 def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Keras accept our datasets, those of Hugging Face, and distributed ones."""
 
-    def get_data_adapter(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_data_adapter(x: Any, **given: Any) -> Any:
         if _is_per_worker(x):
             from distributary.keras_bridge._server_steps import PerWorkerAdapter
 
-            given = dict(zip(("y", "sample_weight"), args, strict=False))
-            return PerWorkerAdapter(x, {**given, **kwargs})
+            return PerWorkerAdapter(x, given)
         if isinstance(x, DistributedInput) and callable(x):  # made where it is needed
             x = x()
         if isinstance(x, Dataset) or is_hugging_face(x):
@@ -83,23 +82,26 @@ def get_data_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
                 extended.step_counts,
             )
         if not isinstance(x, DistributedDataset):
-            return _noted(original(x, *args, **kwargs))
-        for name, value in zip(("y", "sample_weight"), args, strict=False):
-            kwargs[name] = value
-        for name in ("y", "sample_weight"):
-            if kwargs.get(name) is not None:
-                raise InvalidValueError(
-                    f"x is a dataset, so {name} cannot be given next to it: let the dataset yield"
-                    " (x, y) or (x, y, sample_weight)."
-                )
-        if x.cardinality == INFINITE_CARDINALITY and not kwargs.get("steps_per_epoch"):
+            return _noted(original(x, **given))
+        check_given("dataset", given, "y", "sample_weight")
+        if x.cardinality == INFINITE_CARDINALITY and not given.get("steps_per_epoch"):
             raise InvalidValueError(
                 "The dataset is infinite, so an epoch would never end. Give steps_per_epoch to fit,"
                 " steps to evaluate and predict, or a count to repeat."
             )
-        return _noted(DatasetAdapter(x, kwargs.get("class_weight")))
+        return _noted(DatasetAdapter(x, given.get("class_weight")))
 
     return get_data_adapter
+
+
+def check_given(what: str, given: Mapping[str, Any], *names: str) -> None:
+    """Checks that none of these arguments is given next to a dataset, which yields them."""
+    for name in names:
+        if given.get(name) is not None:
+            raise InvalidValueError(
+                f"x is a {what}, so {name} cannot be given next to it: let the dataset yield"
+                " (x, y) or (x, y, sample_weight)."
+            )
 
 
 def _is_per_worker(x: Any) -> bool:
@@ -125,25 +127,14 @@ def interrupted_warning(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UnknownSizes(DataAdapter):
-    """A data adapter that knows nothing about its batches in advance."""
+    """A data adapter that knows nothing about its batches in advance; their sizes may differ."""
+
+    batch_size: int | None = None
+    has_partial_batch: bool | None = None
+    partial_batch_size: int | None = None
 
     @property
     def num_batches(self) -> int | None:
-        """Unknown."""
-        return None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Unknown, and may differ between batches."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
         """Unknown."""
         return None
 
@@ -378,9 +369,12 @@ class ArrayBatches:
         at = (slice(None), kept) if count else kept
 
         def part(array: Any) -> Any:
-            if order is None:
-                return array[rows].reshape(*batches, *array.shape[1:])[at]
-            return array.take(order[at], axis=0)
+            if order is not None:
+                return array.take(order[at], axis=0)
+            part = array[rows]
+            if count:
+                part = part.reshape(*batches, *array.shape[1:])
+            return part[at] if own else part
 
         batch = jax.tree.unflatten(self._tree, [part(array) for array in self._arrays])
         return OwnRows(batch) if own else batch

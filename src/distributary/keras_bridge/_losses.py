@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import keras
+from keras.src.losses.loss import apply_mask
 
 from distributary.keras_bridge._replica import (
     in_trainer,
@@ -24,53 +25,49 @@ from distributary.keras_bridge._replica import (
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
     """Divides by the count or weight of the whole batch instead of the replica's own."""
 
-    def reduce_values(
-        values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size"
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
     ) -> Any:
         context = replica_context()
         if context is None or reduction in (None, "none"):
-            return original(values, sample_weight, reduction)
-        if values.shape == ():  # the mean over this replica's rows
-            loss = original(values, sample_weight, reduction)
+            return original(values, sample_weight, mask, reduction, dtype)
+        losses = original(values, sample_weight, mask, "none", dtype)
+        if losses.shape == ():  # the mean over this replica's rows
             if in_trainer() and is_uneven():
                 note_scaled_loss()
-                loss = (loss * weight_of_rows()).astype(loss.dtype)
-            return loss
-        if values.shape == (0,) and not is_uneven():  # the whole batch is empty
-            return original(values, sample_weight, reduction)
+                losses = (losses * weight_of_rows()).astype(losses.dtype)
+            return losses
+        if losses.shape == (0,) and not is_uneven():  # the whole batch is empty
+            return losses
         num_replicas = context.num_replicas_in_sync
-        scale = num_replicas if in_trainer() else 1
-        loss = jnp.sum(values) * scale
+        loss = jnp.sum(losses) * (num_replicas if in_trainer() else 1)
         if in_trainer():
             note_scaled_loss()
         if reduction not in _MEANS:
             return loss
         divisor: Any
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            divisor = total(context, jnp.sum(sample_weight).astype(loss.dtype))
+        weights = None
+        if reduction == "mean_with_sample_weight":
+            weights = apply_mask(sample_weight, mask, losses.dtype, reduction)
+        if weights is not None:
+            divisor = total(context, jnp.sum(jnp.asarray(weights)).astype(loss.dtype))
         elif is_uneven():
-            divisor = total(context, jnp.asarray(values.size, loss.dtype))
+            divisor = total(context, jnp.asarray(losses.size, loss.dtype))
         else:
-            divisor = jnp.asarray(values.size * num_replicas, loss.dtype)
+            divisor = jnp.asarray(losses.size * num_replicas, loss.dtype)
+        if mask is not None and reduction != "mean_with_sample_weight":
+            # Weights of valid entries are scaled by total over valid, so that they count for all.
+            valid = jnp.sum(jnp.asarray(mask).astype(losses.dtype))
+            counts = jnp.stack([jnp.asarray(mask.size, losses.dtype), valid])
+            everything, valid = total(context, counts)
+            loss = loss * keras.ops.divide_no_nan(everything, valid)
         return keras.ops.divide_no_nan(loss, divisor)
 
-    return reduce_values
-
-
-def apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Scales weights of valid entries by total over valid, of the whole batch, not the replica."""
-
-    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
-        context = replica_context()
-        if context is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-            return original(sample_weight, mask, dtype, reduction)
-        own = original(sample_weight, mask, dtype, "none")
-        valid = jnp.sum(jnp.asarray(mask).astype(dtype))
-        counts = jnp.stack([jnp.asarray(mask.size, dtype), valid])
-        everything, valid = total(context, counts)
-        return own * keras.ops.divide_no_nan(everything, valid)
-
-    return apply_mask
+    return reduce_weighted_values

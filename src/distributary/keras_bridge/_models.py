@@ -1,6 +1,5 @@
 """Models under a strategy: makes `fit` and related methods distributed."""
 
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +15,12 @@ from distributary.context import (
     in_default_context,
 )
 from distributary.errors import ContextError, DistributaryWarning
-from distributary.keras_bridge._callbacks import make_callback_list
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
 from distributary.keras_bridge._step import Kind
 from distributary.keras_bridge._trainer import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
 from distributary.tracing import user_stacklevel
-
-_FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
 def strategy_of(model: Any) -> Any:
@@ -113,22 +109,26 @@ def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
     return StepFunction(model, kind, strategy)
 
 
-def make(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes the hook of `make_train_function` or a related method."""
-    name = f"{kind}_function"
+def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the functions that Keras' loops call for every step."""
 
-    def hook(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make_function(self: Any, force: bool = False) -> Any:
-            strategy = strategy_of(self)
-            if strategy is None:
-                return original(self, force)
-            if force or getattr(self, name) is None:
-                setattr(self, name, _step_function(self, kind, strategy))
-            return getattr(self, name)
+    def _make_function(
+        self: Any, step_function: Callable[..., Any], concatenate_outputs: bool = False
+    ) -> Any:
+        strategy = strategy_of(self)
+        if strategy is None:
+            return original(self, step_function, concatenate_outputs)
+        kind: Kind = "predict" if concatenate_outputs else _kind_of(self, step_function)
+        return _step_function(self, kind, strategy)
 
-        return make_function
+    return _make_function
 
-    return hook
+
+def _kind_of(model: Any, step_function: Any) -> Kind:
+    step = getattr(step_function, "__wrapped__", step_function)  # inside of `jax.jit`
+    # With Flax NNX, it is a function that Keras defines in `make_test_function`.
+    is_test = "make_test" in getattr(step, "__qualname__", "")
+    return "test" if is_test or model.test_step in (step, step_function) else "train"
 
 
 def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,48 +137,18 @@ def get_jax_state(original: Callable[..., Any]) -> Callable[..., Any]:
     The state stays in the variables, so Keras gets none.
     """
 
-    def _get_jax_state(
-        self: Any,
-        trainable_variables: bool = False,
-        non_trainable_variables: bool = False,
-        optimizer_variables: bool = False,
-        metrics_variables: bool = False,
-        purge_model_variables: bool = False,
-    ) -> Any:
-        parts = {
-            "trainable_variables": trainable_variables,
-            "non_trainable_variables": non_trainable_variables,
-            "optimizer_variables": optimizer_variables,
-            "metrics_variables": metrics_variables,
-        }
+    def _get_jax_state(self: Any, purge_model_variables: bool = False, **parts: bool) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            return original(self, **parts, purge_model_variables=purge_model_variables)
+            return original(self, purge_model_variables=purge_model_variables, **parts)
         optimizer = getattr(self, "optimizer", None)
         for variable in () if optimizer is None else optimizer.variables:
             place_in_parts(variable, strategy)
         for variable in (*self.variables, *self.metrics_variables):
             place(variable, strategy)
-        return tuple([() for is_wanted in parts.values() if is_wanted])
+        return ((),) * sum(parts.values())
 
     return _get_jax_state
-
-
-def jax_state_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Waits for the steps of workers; variables of other strategies have their values always."""
-
-    def jax_state_sync(self: Any) -> None:
-        strategy = strategy_of(self)
-        if strategy is None:
-            original(self)
-            return
-        for name in _FUNCTIONS:
-            function = getattr(self, name, None)
-            if function is not None and hasattr(function, "join"):
-                function.join()
-        self._jax_state_synced = True
-
-    return jax_state_sync
 
 
 def store_state_untracked(trainer: Any) -> None:
@@ -222,10 +192,3 @@ def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
 def _as_array(leaf: Any) -> Any:
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return leaf if is_array else keras.ops.convert_to_tensor(leaf)
-
-
-def callbacks_module(original: Any) -> Any:
-    """Copies Keras' callbacks module; its list does nothing per step unless a callback needs it."""
-    replacement = types.SimpleNamespace(**vars(original))
-    replacement.CallbackList = make_callback_list(original.CallbackList, strategy_of)
-    return replacement

@@ -4,6 +4,7 @@ This is before clipping, loss-scale checks, accumulation and averages. So all of
 gradients of the whole batch, as on one device.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,14 +23,17 @@ from distributary.keras_bridge._replica import (
     replica_context,
     weight_of_rows,
 )
-from distributary.keras_bridge._variables import ON_SERVERS
+from distributary.keras_bridge._variables import ON_SERVERS, laid_out
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
-from distributary.variables import colocated_with
 
 
 def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes every device hold a part of a variable, if the strategy shards optimizer state."""
+    """Lays out the variables of an optimizer.
+
+    Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
+    they lie next to the variable that they belong to, whose `_layout` Keras hands on.
+    """
 
     def add_variable(
         self: Any,
@@ -40,28 +44,17 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         layout: Any = None,
         name: str | None = None,
     ) -> Any:
+        if not has_strategy() and not isinstance(layout, ON_SERVERS):
+            return original(self, shape, initializer, dtype, aggregation, layout, name)
         if has_strategy():
             layout = get_strategy().extended.optimizer_layout(shape) or layout
-        return original(self, shape, initializer, dtype, aggregation, layout, name)
-
-    return add_variable
-
-
-def add_variable_from_reference(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts an optimizer's variable next to the variable that it belongs to, on the same server."""
-
-    def add_variable_from_reference(
-        self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
-    ) -> Any:
-        beside = getattr(reference_variable, "_value", None)
-        if not isinstance(beside, ON_SERVERS):
-            return original(self, reference_variable, name, initializer)
-        with colocated_with(beside):
-            variable = original(self, reference_variable, name, initializer)
-        variable._distributary_beside = beside  # used if a trace delays its creation
+        # Without a layout, Keras initializes the variable as a whole, and it is split afterwards.
+        with laid_out(layout):
+            variable = original(self, shape, initializer, dtype, aggregation, None, name)
+        variable._distributary_layout = layout  # used if the variable is created or moved later
         return variable
 
-    return add_variable_from_reference
+    return add_variable
 
 
 def _must_combine() -> bool:
@@ -95,30 +88,19 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     return result
 
 
-def stateless_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Combines the gradients; inside another optimizer, they are already combined."""
+def combining(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Combines the gradients that a method gets; inside another optimizer, they already are."""
+    signature = inspect.signature(original)
 
-    def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         if not _must_combine():
-            return original(self, optimizer_variables, grads, trainable_variables)
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
         with optimizing():
-            return original(self, optimizer_variables, _combined(self, grads), trainable_variables)
+            given.arguments["grads"] = _combined(args[0], given.arguments["grads"])
+            return original(*given.args, **given.kwargs)
 
-    return stateless_apply
-
-
-def apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Combines the gradients; inside another optimizer, they are already combined."""
-
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not _must_combine():
-            return original(self, grads, trainable_variables)
-        with optimizing():
-            return original(self, _combined(self, grads), trainable_variables)
-
-    return apply
+    return method
 
 
 def scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:

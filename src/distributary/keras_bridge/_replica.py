@@ -14,9 +14,8 @@ from distributary.context import (
     ReplicaContext,
     current_mode,
     default_mode,
+    entered,
     in_default_context,
-    pop,
-    push,
 )
 from distributary.engine import traced_replica_id
 from distributary.keras_bridge._variables import keeps_on_servers
@@ -96,18 +95,16 @@ def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
         num_rows: Number of rows of its part of the batch.
     """
     context = ReplicaContext(strategy, traced_replica_id, averages_gradients=True)
-    mode = Mode(strategy, "replica", context)
-    push(mode)
     before = _state.sums, _state.weight, _state.is_scaled
-    _state.sums, _state.weight, _state.is_scaled = Sums(context), 1, False
-    try:
-        if is_uneven():
-            mean = total(context, jnp.float32(num_rows)) / context.num_replicas_in_sync
-            _state.weight = num_rows / mean
-        yield context
-    finally:
-        _state.sums, _state.weight, _state.is_scaled = before
-        pop(mode)
+    with entered(Mode(strategy, "replica", context)):
+        _state.sums, _state.weight, _state.is_scaled = Sums(context), 1, False
+        try:
+            if is_uneven():
+                mean = total(context, jnp.float32(num_rows)) / context.num_replicas_in_sync
+                _state.weight = num_rows / mean
+            yield context
+        finally:
+            _state.sums, _state.weight, _state.is_scaled = before
 
 
 def weight_of_rows() -> Any:
@@ -151,13 +148,12 @@ def sole_replica(strategy: Any) -> Iterator[None]:
     mode = default_mode()
     if strategy.num_replicas_in_sync == 1:
         mode = Mode(strategy, "replica", ReplicaContext(strategy, lambda: jnp.int32(0)))
-    push(mode)
-    before, _state.is_away = _state.is_away, strategy.extended.placement.home is not None
-    try:
-        yield
-    finally:
-        _state.is_away = before
-        pop(mode)
+    with entered(mode):
+        before, _state.is_away = _state.is_away, strategy.extended.placement.home is not None
+        try:
+            yield
+        finally:
+            _state.is_away = before
 
 
 def sums() -> "Sums":

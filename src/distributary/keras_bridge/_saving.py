@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ import numpy as np
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils
 
-from distributary.context import default_mode, get_strategy, has_strategy, pop, push
+from distributary.context import default_mode, entered, get_strategy, has_strategy
 from distributary.dispatch import job_programs
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
 from distributary.files import hold, release
 from distributary.job import consensus
 from distributary.keras_bridge._data import DatasetAdapter, current_call
 from distributary.keras_bridge._models import strategy_of
-from distributary.keras_bridge._variables import together
+from distributary.keras_bridge._variables import keeps_on_servers, together
 
 _WAIT_SECONDS = 600.0
 # Attribute of the weights file, in which a backup keeps the progress of training.
@@ -46,7 +46,8 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
         if strategy is None or not isinstance(filepath, (str, os.PathLike)):
-            return original(model, filepath, *args, **kwargs)
+            with _by_itself(strategy):
+                return original(model, filepath, *args, **kwargs)
         given = signature.bind(model, filepath, *args, **kwargs).arguments
         several_files = not given.get("zipped", True) or given.get("max_shard_size") is not None
 
@@ -57,7 +58,7 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
             with complete_file(Path(filepath)) as temporary:
                 original(model, str(temporary), *args, **kwargs)
 
-        with together(model):
+        with together(model), _by_itself(strategy):
             _once(strategy, os.fspath(filepath), write)
         return None
 
@@ -69,11 +70,12 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy = strategy_of(model)
-        if strategy is None or strategy.extended.num_workers == 1:
-            return original(model, *args, **kwargs)
+        if strategy is None:
+            with _by_itself(None):
+                return original(model, *args, **kwargs)
         with together(model):
             if strategy.extended.worker_number == 0:
-                with job_programs.alone():
+                with _by_itself(strategy):
                     original(model, *args, **kwargs)
             take_over(model, strategy)
         return None
@@ -81,8 +83,23 @@ def load_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_weights
 
 
+def load_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a model that is loaded in a scope the first worker's weights on all workers."""
+
+    def _load_state(saveable: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_strategy():  # also for the parts of the model
+            return original(saveable, *args, **kwargs)
+        with _by_itself(get_strategy()):
+            result = original(saveable, *args, **kwargs)
+        with together(saveable):
+            take_over(saveable, get_strategy())
+        return result
+
+    return _load_state
+
+
 def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a loaded model the first worker's weights on all workers."""
+    """Does the same as `load_state` for files in the old format."""
 
     def load_model(*args: Any, **kwargs: Any) -> Any:
         if not has_strategy() or get_strategy().extended.num_workers == 1:
@@ -96,22 +113,26 @@ def load_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
-def outside_of_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves the strategy while Keras creates an optimizer in order to save a model."""
+@contextmanager
+def _by_itself(strategy: Any) -> Iterator[None]:
+    """Runs the block as the work of this worker alone, outside of the strategy.
 
-    def get_attr_skipset(*args: Any, **kwargs: Any) -> Any:
-        mode = default_mode()
-        push(mode)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            pop(mode)
+    While Keras saves and loads, it makes metrics and optimizers, to learn the names of their
+    attributes. In the scope, their variables would come from the chief. With servers, only one
+    process saves and loads, and variables are assigned in the scope.
 
-    return get_attr_skipset
+    Args:
+        strategy: The strategy of the model; None for a model of Keras alone.
+    """
+    is_inside = strategy is not None and keeps_on_servers(strategy)
+    with nullcontext() if is_inside else entered(default_mode()), job_programs.alone():
+        yield
 
 
 def take_over(model: Any, strategy: Any) -> None:
     """Gives the variables of a model and its optimizer the first worker's values."""
+    if strategy.extended.num_workers == 1:
+        return
     variables = [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
     values = strategy.extended.from_chief(
         [np.asarray(v.value) for v in variables], f"the loaded weights of {model.name}"
@@ -221,7 +242,8 @@ def backup(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         with together(model):
             if strategy.extended.worker_number == 0:
-                _write_backup(self)
+                with _by_itself(strategy):
+                    _write_backup(self)
 
     return _save_model
 
@@ -315,14 +337,13 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
         with together(model):
             epoch = -1
             if strategy.extended.worker_number == 0:
-                with job_programs.alone():
+                with _by_itself(strategy):
                     epoch = _read_backup(self)
             (agreed,) = strategy.extended.from_chief([np.array(epoch)], "the epoch to go on with")
             epoch = int(agreed)
             if epoch < 0:
                 return
-            if strategy.extended.num_workers > 1:
-                take_over(model, strategy)
+            take_over(model, strategy)
         model._initial_epoch = epoch
         call = current_call.get()
         if call is not None and isinstance(call.data, DatasetAdapter):
@@ -334,15 +355,16 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
 def _read_backup(callback: Any) -> int:
     """Loads weights and random state; returns the next epoch, or -1 without a backup."""
     path = callback._weights_path
-    if not file_utils.is_remote_path(path):
+    is_local = not file_utils.is_remote_path(path)
+    if is_local:
         _take_folder(callback)
     if not file_utils.exists(path):
         return -1
-    if not file_utils.is_remote_path(path):
+    if is_local:
         _check_seal(Path(path))
     inspect.unwrap(saving_api.load_weights)(callback.model, path)
     progress = None
-    if not file_utils.is_remote_path(path):
+    if is_local:
         with h5py.File(path, "r") as file:
             progress = file.attrs.get(_PROGRESS)
     if progress is None:  # Keras made it without a strategy

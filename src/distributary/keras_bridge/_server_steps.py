@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.dispatch import progress
 from distributary.errors import InvalidValueError, UnsupportedError
-from distributary.keras_bridge._data import UnknownSizes, current_call
+from distributary.keras_bridge._data import UnknownSizes, check_given, current_call
 from distributary.keras_bridge._step import Kind, ModelStep, num_rows
 from distributary.keras_bridge._trainer import common_size
 from distributary.values import PerReplica, map_leaves
@@ -74,7 +74,8 @@ class ServerSteps:
         """Schedules `steps_per_execution` steps, or fewer at the end of the data.
 
         Returns:
-            The latest logs, or stand-ins for the predictions; and `state`.
+            The latest logs, or stand-ins for the predictions; and the state, which is on the
+            servers: looking into it waits for the steps.
 
         Raises:
             StopIteration: if there is no batch left.
@@ -84,9 +85,10 @@ class ServerSteps:
         scheduled = [self._schedule(iterator, batch) for batch in batches]
         if not scheduled:
             raise StopIteration
+        after = (_Unfinished(self),) * len(state)
         if self._kind == "predict":
-            return self._predictions(scheduled), state
-        return self._latest_logs(scheduled[-1]), state
+            return self._predictions(scheduled), after
+        return self._latest_logs(scheduled[-1]), after
 
     def join(self) -> None:
         """Waits until all steps have ended; raises the first error of a step."""
@@ -134,6 +136,24 @@ class ServerSteps:
             self._running.popleft().fetch()
         leaves = [_Prediction(values, i) for i in range(self._outputs.num_leaves)]
         return jax.tree.unflatten(self._outputs, leaves)
+
+
+@final
+class _Unfinished(Sequence[Any]):
+    """The empty part of a model's state; whoever looks into it waits for the scheduled steps.
+
+    Keras looks into the state of its loops before it, or a callback, uses the model's variables.
+    """
+
+    def __init__(self, steps: ServerSteps) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        self._steps.join()
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(index)
 
 
 def _parts_of(batch: Any, num_replicas: int) -> Any:
@@ -222,12 +242,7 @@ class PerWorkerAdapter(UnknownSizes):
                 "x is a per-worker dataset, whose end nobody knows: give steps_per_epoch to fit,"
                 " steps to evaluate and predict."
             )
-        for name in ("y", "sample_weight", "class_weight"):
-            if given.get(name) is not None:
-                raise InvalidValueError(
-                    f"x is a per-worker dataset, so {name} cannot be given next to it: let the"
-                    " dataset yield (x, y) or (x, y, sample_weight)."
-                )
+        check_given("per-worker dataset", given, "y", "sample_weight", "class_weight")
         self._batches = WorkerBatches(iter(dataset))
 
     def get_jax_iterator(self) -> Iterator[Any]:

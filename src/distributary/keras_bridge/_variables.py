@@ -1,6 +1,7 @@
 """Keras variables under a strategy."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -45,40 +46,31 @@ def _with_mesh(sharding: Any) -> NamedSharding:
     return NamedSharding(make_mesh(tuple(sharding.device_set)), P())
 
 
-def initialize_layout(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives variables created in a scope a copy on every device, which assignments keep."""
-
-    def _initialize_layout(self: Any) -> None:
-        original(self)
-        if self._layout is None and has_strategy():
-            strategy = get_strategy()
-            self._distributary_strategy = strategy
-            if keeps_on_servers(strategy):
-                return
-            # With several workers, each one computes the value, see `initialize`.
-            if strategy.extended.num_workers == 1:
-                self._layout = sharding_of(strategy)
-
-    return _initialize_layout
+class _Creation(threading.local):
+    layout: Any = None
 
 
-def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives variables created in a scope the chief's value on all workers."""
+_creation = _Creation()
 
-    def _initialize(self: Any, value: Any) -> None:
-        if has_strategy() and keeps_on_servers(get_strategy()):
-            self._distributary_strategy = get_strategy()
-            self._shape = self._validate_shape(value.shape)
-            self._value = on_servers(self, value)
-            return
-        if has_strategy() and get_strategy().extended.num_workers > 1:
-            value = get_strategy().extended.variable_layout().initial(value, _description(self))
-            if shard_dim(self._layout) is None:
-                self._layout = sharding_of(get_strategy())
-                value = put_replicated(value, self._layout)
-        original(self, value)
 
-    return _initialize
+@contextmanager
+def laid_out(layout: Any) -> Iterator[None]:
+    """Runs the block; a Keras variable that it creates gets this layout.
+
+    Args:
+        layout: A sharding, or the variable on servers beside which the new one lies.
+    """
+    before, _creation.layout = _creation.layout, layout
+    try:
+        yield
+    finally:
+        _creation.layout = before
+
+
+def planned_layout(variable: Any) -> Any:
+    """Returns the layout that `laid_out` gives a variable, or None."""
+    planned = getattr(variable, "_distributary_layout", None)
+    return _creation.layout if planned is None else planned
 
 
 def _description(variable: Any) -> str:
@@ -89,33 +81,64 @@ def _description(variable: Any) -> str:
     )
 
 
-def initialize_with_initializer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes values that are stored in parts as a whole, and splits them afterwards."""
-
-    def _initialize_with_initializer(self: Any, initializer: Any) -> None:
-        if shard_dim(self._layout) is None:
-            original(self, initializer)
-        else:
-            self._initialize(initializer(self._shape, dtype=self._dtype))
-
-    return _initialize_with_initializer
-
-
-def distribute_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Places values that are assigned; they have to be equal on all workers.
+def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Places the values of a variable where it lies; they are equal on all workers.
 
     Values always get their layout. If the layout has only one device, Keras leaves a value that is
     already there as it is. But `jax.jit` sees another type then, and compiles the step once more.
     """
 
-    def distribute_tensor(tensor: Any, layout: Any) -> Any:
-        if not isinstance(layout, NamedSharding) or isinstance(tensor, jax.core.Tracer):
-            return original(tensor, layout)
-        if shard_dim(layout) is not None:
-            return put_sharded(tensor, layout)
-        return put_replicated(tensor, layout)
+    def _direct_assign(self: Any, value: Any) -> None:
+        strategy = _strategy_of_new(self)
+        if strategy is not None:
+            value = _initial(self, strategy, value)
+        if isinstance(value, ON_SERVERS):
+            self._value = self._layout = value
+            return
+        current = getattr(self, "_value", None)
+        if isinstance(current, ON_SERVERS):
+            current.assign(value)
+            return
+        layout = self._layout
+        if isinstance(layout, NamedSharding):
+            if not layout.is_fully_addressable:
+                what = f"assign of Keras variable {self.path!r}"
+                job_programs.begin(JobEvent(what), (describe_value(value),))
+            if not isinstance(value, jax.core.Tracer):
+                put = put_replicated if shard_dim(layout) is None else put_sharded
+                value = put(value, layout)
+        original(self, value)
 
-    return distribute_tensor
+    return _direct_assign
+
+
+def _strategy_of_new(variable: Any) -> Any:
+    """Returns the strategy of a variable that gets its first value; None for any other variable.
+
+    A variable that was created in a trace gets its value afterwards, outside of the scope. It
+    belongs to the strategy that has used it in the trace; servers get it when they use it next.
+    """
+    if hasattr(variable, "_ndim") and variable._initializer is None:
+        return None
+    if has_strategy():
+        return get_strategy()
+    stand_in = getattr(variable, "_distributary_stand_in", None)
+    if stand_in is None or keeps_on_servers(stand_in.strategy):
+        return None
+    return None if stand_in.strategy.extended.is_default else stand_in.strategy
+
+
+def _initial(variable: Any, strategy: Any, value: Any) -> Any:
+    """Lays out a variable created in a scope; returns its first value, which is the chief's."""
+    variable._distributary_strategy = strategy
+    if keeps_on_servers(strategy):
+        return on_servers(variable, value)
+    planned = planned_layout(variable)
+    if isinstance(planned, NamedSharding):
+        variable._layout = planned
+    elif variable._layout is None or strategy.extended.num_workers > 1:
+        variable._layout = sharding_of(strategy)
+    return strategy.extended.variable_layout().initial(value, _description(variable))
 
 
 def value(original: property) -> property:
@@ -141,23 +164,6 @@ def value(original: property) -> property:
     return property(value, doc=original.__doc__)
 
 
-def direct_assign(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Sends assignments of a variable on servers to them; all workers assign the same value."""
-
-    def _direct_assign(self: Any, value: Any) -> None:
-        current = getattr(self, "_value", None)
-        if isinstance(current, ON_SERVERS):
-            current.assign(value)
-        else:
-            layout = getattr(self, "_layout", None)
-            if isinstance(layout, NamedSharding) and not layout.is_fully_addressable:
-                what = f"assign of Keras variable {self.path!r}"
-                job_programs.begin(JobEvent(what), (describe_value(value),))
-            original(self, value)
-
-    return _direct_assign
-
-
 def keeps_on_servers(strategy: Any) -> bool:
     """Returns whether the variables of a strategy are kept elsewhere than in this process."""
     return strategy.extended.variable_layout().kind is not None
@@ -165,8 +171,9 @@ def keeps_on_servers(strategy: Any) -> bool:
 
 def on_servers(variable: Any, value: Any) -> Any:
     """Makes the variable that keeps the value of a Keras variable, for strategies with servers."""
-    beside = getattr(variable, "_distributary_beside", None)
-    with get_strategy().scope(), nullcontext() if beside is None else colocated_with(beside):
+    beside = planned_layout(variable)
+    is_beside = isinstance(beside, ON_SERVERS)
+    with get_strategy().scope(), colocated_with(beside) if is_beside else nullcontext():
         return Variable(value, bool(variable._trainable), variable.path, variable._dtype)
 
 
@@ -217,21 +224,19 @@ def place(variable: Any, strategy: Any) -> None:
         value = variable._value
         if value is not None and not isinstance(value, ON_SERVERS):
             with strategy.scope(), jax.ensure_compile_time_eval():
-                variable._value = on_servers(variable, whole_value(variable, value))
-                variable._layout = None
+                stored = on_servers(variable, whole_value(variable, value))
+                variable._value = variable._layout = stored
         return
-    sharding = sharding_of(strategy)
-    if sharding is None:
+    sharding, value = sharding_of(strategy), variable._value
+    if sharding is None or value is None:  # a variable that is created in a trace is placed later
         return
-    value = variable._value
-    is_elsewhere = value is not None and (
-        value.sharding.device_set != sharding.device_set
-        or in_host_memory(value.sharding) != in_host_memory(sharding)
-    )
+    is_elsewhere = value.sharding.device_set != sharding.device_set or in_host_memory(
+        value.sharding
+    ) != in_host_memory(sharding)
     if shard_dim(variable._layout) is not None and not is_elsewhere:
         return
-    # On a single device, a value can have two layouts, see `distribute_tensor`.
-    if is_elsewhere or (value is not None and _lies_otherwise(value, sharding)):
+    # On a single device, a value can have two layouts, see `direct_assign`.
+    if is_elsewhere or _lies_otherwise(value, sharding):
         with jax.ensure_compile_time_eval():  # in case a function is being traced
             whole = whole_value(variable, value)
             initial = strategy.extended.variable_layout().initial(whole, _description(variable))

@@ -4,14 +4,13 @@ The command `distributary launch` is built on it. `import distributary` does not
 package.
 """
 
-from distributary.launch._environment import ALLOCATOR_SETTINGS, TOKEN_VARIABLE, free_addresses
 from distributary.launch._options import HostOptions, LaunchOptions
-from distributary.launch._run import run
 from distributary.launch._status import report, report_progress
+from distributary.launch._supervisor import run
+from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
 
 __all__ = [
     "ALLOCATOR_SETTINGS",
-    "TOKEN_VARIABLE",
     "HostOptions",
     "LaunchOptions",
     "free_addresses",

@@ -13,24 +13,6 @@ from typing import Any, NamedTuple, TypedDict, final, get_args
 
 from distributary.job import Message
 
-__all__ = [
-    "Command",
-    "Exit",
-    "Failed",
-    "Finished",
-    "Interrupted",
-    "Job",
-    "Prepare",
-    "Ready",
-    "Report",
-    "Restart",
-    "Start",
-    "TaskState",
-    "Tasks",
-    "decode",
-    "encode",
-]
-
 
 class Prepare(NamedTuple):
     """Command: end the workers of this host if there are any, and report `Ready`; a start follows.

@@ -1,16 +1,14 @@
 """The options of a job, which are checked when you create them."""
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.cluster_resolver import checked_int, parse_address
+from distributary.errors import InvalidValueError
 
-__all__ = ["HostOptions", "LaunchOptions", "split_address"]
-
-_ALL_ADDRESSES = ("0.0.0.0", "::", "*")
+_ALL_ADDRESSES = ("0.0.0.0", "::")
 _MIN_TOKEN_CHARACTERS = 16
 
 
@@ -41,15 +39,13 @@ class HostOptions:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("num_hosts", self.num_hosts, 1)
-        _check_whole("host_rank", self.host_rank, 0)
+        _check_whole(self, num_hosts=1, host_rank=0)
         if self.host_rank >= self.num_hosts:
             raise InvalidValueError(
                 f"launch: host_rank is {self.host_rank}, but the job has {self.num_hosts} hosts."
                 f" Ranks count from 0 to {self.num_hosts - 1}."
             )
-        host, _ = split_address(self.master)
-        if host in _ALL_ADDRESSES:
+        if parse_address(self.master, "launch: the master address").host in _ALL_ADDRESSES:
             raise InvalidValueError(
                 f"launch: the master address is {self.master!r}, which stands for every address."
                 " Give the one at which the other hosts reach host 0."
@@ -106,17 +102,15 @@ class LaunchOptions:
     def __post_init__(self) -> None:
         if not self.command:
             raise InvalidValueError("launch: there is no command to run. Name a Python script.")
-        _check_whole("num_workers", self.num_workers, 1)
-        _check_whole("num_servers", self.num_servers, 0)
+        _check_whole(self, num_workers=1, num_servers=0, max_restarts=0)
+        if self.devices_per_worker is not None:
+            _check_whole(self, devices_per_worker=1)
         if self.num_servers and self.hosts is not None:
             raise InvalidValueError(
                 f"launch: num_servers is {self.num_servers} in a job on {self.hosts.num_hosts}"
                 " hosts, but jobs with parameter servers are launched on one host only. Start every"
                 " task on its host, with TF_CONFIG in its environment."
             )
-        if self.devices_per_worker is not None:
-            _check_whole("devices_per_worker", self.devices_per_worker, 1)
-        _check_whole("max_restarts", self.max_restarts, 0)
         _check_seconds("grace_seconds", self.grace_seconds)
 
     @property
@@ -125,26 +119,10 @@ class LaunchOptions:
         return self.hosts is None or self.hosts.host_rank == 0
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Returns host and port of `"HOST:PORT"`, where an IPv6 address must be in brackets.
-
-    Raises:
-        InvalidValueError: if it does not have this form.
-    """
-    match = re.fullmatch(r"(?:\[(?P<ipv6>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})", address)
-    if match is None or not 0 < int(match["port"]) < 65536:
-        raise InvalidValueError(
-            f"launch: the master address is {address!r}, expected HOST:PORT with a port from 1 to"
-            " 65535, for example 10.0.0.1:29500 or [fd00::1]:29500."
-        )
-    return match["ipv6"] or match["host"], int(match["port"])
-
-
-def _check_whole(name: str, value: int, smallest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(f"launch: {name} is {value!r}, expected an int.")
-    if value < smallest:
-        raise InvalidValueError(f"launch: {name} is {value}, expected {smallest} or more.")
+def _check_whole(options: object, **smallest_of: int) -> None:
+    for name, smallest in smallest_of.items():
+        field, value = f"launch: {name}", getattr(options, name)
+        checked_int(value, field, f"{smallest} or more", minimum=smallest)
 
 
 def _check_seconds(name: str, value: float) -> None:

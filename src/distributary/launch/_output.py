@@ -4,6 +4,7 @@ import collections
 import contextlib
 import os
 import re
+import select
 import selectors
 import threading
 import time
@@ -14,8 +15,6 @@ from pathlib import Path
 from typing import IO, BinaryIO, Final, final
 
 from distributary.errors import WorkerLostError
-
-__all__ = ["Output", "TaskOutput"]
 
 # A carriage return ends a line as well, because progress bars write a single line for hours. One
 # at the very end of what was read so far may be the first half of "\r\n".
@@ -278,9 +277,7 @@ class Output:
             try:
                 view = view[os.write(self._fds[number], view) :]
             except BlockingIOError:  # another process has made it non-blocking
-                with selectors.DefaultSelector() as selector:
-                    selector.register(self._fds[number], selectors.EVENT_WRITE)
-                    selector.select()
+                select.select([], [self._fds[number]], [])
             except OSError:  # its reader, or its terminal, has gone
                 self._is_closed[number] = True
                 if number == _STDOUT:

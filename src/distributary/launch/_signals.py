@@ -7,8 +7,6 @@ import time
 from types import FrameType
 from typing import Any, final
 
-__all__ = ["Signals"]
-
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -10,14 +10,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any, Final, final
 
 from distributary.dispatch import progress, start_thread
-from distributary.launch._environment import STATUS_VARIABLE
 from distributary.monitoring import numbers_of
 
-__all__ = ["StatusReader", "report", "report_progress"]
-
+STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
 _strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each

@@ -1,39 +1,37 @@
-"""Runs the workers of one host, following the commands of the job."""
+"""Runs the workers of one host, following the commands of the job, from beginning to end."""
 
 import collections
+import contextlib
+import os
+import platform
 import sched
 import secrets
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import final
+from pathlib import Path
+from typing import Any, Final, final
 
-from distributary.errors import LaunchError, WorkerLostError
-from distributary.launch._environment import Task, free_addresses, worker_environ
-from distributary.launch._job import (
-    Command,
-    Exit,
-    Failed,
-    Finished,
-    Interrupted,
-    Prepare,
-    Ready,
-    Restart,
-    Start,
-    Tasks,
-    TaskState,
-)
-from distributary.launch._link import Link
+from distributary.errors import LaunchError, UnsupportedError, WorkerLostError
+from distributary.launch import _job as job
+from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
-from distributary.launch._overview import RUNNING, count_running
 from distributary.launch._signals import Signals
 from distributary.launch._status import StatusReader
-from distributary.launch._worker import Ending, Worker
-
-__all__ = ["Supervisor"]
+from distributary.launch._worker import (
+    Ending,
+    Task,
+    Worker,
+    free_addresses,
+    replaced_settings,
+    worker_environ,
+)
+from distributary.monitoring import serve
 
 # Time for the last lines of an ended worker to arrive. Processes that it has left behind may hold
 # its stderr open.
@@ -43,9 +41,82 @@ _LOST_WORKER_SECONDS = 1.0
 # Time for the chief to end, after a worker or server that may end because the chief is about to.
 _CHIEF_ENDS_SECONDS = 3.0
 _SECONDS_BETWEEN_TASKS = 1.0
+RUNNING: Final = "running"
+_NOUNS: Final = {"chief": "chiefs", "worker": "workers", "ps": "ps"}
+
+
+def run(
+    options: LaunchOptions,
+    *,
+    environ: Mapping[str, str] | None = None,
+    stdout_fd: int = 1,
+    stderr_fd: int = 2,
+) -> int:
+    """Runs a job on this host, and returns its exit code when none of its processes is left.
+
+    Call it in the main thread, because it handles signals: SIGINT, SIGTERM and SIGHUP end the job.
+
+    Args:
+        options: The job.
+        environ: Environment of the workers; `os.environ` by default.
+        stdout_fd: Descriptor for the workers' stdout.
+        stderr_fd: Descriptor for the workers' stderr and for messages.
+
+    Returns:
+        0 if all workers have ended with exit code 0, or else the exit code of the worker that
+        failed first. If a signal ended that worker or the launcher, 128 + the signal's number.
+
+    Raises:
+        LaunchError: if the hosts do not find each other.
+        UnsupportedError: on Windows.
+        OSError: if a worker cannot be started, or a log file cannot be opened.
+    """
+    if os.name != "posix":
+        raise UnsupportedError(
+            "launch: the launcher needs process groups, which Windows does not have. Run it on"
+            " Linux, or in WSL."
+        )
+    environ = dict(os.environ if environ is None else environ)
+    if options.log_dir is not None:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    signals = Signals(options.grace_seconds + 1)
+    output = Output(stdout_fd, stderr_fd, environ, signals.want_end_now)
+    with contextlib.ExitStack() as stack:
+        stack.callback(output.close)
+        for sentence in replaced_settings(environ, options):
+            output.say(sentence)
+        master: Master | None = None
+        # Until the first worker starts, signals have their usual effect.
+        if options.hosts is None:
+            link: Link = LocalLink(options.max_restarts)
+        else:
+            if options.is_first_host:
+                master = Master(options, output.say)
+                stack.callback(master.close)
+            link = RemoteLink(options.hosts, options.devices_per_worker)
+        stack.callback(link.close)
+        stack.enter_context(signals)
+        supervisor = Supervisor(options, environ, link, output, signals)
+        output.status = supervisor.status
+        if options.dashboard_port is not None:
+
+            def tasks() -> dict[int, job.Tasks]:
+                rank = 0 if options.hosts is None else options.hosts.host_rank
+                return {rank: supervisor.tasks(), **({} if master is None else master.tasks())}
+
+            dashboard = serve(
+                lambda: {k: v for host in tasks().values() for k, v in host.numbers.items()},
+                lambda: describe(options, tasks()),
+                options.dashboard_port,
+                options.dashboard_address,
+            )
+            stack.enter_context(dashboard)
+            output.say(f"The dashboard is at {dashboard.url}")
+        return supervisor.run()
 
 
 @final
+@dataclass(eq=False)
 class Supervisor:
     """A supervisor, which starts, watches and ends the workers of one host.
 
@@ -57,39 +128,33 @@ class Supervisor:
         signals: The signals that the launcher gets.
     """
 
-    def __init__(
-        self,
-        options: LaunchOptions,
-        environ: Mapping[str, str],
-        link: Link,
-        output: Output,
-        signals: Signals,
-    ) -> None:
-        self._options = options
-        self._environ = environ
-        self._link = link
-        self._output = output
-        self._signals = signals
+    options: LaunchOptions
+    environ: Mapping[str, str]
+    link: Link
+    output: Output
+    signals: Signals
+
+    def __post_init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
         self._workers: list[Worker] = []  # of the current attempt
         self._generation = 0
         self._num_restarts = 0
-        self._token = secrets.token_hex(32) if options.num_servers else None
+        self._token = secrets.token_hex(32) if self.options.num_servers else None
         self._cluster: dict[str, Sequence[str]] = {}
         # The job ends when all tasks of this type have ended.
-        self._main_type = "chief" if options.num_servers else "worker"
+        self._main_type = "chief" if self.options.num_servers else "worker"
         # The command because of which all workers end: for a start, or for good.
-        self._ending: Prepare | Exit | None = None
+        self._ending: job.Prepare | job.Exit | None = None
         self._started_at = time.monotonic()
         self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
     def run(self) -> int:
         """Runs until no process of the job is left on this host; returns the job's exit code."""
-        self._watch(self._signals, self._on_signal)
-        if self._link.fileno() >= 0:
-            self._watch(self._link, self._on_command)
-        if self._link.wants_tasks:
+        self._watch(self.signals, self._on_signal)
+        if self.link.fileno() >= 0:
+            self._watch(self.link, self._on_command)
+        if self.link.wants_tasks:
             self._send_tasks()
         seconds: float | None = 0.0  # until the next timer
         try:
@@ -97,7 +162,7 @@ class Supervisor:
                 self._on_command()
                 if self._ending is not None and all(worker.is_gone for worker in self._workers):
                     self._wait_for_output()
-                    if isinstance(self._ending, Exit):
+                    if isinstance(self._ending, job.Exit):
                         return self._finish(self._ending)
                     self._get_ready(self._ending)
                     continue
@@ -117,8 +182,8 @@ class Supervisor:
         parts = [count_running(self._states(workers))]
         if self._ending is not None:
             parts[0] += ", ending"
-        if self._options.max_restarts:
-            parts.append(f"restart {self._num_restarts} of {self._options.max_restarts}")
+        if self.options.max_restarts:
+            parts.append(f"restart {self._num_restarts} of {self.options.max_restarts}")
         parts.append(f"{time.monotonic() - self._started_at:.0f} s")
         for worker in workers:
             state = str(worker.ending or worker.status)
@@ -126,15 +191,15 @@ class Supervisor:
                 parts.append(f"{worker.task}: {state}")
         return " · ".join(parts)
 
-    def tasks(self) -> Tasks:
+    def tasks(self) -> job.Tasks:
         """Returns the tasks of this host. For any thread."""
         workers = self._workers
         numbers = {str(worker.task): worker.status.numbers() for worker in workers}
-        return Tasks(self._states(workers), numbers)
+        return job.Tasks(self._states(workers), numbers)
 
-    def _states(self, workers: Sequence[Worker]) -> list[TaskState]:
+    def _states(self, workers: Sequence[Worker]) -> list[job.TaskState]:
         return [
-            TaskState(
+            job.TaskState(
                 name=str(worker.task),
                 state=str(worker.ending or RUNNING),
                 has_failed=worker.ending is not None and bool(worker.ending.returncode),
@@ -149,65 +214,67 @@ class Supervisor:
         self._selector.register(source, selectors.EVENT_READ, act)
 
     def _send_tasks(self) -> None:
-        self._link.send(self.tasks())
+        self.link.send(self.tasks())
         self._timers.enter(_SECONDS_BETWEEN_TASKS, 0, self._send_tasks)
 
     # Commands of the job
 
     def _on_command(self) -> None:
         try:
-            for command in self._link.receive():
+            for command in self.link.receive():
                 self._obey(command)
         except LaunchError as error:
-            if not isinstance(self._ending, Exit):
-                self._end_workers(Exit(1, str(error)))
-            self._selector.unregister(self._link)
-            self._link.close()
+            if not isinstance(self._ending, job.Exit):
+                self._end_workers(job.Exit(1, str(error)))
+            self._selector.unregister(self.link)
+            self.link.close()
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(self._ending, Exit):
+    def _obey(self, command: job.Command) -> None:
+        if isinstance(self._ending, job.Exit):
             return
         match command:
-            case Start():
+            case job.Start():
                 self._start(command)
-            case Restart(num_restarts, task, text):
+            case job.Restart(num_restarts, task, text):
                 self._num_restarts = num_restarts
-                self._output.say(
+                self.output.say(
                     f"{text}; starting it again, restart {num_restarts} of"
-                    f" {self._options.max_restarts}."
+                    f" {self.options.max_restarts}."
                 )
                 for worker in self._workers:
                     if str(worker.task) == task:
                         worker.is_to_restart = True
                         self._restart_if_gone(worker)
-            case Prepare(generation):
+            case job.Prepare(generation):
                 what = f"ending all workers for restart {generation} of"
-                self._end_workers(command, f"{what} {self._options.max_restarts}")
-            case Exit():
+                self._end_workers(command, f"{what} {self.options.max_restarts}")
+            case job.Exit():
                 self._end_workers(command)
 
-    def _end_workers(self, command: Prepare | Exit, what: str = "ending all workers") -> None:
+    def _end_workers(
+        self, command: job.Prepare | job.Exit, what: str = "ending all workers"
+    ) -> None:
         self._ending = command
         if command.text:
-            self._output.say(f"{self._where(command)}{command.text}; {what}.")
+            self.output.say(f"{self._where(command)}{command.text}; {what}.")
         for worker in self._workers:
             worker.terminate()
 
-    def _where(self, command: Prepare | Exit) -> str:
+    def _where(self, command: job.Prepare | job.Exit) -> str:
         """Returns a prefix that names the host that caused a command, if it is another one."""
-        hosts, origin = self._options.hosts, command.origin
+        hosts, origin = self.options.hosts, command.origin
         return "" if hosts is None or origin in (-1, hosts.host_rank) else f"host {origin}: "
 
-    def _get_ready(self, command: Prepare) -> None:
+    def _get_ready(self, command: job.Prepare) -> None:
         self._workers = []
         self._ending = None
-        num_servers = self._options.num_servers
-        num_tasks = self._options.num_workers + (num_servers and 1 + num_servers)
-        addresses = free_addresses(self._link.address, num_tasks)
-        self._link.send(Ready(command.generation, addresses))
+        num_servers = self.options.num_servers
+        num_tasks = self.options.num_workers + (num_servers and 1 + num_servers)
+        addresses = free_addresses(self.link.address, num_tasks)
+        self.link.send(job.Ready(command.generation, addresses))
 
-    def _start(self, command: Start) -> None:
-        options = self._options
+    def _start(self, command: job.Start) -> None:
+        options = self.options
         # The job may have asked for addresses again while our `Ready` was on its way.
         self._ending = None
         self._generation = self._num_restarts = command.generation
@@ -225,9 +292,9 @@ class Supervisor:
 
     def _start_task(self, task: Task, number: int) -> Worker:
         environ = worker_environ(
-            self._environ, self._options, task, self._cluster, self._num_restarts, self._token
+            self.environ, self.options, task, self._cluster, self._num_restarts, self._token
         )
-        worker = Worker(self._options, task, number, environ, self._num_restarts, self._output)
+        worker = Worker(self.options, task, number, environ, self._num_restarts, self.output)
         self._num_starts[str(task)] += 1
         self._watch(worker, partial(self._on_worker, worker))
         self._watch(worker.status, partial(self._on_status, worker.status))
@@ -257,17 +324,17 @@ class Supervisor:
             worker.output.ended.wait(_LAST_LINES_SECONDS)
             text = f"{task} {ending} after {time.monotonic() - worker.started_at:.1f} s"
             code, lines = ending.exit_code, worker.output.last_lines()
-            failed = Failed(self._generation, code, text, lines)
-            if self._options.num_servers and task.task_type != self._main_type:
-                self._link.send(failed._replace(task=str(task)))
+            failed = job.Failed(self._generation, code, text, lines)
+            if self.options.num_servers and task.task_type != self._main_type:
+                self.link.send(failed._replace(task=str(task)))
             elif code != WorkerLostError.exit_code:
-                self._link.send(failed)
+                self.link.send(failed)
             else:
                 # If the worker that was lost ends meanwhile, its report comes first and counts.
                 text = ": ".join(filter(None, [text, worker.output.reason]))
-                report = partial(self._link.send, failed._replace(text=text))
+                report = partial(self.link.send, failed._replace(text=text))
                 self._timers.enter(_LOST_WORKER_SECONDS, 0, report)
-        elif task.task_type in ("worker", "ps") and self._options.num_servers:
+        elif task.task_type in ("worker", "ps") and self.options.num_servers:
             warn = partial(self._warn_of_early_end, task, self._generation)
             self._timers.enter(_CHIEF_ENDS_SECONDS, 0, warn)
         elif all(
@@ -275,11 +342,11 @@ class Supervisor:
             for other in self._workers
             if other.task.task_type == self._main_type
         ):
-            self._link.send(Finished(self._generation))
+            self.link.send(job.Finished(self._generation))
 
     def _warn_of_early_end(self, task: Task, generation: int) -> None:
         if self._ending is None and self._generation == generation:
-            self._output.say(
+            self.output.say(
                 f"{task} ended before the chief. Workers and servers must call"
                 " distributary.Server(...).join()."
             )
@@ -293,26 +360,68 @@ class Supervisor:
         status.close()
 
     def _on_signal(self) -> None:
-        for number, is_first in self._signals.take():
+        for number, is_first in self.signals.take():
             name = signal.Signals(number).name
             if is_first:
                 text = f"the launcher received {name}"
-                self._end_workers(Exit(128 + number, text))
-                self._link.send(Interrupted(128 + number, text))
+                self._end_workers(job.Exit(128 + number, text))
+                self.link.send(job.Interrupted(128 + number, text))
             else:
-                self._output.say(f"received {name} again; ending all workers at once.")
+                self.output.say(f"received {name} again; ending all workers at once.")
                 for worker in self._workers:
                     worker.kill()
 
     def _wait_for_output(self) -> None:
         for worker in self._workers:
-            self._output.wait(worker.output)
+            self.output.wait(worker.output)
             if worker.status.fileno() >= 0:  # a process that the launcher does not know has it
                 self._forget(worker.status)
 
-    def _finish(self, command: Exit) -> int:
+    def _finish(self, command: job.Exit) -> int:
         if command.last_lines:
             lines = "\n".join(f"    {line}" for line in command.last_lines)
             where = self._where(command)
-            self._output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
+            self.output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
         return command.code
+
+
+def count_running(states: Sequence[job.TaskState]) -> str:
+    """Returns `"3 of 4 running"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps running"`.
+
+    Returns `""` if there are no tasks.
+    """
+    all_tasks = collections.Counter(_type_of(state) for state in states)
+    running = collections.Counter(_type_of(state) for state in states if state["state"] == RUNNING)
+    if not all_tasks:
+        return ""
+    parts = [f"{running.total()} of {all_tasks.total()}"]
+    if "ps" in all_tasks:
+        parts = [f"{running[type_]} of {all_tasks[type_]} {noun}" for type_, noun in _NOUNS.items()]
+    return f"{', '.join(parts)} running"
+
+
+def _type_of(state: job.TaskState) -> str:
+    return state["name"].partition(" ")[0]
+
+
+def describe(options: LaunchOptions, by_host: Mapping[int, job.Tasks]) -> dict[str, Any]:
+    """Returns the job and the state of its tasks, for the page.
+
+    Args:
+        options: The job.
+        by_host: The tasks of this host and of others, as far as known here, by rank.
+    """
+    hosts = options.hosts
+    states = [(rank, state) for rank, tasks in sorted(by_host.items()) for state in tasks.states]
+    program, *arguments = options.command
+    command = shlex.join([Path(program).name, *arguments])
+    where = platform.node()
+    if hosts is not None and options.is_first_host:
+        where = f"{hosts.num_hosts} hosts"
+    elif hosts is not None:
+        where += f", host {hosts.host_rank} of {hosts.num_hosts}"
+    return {
+        "title": count_running([state for _, state in states]) or "Nothing runs yet",
+        "subtitle": f"{command} on {where}",
+        "tasks": [state if hosts is None else {**state, "host": rank} for rank, state in states],
+    }

@@ -2,8 +2,6 @@
 
 from typing import Self
 
-__all__ = ["Closing"]
-
 
 class Closing:
     """A context manager that calls `close()` at the end of its block."""

@@ -1,28 +1,48 @@
-"""The dashboard and the statistics logger, which a program starts to show its run."""
+"""Shows the numbers of a run while it is going on: on a page, and in files."""
 
+import collections
+import functools
+import json
 import os
 import platform
-from collections.abc import Callable
-from functools import partial
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
+from urllib.parse import parse_qs, urlsplit
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.dispatch import start_thread
+from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
 from distributary.monitoring._closing import Closing
-from distributary.monitoring._numbers import numbers_of
-from distributary.monitoring._page import Describe, respond
-from distributary.monitoring._recorder import Recorder, Sink, Tasks
-from distributary.monitoring._server import HttpServer
-from distributary.monitoring._sinks import JsonLines, TensorBoard
+from distributary.monitoring._numbers import Numbers, finite, numbers_of, rates
+from distributary.monitoring._server import Answer, HttpServer
 from distributary.topology import short_name
 
 if TYPE_CHECKING:
     from distributary.strategies import Strategy
 
-__all__ = ["Dashboard", "StatisticsLogger", "dashboard", "serve"]
-
 _SAMPLE_SECONDS = 1.0
+_NUM_KEPT: Final = 900
 _TASK = "this process"
+
+Tasks: TypeAlias = Mapping[str, Numbers]
+Sample: TypeAlias = dict[str, Any]
+# Returns what is not in the samples: `title`, a line below it, and rows of `tasks`.
+Describe: TypeAlias = Callable[[], dict[str, Any]]
+
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
 
 @final
@@ -96,7 +116,7 @@ def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: 
             f"dashboard: port is {port}, expected 0 to 65535; 0 takes any free port."
         )
     recorder = Recorder(collect, _SAMPLE_SECONDS)
-    page = partial(respond, recorder, describe)
+    page = functools.partial(_respond, recorder, describe)
     try:
         server = HttpServer(address, port, page, "distributary-dashboard")
     except OSError:
@@ -167,3 +187,148 @@ def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], Tasks]:
             " distributary.MirroredStrategy()."
         )
     return lambda: {_TASK: numbers_of(strategy.extended)}
+
+
+class Sink(Protocol):
+    """A destination of samples."""
+
+    def write(self, when: float, numbers: Numbers) -> None:
+        """Writes the numbers of a process at a time, given in seconds since 1970."""
+        ...
+
+    def close(self) -> None:
+        """Writes the rest, and closes."""
+        ...
+
+
+@final
+@dataclass(eq=False)
+class Recorder:
+    """A thread that samples numbers, for the last time when it is closed or the program ends.
+
+    Args:
+        collect: Returns the numbers of every task by its name.
+        seconds: Seconds between samples.
+        sinks: Destinations for the numbers, if there is only one task.
+    """
+
+    collect: Callable[[], Tasks]
+    seconds: float
+    sinks: Sequence[Sink] = ()
+
+    def __post_init__(self) -> None:
+        self._samples: collections.deque[Sample] = collections.deque(maxlen=_NUM_KEPT)
+        self._num_samples = 0
+        self._lock = threading.Lock()
+        self._before = time.time(), self.collect()
+        self._closed = threading.Event()
+        self._thread = start_thread(self._run, self._closed.set, "distributary-statistics")
+
+    def samples(self, first: int = 0) -> tuple[list[Sample], int]:
+        """Returns the kept samples from number `first` on, and the number of the next sample."""
+        with self._lock:
+            num_kept = min(len(self._samples), max(0, self._num_samples - first))
+            return list(self._samples)[len(self._samples) - num_kept :], self._num_samples
+
+    def close(self) -> None:
+        """Takes a last sample and ends the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(self.seconds):
+                self._sample()
+            self._sample()
+        finally:
+            for sink in self.sinks:
+                sink.close()
+
+    def _sample(self) -> None:
+        now, sums = time.time(), self.collect()
+        then, before = self._before
+        self._before = now, sums
+        tasks = {
+            name: numbers | rates(before.get(name, {}), numbers, now - then)
+            for name, numbers in sums.items()
+        }
+        for numbers in tasks.values():
+            for sink in self.sinks:
+                sink.write(now, numbers)
+        with self._lock:
+            self._samples.append({"time": now, "tasks": tasks})
+            self._num_samples += 1
+
+
+@final
+class JsonLines:
+    """A file with one line of JSON per sample: `time`, in seconds since 1970, and the numbers.
+
+    JSON has no infinity and no NaN: such numbers become null.
+
+    Args:
+        path: The file, to which lines are added. Its folder is created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, when: float, numbers: Numbers) -> None:
+        """Adds a line with the numbers."""
+        self._file.write(json.dumps({"time": when, **finite(numbers)}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+@final
+class TensorBoard:
+    """A TensorBoard event file with a scalar for every number, over the steps.
+
+    Args:
+        folder: TensorBoard's `--logdir`, or a folder below it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise MissingPackageError(
+                "StatisticsLogger: tensorboard= needs tensorboardX. Install it with"
+                " `pip install 'distributary[tensorboard]'`."
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, when: float, numbers: Numbers) -> None:
+        """Adds a scalar for every number."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, int(numbers["num_steps"]), when)
+
+    def close(self) -> None:
+        """Writes the rest, and closes the file."""
+        self._writer.close()
+
+
+def _respond(recorder: Recorder, describe: Describe, path: str) -> Answer | None:
+    """Returns the page for `/`, and the samples from number 0 on for `/stats.json?first=0`."""
+    url = urlsplit(path)
+    if url.path == "/":
+        return Answer(_page(), "text/html; charset=utf-8", headers=_HEADERS)
+    if url.path != "/stats.json":
+        return None
+    (first,) = parse_qs(url.query).get("first", ["0"])[:1]
+    samples, following = recorder.samples(int(first) if first.isdecimal() else 0)
+    shown = [
+        {**sample, "tasks": {name: finite(numbers) for name, numbers in sample["tasks"].items()}}
+        for sample in samples
+    ]
+    content = {**describe(), "samples": shown, "next": following}
+    return Answer(json.dumps(content).encode(), "application/json", headers=_HEADERS)
+
+
+@functools.cache
+def _page() -> bytes:
+    return resources.files(__package__).joinpath("page.html").read_bytes()

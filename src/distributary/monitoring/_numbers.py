@@ -16,8 +16,6 @@ from distributary.errors import DistributaryError
 if TYPE_CHECKING:
     from distributary.strategies import StrategyExtended
 
-__all__ = ["Numbers", "finite", "numbers_of", "rates"]
-
 Numbers: TypeAlias = dict[str, float]
 
 # Reported per step, for the time between two samples.

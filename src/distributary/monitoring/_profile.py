@@ -13,8 +13,6 @@ from distributary.dispatch import latest_program, profiled_steps
 from distributary.errors import ContextError, InvalidValueError
 from distributary.monitoring._closing import Closing
 
-__all__ = ["Profile", "profile"]
-
 _STEP = "step"
 
 

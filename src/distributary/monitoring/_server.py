@@ -14,8 +14,6 @@ from typing import Final, TypeAlias, final
 
 from distributary.dispatch import start_thread
 
-__all__ = ["Answer", "HttpServer"]
-
 _log = logging.getLogger(__name__)
 
 

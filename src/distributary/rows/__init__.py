@@ -8,22 +8,28 @@ from distributary.rows._scopes import OWN_STATISTICS
 if TYPE_CHECKING:
     from distributary.rows._relations import relation_of_replica, relation_warning
     from distributary.rows._row_wise import (
+        adds_rows,
         bind_rows,
         numbers_of_other_rows,
         row_operands,
         rows_between,
+        takes_rows,
         with_rows,
     )
+    from distributary.rows._sparse_gradients import with_sparse_gradients
 
 __all__ = [
     "OWN_STATISTICS",
+    "adds_rows",
     "bind_rows",
     "numbers_of_other_rows",
     "relation_of_replica",
     "relation_warning",
     "row_operands",
     "rows_between",
+    "takes_rows",
     "with_rows",
+    "with_sparse_gradients",
 ]
 
 # Imported on first use: only programs of several replicas or with servers are analyzed.
@@ -31,12 +37,11 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "bind_rows": "_row_wise",
-            "numbers_of_other_rows": "_row_wise",
-            "relation_of_replica": "_relations",
-            "relation_warning": "_relations",
-            "row_operands": "_row_wise",
-            "rows_between": "_row_wise",
-            "with_rows": "_row_wise",
+            "_relations": "relation_of_replica relation_warning",
+            "_row_wise": (
+                "adds_rows bind_rows numbers_of_other_rows row_operands rows_between takes_rows"
+                " with_rows"
+            ),
+            "_sparse_gradients": "with_sparse_gradients",
         },
     )

@@ -71,7 +71,6 @@ from distributary.tracing import (
     call_of,
     interpret_with,
     is_collective,
-    open_jaxpr,
     parts_of_scan,
     parts_of_while,
     shape_of,
@@ -145,13 +144,7 @@ def relation_of_replica(
             inputs.append(CONSTANT if batch or i < num_captures else _input(v))
     if len(sizes) != 1 or sizes == {1}:
         return None  # these are no parts of one batch, or have one row
-    return _look(jaxpr, inputs, losses, JOINABLE)
-
-
-def _look(
-    jaxpr: Jaxpr, inputs: list[Value], losses: Iterable[int], ignored: str | None
-) -> str | None:
-    analysis = _Analysis(ignored)
+    analysis = _Analysis()
     try:
         outs = analysis.jaxpr(jaxpr, inputs, _Context())
     except Exception:
@@ -197,19 +190,15 @@ def _batch(shape: Sequence[int], dim: int) -> Value:
 class _Analysis:
     """One abstract interpretation.
 
-    Args:
-        ignored: Name of a scope whose collectives combine no gradients.
-
     Attributes:
         origin: Place of the first relation that reached a gradient which replicas combine.
         first: Place of the first relation in differentiated code, which need not be part of such a
             gradient.
     """
 
-    def __init__(self, ignored: str | None) -> None:
+    def __init__(self) -> None:
         self.origin: tuple[Equation, ...] | None = None
         self.first: tuple[Equation, ...] | None = None
-        self._ignored = ignored
         self._control_flow = {
             "scan": self._scan,
             "while": self._while,
@@ -218,14 +207,10 @@ class _Analysis:
 
     # Jaxprs
 
-    def jaxpr(self, jaxpr: Jaxpr, inputs: Sequence[Value], context: _Context) -> list[Value]:
+    def jaxpr(self, jaxpr: AnyJaxpr, inputs: Sequence[Value], context: _Context) -> list[Value]:
         """Returns the values of the outputs."""
         rule = functools.partial(self._equation, context)
-        return interpret_with(jaxpr, inputs, lambda literal: CONSTANT, rule)[0]
-
-    def _call(self, jaxpr: AnyJaxpr, operands: Sequence[Value], context: _Context) -> list[Value]:
-        inner, consts = open_jaxpr(jaxpr)
-        return self.jaxpr(inner, [*[CONSTANT] * len(consts), *operands], context)
+        return interpret_with(jaxpr, inputs, lambda constant: CONSTANT, rule)[0]
 
     def _equation(self, context: _Context, eqn: Equation, operands: list[Value]) -> list[Value]:
         context = context.at(eqn)
@@ -238,7 +223,7 @@ class _Analysis:
         inner = context._replace(calls=(*context.calls, eqn))
         call = call_of(eqn)
         if call is not None:
-            return self._call(call, operands, inner)
+            return self.jaxpr(call, operands, inner)
         control_flow = self._control_flow.get(eqn.primitive.name)
         if control_flow is not None:
             return control_flow(eqn, operands, inner)
@@ -304,8 +289,8 @@ class _Analysis:
         return Value(RELATED, origin=origin)
 
     def _collective(self, eqn: Equation, operands: list[Value]) -> list[Value]:
-        is_ignored = self._ignored is not None and self._ignored in str(eqn.source_info.name_stack)
-        if not is_ignored and self.origin is None:
+        # Joinable sums are those of metrics, which combine no gradients.
+        if self.origin is None and JOINABLE not in str(eqn.source_info.name_stack):
             origins = [v.origin for v in operands if v.kind == RELATED and v.gradient]
             self.origin = next(iter(origins), None)
         if len(operands) == len(eqn.outvars):
@@ -331,7 +316,7 @@ class _Analysis:
             return [passed_on] * len(eqn.outvars)
 
         def of_body(carry: Sequence[Value]) -> list[Value]:
-            return self._call(params["jaxpr"], [*consts, *carry, *of_one], context)
+            return self.jaxpr(params["jaxpr"], [*consts, *carry, *of_one], context)
 
         carry, outs = self._fixed_point(carry, of_body)
         own = next(iter(rows)) if rows else ()
@@ -354,7 +339,7 @@ class _Analysis:
         _, consts, carry = parts_of_while(eqn, operands)
 
         def of_body(carry: Sequence[Value]) -> list[Value]:
-            return self._call(eqn.params["body_jaxpr"], [*consts, *carry], context)
+            return self.jaxpr(eqn.params["body_jaxpr"], [*consts, *carry], context)
 
         return self._fixed_point(carry, of_body)[0]
 
@@ -376,7 +361,7 @@ class _Analysis:
         raise AssertionError
 
     def _cond(self, eqn: Equation, operands: list[Value], context: _Context) -> list[Value]:
-        branches = [self._call(branch, operands[1:], context) for branch in eqn.params["branches"]]
+        branches = [self.jaxpr(branch, operands[1:], context) for branch in eqn.params["branches"]]
         outs = [functools.reduce(either, values) for values in zip(*branches, strict=True)]
         if operands[0].kind not in (INDEPENDENT, RELATED):
             outs = [v if v.kind == RELATED else Value(UNKNOWN) for v in outs]

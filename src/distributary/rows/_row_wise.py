@@ -10,8 +10,8 @@ With a table `t` and its gradient `g`, the update is row by row, and the sum is 
 """
 
 import math
-from collections.abc import Collection, Sequence
-from typing import Any, Final, TypeAlias, final
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, Final, Literal as OneOf, TypeAlias, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +132,34 @@ def with_rows(eqn: Equation, num_rows: DimSize) -> dict[str, Any]:
     return params
 
 
+def takes_rows(eqn: Equation) -> bool:
+    """Returns whether an equation is a gather that takes whole rows, each by its number."""
+    if eqn.primitive.name != "gather":
+        return False
+    operand, ids = map(aval_of, eqn.invars)
+    dims = eqn.params["dimension_numbers"]
+    return (
+        dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        and not dims.operand_batching_dims
+        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
+        and ids.shape[-1:] == (1,)
+    )
+
+
+def adds_rows(eqn: Equation) -> bool:
+    """Returns whether an equation is a scatter that adds whole rows."""
+    if eqn.primitive.name != "scatter-add":
+        return False
+    operand, ids, rows = map(aval_of, eqn.invars)
+    dims = eqn.params["dimension_numbers"]
+    return (
+        dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == (0,)
+        and not dims.operand_batching_dims
+        and tuple(rows.shape[d] for d in dims.update_window_dims) == operand.shape[1:]
+        and rows.ndim == len(dims.update_window_dims) + ids.ndim - 1
+    )
+
+
 def bind_rows(eqn: Equation, operands: Sequence[Array], num_rows: DimSize) -> list[Array]:
     """Returns the results of a row-by-row equation for operands with `num_rows` rows."""
     outs = eqn.primitive.bind(*operands, **with_rows(eqn, num_rows))
@@ -188,31 +216,53 @@ class _Rules:
             number == self.zero or value == 0
             for number, value in zip(operands, values, strict=True)
         ]
-        if v in self._zeros or _is_zero(eqn, operands, values, zeros):
-            return self.zero
-        same = _same_operand(eqn, operands, values, zeros)
-        return None if same is None else operands[same]
+        known = _ZERO if v in self._zeros else known_result(eqn, operands, values, zeros)
+        return self.zero if known == "zero" else None if known is None else operands[known]
 
     def _value(self, atom: Atom) -> float:
         """Returns the real number that all elements of a constant are; NaN if it is not known."""
-        if not isinstance(atom, Literal):
-            return self._values.get(atom, math.nan)
-        value = np.asarray(atom.val)
-        is_real = jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value)
-        return float(value) if is_real and not value.ndim else math.nan
+        return number_of(atom) if isinstance(atom, Literal) else self._values.get(atom, math.nan)
+
+
+def number_of(atom: Atom) -> float:
+    """Returns the real number that a literal is; NaN for anything else."""
+    return real_number(atom.val) if isinstance(atom, Literal) else math.nan
+
+
+def real_number(constant: Any) -> float:
+    """Returns the real number that a constant is; NaN for an array of several and other dtypes."""
+    value = np.asarray(constant)
+    is_real = jnp.issubdtype(value.dtype, jnp.number) and not np.iscomplexobj(value)
+    return float(value) if is_real and not value.ndim else math.nan
+
+
+def known_result(
+    eqn: Equation,
+    operands: Sequence[Hashable],
+    values: Sequence[float],
+    zeros: Sequence[bool],
+) -> int | OneOf["zero"] | None:
+    """Returns what is known of the only result of an equation without computing it.
+
+    Args:
+        eqn: The equation.
+        operands: A key for every operand, which is equal for equal ones.
+        values: The number that all elements of each operand are, or NaN.
+        zeros: For every operand, whether it is zero.
+
+    Returns:
+        `"zero"`, or the place of the operand that the result is equal to but for its shape, or
+        None. Data is taken to be finite: zero times anything is zero.
+    """
+    if _is_zero(eqn, operands, values, zeros):
+        return _ZERO
+    return _same_operand(eqn, operands, values, zeros)
 
 
 def _is_zero(
-    eqn: Equation, operands: Sequence[int], values: Sequence[float], zeros: Sequence[bool]
+    eqn: Equation, operands: Sequence[Hashable], values: Sequence[float], zeros: Sequence[bool]
 ) -> bool:
-    """Returns whether a result is zero.
-
-    Args:
-        eqn: An equation.
-        operands: Numbers of its operands.
-        values: The number that all elements of each operand are, or NaN.
-        zeros: For every operand, whether it is zero.
-    """
+    """Returns whether a result is zero; see `known_result`."""
     others = [value for value, is_zero in zip(values, zeros, strict=True) if not is_zero]
     match eqn.primitive.name:
         case name if name in _ZERO_OF_ZERO and zeros[0]:
@@ -237,9 +287,9 @@ def _is_zero(
 
 
 def _same_operand(
-    eqn: Equation, operands: Sequence[int], values: Sequence[float], zeros: Sequence[bool]
+    eqn: Equation, operands: Sequence[Hashable], values: Sequence[float], zeros: Sequence[bool]
 ) -> int | None:
-    """Returns the place of the operand that a result is equal to, if any; see `_is_zero`."""
+    """Returns the place of the operand that a result is equal to, if any; see `known_result`."""
     match eqn.primitive.name:
         case "add" | "add_any" | "sub" if zeros[1]:
             return 0

@@ -4,10 +4,16 @@ The command `distributary bench` is built on it. `import distributary` does not 
 package.
 """
 
-from distributary.scaling._measurement import Program, default_replicas, measure
+from distributary.scaling._measurement import (
+    Network,
+    Prediction,
+    Program,
+    default_replicas,
+    measure,
+    predict,
+)
 from distributary.scaling._models import MODELS
 from distributary.scaling._plot import draw, write_png
-from distributary.scaling._prediction import Network, Prediction, predict
 from distributary.scaling._timer import Timing
 
 __all__ = [

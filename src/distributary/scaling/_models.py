@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["MODELS", "Model"]
-
 _WIDTH, _NUM_HEADS, _NUM_LAYERS, _LENGTH, _VOCABULARY_SIZE = 128, 4, 2, 64, 1000
 
 

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distributary.errors import MissingPackageError
-from distributary.scaling._prediction import Prediction
+from distributary.scaling._measurement import Prediction
 from distributary.scaling._timer import Timing
-
-__all__ = ["draw", "write_png"]
 
 _BAR_WIDTH = 60
 

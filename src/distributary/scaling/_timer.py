@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import jax
@@ -10,13 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from distributary._types import Nest
-from distributary.compilation import ScriptEnded, collectives_of
+from distributary.compilation import ScriptEnded, StandIn, collectives_of
 from distributary.diagnosis import all_reduce_seconds
 from distributary.engine import placed_struct_of
 from distributary.errors import InvalidValueError
 from distributary.topology import REPLICA_AXIS, ProgramKind
-
-__all__ = ["StepTimer", "Timing"]
 
 _NUM_WARM_UP_STEPS = 3  # the first one compiles, and the next ones may allocate memory
 _NUM_BLOCKS = 5
@@ -91,9 +90,10 @@ class StepTimer:
         self, call: Callable[..., Any], mesh: jax.sharding.Mesh | None, kind: ProgramKind
     ) -> Callable[..., Any]:
         """Returns the function to call in place of a program."""
-        if not (kind.trains if self._step_name is None else kind.name == self._step_name):
+        if not kind.is_step(self._step_name):
             return call
-        return _Step(call, mesh, kind.name, self._run)
+        step = _Step(call, mesh, kind.name)
+        return StandIn(partial(self._run, step), step.call.lower)
 
     def timing(self, script: str) -> Timing:
         """Returns the measurement; measures the all-reduces alone.
@@ -136,7 +136,7 @@ class StepTimer:
             reduction_seconds=reduction_seconds,
         )
 
-    def _run(self, step: "_Step", args: tuple[Nest, ...]) -> Nest:
+    def _run(self, step: "_Step", *args: Nest) -> Nest:
         if self._step is None:
             self._step = step
             step.specs = jax.tree.map(placed_struct_of, args)  # the call donates the arguments
@@ -167,21 +167,12 @@ class StepTimer:
 @final
 @dataclass(eq=False)
 class _Step:
-    """A stand-in for the jitted function of a step, with the shapes of its first arguments."""
+    """The jitted function of a step, with the shapes of its first arguments."""
 
     call: Any
     mesh: jax.sharding.Mesh | None
     name: str
-    run: Callable[["_Step", tuple[Nest, ...]], Nest]
     specs: tuple[Nest, ...] = ()
-
-    def lower(self, *args: Nest) -> jax.stages.Lowered:
-        """Returns the function lowered for arguments."""
-        lowered: jax.stages.Lowered = self.call.lower(*args)
-        return lowered
-
-    def __call__(self, *args: Nest) -> Nest:
-        return self.run(self, args)
 
 
 def _num_examples(data: Nest, num_replicas: int) -> int | None:

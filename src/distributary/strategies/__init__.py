@@ -39,10 +39,10 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "MultiWorkerMirroredStrategy": "_multi_worker",
-            "TPUStrategy": "_tpu",
-            "experimental_connect_to_cluster": "_tpu_system",
-            "initialize_tpu_system": "_tpu_system",
-            "shutdown_tpu_system": "_tpu_system",
+            "_multi_worker": "MultiWorkerMirroredStrategy",
+            "_tpu": "TPUStrategy",
+            "_tpu_system": (
+                "experimental_connect_to_cluster initialize_tpu_system shutdown_tpu_system"
+            ),
         },
     )

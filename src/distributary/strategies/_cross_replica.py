@@ -1,19 +1,19 @@
 """Combines the values of the replicas in a cross-replica context."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from distributary.collectives import (
     CrossDeviceOps,
     ReduceOp,
     all_gather,
     check_reducible,
-    reduce_arrays,
+    over_replicas,
     reduce_nest,
 )
 from distributary.dispatch import JobEvent, job_programs
@@ -26,7 +26,6 @@ from distributary.errors import (
 )
 from distributary.options import CommunicationOptions
 from distributary.topology import (
-    REPLICA_AXIS,
     ProgramKind,
     for_target,
     inside_jax_trace,
@@ -178,27 +177,14 @@ class CrossReplica:
         if mesh is None and self._num_replicas == 1:
             return function([jax.tree.map(lambda x: x[0], tree) for tree in trees])
         if mesh is None:
-            results = jax.vmap(function, axis_name=REPLICA_AXIS)(trees)
-            return jax.tree.map(lambda x: x[0], results)
-
-        def program(stacked: list[Any]) -> list[Any]:
-            return jax.shard_map(
-                with_exchanged_sums(
-                    lambda local: function([jax.tree.map(lambda x: x[0], tree) for tree in local]),
-                    mesh,
-                ),
-                mesh=mesh,
-                in_specs=P(REPLICA_AXIS),
-                out_specs=P(),
-                check_vma=False,
-            )(stacked)
-
+            return over_replicas(function, None)(trees)
+        make_program = lambda: over_replicas(with_exchanged_sums(function, mesh), mesh)
         if scope is not None or inside_jax_trace():
-            return program(trees)
+            return make_program()(trees)
         jitted = self._jitted.get(key)
         if jitted is None:
             kind = ProgramKind(key[0], trains=False)
-            jitted = self._jitted[key] = for_target(jax.jit(program), self._mesh, kind)
+            jitted = self._jitted[key] = for_target(jax.jit(make_program()), self._mesh, kind)
         if self._mesh.is_multi_process:
             job_programs.begin(_event_of(key, trees))
         result = self._placement.dispatcher.run(
@@ -222,15 +208,10 @@ class CrossReplica:
                 " strategy.reduce(op, value, axis=0), which weights every example the same."
             )
 
-        def total(*parts: Any) -> Any:
-            arrays = [check_reducible(part, "reduce") for part in parts]
-            wide = arrays if op is ReduceOp.SUM else [_widened(array) for array in arrays]
-            sums = [_sum(array, _normalized(axes, array)) for array in wide]
+        def total(*leaves: Any) -> Any:
+            sums, counts, dtypes = zip(*(_summed(op, axes, leaf) for leaf in leaves), strict=True)
             result = sum(sums[1:], sums[0])
-            if op is ReduceOp.SUM:
-                return result
-            count = sum(_count(array, _normalized(axes, array)) for array in arrays)
-            return _divide(result, count, arrays[0].dtype)
+            return result if op is ReduceOp.SUM else _divide(result, sum(counts), dtypes[0])
 
         return jax.tree.map(total, *components)
 
@@ -248,12 +229,8 @@ class CrossReplica:
                     " ReduceOp.MEAN to get it back."
                 )
             return value
-        array = check_reducible(value, "reduce")
-        normalized = _normalized(axes, array)
-        if op is ReduceOp.SUM:
-            return _sum(array, normalized) * num_replicas
-        total = _sum(_widened(array), normalized)
-        return _divide(total, _count(array, normalized), array.dtype)
+        total, count, dtype = _summed(op, axes, value)
+        return total * num_replicas if op is ReduceOp.SUM else _divide(total, count, dtype)
 
 
 def _event_of(key: tuple[Any, ...], trees: list[Any]) -> JobEvent:
@@ -279,32 +256,24 @@ def _check_axis(axis: Any) -> tuple[int, ...] | None:
     return axes
 
 
-def _normalized(axes: tuple[int, ...], array: Any) -> tuple[int, ...]:
+def _summed(op: ReduceOp, axes: tuple[int, ...], value: Any) -> tuple[Any, int, Any]:
+    """Sums a component over dims.
+
+    Returns:
+        The sum, for a mean in a dtype in which it does not overflow; the number of elements in it;
+        and the dtype of the component.
+    """
+    array = check_reducible(value, "reduce")
     for axis in axes:
         if not -array.ndim <= axis < array.ndim:
             raise InvalidValueError(
                 f"reduce: axis {axis} is out of range for a component of shape {array.shape}."
             )
-    return tuple(axis % array.ndim for axis in axes)
-
-
-def _count(array: Any, axes: tuple[int, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= array.shape[axis]
-    return count
-
-
-def _sum(array: Any, axes: tuple[int, ...]) -> Any:
-    return jnp.sum(array, axes, dtype=array.dtype)
-
-
-def _widened(array: Any) -> Any:
-    """Converts an array to a dtype in which the sum for a mean does not overflow."""
-    narrow = array.dtype in (jnp.float16, jnp.bfloat16)
-    if narrow or not jnp.issubdtype(array.dtype, jnp.inexact):
-        return array.astype(jnp.float32)
-    return array
+    dims = tuple([axis % array.ndim for axis in axes])
+    dtype = array.dtype
+    is_narrow = dtype in (jnp.float16, jnp.bfloat16) or not jnp.issubdtype(dtype, jnp.inexact)
+    wide = jnp.float32 if op is ReduceOp.MEAN and is_narrow else dtype
+    return jnp.sum(array, dims, dtype=wide), math.prod([array.shape[dim] for dim in dims]), dtype
 
 
 def _divide(total: Any, count: Any, dtype: Any) -> Any:
@@ -326,14 +295,12 @@ def _reduce_tree(
         return reduce_nest(ops, op, tree, num_replicas, options)
 
     def reduce_leaf(leaf: Any) -> Any:
-        array = check_reducible(leaf, "reduce")
-        normalized = _normalized(axes, array)
+        part, num_elements, dtype = _summed(op, axes, leaf)
         if op is ReduceOp.SUM:
-            return ops.all_reduce(op, [_sum(array, normalized)], num_replicas, options)[0]
-        part = _sum(_widened(array), normalized)
-        count = jnp.int32(_count(array, normalized))
-        total, count = ops.all_reduce(ReduceOp.SUM, [part, count], num_replicas, options)
-        return _divide(total, count, array.dtype)
+            return ops.all_reduce(op, [part], num_replicas, options)[0]
+        parts = [part, jnp.int32(num_elements)]
+        total, count = ops.all_reduce(ReduceOp.SUM, parts, num_replicas, options)
+        return _divide(total, count, dtype)
 
     return jax.tree.map(reduce_leaf, tree)
 
@@ -377,14 +344,3 @@ def gather_nest(tree: Any, axis: int, num_replicas: int) -> Any:
         return all_gather(array, check_gather_axis(array, axis), num_replicas)
 
     return map_leaves(gather, tree)
-
-
-def reduce_alone(op: ReduceOp, tree: Any) -> Any:
-    """Reduces a nest over a single replica."""
-
-    def alone(leaf: Any) -> Any:
-        if isinstance(leaf, IndexedSlices):
-            return leaf
-        return reduce_arrays(op, [check_reducible(leaf, "all_reduce")], 1, lambda parts: parts)[0]
-
-    return jax.tree.map(alone, tree, is_leaf=lambda x: isinstance(x, IndexedSlices) or x is None)

@@ -28,9 +28,8 @@ from distributary.context import (
     Mode,
     check_same_strategy,
     current_mode,
+    entered,
     in_default_context,
-    pop,
-    push,
     require_cross_replica,
 )
 from distributary.engine import RUN, UPDATE, Engine, Placement
@@ -45,7 +44,7 @@ from distributary.inputs import DistributedInput, InputContext, StepCounts, Valu
 from distributary.job import consensus
 from distributary.options import CommunicationOptions, InputOptions, InputReplicationMode
 from distributary.strategies._broadcast import broadcast
-from distributary.strategies._cross_replica import CrossReplica, gather_nest, reduce_alone
+from distributary.strategies._cross_replica import CrossReplica, gather_nest
 from distributary.topology import (
     REPLICA_AXIS,
     canonical_name,
@@ -57,7 +56,7 @@ from distributary.topology import (
     short_name,
     warn_of_untested_jax,
 )
-from distributary.tracing import current_scope, in_role, push as push_to_servers
+from distributary.tracing import current_scope, in_role, push
 from distributary.values import (
     DistributedValues,
     Mirrored,
@@ -668,9 +667,6 @@ class StrategyExtended:
 
     # Called by `context`
 
-    def _scope_mode(self) -> Mode:
-        return Mode(self._strategy, "cross")
-
     def _merge_call(
         self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -688,27 +684,20 @@ class StrategyExtended:
             return leaf.value() if isinstance(leaf, Mirrored) else leaf
 
         args, kwargs = map_leaves(merged, (args, kwargs))
-        mode = Mode(self._strategy, "cross")
-        push(mode)
-        try:
-            with in_role("cross") if current_scope() is not None else nullcontext():
-                result = merge_fn(self._strategy, *args, **kwargs)
-        finally:
-            pop(mode)
+        role = in_role("cross") if current_scope() is not None else nullcontext()
+        with entered(Mode(self._strategy, "cross")), role:
+            result = merge_fn(self._strategy, *args, **kwargs)
         return map_leaves(component, result)
 
     def _all_reduce(self, reduce_op: Any, value: Any, options: CommunicationOptions | None) -> Any:
         op = as_reduce_op(reduce_op, "all_reduce")
         merged = self.options.merge(options)
-        if self.num_replicas == 1:
-            reduced = reduce_alone(op, value)
-        else:
-            reduced = reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
+        reduced = reduce_nest(self.cross_device_ops, op, value, self.num_replicas, merged)
         if current_scope() is None:
             return reduced
         # Everything after a collective is computed where the variables lie.
         if self._layout.kind is not None:
-            return jax.tree.map(push_to_servers, reduced)
+            return jax.tree.map(push, reduced)
         if self.num_replicas == 1 and self.placement.home is not None:
             return jax.tree.map(lambda x: jax.lax.psum(x, REPLICA_AXIS), reduced)
         return reduced

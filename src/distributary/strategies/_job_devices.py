@@ -36,25 +36,24 @@ def devices_of_all(place: MultiWorker) -> tuple[jax.Device, ...]:
 
 def extended_of_job(
     strategy: Any,
-    place: MultiWorker,
+    place: MultiWorker | None,
     devices: Sequence[jax.Device] | Sequence[Sequence[jax.Device]],
     options: CommunicationOptions | None,
     shard_optimizer_state: bool = False,
 ) -> StrategyExtended:
-    """Makes the methods of a strategy that spans processes; all of them call this together.
+    """Makes the methods of a strategy that may span processes; all of them call this together.
 
     Args:
         strategy: The strategy.
-        place: The processes.
+        place: The processes; None for this process alone.
         devices: Like `replicas` of `Placement.on_each`, of all processes.
         options: Communication options.
         shard_optimizer_state: Like `shard_optimizer_state` of `StrategyExtended`.
     """
+    first = 0 if place is None else len(devices) // place.num_workers * (place.worker_number or 0)
     extended = StrategyExtended(
         strategy,
-        Placement.on_each(
-            devices, (place.worker_number or 0) * (len(devices) // place.num_workers)
-        ),
+        Placement.on_each(devices, first),
         options=options,
         workers=place,
         shard_optimizer_state=shard_optimizer_state,

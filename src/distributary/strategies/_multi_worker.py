@@ -9,12 +9,10 @@ from distributary.cluster_resolver import (
     multi_worker,
 )
 from distributary.context import get_replica_context
-from distributary.engine import Placement
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
-from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
 from distributary.topology import devices_of_all_hosts, replica_devices
 
@@ -80,20 +78,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = cluster_resolver or TFConfigClusterResolver()
         compiled_for = devices_of_all_hosts()
         if compiled_for is not None:
-            super().__init__(
-                StrategyExtended(self, Placement.on_each(compiled_for), options=options)
-            )
+            super().__init__(extended_of_job(self, None, compiled_for, options))
             return
+        sharded = experimental_shard_optimizer_state
         spec = self._cluster_resolver.cluster_spec()
         if not spec:
-            super().__init__(
-                StrategyExtended(
-                    self,
-                    Placement.on_each(replica_devices(None)),
-                    options=options,
-                    shard_optimizer_state=experimental_shard_optimizer_state,
-                )
-            )
+            super().__init__(extended_of_job(self, None, replica_devices(None), options, sharded))
             return
         resolver = self._cluster_resolver
         place = multi_worker(spec, resolver.task_type, resolver.task_id)
@@ -110,11 +100,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f" with the workers. Use MirroredStrategy or OneDeviceStrategy in the {place.name}."
             )
         connect(place, options or CommunicationOptions())
-        super().__init__(
-            extended_of_job(
-                self, place, devices_of_all(place), options, experimental_shard_optimizer_state
-            )
-        )
+        super().__init__(extended_of_job(self, place, devices_of_all(place), options, sharded))
         if self._extended.options.hierarchical:  # its groups of devices need their own connections
             self.run(_all_reduce_one)
         _log.info("Using %r as %s", self, place.name)

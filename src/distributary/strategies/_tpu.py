@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from distributary.cluster_resolver import ClusterResolver, MultiWorker, TPUClusterResolver
-from distributary.engine import Placement
 from distributary.errors import (
     ContextError,
     InvalidTypeError,
@@ -17,7 +16,6 @@ from distributary.errors import (
     UnsupportedError,
 )
 from distributary.strategies._base import Strategy
-from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._job_devices import extended_of_job
 from distributary.strategies._tpu_system import connect_workers, resolver_or_local, tpu_devices
 from distributary.topology import replica_devices
@@ -85,13 +83,7 @@ class TPUStrategy(Strategy):
             devices = tpu_devices(place, "TPUStrategy", why)
         else:
             devices = _devices_of(assignment, place, why)
-        if place is None:
-            extended = StrategyExtended(
-                self, Placement.on_each(devices), shard_optimizer_state=sharded
-            )
-        else:
-            extended = extended_of_job(self, place, devices, None, sharded)
-        super().__init__(extended)
+        super().__init__(extended_of_job(self, place, devices, None, sharded))
         _log.info("Using %r", self)
 
     @property

@@ -1,13 +1,5 @@
 """Who exists: device names, logical CPU devices, meshes, and where arrays lie on them."""
 
-from distributary.topology._cpu import (
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    prepare_cpu_threads,
-    prepare_local_devices,
-    requested_cpu_devices,
-    set_logical_cpu_devices,
-)
 from distributary.topology._device_strings import (
     canonical_name,
     local_devices_of,
@@ -41,12 +33,10 @@ from distributary.topology._placement import (
     local_devices,
     num_local_replicas,
     own_copies,
-    put_replicated,
-    put_stacked,
-)
-from distributary.topology._shards import (
     padded,
+    put_replicated,
     put_sharded,
+    put_stacked,
     shard_dim,
     shard_spec,
     stored_shards,
@@ -56,14 +46,23 @@ from distributary.topology._shards import (
 from distributary.topology._target import (
     ProgramKind,
     Target,
-    aim_at,
     current_target,
     devices_of_all_hosts,
     for_target,
     mesh_of_values,
     watch_programs,
 )
-from distributary.topology._thread_pool import SHARE_VARIABLE, num_cores, threads_needed
+from distributary.topology._thread_pool import (
+    SHARE_VARIABLE,
+    cpu_thread_pool_size,
+    cpu_threads_suffice,
+    num_cores,
+    prepare_cpu_threads,
+    prepare_local_devices,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+    threads_needed,
+)
 from distributary.topology._versions import warn_of_untested_jax
 
 __all__ = [
@@ -72,7 +71,6 @@ __all__ = [
     "SHARE_VARIABLE",
     "ProgramKind",
     "Target",
-    "aim_at",
     "all_params",
     "backends_started",
     "canonical_name",

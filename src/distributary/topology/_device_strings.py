@@ -10,16 +10,6 @@ from distributary.errors import DeviceError
 from distributary.topology._jax_private import backends_started
 from distributary.topology._target import current_target
 
-__all__ = [
-    "DeviceName",
-    "canonical_name",
-    "local_devices_of",
-    "name_of",
-    "parse_device",
-    "resolve_device",
-    "short_name",
-]
-
 _KINDS = ("GPU", "TPU", "CPU")
 
 _PATTERN = re.compile(

@@ -7,12 +7,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 from distributary.errors import DeviceError
-from distributary.topology._cpu import (
-    prepare_cpu_threads,
-    prepare_local_devices,
-    requested_cpu_devices,
-    set_logical_cpu_devices,
-)
 from distributary.topology._device_strings import (
     DeviceName,
     local_devices_of,
@@ -20,15 +14,12 @@ from distributary.topology._device_strings import (
     resolve_device,
 )
 from distributary.topology._jax_private import backends_started
-
-__all__ = [
-    "REPLICA_AXIS",
-    "host_groups",
-    "make_abstract_mesh",
-    "make_mesh",
-    "num_logical_devices",
-    "replica_devices",
-]
+from distributary.topology._thread_pool import (
+    prepare_cpu_threads,
+    prepare_local_devices,
+    requested_cpu_devices,
+    set_logical_cpu_devices,
+)
 
 REPLICA_AXIS = "replica"
 """The mesh axis over which replicas are spread."""

@@ -13,18 +13,6 @@ from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval, pxla
 from jax.sharding import NamedSharding
 
-__all__ = [
-    "all_params",
-    "backends_started",
-    "coordination_client",
-    "inside_jax_trace",
-    "is_left_over",
-    "put_rows",
-    "scan_counts",
-    "uncommitted",
-    "without_high_primitives",
-]
-
 
 def inside_jax_trace() -> bool:
     """Returns whether `jax.jit` or JAX control flow is tracing the caller.

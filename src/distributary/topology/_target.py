@@ -2,7 +2,8 @@
 
 `distributary compile` sets a target before it runs a script. From then on, this process has only
 the target's devices. All values lie on one CPU device, and every program goes to the target instead
-of to the devices it is written for. Without a target, the functions here change nothing.
+of to the devices it is written for. `distributary bench` only replaces the programs of a script.
+Without either, the functions here change nothing.
 """
 
 from collections.abc import Callable
@@ -12,20 +13,8 @@ from typing import Any, final
 import jax
 import numpy as np
 
-__all__ = [
-    "ProgramKind",
-    "Target",
-    "aim_at",
-    "current_target",
-    "devices_are_given",
-    "devices_of_all_hosts",
-    "for_target",
-    "mesh_of_values",
-    "watch_programs",
-]
-
-
 Call = Callable[..., Any]
+Wrap = Callable[[Call, jax.sharding.Mesh | None, "ProgramKind"], Call]
 
 
 @final
@@ -41,6 +30,10 @@ class ProgramKind:
     name: str
     trains: bool
 
+    def is_step(self, step_name: str | None) -> bool:
+        """Returns whether the program is the step with a name; None takes any that trains."""
+        return self.trains if step_name is None else self.name == step_name
+
 
 @final
 @dataclass(eq=False)
@@ -51,8 +44,6 @@ class Target:
         name: Name of the target in messages, such as `"v5e:2x4"`.
         kind: Kind of the devices, as in `DeviceName`.
         hosts: The devices, host by host.
-        wrap: Called with a jitted function, the mesh it is written for and its `ProgramKind`.
-            Returns the function to call in its place, whose arguments are arrays on `home`.
 
     Attributes:
         home: The one CPU device on which all values lie.
@@ -61,7 +52,6 @@ class Target:
     name: str
     kind: str
     hosts: tuple[tuple[jax.Device, ...], ...]
-    wrap: Callable[[Call, jax.sharding.Mesh, ProgramKind], Call]
     _num_hosts_here: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -84,16 +74,21 @@ class Target:
         return self.devices
 
 
-Watcher = Callable[[Call, jax.sharding.Mesh | None, ProgramKind], Call]
-
 _target: Target | None = None
-_watcher: Watcher | None = None
+_wrap: Wrap | None = None
 
 
-def aim_at(target: Target | None) -> None:
-    """Compiles for a target from now on; None goes back to the devices of this machine."""
-    global _target
-    _target = target
+def watch_programs(wrap: Wrap | None, target: Target | None = None) -> None:
+    """Replaces every program made from now on.
+
+    Args:
+        wrap: Called with the arguments of `for_target`. Returns the function to call instead, which
+            has the method `lower` of the jitted function. None ends the watch.
+        target: The devices that the script gets, and on whose `home` the arguments of programs lie;
+            None for those of this machine.
+    """
+    global _target, _wrap
+    _target, _wrap = target, wrap
 
 
 def current_target() -> Target | None:
@@ -102,8 +97,8 @@ def current_target() -> Target | None:
 
 
 def devices_are_given() -> bool:
-    """Returns whether a target or a watcher decides which devices the script gets."""
-    return _target is not None or _watcher is not None
+    """Returns whether a command decides which devices the script gets."""
+    return _wrap is not None
 
 
 def devices_of_all_hosts() -> tuple[jax.Device, ...] | None:
@@ -128,24 +123,11 @@ def mesh_of_values(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def for_target(call: Call, mesh: jax.sharding.Mesh | None, kind: ProgramKind) -> Call:
-    """Returns the function to call instead of a jitted one; the same without target and watcher.
+    """Returns the function to call instead of a jitted one; the same unless programs are watched.
 
     Args:
         call: The jitted function.
         mesh: The mesh it is written for; None if it runs on JAX's default device.
         kind: Description of the program.
     """
-    if _target is not None and mesh is not None:
-        return _target.wrap(call, mesh, kind)
-    return call if _watcher is None else _watcher(call, mesh, kind)
-
-
-def watch_programs(watcher: Watcher | None) -> None:
-    """Replaces every program made from now on, on the devices of this machine.
-
-    Args:
-        watcher: Called with the arguments of `for_target`. Returns the function to call instead,
-            which has the method `lower` of the jitted function. None ends the watch.
-    """
-    global _watcher
-    _watcher = watcher
+    return call if _wrap is None else _wrap(call, mesh, kind)

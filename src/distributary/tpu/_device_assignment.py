@@ -12,8 +12,6 @@ import numpy.typing as npt
 from distributary.errors import InvalidTypeError, InvalidValueError
 from distributary.tpu._topology import Topology, checked_sizes
 
-__all__ = ["DeviceAssignment", "DeviceOrderMode"]
-
 _BUILD = "DeviceAssignment.build"
 
 _T = TypeVar("_T")
@@ -44,6 +42,10 @@ class DeviceAssignment:
         core_assignment: Integers `[replica, core, 4]`: the place in the topology of every logical
             core of every replica.
 
+    Attributes:
+        topology: Topology in which the cores lie.
+        core_assignment: Place of every logical core of every replica, int32 `[replica, core, 4]`.
+
     Raises:
         InvalidValueError: if `topology` is not a topology, the shape is wrong, there is no device
             at a place, or a place is used twice.
@@ -52,14 +54,14 @@ class DeviceAssignment:
     """
 
     def __init__(self, topology: Topology, core_assignment: npt.ArrayLike) -> None:
-        self._topology = _checked_topology(topology)
+        self.topology = _checked_topology(topology)
         places = np.asarray(core_assignment, np.int32)
         if places.ndim != 3 or places.shape[-1] != topology.mesh_rank or not places.size:
             raise InvalidValueError(
                 f"DeviceAssignment: core_assignment has the shape {list(places.shape)}, expected"
                 f" [replica, core, {topology.mesh_rank}] without a 0."
             )
-        self._core_assignment = places
+        self.core_assignment = places
         users: dict[tuple[int, ...], int] = {}
         for replica, cores in enumerate(places.tolist()):
             for place in cores:
@@ -140,24 +142,14 @@ class DeviceAssignment:
         return DeviceAssignment(topology, replicas[np.argsort(tasks, stable=True)])
 
     @property
-    def topology(self) -> Topology:
-        """Topology in which the cores lie."""
-        return self._topology
-
-    @property
     def num_replicas(self) -> int:
         """Number of replicas."""
-        return int(self._core_assignment.shape[0])
+        return int(self.core_assignment.shape[0])
 
     @property
     def num_cores_per_replica(self) -> int:
         """Number of logical cores of each replica."""
-        return int(self._core_assignment.shape[1])
-
-    @property
-    def core_assignment(self) -> np.ndarray:
-        """Place of every logical core of every replica, int32 `[replica, core, 4]`."""
-        return self._core_assignment
+        return int(self.core_assignment.shape[1])
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:
         """Returns the place of a logical core in the topology.
@@ -173,7 +165,7 @@ class DeviceAssignment:
                 raise InvalidValueError(
                     f"DeviceAssignment: {what} is {number!r}, expected 0 to {end - 1}."
                 )
-        return tuple(self._core_assignment[replica, logical_core].tolist())
+        return tuple(self.core_assignment[replica, logical_core].tolist())
 
     def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
         """Returns the replicas whose logical core `logical_core` is on a host, in ascending order.
@@ -183,14 +175,14 @@ class DeviceAssignment:
         """
         replicas = [
             replica
-            for replica, cores in enumerate(self._core_assignment)
+            for replica, cores in enumerate(self.core_assignment)
             if 0 <= logical_core < len(cores)
-            and self._topology.task_ordinal_at_coordinates(cores[logical_core]) == task_id
+            and self.topology.task_ordinal_at_coordinates(cores[logical_core]) == task_id
         ]
         if not replicas:
             raise InvalidValueError(
                 f"DeviceAssignment: no replica has logical core {logical_core!r} on task"
-                f" {task_id!r}; there are {self._topology.num_tasks} tasks and"
+                f" {task_id!r}; there are {self.topology.num_tasks} tasks and"
                 f" {self.num_cores_per_replica} cores per replica."
             )
         return replicas
@@ -198,22 +190,22 @@ class DeviceAssignment:
     def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
         """Returns the number of a logical core's device on its host."""
         place = self.coordinates(replica, logical_core)
-        return self._topology.tpu_device_ordinal_at_coordinates(place)
+        return self.topology.tpu_device_ordinal_at_coordinates(place)
 
     def host_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """Returns the name of the CPU of a logical core's host."""
         place = self.coordinates(replica, logical_core)
-        return self._topology.cpu_device_name_at_coordinates(place, job)
+        return self.topology.cpu_device_name_at_coordinates(place, job)
 
     def tpu_device(self, replica: int = 0, logical_core: int = 0, job: str | None = None) -> str:
         """Returns the name of a logical core's device."""
         place = self.coordinates(replica, logical_core)
-        return self._topology.tpu_device_name_at_coordinates(place, job)
+        return self.topology.tpu_device_name_at_coordinates(place, job)
 
     def __repr__(self) -> str:
         return (
             f"<DeviceAssignment: {self.num_replicas} replicas x {self.num_cores_per_replica} cores"
-            f" on {self._topology!r}>"
+            f" on {self.topology!r}>"
         )
 
 

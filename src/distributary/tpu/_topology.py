@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from distributary.errors import DeviceError, InvalidValueError
 
-__all__ = ["TPUSystemMetadata", "Topology", "checked_sizes"]
-
 _MESH_RANK = 4
 
 # x, y and z of a chip, and the number of a core on it.
@@ -32,6 +30,10 @@ class Topology:
         device_coordinates: Integers `[task, device, 4]`: the place of every device of every task.
             All tasks have the same number of devices.
 
+    Attributes:
+        mesh_shape: Size of the grid, int32 `[4]`.
+        device_coordinates: Place of every device of every task, int32 `[task, device, 4]`.
+
     Raises:
         InvalidValueError: if the shapes do not describe a topology, or coordinates lie outside of
             the grid or appear twice.
@@ -47,23 +49,23 @@ class Topology:
     ) -> None:
         if serialized:
             mesh_shape, device_coordinates = _parsed(serialized)
-        self._mesh_shape = checked_sizes(mesh_shape, "Topology: mesh_shape").astype(np.int32)
+        self.mesh_shape = checked_sizes(mesh_shape, "Topology: mesh_shape").astype(np.int32)
         found = _integers(device_coordinates, "Topology: device_coordinates")
         if found.ndim != 3 or found.shape[-1] != _MESH_RANK or not found.size:
             raise InvalidValueError(
                 f"Topology: device_coordinates has the shape {list(found.shape)}, expected [task,"
                 f" device, {_MESH_RANK}]."
             )
-        self._device_coordinates = found.astype(np.int32)
+        self.device_coordinates = found.astype(np.int32)
         self._places: dict[Coordinates, tuple[int, int]] = {}
         for task, ordinal in np.ndindex(found.shape[:2]):
-            place = _coordinates(self._device_coordinates[task, ordinal])
-            inside = all(0 <= at < size for at, size in zip(place, self._mesh_shape, strict=True))
+            place = _coordinates(self.device_coordinates[task, ordinal])
+            inside = all(0 <= at < size for at, size in zip(place, self.mesh_shape, strict=True))
             if not inside or place in self._places:
                 raise InvalidValueError(
                     f"Topology: device {ordinal} of task {task} has the coordinates {list(place)},"
                     f" {'which another one has' if inside else 'outside of the grid'}; mesh_shape"
-                    f" is {self._mesh_shape.tolist()}."
+                    f" is {self.mesh_shape.tolist()}."
                 )
             self._places[place] = (task, ordinal)
         self._devices: dict[Coordinates, jax.Device] = {}
@@ -115,36 +117,26 @@ class Topology:
         return topology
 
     @property
-    def mesh_shape(self) -> np.ndarray:
-        """Size of the grid, int32 `[4]`."""
-        return self._mesh_shape
-
-    @property
     def mesh_rank(self) -> int:
         """Number of dims of the grid."""
-        return len(self._mesh_shape)
-
-    @property
-    def device_coordinates(self) -> np.ndarray:
-        """Place of every device of every task, int32 `[task, device, 4]`."""
-        return self._device_coordinates
+        return len(self.mesh_shape)
 
     @property
     def missing_devices(self) -> np.ndarray:
         """Places of the grid without a device, int64 `[number, 4]`."""
-        present = np.zeros(self._mesh_shape, bool)
-        present[tuple(np.moveaxis(self._device_coordinates, -1, 0))] = True
+        present = np.zeros(self.mesh_shape, bool)
+        present[tuple(np.moveaxis(self.device_coordinates, -1, 0))] = True
         return np.argwhere(~present)
 
     @property
     def num_tasks(self) -> int:
         """Number of hosts."""
-        return int(self._device_coordinates.shape[0])
+        return int(self.device_coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
         """Number of devices of each host."""
-        return int(self._device_coordinates.shape[1])
+        return int(self.device_coordinates.shape[1])
 
     def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
         """Returns the number of the host to which a place belongs.
@@ -189,13 +181,13 @@ class Topology:
         The bytes do not include the JAX devices.
         """
         content = {
-            "mesh_shape": self._mesh_shape.tolist(),
-            "device_coordinates": self._device_coordinates.tolist(),
+            "mesh_shape": self.mesh_shape.tolist(),
+            "device_coordinates": self.device_coordinates.tolist(),
         }
         return json.dumps(content).encode()
 
     def __repr__(self) -> str:
-        shape = "x".join(map(str, self._mesh_shape.tolist()))
+        shape = "x".join(map(str, self.mesh_shape.tolist()))
         return f"<Topology: {shape}, {self.num_tasks} x {self.num_tpus_per_task} devices>"
 
     def _place(self, coordinates: Sequence[int]) -> tuple[int, int]:

@@ -22,8 +22,5 @@ __all__ = [
 if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
-        {
-            "initialize_tpu_system": "distributary.strategies._tpu_system",
-            "shutdown_tpu_system": "distributary.strategies._tpu_system",
-        },
+        {"distributary.strategies._tpu_system": "initialize_tpu_system shutdown_tpu_system"},
     )

@@ -9,11 +9,8 @@ The variable has become an input and an output. `docs/design/tracing.md` follows
 passes in order; each module opens with an example of what it does.
 """
 
-from typing import TYPE_CHECKING
-
 from jax.extend.core import Jaxpr
 
-from distributary._late import late_names
 from distributary.tracing._consumed import refused_if_consumed
 from distributary.tracing._description import describe_value
 from distributary.tracing._divergence import (
@@ -32,7 +29,6 @@ from distributary.tracing._feeds import (
     next_of,
     refuse_in_trace,
 )
-from distributary.tracing._interpreter import evaluate, evaluate_all, evaluate_one
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Array,
@@ -40,8 +36,11 @@ from distributary.tracing._jaxprs import (
     Equation,
     aval_of,
     call_of,
+    evaluate_all,
+    evaluate_one,
     has_replicas,
     interpret_with,
+    is_jit,
     jaxpr_of,
     leading_to,
     open_jaxpr,
@@ -53,10 +52,14 @@ from distributary.tracing._jaxprs import (
     value_of,
     variables_of,
     walk,
+    with_jaxprs,
+    with_pass,
 )
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Handle, push, start_p
 from distributary.tracing._numbering import Numbering
+from distributary.tracing._one_device import OneDeviceProgram
+from distributary.tracing._per_device import per_device
 from distributary.tracing._program import (
     FunctionProgram,
     ReplicaProgram,
@@ -78,16 +81,9 @@ from distributary.tracing._scope import (
 from distributary.tracing._stages import (
     cut,
     cut_around_mesh,
-    in_order_of_outputs,
-    part_of_program,
-    stage_of_equations,
+    is_in_first_stage,
     without_calls,
 )
-
-if TYPE_CHECKING:
-    from distributary.tracing._one_device import OneDeviceProgram
-    from distributary.tracing._per_device import per_device
-    from distributary.tracing._sharded import sharded_map
 
 __all__ = [
     "OUTSIDE",
@@ -116,15 +112,15 @@ __all__ = [
     "cut",
     "cut_around_mesh",
     "describe_value",
-    "evaluate",
     "evaluate_all",
     "evaluate_one",
     "fed_by",
     "has_replicas",
-    "in_order_of_outputs",
     "in_role",
     "interpret_with",
     "is_collective",
+    "is_in_first_stage",
+    "is_jit",
     "is_of_devices",
     "is_sum_of_replicas",
     "iterator_of",
@@ -134,7 +130,6 @@ __all__ = [
     "open_jaxpr",
     "opened",
     "outside_of_trace",
-    "part_of_program",
     "parts_of_scan",
     "parts_of_while",
     "per_device",
@@ -145,9 +140,7 @@ __all__ = [
     "register_around_traces",
     "script_line",
     "shape_of",
-    "sharded_map",
     "spec_of_split",
-    "stage_of_equations",
     "start_p",
     "trace",
     "user_frame",
@@ -155,16 +148,7 @@ __all__ = [
     "value_of",
     "variables_of",
     "walk",
+    "with_jaxprs",
+    "with_pass",
     "without_calls",
 ]
-
-# Few programs need these, so they are imported on first use.
-if not TYPE_CHECKING:  # or type checkers accept any name
-    __getattr__ = late_names(
-        __name__,
-        {
-            "OneDeviceProgram": "_one_device",
-            "per_device": "_per_device",
-            "sharded_map": "_sharded",
-        },
-    )

@@ -18,8 +18,9 @@ traced again. In
         h:f32[2] i:f32[3,2] j:i32[3] = tape_gradient[handles=(w, table, bias) tape=1] g 1.0
       in (h, i) }
 
-`gradient_kinds` gives `{(1, 0): ("dense", ("sparse", 3), None)}`: for call 0 of tape 1 an array for
-`w`, 3 rows for `table`, and nothing for `bias`, which the target does not depend on.
+`gradient_kinds` gives `{(1, 0): ("dense", ("sparse", (3,)), None)}`: for call 0 of tape 1 an array
+for `w`, the 3 rows of a read for `table`, and nothing for `bias`, which the target does not depend
+on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,7 +50,7 @@ from distributary.tracing._markers import (
     tape_p,
     write_p,
 )
-from distributary.tracing._scope import Decisions, Kind
+from distributary.tracing._scope import Decisions, Kind, kind_of
 
 
 def reads_of_tapes(eqns: Sequence[Equation]) -> dict[int, list[Handle]]:
@@ -131,17 +132,18 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
             bits[var] = bits.get(var, 0) | 1 << i
     state = {handle: 1 << i for i, handle in enumerate(handles, start=len(arrays))}
     env = dict(bits)
-    tape = eqn.params["tape"]
-    _Flow(bits, set(handles), tape).run(region, env, state)
+    flow = _Flow(bits, set(handles), eqn.params["tape"])
+    flow.run(region, env, state)
     reached = _union(env, targets)
 
     sources: list[ShapedArray | Handle] = [*map(aval_of, arrays), *handles]
     kinds: list[Kind] = []
     for i, source in enumerate(sources):
         is_connected = reached >> i & 1 and jnp.issubdtype(source.dtype, jnp.inexact)
-        sizes = sparse_read_sizes(region, source, tape) if isinstance(source, Handle) else None
-        kind: Kind = "dense" if sizes is None else ("sparse", sum(sizes))
-        kinds.append(kind if is_connected else None)
+        reads: Sequence[int | None] = (None,)
+        if isinstance(source, Handle):
+            reads = flow.reads.get(source, ())
+        kinds.append(kind_of(reads) if is_connected else None)
     return tuple(kinds)
 
 
@@ -152,44 +154,16 @@ def pauses(eqn: Equation, tape: int, paused: bool) -> bool:
     return paused
 
 
-def sparse_read_sizes(eqns: Sequence[Equation], handle: Handle, tape: int) -> list[int] | None:
-    """Returns the number of rows of every read of a table that is only read by rows.
-
-    Reads inside control flow count as reads of the whole table.
-
-    Returns:
-        The number of rows of each read that `tape` records, in program order, or None if the table
-        is also read in another way.
-    """
-    sizes: list[int] = []
-    paused = False
-    for eqn in eqns:
-        paused = pauses(eqn, tape, paused)
-        if paused:
-            continue
-        if eqn.primitive is read_p and eqn.params["handle"] is handle:
-            return None
-        if eqn.primitive is sparse_read_p and eqn.params["handle"] is handle:
-            sizes.append(aval_of(eqn.invars[0]).size)
-        elif is_jit(eqn):
-            inner = sparse_read_sizes(next(sub_jaxprs(eqn)).eqns, handle, tape)
-            if inner is None:
-                return None
-            sizes += inner
-        elif any(
-            inner.params.get("handle") is handle
-            for sub in sub_jaxprs(eqn)
-            for inner in walk(sub.eqns)
-            if inner.primitive in (read_p, sparse_read_p)
-        ):
-            return None
-    return sizes
-
-
 class _Flow:
-    """Forward reachability: the sources, as bits of a mask, that each value depends on."""
+    """Forward reachability: the sources, as bits of a mask, that each value depends on.
+
+    Attributes:
+        reads: Of every variable, the reads that the tape records, in program order: the number of
+            rows, or None for the whole variable. Inside control flow, all are reads of the whole.
+    """
 
     def __init__(self, bits: dict[Var, int], sources: set[Handle], tape: int) -> None:
+        self.reads: dict[Handle, list[int | None]] = {}
         self._bits = bits
         self._sources = sources
         self._tape = tape
@@ -206,6 +180,8 @@ class _Flow:
 
     def _masks(self, eqn: Equation, env: dict[Var, int], state: dict[Handle, int]) -> Sequence[int]:
         if eqn.primitive in (read_p, sparse_read_p):
+            is_whole = eqn.primitive is read_p
+            self._note_read(eqn.params["handle"], None if is_whole else aval_of(*eqn.invars).size)
             return [self._read(eqn.params["handle"], state)]
         if eqn.primitive is write_p:
             self._write([eqn.params["handle"]], state)
@@ -229,10 +205,17 @@ class _Flow:
                 mask |= state.get(handle, 0)
         elif contains(eqn, (read_p, sparse_read_p, write_p)):
             inner = [e for sub in sub_jaxprs(eqn) for e in sub.eqns]
+            for read in walk(inner):
+                if read.primitive in (read_p, sparse_read_p):
+                    self._note_read(read.params["handle"], None)
             for handle in handles_read(inner):
                 mask |= self._read(handle, state)
             self._write(handles_written(inner), state)
         return mask
+
+    def _note_read(self, handle: Handle, num_rows: int | None) -> None:
+        if not self._paused:
+            self.reads.setdefault(handle, []).append(num_rows)
 
     def _write(self, handles: Sequence[Handle], state: dict[Handle, int]) -> None:
         self._written.update(handles)

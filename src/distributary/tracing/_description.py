@@ -12,10 +12,9 @@ are described by their bytes.
 """
 
 import hashlib
-import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,14 +41,9 @@ _MAX_SHOWN = 8
 Line = tuple[str, str]
 
 
-def describe_jaxpr(closed: ClosedJaxpr, names: Sequence[str] = ()) -> Iterator[Line]:
-    """Yields the lines of a closed jaxpr, each with `file:line` of the script, or "".
-
-    Args:
-        closed: The jaxpr.
-        names: Readable names of its first inputs.
-    """
-    return _Description().of_program(closed, names)
+def describe_jaxpr(closed: ClosedJaxpr) -> Iterator[Line]:
+    """Yields the lines of a closed jaxpr, each with `file:line` of the script, or ""."""
+    return _Description().of_program(closed)
 
 
 def describe_value(value: ArrayLike) -> str:
@@ -75,12 +69,10 @@ class _Description:
     def __init__(self) -> None:
         self._names: dict[Var, str] = {}
 
-    def of_program(self, closed: ClosedJaxpr, names: Sequence[str]) -> Iterator[Line]:
+    def of_program(self, closed: ClosedJaxpr) -> Iterator[Line]:
         yield from self._constants(closed, "")
-        # The others have no names.
-        all_names = itertools.chain(names, itertools.repeat("input"))
-        for var, called in zip(closed.jaxpr.invars, all_names, strict=False):
-            yield f"{self._name(var)} = {called} {_aval(var)}", ""
+        for var in closed.jaxpr.invars:
+            yield f"{self._name(var)} = input {_aval(var)}", ""
         yield from self._equations(closed.jaxpr)
 
     def _constants(self, jaxpr: AnyJaxpr, where: str) -> Iterator[Line]:

@@ -28,7 +28,6 @@ from distributary.tracing._jaxprs import (
     Equation,
     call_of,
     interpret_with,
-    open_jaxpr,
     parts_of_scan,
     parts_of_while,
     sub_jaxprs,
@@ -175,10 +174,10 @@ class _Analysis:
         self.distinct: Agreement = tuple(range(num_replicas))
 
     def jaxpr(
-        self, jaxpr: Jaxpr, inputs: Sequence[Agreement]
+        self, jaxpr: AnyJaxpr, inputs: Sequence[Agreement]
     ) -> tuple[list[Agreement], dict[Var, Agreement]]:
         """Returns the agreement on the outputs, and on all variables."""
-        return interpret_with(jaxpr, inputs, lambda literal: self.same, self._equation)
+        return interpret_with(jaxpr, inputs, lambda constant: self.same, self._equation)
 
     def _equation(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         name = eqn.primitive.name
@@ -188,7 +187,7 @@ class _Analysis:
             return [self._over_groups(self._all(operands), groups)] * num_outs
         call = call_of(eqn)
         if call is not None:
-            return self._call(call, operands)
+            return self.jaxpr(call, operands)[0]
         if name == "scan":
             return self._scan(eqn, operands)
         if name == "while":
@@ -215,10 +214,6 @@ class _Analysis:
         combined = {i: tuple(value[j] for j in group) for group in groups for i in group}
         return _numbered(combined[i] for i in range(len(value)))
 
-    def _call(self, jaxpr: AnyJaxpr, operands: Sequence[Agreement]) -> list[Agreement]:
-        opened, consts = open_jaxpr(jaxpr)
-        return self.jaxpr(opened, [*[self.same] * len(consts), *operands])[0]
-
     def _scan(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         consts, carry, xs = parts_of_scan(eqn, operands)
         return self._repeated(eqn.params["jaxpr"], consts, carry, xs)
@@ -226,7 +221,7 @@ class _Analysis:
     def _while(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         condition_consts, body_consts, carry = parts_of_while(eqn, operands)
         carry = self._repeated(eqn.params["body_jaxpr"], body_consts, carry, [])
-        (condition,) = self._call(eqn.params["cond_jaxpr"], [*condition_consts, *carry])
+        (condition,), _ = self.jaxpr(eqn.params["cond_jaxpr"], [*condition_consts, *carry])
         if condition != self.same:
             # Replicas may run the loop a different number of times.
             _refuse_collectives(eqn, "the condition of jax.lax.while_loop")
@@ -242,7 +237,7 @@ class _Analysis:
     ) -> list[Agreement]:
         """Returns the agreement on the results of a loop, however often it runs."""
         while True:
-            outs = self._call(body, [*consts, *carry, *xs])
+            outs, _ = self.jaxpr(body, [*consts, *carry, *xs])
             after = list(map(self._all, zip(carry, outs, strict=False)))
             if after == carry:
                 return [*carry, *outs[len(carry) :]]
@@ -253,7 +248,7 @@ class _Analysis:
         if predicate != self.same:
             _refuse_collectives(eqn, "the predicate of jax.lax.cond or switch")
             return [self.distinct] * len(eqn.outvars)
-        branches = [self._call(branch, rest) for branch in eqn.params["branches"]]
+        branches = [self.jaxpr(branch, rest)[0] for branch in eqn.params["branches"]]
         return list(map(self._all, zip(*branches, strict=True)))
 
 

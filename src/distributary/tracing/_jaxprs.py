@@ -11,10 +11,12 @@ In
 `leading_to` all that `e` needs.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -26,6 +28,7 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
+from distributary._types import Nest
 from distributary.topology import all_params, scan_counts
 
 Array: TypeAlias = jax.Array  # or a tracer
@@ -101,6 +104,27 @@ def sub_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """Yields the jaxprs in the parameters of an equation, opened."""
     for sub in jaxprs_in_params(all_params(eqn.params)):
         yield open_jaxpr(sub)[0]
+
+
+def with_jaxprs(eqn: Equation, change: Callable[[AnyJaxpr], AnyJaxpr]) -> dict[str, Any]:
+    """Returns the parameters of an equation with the jaxprs in them changed.
+
+    Args:
+        eqn: The equation.
+        change: Returns the new jaxpr; the same object if nothing changes, so that parameters stay
+            the same objects, too.
+    """
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            return change(value)
+        if type(value) in (tuple, list):  # the branches of a `cond`
+            made = list(map(changed, value))
+            if any(new is not old for new, old in zip(made, value, strict=True)):
+                return type(value)(made)
+        return value
+
+    return {name: changed(value) for name, value in eqn.params.items()}
 
 
 def walk(eqns: Iterable[Equation]) -> Iterator[Equation]:
@@ -189,32 +213,79 @@ def computed_from(
     return reached
 
 
+# Evaluation
+
+
+def evaluate_all(eqns: Sequence[Equation], env: dict[Var, Array]) -> None:
+    """Adds every result of `eqns` to `env`, which has the values of their inputs."""
+    outs = variables_made(eqns)
+    made = set(outs)
+    used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars) if v not in made)
+    values = jax.core.eval_jaxpr(jaxpr_of(list(used), outs, eqns), (), *(env[v] for v in used))
+    env.update(zip(outs, values, strict=True))
+
+
+def evaluate_one(eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """Returns the results of one equation."""
+    env = {
+        atom: value
+        for atom, value in zip(eqn.invars, operands, strict=True)
+        if not isinstance(atom, Literal)
+    }
+    evaluate_all([eqn], env)
+    return [env[v] for v in eqn.outvars]
+
+
 def interpret_with(
-    jaxpr: Jaxpr,
+    jaxpr: AnyJaxpr,
     inputs: Iterable[_V],
-    literal: Callable[[Literal], _V],
+    constant: Callable[[Array], _V],
     equation: Callable[[Equation, list[_V]], Iterable[_V]],
 ) -> tuple[list[_V], dict[Var, _V]]:
     """Evaluates a jaxpr with a rule of its own, on arrays or on something else in their place.
 
     Args:
-        jaxpr: The jaxpr.
-        inputs: What stands for each constant, and then for each input.
-        literal: Returns what stands for a literal.
+        jaxpr: The jaxpr; the constants of one that is not closed are its first inputs.
+        inputs: What stands for each input.
+        constant: Returns what stands for a constant or literal.
         equation: Returns what stands for the results of an equation, given its operands.
 
     Returns:
         What stands for the outputs, and for every variable.
     """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    inner, consts = open_jaxpr(jaxpr)
+    values = [*map(constant, consts), *inputs]
+    env = dict(zip((*inner.constvars, *inner.invars), values, strict=True))
 
     def lookup(atom: Atom) -> _V:
-        return literal(atom) if isinstance(atom, Literal) else env[atom]
+        if not isinstance(atom, Literal):
+            return env[atom]
+        value: Any = np.asarray(atom.val, aval_of(atom).dtype)  # it can be a Python number
+        return constant(value)
 
-    for eqn in jaxpr.eqns:
+    for eqn in inner.eqns:
         outs = equation(eqn, [lookup(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [lookup(atom) for atom in jaxpr.outvars], env
+    return [lookup(atom) for atom in inner.outvars], env
+
+
+def with_pass(
+    function: Callable[..., Nest], run: Callable[[ClosedJaxpr, Sequence[Array]], list[Array]]
+) -> Callable[..., Nest]:
+    """Returns `function` with its program evaluated by `run`.
+
+    Args:
+        function: From nests of arrays to nests of arrays.
+        run: Returns the outputs of a program, given its inputs.
+    """
+
+    @functools.wraps(function)
+    def passed(*args: Nest) -> Nest:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        outs = run(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return passed
 
 
 # Where equations come from

@@ -20,26 +20,25 @@ become the program that every device runs:
 With a single replica a collective becomes nothing at all, which is how one-device strategies run.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from distributary.errors import ReplicaMismatchError, UnsupportedError
+from distributary.tracing._control_flow import CONTROL_FLOW, evaluate_control_flow
 from distributary.tracing._divergence import has_collective, is_collective
-from distributary.tracing._interpreter import evaluate_chunk, last_uses
 from distributary.tracing._jaxprs import (
     AnyJaxpr,
     Atom,
     Equation,
     aval_of,
     call_of,
+    evaluate_all,
     open_jaxpr,
-    parts_of_scan,
-    parts_of_while,
-    variables_of,
     walk,
 )
 from distributary.tracing._markers import push
@@ -50,22 +49,18 @@ Replica: TypeAlias = Generator[tuple[Equation, list[Array]], list[Array], list[A
 
 
 def evaluate_jointly(
-    jaxprs: Sequence[Jaxpr], consts: Sequence[Sequence[Array]], args: Sequence[Sequence[Array]]
+    jaxprs: Sequence[AnyJaxpr], args: Sequence[Sequence[Array]]
 ) -> list[list[Array]]:
     """Evaluates one jaxpr per replica and returns the outputs of each.
 
     Args:
         jaxprs: The program of each replica, in replica order, without markers.
-        consts: Values of the constants, per replica.
         args: Values of the inputs, per replica.
 
     Raises:
         ReplicaMismatchError: if the replicas disagree on a collective or on its shapes.
     """
-    replicas = [
-        _replica(jaxpr, closed, values)
-        for jaxpr, closed, values in zip(jaxprs, consts, args, strict=True)
-    ]
+    replicas = [_replica(jaxpr, values) for jaxpr, values in zip(jaxprs, args, strict=True)]
     results: list[list[Array] | None] = [None] * len(replicas)
     replies: list[Any] = [None] * len(replicas)
     while True:
@@ -90,7 +85,8 @@ def evaluate_jointly(
         replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
 
 
-def _replica(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> Replica:
+def _replica(program: AnyJaxpr, args: Sequence[Array]) -> Replica:
+    jaxpr, consts = open_jaxpr(program)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def value(atom: Atom) -> Array:
@@ -99,26 +95,18 @@ def _replica(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> Re
             return jnp.asarray(atom.val, aval_of(atom).dtype)
         return env[atom]
 
-    last_use = last_uses(jaxpr.eqns, variables_of(jaxpr.outvars))
-    index = 0
-    while index < len(jaxpr.eqns):
-        eqn = jaxpr.eqns[index]
-        end = index
-        while end < len(jaxpr.eqns) and not _is_joined(jaxpr.eqns[end]):
-            end += 1
-        if end > index:
-            evaluate_chunk(jaxpr.eqns[index:end], env, last_use, end)
-            index = end
+    for is_joined, eqns in itertools.groupby(jaxpr.eqns, _is_joined):
+        if not is_joined:
+            evaluate_all(list(eqns), env)
             continue
-        operands = [value(atom) for atom in eqn.invars]
-        call = call_of(eqn)
-        if call is not None:
-            inner, closed = open_jaxpr(call)
-            results = yield from _replica(inner, closed, operands)
-        else:
-            results = yield eqn, operands
-        env.update(zip(eqn.outvars, results, strict=True))
-        index += 1
+        for eqn in eqns:
+            operands = [value(atom) for atom in eqn.invars]
+            call = call_of(eqn)
+            if call is not None:
+                results = yield from _replica(call, operands)
+            else:
+                results = yield eqn, operands
+            env.update(zip(eqn.outvars, results, strict=True))
     return [value(atom) for atom in jaxpr.outvars]
 
 
@@ -138,12 +126,19 @@ def _join(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]
             f"jax.lax.axis_index inside {name!r} is not supported on an uneven batch. Use"
             " get_replica_context().replica_id_in_sync_group."
         )
-    if name == "scan":
-        return _join_scan(eqns, operands)
-    if name == "while":
-        return _join_while(eqns, operands)
-    if name == "cond":
-        return _join_cond(eqns, operands)
+    lengths = [eqn.params["length"] for eqn in eqns] if name == "scan" else []
+    if len(set(lengths)) > 1:
+        raise ReplicaMismatchError(
+            "A jax.lax.scan with a collective in its body has lengths"
+            f" {lengths} on the replicas of an uneven batch; the lengths must"
+            " agree. Move the collective out of the scan over examples."
+        )
+    if name in CONTROL_FLOW:
+        # Conditions and predicates are the same on all replicas: the divergence analysis refuses
+        # others.
+        return evaluate_control_flow(
+            eqns, operands, (), lambda jaxprs, args, _: (evaluate_jointly(jaxprs, args), ())
+        )[0]
     rule = _RULES.get(name)
     if rule is None:
         raise UnsupportedError(
@@ -216,65 +211,3 @@ _RULES: dict[str, Callable[..., list[Array]]] = {
     "reduce_scatter": _scatter,
     "push": lambda params, values: [push(value) for value in values],
 }
-
-
-def _bodies(
-    eqns: list[Equation], body: Callable[[Equation], AnyJaxpr]
-) -> Callable[[Sequence[Sequence[Array]]], list[list[Array]]]:
-    """Returns a function that evaluates a jaxpr in each equation, from the inputs of each."""
-    jaxprs, consts = zip(*[open_jaxpr(body(eqn)) for eqn in eqns], strict=True)
-    return lambda args: evaluate_jointly(jaxprs, consts, args)
-
-
-def _join_scan(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    params = [eqn.params for eqn in eqns]
-    if len({p["length"] for p in params}) > 1:
-        raise ReplicaMismatchError(
-            "A jax.lax.scan with a collective in its body has lengths"
-            f" {[p['length'] for p in params]} on the replicas of an uneven batch; the lengths must"
-            " agree. Move the collective out of the scan over examples."
-        )
-    run = _bodies(eqns, lambda eqn: eqn.params["jaxpr"])
-    parts = [parts_of_scan(eqn, values) for eqn, values in zip(eqns, operands, strict=True)]
-    consts = [part[0] for part in parts]
-
-    def body(carry: list[list[Array]], xs: list[list[Array]]) -> Any:
-        outs = run([[*c, *state, *x] for c, state, x in zip(consts, carry, xs, strict=True)])
-        after = [out[: len(state)] for state, out in zip(carry, outs, strict=True)]
-        ys = [out[len(state) :] for state, out in zip(carry, outs, strict=True)]
-        return after, ys
-
-    carry, ys = lax.scan(
-        body,
-        [part[1] for part in parts],
-        [part[2] for part in parts],
-        length=params[0]["length"],
-        reverse=params[0]["reverse"],
-        unroll=params[0]["unroll"],
-    )
-    return [[*c, *y] for c, y in zip(carry, ys, strict=True)]
-
-
-def _join_while(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    run_conditions = _bodies(eqns, lambda eqn: eqn.params["cond_jaxpr"])
-    run_bodies = _bodies(eqns, lambda eqn: eqn.params["body_jaxpr"])
-    of_conditions, of_bodies, carry = zip(*map(parts_of_while, eqns, operands), strict=True)
-
-    def condition(carry: list[list[Array]]) -> Array:
-        # The condition is the same on every replica: the divergence analysis refuses others.
-        return run_conditions([[*c, *s] for c, s in zip(of_conditions, carry, strict=True)])[0][0]
-
-    def body(carry: list[list[Array]]) -> list[list[Array]]:
-        return run_bodies([[*c, *s] for c, s in zip(of_bodies, carry, strict=True)])
-
-    return lax.while_loop(condition, body, list(carry))
-
-
-def _join_cond(eqns: list[Equation], operands: list[list[Array]]) -> list[list[Array]]:
-    def branch(index: int) -> Callable[..., list[list[Array]]]:
-        run = _bodies(eqns, lambda eqn: eqn.params["branches"][index])
-        return lambda *args: run(args)
-
-    branches = [branch(i) for i in range(len(eqns[0].params["branches"]))]
-    # The predicate is the same on every replica: the divergence analysis refuses others.
-    return lax.switch(operands[0][0], branches, *(values[1:] for values in operands))

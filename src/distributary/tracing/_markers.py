@@ -126,7 +126,7 @@ def _grad_abstract_eval(
         if kind == "dense":
             outs.append(jax.core.ShapedArray(source.shape, source.dtype))
         elif kind is not None:
-            num_rows = kind[1]
+            num_rows = sum(kind[1])
             row = jax.core.ShapedArray((num_rows, *source.shape[1:]), source.dtype)
             outs += [row, jax.core.ShapedArray((num_rows,), "int32")]
     return outs

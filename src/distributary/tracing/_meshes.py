@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 
+from distributary.tracing._jaxprs import AnyJaxpr, open_jaxpr, with_jaxprs
+
 __all__ = ["without_meshes"]
 
 
@@ -23,7 +25,8 @@ def without_meshes(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxpr:
     """Returns a jaxpr whose types name no mesh; the same one if its constants lie on none."""
     if not any(map(_has_mesh, closed.consts)):
         return closed
-    return jex_core.ClosedJaxpr(_jaxpr(closed.jaxpr), closed.consts)
+    changed: jex_core.ClosedJaxpr = _jaxpr(closed)
+    return changed
 
 
 def _has_mesh(const: Any) -> bool:
@@ -31,7 +34,9 @@ def _has_mesh(const: Any) -> bool:
     return sharding is not None and not sharding.mesh.empty
 
 
-def _jaxpr(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
+def _jaxpr(program: AnyJaxpr) -> Any:
+    """Returns the jaxpr, closed or not, without meshes."""
+    jaxpr, consts = open_jaxpr(program)
     renamed: dict[jex_core.Var, Any] = {}
 
     def atom(old: Any) -> Any:
@@ -49,7 +54,10 @@ def _jaxpr(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
         else:
             eqns.append(_equation(eqn, atom))
     outvars = list(map(atom, jaxpr.outvars))
-    return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+    changed = jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+    if not isinstance(program, jex_core.ClosedJaxpr):
+        return changed
+    return jex_core.ClosedJaxpr(changed, consts)
 
 
 def _renamed(var: jex_core.Var) -> jex_core.Var:
@@ -60,22 +68,9 @@ def _renamed(var: jex_core.Var) -> jex_core.Var:
 
 
 def _equation(eqn: jex_core.JaxprEqn, atom: Callable[[Any], Any]) -> jex_core.JaxprEqn:
-    is_computation = eqn.primitive.name != "sharding_constraint"  # which the user wrote
+    params = with_jaxprs(eqn, _jaxpr)
+    if "sharding" in params and eqn.primitive.name != "sharding_constraint":  # the user wrote that
+        params["sharding"] = None
     return eqn.replace(
-        invars=list(map(atom, eqn.invars)),
-        outvars=list(map(atom, eqn.outvars)),
-        params={
-            name: None if name == "sharding" and is_computation else _param(value)
-            for name, value in eqn.params.items()
-        },
+        invars=list(map(atom, eqn.invars)), outvars=list(map(atom, eqn.outvars)), params=params
     )
-
-
-def _param(value: Any) -> Any:
-    if isinstance(value, jex_core.ClosedJaxpr):
-        return jex_core.ClosedJaxpr(_jaxpr(value.jaxpr), value.consts)
-    if isinstance(value, jex_core.Jaxpr):
-        return _jaxpr(value)
-    if type(value) in (tuple, list):
-        return type(value)(map(_param, value))
-    return value

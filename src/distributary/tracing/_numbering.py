@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
 from distributary.tracing._divergence import has_collective
-from distributary.tracing._jaxprs import Equation, aval_of, call_of, interpret_with, open_jaxpr
+from distributary.tracing._jaxprs import AnyJaxpr, Equation, call_of, interpret_with, open_jaxpr
 
 
 @final
@@ -55,7 +55,7 @@ class Numbering:
                 the same value.
         """
         self._num_joined = 0
-        return self._jaxpr(jaxpr, [], [self.input(key) for key in inputs])
+        return self._jaxpr(jaxpr, [self.input(key) for key in inputs])
 
     def input(self, key: Hashable) -> int:
         """Returns the number of the input with this key; see `outputs`."""
@@ -71,13 +71,9 @@ class Numbering:
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[int]) -> list[int]:
-        numbers = [self._number(self.constant(const)) for const in consts]
-
-        def number(literal: Literal) -> int:
-            return self._number(self.constant(np.asarray(literal.val, aval_of(literal).dtype)))
-
-        return interpret_with(jaxpr, [*numbers, *operands], number, self._equation)[0]
+    def _jaxpr(self, jaxpr: AnyJaxpr, operands: Sequence[int]) -> list[int]:
+        number = lambda value: self._number(self.constant(value))
+        return interpret_with(jaxpr, operands, number, self._equation)[0]
 
     def _equation(self, eqn: Equation, operands: Sequence[int]) -> list[int]:
         if self._simplify is not None and len(eqn.outvars) == 1:
@@ -86,7 +82,7 @@ class Numbering:
                 return [known]
         call = call_of(eqn)
         if call is not None:
-            return self._jaxpr(*open_jaxpr(call), operands)
+            return self._jaxpr(call, operands)
         key: Hashable
         if has_collective(eqn):
             # The replicas meet here. The divergence analysis finds out whether the result is the
@@ -94,11 +90,10 @@ class Numbering:
             key = ("joined", self._num_joined)
             self._num_joined += 1
         else:
-            opened = map(open_jaxpr, jaxprs_in_params(eqn.params))
             nested = tuple(
                 [
-                    tuple(self._jaxpr(jaxpr, consts, range(-len(jaxpr.invars), 0)))
-                    for jaxpr, consts in opened
+                    tuple(self._jaxpr(inner, range(-len(open_jaxpr(inner)[0].invars), 0)))
+                    for inner in jaxprs_in_params(eqn.params)
                 ]
             )
             params = tuple((name, _plain(value)) for name, value in sorted(eqn.params.items()))

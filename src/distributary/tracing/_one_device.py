@@ -30,13 +30,18 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from distributary._types import Nest
 from distributary.errors import UnsupportedError
-from distributary.tracing._interpreter import evaluate_one
-from distributary.tracing._jaxprs import Equation, has_replicas, interpret_with, is_jit, open_jaxpr
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Equation,
+    evaluate_one,
+    has_replicas,
+    interpret_with,
+    is_jit,
+)
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._per_device import replica_dim
 
@@ -73,7 +78,7 @@ class OneDeviceProgram:
             specs: list[P] = []
 
             def run(leaves: list[Array]) -> list[Array]:
-                outs, specs[:] = _evaluate(closed.jaxpr, closed.consts, leaves)
+                outs, specs[:] = _evaluate(closed, leaves)
                 return outs
 
             self._programs[key] = jax.jit(run), specs, jax.tree.structure(shapes)
@@ -83,16 +88,10 @@ class OneDeviceProgram:
         return jax.tree.unflatten(out_tree, jax.device_put(outs, shardings))
 
 
-def _evaluate(
-    jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]
-) -> tuple[list[Array], list[P]]:
+def _evaluate(jaxpr: AnyJaxpr, args: Sequence[Array]) -> tuple[list[Array], list[P]]:
     """Returns the outputs of a program, and the `PartitionSpec` that each has on the mesh."""
-    outs, _ = interpret_with(
-        jaxpr,
-        [(x, P()) for x in (*consts, *args)],
-        lambda literal: (literal.val, P()),
-        _results_with_specs,
-    )
+    whole = lambda x: (x, P())
+    outs, _ = interpret_with(jaxpr, map(whole, args), whole, _results_with_specs)
     return [x for x, _ in outs], [spec for _, spec in outs]
 
 
@@ -107,7 +106,7 @@ def _results_with_specs(
     elif name == "sharding_constraint":
         outs, specs = values, [eqn.params["sharding"].spec]
     elif is_jit(eqn):
-        outs, specs = _evaluate(*open_jaxpr(eqn.params["jaxpr"]), values)
+        outs, specs = _evaluate(eqn.params["jaxpr"], values)
     elif has_replicas([eqn]):
         raise UnsupportedError(
             f"Strategy.run inside jax.lax.{name} cannot be run on one device in the place of"
@@ -125,9 +124,8 @@ def _all_replicas(eqn: Equation, operands: list[Array]) -> list[Array]:
         dim = replica_dim(spec)
         whole = [operand] * num_replicas
         parts.append(whole if dim is None else jnp.split(operand, num_replicas, dim))
-    inner, consts = open_jaxpr(eqn.params["jaxpr"])
     inputs = list(map(list, zip(*parts, strict=True))) or [[] for _ in range(num_replicas)]
-    outs = evaluate_jointly([inner] * num_replicas, [consts] * num_replicas, inputs)
+    outs = evaluate_jointly([eqn.params["jaxpr"]] * num_replicas, inputs)
     results = []
     for column, spec in zip(zip(*outs, strict=True), eqn.params["out_specs"], strict=True):
         dim = replica_dim(spec)

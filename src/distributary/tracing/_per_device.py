@@ -38,11 +38,12 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.errors import UnsupportedError
 from distributary.topology import REPLICA_AXIS
-from distributary.tracing._interpreter import evaluate_one
 from distributary.tracing._jaxprs import (
+    AnyJaxpr,
     Equation,
     aval_of,
     call_of,
+    evaluate_one,
     has_replicas,
     interpret_with,
     jaxpr_of,
@@ -80,7 +81,7 @@ def per_device(
             _Value(own[None], 0) if split else _Value(own)
             for own, split in zip(args, is_split, strict=True)
         ]
-        return _evaluated(jaxpr, (), values)
+        return _evaluated(jaxpr, values)
 
     closed = jax.make_jaxpr(run, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals)
     return opened(closed), closed.consts
@@ -115,14 +116,8 @@ class _Value:
         return lax.dynamic_slice_in_dim(self.whole(), start, size, dim)
 
 
-def _evaluated(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[_Value]) -> list[Array]:
-    outs, _ = interpret_with(
-        jaxpr,
-        [*map(_Value, consts), *args],
-        lambda literal: _Value(literal.val),
-        _results,
-    )
-    return [value.whole() for value in outs]
+def _evaluated(jaxpr: AnyJaxpr, args: Sequence[_Value]) -> list[Array]:
+    return [value.whole() for value in interpret_with(jaxpr, args, _Value, _results)[0]]
 
 
 def _results(eqn: Equation, operands: Sequence[_Value]) -> Iterable[_Value]:
@@ -136,7 +131,7 @@ def _results(eqn: Equation, operands: Sequence[_Value]) -> Iterable[_Value]:
             f"Strategy.run inside jax.lax.{eqn.primitive.name} in a function that is scheduled on"
             " workers with several devices is not supported. Call it outside of the loop or branch."
         )
-    return map(_Value, _evaluated(*open_jaxpr(call), operands))
+    return map(_Value, _evaluated(call, operands))
 
 
 def _of_replica(eqn: Equation, operands: Sequence[_Value]) -> list[_Value]:

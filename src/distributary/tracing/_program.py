@@ -16,11 +16,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import (
     Mesh,
     PartitionSpec as P,
@@ -70,6 +71,8 @@ from distributary.tracing._stages import Stages, cut, uncut
 
 # The form of a program's outputs, see `ReplicaProgram`.
 Results = Literal["per replica", "shared", "rows"]
+# See `ReplicaProgram`.
+Rewrite: TypeAlias = Callable[[Callable[..., Any], Sequence[Jaxpr], Any], Callable[..., Any]]
 _MAX_TRACES = 10
 _around_traces: list[Callable[[], AbstractContextManager[object]]] = []
 _traces = itertools.count(1)
@@ -322,8 +325,9 @@ class ReplicaProgram:
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
-        rewrite: Called with the code of one replica, a function of arrays, and the mesh; returns
-            what to run in its place.
+        rewrite: Called with the code of one replica, a function of arrays, the jaxprs that it
+            evaluates, and the mesh; returns what to run in its place. Without a mesh, no replicas
+            meet: there is one, or all of them run side by side.
 
     Attributes:
         describe: Returns the lines of the program, for a comparison with other workers.
@@ -340,7 +344,7 @@ class ReplicaProgram:
         mesh: Mesh | jax.sharding.AbstractMesh | None,
         results: Results = "per replica",
         data: Sequence[bool] | None = None,
-        rewrite: Callable[[Callable[..., Any], Any], Callable[..., Any]] = lambda body, mesh: body,
+        rewrite: Rewrite = lambda body, jaxprs, mesh: body,
     ) -> None:
         self._varying_args = list(varying)
         self._rewrite = rewrite
@@ -517,12 +521,11 @@ class ReplicaProgram:
             new_parts = [whole] * self.num_outs + [handle.parts for handle in pure.written]
             in_parts = tuple([parts[i] for i in stages.replica_inputs])
             out_parts = [new_parts[i] for i in stages.replica_outputs]
-            made: list[Array] = sharded_map(
+            return sharded_map(
                 self._run_replica, self._mesh, in_specs, out_specs, in_parts, out_parts
             )(*own)
-            return made
         return jax.shard_map(
-            self._rewrite(self._run_replica, self._mesh),
+            self._rewrite(self._run_replica, [stages.replica.jaxpr], self._mesh),
             mesh=self._mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -608,8 +611,7 @@ class ReplicaProgram:
 
         def body(values: dict[Any, Any]) -> list[Any]:
             outs = evaluate_jointly(
-                [stages.replica.jaxpr for stages in self._stages],
-                [stages.replica.consts for stages in self._stages],
+                [stages.replica for stages in self._stages],
                 [[self._own(i, key, values[key]) for key in keys] for i, keys in enumerate(inputs)],
             )
             made = []
@@ -625,12 +627,15 @@ class ReplicaProgram:
             return [*joined, *outs[0][len(joined) :]]
 
         needed = {key: values[key] for keys in inputs for key in keys}
-        if not self._staged:
-            return body(needed)
-        # A `shard_map`, because `cut_around_mesh` looks for one; all devices compute the same.
         keys = list(needed)
+        run = lambda *values: body(dict(zip(keys, values, strict=True)))
+        if not self._staged:
+            jaxprs = [stages.replica.jaxpr for stages in self._stages]
+            results: list[Any] = self._rewrite(run, jaxprs, None)(*needed.values())
+            return results
+        # A `shard_map`, because `cut_around_mesh` looks for one; all devices compute the same.
         return jax.shard_map(
-            lambda *values: body(dict(zip(keys, values, strict=True))),
+            run,
             mesh=self._mesh,
             in_specs=P(),
             out_specs=P(),

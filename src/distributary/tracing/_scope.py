@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
@@ -33,8 +33,9 @@ from distributary.tracing._markers import (
     write_p,
 )
 
-# A gradient is an array ("dense"), rows of a table ("sparse", number of rows), or absent (None).
-Kind = Literal["dense"] | tuple[Literal["sparse"], int] | None
+# A gradient is an array ("dense"), rows of a table ("sparse", the number of rows in each of its
+# reads), or absent (None).
+Kind = Literal["dense"] | tuple[Literal["sparse"], tuple[int, ...]] | None
 # Keys: the tape (its number among all tapes, or among those of one trace) and the number of the
 # call of its `gradient`.
 Decisions = dict[tuple[int, int], tuple[Kind, ...]]
@@ -217,10 +218,17 @@ class TapeRecord:
     def guess(self, handle: Handle) -> Kind:
         """Guesses the kind of a gradient; if the guess is wrong, the function is traced again."""
         reads = self.reads.get(handle)
-        if reads is None:
-            return None
-        rows = [num_rows for num_rows in reads if num_rows is not None]
-        return ("sparse", sum(rows)) if len(rows) == len(reads) else "dense"
+        return None if reads is None else kind_of(reads)
+
+
+def kind_of(reads: Sequence[int | None]) -> Kind:
+    """Returns the kind of the gradient of a variable.
+
+    Args:
+        reads: The number of rows in each of its reads; None for the whole variable.
+    """
+    rows = tuple([num_rows for num_rows in reads if num_rows is not None])
+    return ("sparse", rows) if len(rows) == len(reads) else "dense"
 
 
 @final
@@ -285,29 +293,21 @@ def current_scope() -> TraceScope | None:
     return scopes[-1] if scopes else None
 
 
-class activate:  # noqa: N801  (a context manager used like a function)
-    """A context manager that makes `scope` the current one."""
-
-    def __init__(self, scope: TraceScope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> TraceScope:
-        _state.scopes.append(self._scope)
-        return self._scope
-
-    def __exit__(self, *exc_info: object) -> None:
+@contextmanager
+def activate(scope: TraceScope | None) -> Iterator[None]:
+    """Runs the block with `scope` as the current trace; None if nothing counts as traced."""
+    _state.scopes.append(scope)
+    try:
+        yield
+    finally:
         _state.scopes.pop()
 
 
 @contextmanager
 def outside_of_trace() -> Iterator[None]:
     """Runs the block as if nothing were traced: JAX computes, and there is no scope."""
-    _state.scopes.append(None)
-    try:
-        with jax.ensure_compile_time_eval():
-            yield
-    finally:
-        _state.scopes.pop()
+    with activate(None), jax.ensure_compile_time_eval():
+        yield
 
 
 def is_outside_of_trace() -> bool:

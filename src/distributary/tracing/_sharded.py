@@ -44,7 +44,6 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from distributary._types import Nest
 from distributary.topology import REPLICA_AXIS, padded, shard_dim, shard_spec, whole_shards
 from distributary.tracing._divergence import is_sum_of_replicas
 from distributary.tracing._jaxprs import (
@@ -60,57 +59,44 @@ from distributary.tracing._stages import Stages, cut
 
 
 def sharded_map(
-    body: Callable[..., Nest],
+    body: Callable[..., Sequence[Array]],
     mesh: Mesh,
-    in_specs: Nest,
-    out_specs: Nest,
-    in_parts: Nest,
-    out_parts: Nest,
-) -> Callable[..., Nest]:
+    in_specs: Sequence[P],
+    out_specs: Sequence[P],
+    in_parts: Sequence[P],
+    out_parts: Sequence[P],
+) -> Callable[..., list[Array]]:
     """Maps a body over the mesh like `jax.shard_map`; every device holds only a part of the state.
 
     Args:
-        body: Program of one replica, in which the state is whole.
+        body: Program of one replica, from arrays to arrays, in which the state is whole.
         mesh: Mesh with the axis `"replica"`.
-        in_specs: The part of every argument that a replica receives, `P()` or `P(..., "replica")`;
-            trees that are prefixes of the arguments.
+        in_specs: The part of every argument that a replica receives, `P()` or `P(..., "replica")`.
         out_specs: The same for the results.
         in_parts: Sharding of the arguments outside, if it differs from the part that a replica
-            receives, else `P()`; prefixes as well.
+            receives, else `P()`.
         out_parts: The same for the results.
 
     Returns:
         A function of global arrays, for use in `jax.jit`.
     """
 
-    def run(*args: Nest) -> Nest:
-        leaves, tree = jax.tree.flatten(args)
-        specs = _flat(in_specs, args)
+    def run(*args: Array) -> list[Array]:
         num_replicas = mesh.shape[REPLICA_AXIS]
-        local = [_aval_of_one(x, s, num_replicas) for x, s in zip(leaves, specs, strict=True)]
-        closed, outs = jax.make_jaxpr(
-            lambda *own: body(*jax.tree.unflatten(tree, own)),
-            axis_env=[(REPLICA_AXIS, num_replicas)],
-            return_shape=True,
-        )(*local)
-        constants = list(closed.consts)
-        results = _run_stages(
+        local = [_aval_of_one(x, s, num_replicas) for x, s in zip(args, in_specs, strict=True)]
+        closed = jax.make_jaxpr(body, axis_env=[(REPLICA_AXIS, num_replicas)])(*local)
+        whole = [P()] * len(closed.consts)
+        return _run_stages(
             opened(closed),
             mesh,
-            [*constants, *leaves],
-            [P()] * len(constants) + specs,
-            _flat(out_specs, outs),
-            [P()] * len(constants) + _flat(in_parts, args),
-            _flat(out_parts, outs),
+            [*closed.consts, *args],
+            [*whole, *in_specs],
+            out_specs,
+            [*whole, *in_parts],
+            out_parts,
         )
-        return jax.tree.unflatten(jax.tree.structure(outs), results)
 
     return run
-
-
-def _flat(specs: Nest, full: Nest) -> list[P]:
-    is_spec = lambda x: isinstance(x, P)
-    return jax.tree.leaves(jax.tree.broadcast(specs, full, is_leaf=is_spec), is_leaf=is_spec)
 
 
 def _aval_of_one(value: Array, spec: P, num_replicas: int) -> jax.ShapeDtypeStruct:
@@ -126,11 +112,11 @@ def _aval_of_one(value: Array, spec: P, num_replicas: int) -> jax.ShapeDtypeStru
 def _run_stages(
     jaxpr: Jaxpr,
     mesh: Mesh,
-    args: list[Array],
-    in_specs: list[P],
-    out_specs: list[P],
-    in_parts: list[P],
-    out_parts: list[P],
+    args: Sequence[Array],
+    in_specs: Sequence[P],
+    out_specs: Sequence[P],
+    in_parts: Sequence[P],
+    out_parts: Sequence[P],
 ) -> list[Array]:
     num_replicas = mesh.shape[REPLICA_AXIS]
     stages = cut(jaxpr, [shard_dim(spec) is not None for spec in in_specs], num_replicas)
@@ -209,14 +195,6 @@ def _scattered(stages: Stages, out_parts: Sequence[P], num_replicas: int) -> lis
     return [
         shard_spec(shape_of(v), num_replicas) if own in needed and v in sums else P()
         for v, own in taken
-    ]
-    _, needed = leading_to(update.eqns, in_parts)
-    taken = zip(
-        jaxpr.outvars[num_results:], update.invars[len(stages.update_inputs) :], strict=True
-    )
-    return [
-        shard_spec(shape_of(v), num_replicas) if given in needed and v in sums else P()
-        for v, given in taken
     ]
 
 

@@ -120,18 +120,18 @@ def cut(
     return _divided(jaxpr, len(varying_inputs), varying, has_collective, required, constants)
 
 
-def stage_of_equations(
+def is_in_first_stage(
     jaxpr: Jaxpr, varying_inputs: Sequence[bool], num_replicas: int
-) -> tuple[Jaxpr, list[bool]]:
-    """Returns the jaxpr and for every equation whether it belongs to the first stage; see `cut`.
+) -> list[bool]:
+    """Returns for every equation whether it belongs to the first stage; see `cut`.
 
     Args:
         jaxpr: As for `cut`, with the functions that it calls written out.
         varying_inputs: As for `cut`.
         num_replicas: As for `cut`.
     """
-    jaxpr, _, varying = _with_mixed_written_out(jaxpr, varying_inputs, num_replicas)
-    return jaxpr, _is_in_first(jaxpr, varying, has_collective, ())
+    varying = varying_variables(jaxpr, varying_inputs, num_replicas)
+    return _is_in_first(jaxpr, varying, has_collective, ())
 
 
 def _with_mixed_written_out(
@@ -310,36 +310,3 @@ def _written_out(
 
 def _is_on_mesh(eqn: Equation) -> bool:
     return has_replicas([eqn])
-
-
-def in_order_of_outputs(jaxpr: Jaxpr) -> list[Equation]:
-    """Returns the equations that the outputs need, those of the first output first."""
-    made_by = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    order: dict[int, None] = {}
-    for output in jaxpr.outvars:
-        found: set[int] = set()
-        needed = variables_of([output])
-        while needed:
-            i = made_by.get(needed.pop())
-            if i is not None and i not in order and i not in found:
-                found.add(i)
-                needed += variables_of(jaxpr.eqns[i].invars)
-        order.update(dict.fromkeys(sorted(found)))
-    return [jaxpr.eqns[i] for i in order]
-
-
-def part_of_program(
-    eqns: Sequence[Equation], wanted: Collection[Var]
-) -> tuple[Jaxpr, list[Var], list[Var]]:
-    """Returns some equations of a program as a jaxpr, with the variables of its inputs and outputs.
-
-    Args:
-        eqns: The equations, in order.
-        wanted: The variables that are used elsewhere; those that the equations make are the
-            outputs.
-    """
-    made = variables_made(eqns)
-    used = dict.fromkeys(v for eqn in eqns for v in variables_of(eqn.invars))
-    given = [v for v in used if v not in set(made)]
-    outs = [v for v in made if v in wanted]
-    return jaxpr_of(given, outs, eqns), given, outs

@@ -13,18 +13,3 @@ from distributary.values._distributed import (
 from distributary.values._indexed_slices import IndexedSlices
 from distributary.values._operators import ArrayOperators
 from distributary.values._regroup import local_results, map_leaves
-
-__all__ = [
-    "Array",
-    "ArrayInput",
-    "ArrayOperators",
-    "DistributedValues",
-    "IndexedSlices",
-    "Mirrored",
-    "PerReplica",
-    "component_arrays",
-    "local_results",
-    "map_leaves",
-    "same_structure",
-    "stack_components",
-]

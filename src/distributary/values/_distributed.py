@@ -114,14 +114,11 @@ class PerReplica(DistributedValues):
         return self._traced_values[1]
 
     def _make_values(self) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(self.payload)
-        if self.form == "local":
-            leaves = [lax.all_gather(leaf, REPLICA_AXIS) for leaf in leaves]
-        rows = [_rows(leaf, self.num_replicas) for leaf in leaves]
-        return tuple(
-            jax.tree.unflatten(tree, [row[i] for row in rows])
-            for i in range(len(rows[0]) if rows else self.num_replicas)
-        )
+        def rows(leaf: Array) -> list[Any]:
+            stacked = lax.all_gather(leaf, REPLICA_AXIS) if self.form == "local" else leaf
+            return _rows(stacked, self.num_replicas)
+
+        return _components(self.payload, rows, self.num_replicas)
 
     def tree_flatten(self) -> tuple[Any, tuple[str, int]]:
         return (self.payload,), (self.form, self.num_replicas)
@@ -157,16 +154,22 @@ class PerReplica(DistributedValues):
     def __format__(self, spec: str) -> str:
         return self._refuse_number() if spec else str(self)
 
-    def __repr__(self) -> str:
-        return self._text(repr)
-
-    def __str__(self) -> str:
-        return self._text(str)
-
     def _text(self, component: Callable[[Any], str]) -> str:
         if self.form == "local":
             return f"PerReplica:{{this replica: {self.payload!r}}}"
         return super()._text(component)
+
+
+def _components(
+    tree: Nest, parts_of: Callable[[Array], list[Any]], num_replicas: int
+) -> tuple[Nest, ...]:
+    """Returns a tree for every replica of this process, given the parts of each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [parts_of(leaf) for leaf in leaves]
+    return tuple(
+        jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts])
+        for i in range(len(parts[0]) if parts else num_replicas)
+    )
 
 
 def _rows(stacked: Array, num_replicas: int) -> list[Any]:
@@ -205,12 +208,8 @@ class Mirrored(DistributedValues, ArrayOperators):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        leaves, tree = jax.tree.flatten(self._value)
-        copies = [_copies(leaf, self._num_replicas) for leaf in leaves]
-        return tuple(
-            jax.tree.unflatten(tree, [copy[i] for copy in copies])
-            for i in range(len(copies[0]) if copies else self._num_replicas)
-        )
+        count = self._num_replicas
+        return _components(self._value, lambda leaf: _copies(leaf, count), count)
 
     def value(self) -> Any:
         """Returns the array or nest that all replicas hold."""

@@ -21,31 +21,3 @@ from distributary.variables._layout import VariableLayout, colocated_with, neigh
 from distributary.variables._sharded_variable import ShardedVariable, embedding_lookup
 from distributary.variables._state_list import StateList, joined
 from distributary.variables._variable import Variable
-
-__all__ = [
-    "AggregatedVariable",
-    "ForeignVariable",
-    "Keeper",
-    "KeptCopy",
-    "MirroredVariable",
-    "SavedVariable",
-    "ShardedVariable",
-    "StateList",
-    "SyncOnReadVariable",
-    "Variable",
-    "VariableAggregation",
-    "VariableComponent",
-    "VariableLayout",
-    "VariableSynchronization",
-    "across_replicas",
-    "as_variable",
-    "colocated_with",
-    "embedding_lookup",
-    "foreign_parts",
-    "initial_array",
-    "joined",
-    "neighbor",
-    "of_rows",
-    "register_foreign_objects",
-    "register_foreign_variables",
-]

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from distributary.values import ArrayInput, IndexedSlices
 
-__all__ = ["Assignable"]
-
 
 class Assignable(ArrayOperators):
     """The base of everything that you can assign: `Variable` and `ShardedVariable`."""

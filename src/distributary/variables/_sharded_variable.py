@@ -15,8 +15,6 @@ from distributary.variables._assignable import Assignable
 from distributary.variables._conversion import SCATTER
 from distributary.variables._variable import Variable
 
-__all__ = ["ShardedVariable", "embedding_lookup"]
-
 
 @final
 class ShardedVariable(Assignable):
@@ -40,12 +38,12 @@ class ShardedVariable(Assignable):
     """
 
     def __init__(self, variables: Sequence[Variable], name: str = "ShardedVariable") -> None:
-        self._variables = list(variables)
+        self._shards = list(variables)
         self._name = name
-        if not self._variables:
+        if not self._shards:
             raise InvalidValueError(f"ShardedVariable {name!r}: variables is empty.")
-        first = self._variables[0]
-        for i, shard in enumerate(self._variables):
+        first = self._shards[0]
+        for i, shard in enumerate(self._shards):
             if not isinstance(shard, Variable):
                 raise InvalidTypeError(
                     f"ShardedVariable {name!r}: shard {i} is {shard!r}, expected a Variable."
@@ -56,7 +54,7 @@ class ShardedVariable(Assignable):
                     f" shard 0 {first.dtype}{list(first.shape)}. All shards need the same"
                     " dtype, and the same shape except for dim 0."
                 )
-        sizes = [shard.shape[0] for shard in self._variables]
+        sizes = [shard.shape[0] for shard in self._shards]
         self._starts = [int(start) for start in np.cumsum([0, *sizes])]
         self._shape = (self._starts[-1], *first.shape[1:])
 
@@ -65,11 +63,7 @@ class ShardedVariable(Assignable):
     @property
     def variables(self) -> list[Variable]:
         """The shards."""
-        return list(self._variables)
-
-    @property
-    def _shards(self) -> list[Variable]:
-        return self._variables
+        return list(self._shards)
 
     @property
     def name(self) -> str:
@@ -79,25 +73,25 @@ class ShardedVariable(Assignable):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of all shards."""
-        return self._variables[0].dtype
+        return self._shards[0].dtype
 
     @property
     def trainable(self) -> bool:
         """True if `GradientTape` watches the shards automatically."""
-        return self._variables[0].trainable
+        return self._shards[0].trainable
 
     # Reading
 
     def value(self) -> jax.Array:
         """Returns the whole variable as a JAX array; raises the same errors as `Variable.value`."""
-        return jnp.concatenate([shard.value() for shard in self._variables])
+        return jnp.concatenate([shard.value() for shard in self._shards])
 
     def _peek(self) -> jax.Array:
-        return jnp.concatenate([shard._peek() for shard in self._variables])
+        return jnp.concatenate([shard._peek() for shard in self._shards])
 
     def numpy(self) -> np.ndarray:
         """Returns the whole variable as a NumPy array; raises as `Variable.numpy` does."""
-        return np.concatenate([shard.numpy() for shard in self._variables])
+        return np.concatenate([shard.numpy() for shard in self._shards])
 
     def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
         """Returns rows, `[*indices.shape, *shape[1:]]`; see `embedding_lookup`.
@@ -118,7 +112,7 @@ class ShardedVariable(Assignable):
         return self.value()[index]
 
     def __iter__(self) -> Iterator[Variable]:
-        return iter(self._variables)
+        return iter(self._shards)
 
     def __len__(self) -> int:
         return self._shape[0]
@@ -158,10 +152,10 @@ class ShardedVariable(Assignable):
         return self
 
     def _ranges(self) -> Iterator[tuple[Variable, int, int]]:
-        return zip(self._variables, self._starts, self._starts[1:], strict=False)
+        return zip(self._shards, self._starts, self._starts[1:], strict=False)
 
     def __repr__(self) -> str:
-        shards = ", ".join(str(shard.shape[0]) for shard in self._variables)
+        shards = ", ".join(str(shard.shape[0]) for shard in self._shards)
         return (
             f"<dist.ShardedVariable '{self._name}' shape={self._shape} dtype={self.dtype.name},"
             f" shards of {shards} rows>"

@@ -35,8 +35,8 @@ from distributary.tracing import (
     interpret_with,
     is_sum_of_replicas,
     variables_of,
+    with_pass,
 )
-from distributary.xla_cpu._rewrites import with_pass
 
 EXCHANGED = "sum_by_exchanges"
 """Name of the scope in which values are summed in this way."""
@@ -70,8 +70,7 @@ def with_exchanged_sums(
             return [_exchanged_sum(operand, num_replicas) for operand in operands]
 
     def run(closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
-        inputs = [*closed.consts, *args]
-        return interpret_with(closed.jaxpr, inputs, lambda literal: literal.val, results)[0]
+        return interpret_with(closed, args, lambda constant: constant, results)[0]
 
     return with_pass(of_replica, run)
 

@@ -38,8 +38,8 @@ from distributary.tracing import (
     shape_of,
     value_of,
     variables_of,
+    with_pass,
 )
-from distributary.xla_cpu._rewrites import with_pass
 
 JOINABLE = "joinable_sums"
 """Name of the scope for sums that may travel in another vector, such as those of metrics."""

@@ -19,7 +19,6 @@ becomes
 Results are the same but for rounding. `DISTRIBUTARY_CPU_REWRITES=0` switches this pass off.
 """
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +30,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from distributary._types import Nest
-from distributary.tracing import AnyJaxpr, Equation, open_jaxpr, variables_of
+from distributary.tracing import (
+    AnyJaxpr,
+    Equation,
+    open_jaxpr,
+    variables_of,
+    with_jaxprs,
+    with_pass,
+)
 from distributary.xla_cpu._rules import fast_version
 
 _Known: TypeAlias = dict[int, AnyJaxpr]
@@ -53,25 +59,6 @@ def with_cpu_rewrites(
         return jaxpr_as_fun(_rewritten(closed, {}))(*args)
 
     return with_pass(function, run)
-
-
-def with_pass(
-    function: Callable[..., Nest], run: Callable[[ClosedJaxpr, Sequence[Array]], list[Array]]
-) -> Callable[..., Nest]:
-    """Returns `function` with its program evaluated by `run`.
-
-    Args:
-        function: From nests of arrays to nests of arrays.
-        run: Returns the outputs of a program, given its inputs.
-    """
-
-    @functools.wraps(function)
-    def passed(*args: Nest) -> Nest:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        outs = run(closed, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-    return passed
 
 
 def rewritten_for_cpus(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -127,7 +114,7 @@ def _of_open_jaxpr(jaxpr: Jaxpr, known: _Known) -> Jaxpr:
 
 
 def _of_equation(eqn: Equation, only_transposed: bool, known: _Known) -> Equation:
-    params = {name: _of_param(value, known) for name, value in eqn.params.items()}
+    params = with_jaxprs(eqn, lambda jaxpr: _rewritten(jaxpr, known))
     if any(params[name] is not value for name, value in eqn.params.items()):
         return eqn.replace(params=params)
     fast = fast_version(eqn, only_transposed)
@@ -135,13 +122,3 @@ def _of_equation(eqn: Equation, only_transposed: bool, known: _Known) -> Equatio
         return eqn
     call = jax.make_jaxpr(jax.jit(fast))(*[atom.aval for atom in eqn.invars]).eqns[0]
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-
-def _of_param(value: object, known: _Known) -> object:
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
-        return _rewritten(value, known)
-    if type(value) is tuple:  # the branches of a `cond`
-        made = [_of_param(v, known) for v in value]
-        if any(new is not old for new, old in zip(made, value, strict=True)):
-            return tuple(made)
-    return value

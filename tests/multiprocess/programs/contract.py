@@ -28,6 +28,7 @@ def local(value):
     return [plain(part) for part in strategy.experimental_local_results(value)]
 
 
+start = np.random.default_rng(1).normal(size=(4096, 8)).astype(np.float32)
 with strategy.scope():
     first = np.float32(extended.worker_number)
     w = dist.Variable(np.arange(3, dtype=np.float32) + 100 * first, name="w")
@@ -41,6 +42,8 @@ with strategy.scope():
         1.0 + first,
         aggregation=dist.VariableAggregation.MEAN,
     )
+    large_table = dist.Variable(start, name="large_table")
+    slot = dist.Variable(np.full_like(start, 0.1), name="slot")
 result["initial"] = [w.numpy().tolist(), float(mean.value())]
 result["eager"] = plain([w.value() * 2, w + jnp.ones(3)])
 
@@ -96,6 +99,22 @@ kinds = set(
 result["kinds of many"] = sorted(kinds)
 outside = dist.HierarchicalCopyAllReduce().reduce("SUM", own, destinations=own)
 result["two levels outside"] = plain(outside.value())
+
+
+def of_a_table(x):
+    """Adagrad with a gradient of which a replica has few rows, some of them those of others."""
+    ids = jnp.int32(x[0]) * jnp.arange(4, dtype=jnp.int32)
+    gradient = jax.grad(lambda t: jnp.sum(jnp.take(t, ids, axis=0) ** 2))(large_table.value())
+    gradient, size = dist.get_replica_context().all_reduce("SUM", (gradient, x.sum()))
+    slot.assign_add(gradient**2)
+    large_table.assign_sub(0.1 * gradient / jnp.sqrt(slot.value()))
+    return size
+
+
+strategy.run(of_a_table, (own,))
+result["large table"] = large_table.numpy()[:16].tolist() + slot.numpy()[:16].tolist()
+program = extended.lower(of_a_table, (own,)).compile().as_text()
+result["largest of a table"] = max(found.num_bytes for found in collectives_of(program)) // 1024
 
 
 def merged(x):

@@ -40,11 +40,12 @@ def compute(seconds):
 
 def is_slow():
     """Sleeps, computes and reads slowly, each for longer than the timeout."""
-    time.sleep(2 * heartbeat_timeout_seconds)
+    seconds = 1.4 * heartbeat_timeout_seconds
+    time.sleep(seconds)
     yield
-    compute(2 * heartbeat_timeout_seconds)
+    compute(seconds)
     yield
-    slow = dist.data.Dataset.from_generator(lambda: (compute(3.0) for _ in range(2)))
+    slow = dist.data.Dataset.from_generator(lambda: (compute(seconds / 2) for _ in range(2)))
     list(slow)
     yield
 

@@ -1,4 +1,4 @@
-"""A `fit` whose workers are killed in the middle, and that goes on from its backup.
+"""A `fit` whose workers are killed, and that goes on from its backup; then one that is left alone.
 
 keras_recovery.py FOLDER [EPOCH:WORKER ...]    at the n-th start, who dies when which epoch begins
 """
@@ -20,7 +20,6 @@ import keras  # noqa: E402  (it must not start JAX before the strategy connects 
 
 folder, *plan = sys.argv[1:]
 worker = strategy.extended.worker_number
-keras.utils.set_random_seed(worker)
 x = np.random.RandomState(0).randn(48, 4).astype(np.float32)
 
 
@@ -31,12 +30,27 @@ class Dies(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-with strategy.scope():
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
-    )
-    model.compile("adam", "mse")
 # Only the first worker has a file: the others take what it reads.
 backup = keras.callbacks.BackupAndRestore(f"{folder}/of_worker{worker}")
-model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[backup, Dies()])
-np.savez(Path(folder) / f"weights{worker}.npz", *model.get_weights())
+
+
+def weights(*callbacks):
+    """Trains a model with a first state that is always the same, and returns its weights."""
+    keras.utils.set_random_seed(worker)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(4),
+                keras.layers.Dropout(0.2),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse")
+    model.fit(x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[*callbacks])
+    return model.get_weights()
+
+
+disturbed = weights(backup, Dies())
+np.savez(Path(folder) / f"disturbed{worker}.npz", *disturbed)
+np.savez(Path(folder) / f"undisturbed{worker}.npz", *weights())

@@ -5,28 +5,74 @@ The name of a module stands for everything in it.
 
 import importlib
 
+from distributary.compat.tensorflow._tables import targets_of
+
+# Objects that have another name elsewhere.
+_ELSEWHERE = targets_of(
+    """
+    . jax:
+        autodiff:jvp custom_gradient:custom_vjp grad_pass_through:custom_vjp hessians:hessian
+        init_scope:ensure_compile_time_eval matrix_square_root:scipy.linalg.sqrtm
+        name_scope:named_scope no_gradient:custom_vjp profiler random.create_rng_state:random.key
+        random.fold_in random.split raw_ops:lax recompute_grad:checkpoint vectorized_map:vmap
+        xla:jit config.experimental.enable_tensor_float_32_execution:default_matmul_precision
+    . jax.lax:
+        bitcast:bitcast_convert_type case:switch complex foldl:scan map_fn:map
+        math.cumulative_logsumexp:cumlogsumexp scan switch_case:switch truncatediv:div
+        truncatemod:rem
+    . jax.numpy:
+        acosh:arccosh asinh:arcsinh atanh:arctanh broadcast_dynamic_shape:broadcast_shapes
+        broadcast_static_shape:broadcast_shapes eig:linalg.eig eigvals:linalg.eigvals
+        histogram_fixed_width:histogram histogram_fixed_width_bins:digitize
+        math.invert_permutation:argsort math.reduce_euclidean_norm:linalg.norm
+    math. jax.scipy.special:
+        bessel_i0:i0 bessel_i0e:i0e bessel_i1:i1 bessel_i1e:i1e igamma:gammainc igammac:gammaincc
+        lbeta:betaln lgamma:gammaln
+    math. jax.ops:
+        segment_max segment_min segment_prod segment_sum unsorted_segment_max:segment_max
+        unsorted_segment_min:segment_min unsorted_segment_prod:segment_prod
+        unsorted_segment_sum:segment_sum
+    nn. keras.ops:
+        avg_pool:average_pool conv1d:conv conv2d_transpose:conv_transpose conv3d:conv
+        convolution:conv ctc_loss depth_to_space depthwise_conv2d:depthwise_conv max_pool
+        separable_conv2d:separable_conv softsign space_to_depth
+    . keras:
+        constant_initializer:initializers.Constant feature_column:utils.FeatureSpace
+        ones_initializer:initializers.Ones quantization:quantizers
+        random_normal_initializer:initializers.RandomNormal
+        random_uniform_initializer:initializers.RandomUniform
+        tpu.experimental.embedding:layers.Embedding zeros_initializer:initializers.Zeros
+    . tf:
+        queue:data.Dataset.prefetch random.set_global_generator:random.set_seed realdiv:divide
+        scalar_mul:multiply sysconfig:config.list_physical_devices
+        train.load_checkpoint:train.Checkpoint.restore version:__version__
+    nn. tf.nn:
+        nce_loss:sigmoid_cross_entropy_with_logits
+        sampled_softmax_loss:sparse_softmax_cross_entropy_with_logits
+    config. tf.config:
+        experimental.list_logical_devices:list_logical_devices
+        experimental.list_physical_devices:list_physical_devices
+        experimental_connect_to_host:experimental_connect_to_cluster
+        get_logical_device_configuration:list_logical_devices
+        get_visible_devices:list_physical_devices
+    distribute.experimental. tf.distribute:
+        CollectiveHints:experimental.CommunicationOptions
+        PreemptionWatcher:experimental.PreemptionCheckpointHandler
+        rpc:coordinator.ClusterCoordinator.schedule
+    """
+)
 # Advice for names after `tf.`; several of them may share it.
 _ADVICE: dict[str, str] = {
     # Programs and control flow.
     "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
-    "hessians": "jax.hessian",
-    "custom_gradient grad_pass_through no_gradient": "jax.custom_vjp",
-    "recompute_grad": "jax.checkpoint",
-    "autodiff": "jax.jvp",
     "autograph": "jax.lax.cond, jax.lax.scan and jax.lax.while_loop",
-    "case switch_case": "jax.lax.switch",
-    "map_fn": "jax.lax.map",
-    "vectorized_map": "jax.vmap",
-    "scan foldl": "jax.lax.scan",
     "foldr": "jax.lax.scan with reverse=True",
     "py_function numpy_function": "jax.pure_callback, or plain Python outside of the step",
     "TensorArray": "the outputs of jax.lax.scan",
     "control_dependencies group": "nothing: assignments of a step keep the order of the program",
-    "init_scope": "jax.ensure_compile_time_eval",
     "inside_function": "not tf.executing_eagerly()",
-    "name_scope": "jax.named_scope",
     "variable_creator_scope": "strategy.scope()",
     "device": "jax.default_device, or the devices of a strategy",
     "Assert assert_equal assert_greater assert_less": (
@@ -48,28 +94,14 @@ _ADVICE: dict[str, str] = {
     "config.set_soft_device_placement config.get_soft_device_placement": (
         "nothing: arrays are where their program runs"
     ),
-    "config.get_visible_devices config.experimental.list_physical_devices": (
-        "tf.config.list_physical_devices"
-    ),
-    "config.get_logical_device_configuration config.experimental.list_logical_devices": (
-        "tf.config.list_logical_devices"
-    ),
-    "config.experimental_connect_to_host": "tf.config.experimental_connect_to_cluster",
-    "config.experimental.enable_tensor_float_32_execution": "jax.default_matmul_precision",
     "config.experimental.enable_op_determinism": (
         "the environment variable XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     ),
     "config.experimental.get_memory_info": "jax.devices()[0].memory_stats()",
     "config.experimental": "tf.config, or the settings of JAX: jax.config",
     # Strategies.
-    "distribute.experimental.rpc": "tf.distribute.coordinator.ClusterCoordinator.schedule",
-    "distribute.experimental.PreemptionWatcher": (
-        "tf.distribute.experimental.PreemptionCheckpointHandler"
-    ),
-    "distribute.experimental.CollectiveHints": "tf.distribute.experimental.CommunicationOptions",
     "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
-    "tpu.experimental.embedding": "keras.layers.Embedding",
     # Data.
     "data.experimental.service": "several workers, each with its share of the dataset",
     "data.experimental.assert_cardinality": "len(dataset)",
@@ -86,11 +118,9 @@ _ADVICE: dict[str, str] = {
     "string": "object arrays of NumPy; strings do not go to devices",
     "as_string": "str in Dataset.map or outside of the step",
     "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
-    "feature_column": "keras.utils.FeatureSpace",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sequence_mask": "jax.numpy.arange(maxlen) < lengths[:, None]",
     "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
-    "queue": "tf.data.Dataset.prefetch",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
     "train.Example train.Feature": (
@@ -99,52 +129,24 @@ _ADVICE: dict[str, str] = {
     "train.ExponentialMovingAverage": "use_ema=True of Keras optimizers",
     "train.CheckpointOptions": "tf.train.Checkpoint without options",
     "train.list_variables": "tf.train.Checkpoint.restore, which names what does not fit",
-    "train.load_checkpoint": "tf.train.Checkpoint.restore",
     "train.load_variable": "tf.train.Checkpoint.restore with partial=True",
     "train.Coordinator": "threading and concurrent.futures of Python",
     "train": "tf.train.Checkpoint and keras.optimizers",
     "summary": "keras.callbacks.TensorBoard, or tensorboardX",
-    "profiler": "jax.profiler",
     "lite": "model.export(path, format='onnx') of Keras",
     "mlir": "jax.jit(f).lower(x).as_text()",
-    "xla": "jax.jit",
-    "raw_ops": "jax.lax",
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
     "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
-    "version": "tf.__version__",
-    "sysconfig": "tf.config.list_physical_devices",
     "errors": "the exceptions of distributary.errors, which are also those of Python",
     "random.Generator": "keras.random.SeedGenerator with keras.random, or jax.random with a key",
     "random.get_global_generator": "keras.random.SeedGenerator, or jax.random with a key",
-    "random.set_global_generator": "tf.random.set_seed",
-    "random.create_rng_state": "jax.random.key",
     "random.experimental random": "jax.random with a key",
-    "random.fold_in": "jax.random.fold_in",
-    "random.split": "jax.random.split",
     # Mathematics under other names.
-    "acosh": "jax.numpy.arccosh",
-    "asinh": "jax.numpy.arcsinh",
-    "atanh": "jax.numpy.arctanh",
     "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
-    "bitcast": "jax.lax.bitcast_convert_type",
     "bitwise": "jax.numpy.bitwise_and, bitwise_or, left_shift and others",
-    "broadcast_dynamic_shape broadcast_static_shape": "jax.numpy.broadcast_shapes",
-    "constant_initializer": "keras.initializers.Constant",
-    "ones_initializer": "keras.initializers.Ones",
-    "random_normal_initializer": "keras.initializers.RandomNormal",
-    "random_uniform_initializer": "keras.initializers.RandomUniform",
-    "zeros_initializer": "keras.initializers.Zeros",
-    "complex": "jax.lax.complex",
     "dynamic_partition": "a boolean mask, x[mask], outside of the step",
     "dynamic_stitch": "x.at[indices].set(values)",
-    "eig": "jax.numpy.linalg.eig",
-    "eigvals": "jax.numpy.linalg.eigvals",
-    "matrix_square_root": "jax.scipy.linalg.sqrtm",
-    "histogram_fixed_width": "jax.numpy.histogram",
-    "histogram_fixed_width_bins": "jax.numpy.digitize",
     "linalg": "jax.numpy.linalg and jax.scipy.linalg",
-    "realdiv": "tf.divide",
-    "scalar_mul": "tf.multiply",
     "saturate_cast": "tf.clip_by_value and tf.cast",
     "scatter_nd": "jax.numpy.zeros(shape).at[indices].add(updates)",
     "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
@@ -156,56 +158,26 @@ _ADVICE: dict[str, str] = {
     "tensor_scatter_nd_max": "x.at[indices].max(updates)",
     "tensor_scatter_nd_min": "x.at[indices].min(updates)",
     "tensor_scatter_nd_update": "x.at[indices].set(updates)",
-    "truncatediv": "jax.lax.div",
-    "truncatemod": "jax.lax.rem",
     "unique_with_counts": "jax.numpy.unique with return_counts=True",
-    "math.bessel_i0": "jax.scipy.special.i0",
-    "math.bessel_i0e": "jax.scipy.special.i0e",
-    "math.bessel_i1": "jax.scipy.special.i1",
-    "math.bessel_i1e": "jax.scipy.special.i1e",
     "math.erfcinv": "jax.scipy.special.erfinv of 1 - x",
-    "math.igamma": "jax.scipy.special.gammainc",
-    "math.igammac": "jax.scipy.special.gammaincc",
-    "math.lbeta": "jax.scipy.special.betaln",
-    "math.lgamma": "jax.scipy.special.gammaln",
-    "math.cumulative_logsumexp": "jax.lax.cumlogsumexp",
-    "math.invert_permutation": "jax.numpy.argsort",
     "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",
     "math.reciprocal_no_nan": "jax.numpy.where(x == 0, 0, 1 / x)",
-    "math.reduce_euclidean_norm": "jax.numpy.linalg.norm",
-    "math.segment_max math.unsorted_segment_max": "jax.ops.segment_max",
-    "math.segment_min math.unsorted_segment_min": "jax.ops.segment_min",
-    "math.segment_prod math.unsorted_segment_prod": "jax.ops.segment_prod",
-    "math.segment_sum math.unsorted_segment_sum": "jax.ops.segment_sum",
     "math.segment_mean math.unsorted_segment_mean": "jax.ops.segment_sum, divided by the counts",
     "math.unsorted_segment_sqrt_n": "jax.ops.segment_sum, divided by the roots of the counts",
     "math.zero_fraction nn.zero_fraction": "jax.numpy.mean(x == 0)",
     "math": "jax.numpy, jax.lax and jax.scipy.special",
     "nn.batch_normalization": "keras.layers.BatchNormalization, keras.ops.batch_normalization",
-    "nn.avg_pool": "keras.ops.average_pool",
-    "nn.ctc_loss": "keras.ops.ctc_loss",
-    "nn.depth_to_space": "keras.ops.depth_to_space",
-    "nn.max_pool": "keras.ops.max_pool",
-    "nn.softsign": "keras.ops.softsign",
-    "nn.space_to_depth": "keras.ops.space_to_depth",
-    "nn.conv2d_transpose": "keras.ops.conv_transpose",
-    "nn.conv1d nn.conv3d nn.convolution": "keras.ops.conv",
-    "nn.depthwise_conv2d": "keras.ops.depthwise_conv",
-    "nn.separable_conv2d": "keras.ops.separable_conv",
     "nn.crelu": "jax.nn.relu of x and -x",
     "nn.weighted_cross_entropy_with_logits": "keras.losses.BinaryCrossentropy with sample_weight",
     "nn.weighted_moments": "jax.numpy.average and its square",
-    "nn.sampled_softmax_loss": "tf.nn.sparse_softmax_cross_entropy_with_logits",
-    "nn.nce_loss": "tf.nn.sigmoid_cross_entropy_with_logits",
     "nn.embedding_lookup_sparse nn.safe_embedding_lookup_sparse": (
         "tf.nn.embedding_lookup with padded ids and a mask"
     ),
     "nn": "jax.nn and keras.ops",
-    "quantization": "keras.quantizers",
 }
 
 #: The advice, by the name after `tf.`. docs/migrating.md shows it.
-EQUIVALENTS: dict[str, str] = {
+EQUIVALENTS: dict[str, str] = _ELSEWHERE | {
     name: advice for names, advice in _ADVICE.items() for name in names.split()
 }
 

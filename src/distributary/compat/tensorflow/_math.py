@@ -1,5 +1,10 @@
-"""Operations on arrays that have another meaning or other arguments in JAX."""
+"""Operations on arrays that have another meaning or other arguments in JAX.
 
+See `Operation` for how arguments are converted.
+"""
+
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,22 +14,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary.compat.tensorflow._operations import (
-    Axes,
-    Shape,
-    TensorLike,
-    array,
-    canonical,
-    tensor,
-)
+from distributary.compat.tensorflow._operations import Axes, Shape, TensorLike, array
 from distributary.variables import ShardedVariable, Variable, embedding_lookup
 
 
 def constant(
-    value: TensorLike,
-    dtype: DTypeLike | None = None,
-    shape: Shape | None = None,
-    name: str | None = None,
+    value: TensorLike, dtype: DTypeLike | None = None, shape: Shape | None = None
 ) -> Array:
     """`tf.constant`: numbers, not strings; a single number fills `shape`."""
     made = array(value, dtype)
@@ -33,14 +28,9 @@ def constant(
     return jnp.full(shape, made.reshape(())) if made.size == 1 else made.reshape(shape)
 
 
-def cast(x: TensorLike, dtype: DTypeLike, name: str | None = None) -> Array:
+def cast(x: Array, dtype: DTypeLike) -> Array:
     """`tf.cast`."""
-    return array(x).astype(canonical(dtype))
-
-
-def fill(dims: Shape, value: TensorLike, name: str | None = None) -> Array:
-    """`tf.fill`."""
-    return jnp.full(dims, tensor(value))
+    return x.astype(dtype)
 
 
 def range_(
@@ -48,253 +38,189 @@ def range_(
     limit: ArrayLike | None = None,
     delta: ArrayLike = 1,
     dtype: DTypeLike | None = None,
-    name: str | None = None,
 ) -> Array:
     """`tf.range`."""
-    first, last = (0, start) if limit is None else (start, limit)
-    return jnp.arange(first, last, delta, canonical(dtype))
+    return jnp.arange(*((0, start) if limit is None else (start, limit)), delta, dtype)
 
 
-def shape(input: TensorLike, out_type: DTypeLike = np.int32, name: str | None = None) -> np.ndarray:
+def shape(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> np.ndarray:
     """`tf.shape`: a NumPy array, since it is known while a step is traced."""
-    return np.array(np.shape(tensor(input)), out_type)
+    return np.array(np.shape(input), out_type)
 
 
-def size(input: TensorLike, out_type: DTypeLike = np.int32, name: str | None = None) -> Any:
+def size(input: ArrayLike, out_type: np.typing.DTypeLike = np.int32) -> Any:
     """`tf.size`: a NumPy number, since it is known while a step is traced."""
-    return np.dtype(out_type).type(np.size(tensor(input)))
+    return np.dtype(out_type).type(np.size(input))
 
 
-def argmax(input: TensorLike, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
+def argmax(input: Array, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
     """`tf.argmax`: along dim 0 by default."""
-    return jnp.argmax(array(input), axis or 0).astype(canonical(output_type))
+    return jnp.argmax(input, axis or 0).astype(output_type)
 
 
-def argmin(input: TensorLike, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
+def argmin(input: Array, axis: int | None = None, output_type: DTypeLike = np.int64) -> Array:
     """`tf.argmin`: along dim 0 by default."""
-    return jnp.argmin(array(input), axis or 0).astype(canonical(output_type))
+    return jnp.argmin(input, axis or 0).astype(output_type)
 
 
-def reduce_mean(
-    input_tensor: TensorLike, axis: Axes = None, keepdims: bool = False, name: str | None = None
-) -> Array:
+def reduce_mean(input_tensor: Array, axis: Axes = None, keepdims: bool = False) -> Array:
     """`tf.reduce_mean`: keeps the dtype of the input, even for integers."""
-    values = array(input_tensor)
-    mean = jnp.mean(values, axis, keepdims=keepdims)
-    return jnp.trunc(mean).astype(values.dtype) if values.dtype.kind in "iu" else mean
+    mean, dtype = jnp.mean(input_tensor, axis, keepdims=keepdims), input_tensor.dtype
+    return jnp.trunc(mean).astype(dtype) if dtype.kind in "iu" else mean
 
 
-def add_n(inputs: Sequence[TensorLike], name: str | None = None) -> Array:
+def add_n(inputs: list[Array]) -> Array:
     """`tf.add_n`."""
-    first, *others = [array(value) for value in inputs]
-    for value in others:
-        first = first + value
-    return first
+    return functools.reduce(operator.add, inputs)
 
 
-def concat(values: Sequence[TensorLike], axis: int, name: str | None = None) -> Array:
+def concat(values: list[Array], axis: int) -> Array:
     """`tf.concat`."""
-    return jnp.concatenate([array(value) for value in values], axis)
+    return jnp.concatenate(values, axis)
 
 
-def stack(values: Sequence[TensorLike], axis: int = 0, name: str | None = None) -> Array:
-    """`tf.stack`."""
-    return jnp.stack([array(value) for value in values], axis)
-
-
-def unstack(
-    value: TensorLike, num: int | None = None, axis: int = 0, name: str | None = None
-) -> list[Array]:
+def unstack(value: Array, num: int | None = None, axis: int = 0) -> list[Array]:
     """`tf.unstack`."""
-    return list(jnp.unstack(array(value), axis=axis))
+    return list(jnp.unstack(value, axis=axis))
 
 
 def split(
-    value: TensorLike,
-    num_or_size_splits: int | Sequence[int],
-    axis: int = 0,
-    num: int | None = None,
-    name: str | None = None,
+    value: Array, num_or_size_splits: int | Sequence[int], axis: int = 0, num: int | None = None
 ) -> list[Array]:
     """`tf.split`: into a number of parts, or into parts of the given sizes."""
     sizes = np.asarray(num_or_size_splits)
-    parts = int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1]
-    return jnp.split(array(value), parts, axis)
+    return jnp.split(value, int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1], axis)
 
 
-def matmul(
-    a: TensorLike,
-    b: TensorLike,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    name: str | None = None,
-) -> Array:
+def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
     """`tf.matmul`."""
-    left, right = array(a), array(b)
-    left = left.mT if transpose_a else left
-    return left @ (right.mT if transpose_b else right)
+    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
 
 
-def einsum(equation: str, *inputs: TensorLike, name: str | None = None) -> Array:
+def einsum(equation: str, *inputs: Array) -> Array:
     """`tf.einsum`."""
-    return jnp.einsum(equation, *(array(value) for value in inputs))
+    return jnp.einsum(equation, *inputs)
 
 
 def gather(
-    params: TensorLike,
-    indices: TensorLike,
+    params: Any,
+    indices: Array,
     validate_indices: None = None,
     axis: int | None = None,
     batch_dims: int = 0,
-    name: str | None = None,
 ) -> Array:
     """`tf.gather`: reads only these rows of a variable; their gradient is `IndexedSlices`."""
     dim = batch_dims if axis is None else axis
-    ids = array(indices)
     if isinstance(params, ShardedVariable):
-        return embedding_lookup(params, ids)
+        return embedding_lookup(params, indices)
     if isinstance(params, Variable) and dim == 0:
-        return params.sparse_read(ids)
+        return params.sparse_read(indices)
 
     def take(values: Array, ids: Array) -> Array:
         return jnp.take(values, ids, axis=dim - batch_dims if dim >= 0 else dim)
 
     for _ in range(batch_dims):
         take = jax.vmap(take)
-    return take(array(params), ids)
+    return take(array(params), indices)
 
 
-def gather_nd(params: TensorLike, indices: TensorLike, name: str | None = None) -> Array:
+def gather_nd(params: Array, indices: Array) -> Array:
     """`tf.gather_nd`."""
-    return array(params)[tuple(jnp.moveaxis(array(indices), -1, 0))]
+    return params[tuple(jnp.moveaxis(indices, -1, 0))]
 
 
 def pad(
-    tensor: TensorLike,
+    tensor: Array,
     paddings: Sequence[Sequence[int]],
     mode: str = "CONSTANT",
     constant_values: ArrayLike = 0,
-    name: str | None = None,
 ) -> Array:
     """`tf.pad`."""
-    if mode.upper() == "CONSTANT":
-        return jnp.pad(array(tensor), paddings, constant_values=constant_values)
-    return jnp.pad(array(tensor), paddings, mode.lower())
+    options = {"constant_values": constant_values} if mode.upper() == "CONSTANT" else {}
+    return jnp.pad(tensor, paddings, mode.lower(), **options)
 
 
 def norm(
-    tensor: TensorLike,
-    ord: str | float = "euclidean",
-    axis: Axes = None,
-    keepdims: bool = False,
-    name: str | None = None,
+    tensor: Array, ord: str | float = "euclidean", axis: Axes = None, keepdims: bool = False
 ) -> Array:
     """`tf.norm`: over all elements by default."""
-    values = array(tensor)
-    if axis is None:
-        flat = jnp.linalg.norm(values.ravel(), None if ord == "euclidean" else ord)
-        return flat.reshape([1] * values.ndim) if keepdims else flat
-    dims = tuple(axis) if isinstance(axis, (list, tuple)) else axis
-    return jnp.linalg.norm(values, None if ord == "euclidean" else ord, dims, keepdims)
+    kind = None if ord == "euclidean" else ord
+    if axis is not None:
+        return jnp.linalg.norm(tensor, kind, axis, keepdims)
+    flat = jnp.linalg.norm(tensor.ravel(), kind)
+    return flat.reshape([1] * tensor.ndim) if keepdims else flat
 
 
-def squared_difference(x: TensorLike, y: TensorLike, name: str | None = None) -> Array:
+def squared_difference(x: Array, y: Array) -> Array:
     """`tf.math.squared_difference`."""
-    return (array(x) - array(y)) ** 2
+    return (x - y) ** 2
 
 
-def boolean_mask(
-    tensor: TensorLike, mask: ArrayLike, axis: int | None = None, name: str | None = "boolean_mask"
-) -> Array:
+def boolean_mask(tensor: Array, mask: ArrayLike, axis: int | None = None) -> Array:
     """`tf.boolean_mask`: not inside a compiled step, as the shape depends on the mask."""
-    return jnp.compress(np.ravel(mask), array(tensor), axis or 0)
+    return jnp.compress(np.ravel(mask), tensor, axis or 0)
 
 
 def count_nonzero(
-    input: TensorLike,
-    axis: Axes = None,
-    keepdims: bool = False,
-    dtype: DTypeLike = np.int64,
-    name: str | None = None,
+    input: Array, axis: Axes = None, keepdims: bool = False, dtype: DTypeLike = np.int64
 ) -> Array:
     """`tf.math.count_nonzero`."""
-    counts = jnp.count_nonzero(array(input), axis, keepdims=keepdims)
-    return counts.astype(canonical(dtype))
+    return jnp.count_nonzero(input, axis, keepdims=keepdims).astype(dtype)
 
 
-def clip_by_norm(
-    t: TensorLike, clip_norm: ArrayLike, axes: Axes = None, name: str | None = None
-) -> Array:
+def clip_by_norm(t: Array, clip_norm: ArrayLike, axes: Axes = None) -> Array:
     """`tf.clip_by_norm`."""
-    values = array(t)
-    norm = jnp.sqrt(jnp.sum(values**2, axes, keepdims=True))
-    return values * clip_norm / jnp.maximum(norm, clip_norm)
+    norm = jnp.sqrt(jnp.sum(t**2, axes, keepdims=True))
+    return t * clip_norm / jnp.maximum(norm, clip_norm)
 
 
-def global_norm(t_list: Sequence[TensorLike], name: str | None = None) -> Array:
+def global_norm(t_list: list[Array | None]) -> Array:
     """`tf.linalg.global_norm`; ignores None."""
-    return jnp.sqrt(sum(jnp.sum(array(t) ** 2) for t in t_list if t is not None))
+    return jnp.sqrt(sum(jnp.sum(t**2) for t in t_list if t is not None))
 
 
 def clip_by_global_norm(
-    t_list: Sequence[TensorLike],
-    clip_norm: ArrayLike,
-    use_norm: ArrayLike | None = None,
-    name: str | None = None,
-) -> tuple[list[Array], Array]:
+    t_list: list[Array | None], clip_norm: ArrayLike, use_norm: ArrayLike | None = None
+) -> tuple[list[Array | None], Array]:
     """`tf.clip_by_global_norm`: the arrays and their norm; None stays None."""
     norm = global_norm(t_list) if use_norm is None else array(use_norm)
     scale = clip_norm / jnp.maximum(norm, clip_norm)
-    return [None if t is None else array(t) * scale for t in t_list], norm
+    return [None if t is None else t * scale for t in t_list], norm
 
 
 def top_k(
-    input: TensorLike,
-    k: int = 1,
-    sorted: bool = True,
-    index_type: DTypeLike = np.int32,
-    name: str | None = None,
-) -> Any:
+    input: Array, k: int = 1, sorted: bool = True, index_type: DTypeLike = np.int32
+) -> tuple[Array, Array]:
     """`tf.math.top_k`: values and indices."""
-    values, indices = jax.lax.top_k(array(input), k)
-    return values, indices.astype(canonical(index_type))
+    values, indices = jax.lax.top_k(input, k)
+    return values, indices.astype(index_type)
 
 
-def in_top_k(
-    targets: TensorLike, predictions: TensorLike, k: int, name: str | None = None
-) -> Array:
+def in_top_k(targets: Array, predictions: Array, k: int) -> Array:
     """`tf.math.in_top_k`."""
-    scores = array(predictions)
-    own = jnp.take_along_axis(scores, array(targets)[:, None], axis=1)
-    return jnp.sum(scores > own, axis=1) < k
+    own = jnp.take_along_axis(predictions, targets[:, None], axis=1)
+    return jnp.sum(predictions > own, axis=1) < k
 
 
-def l2_normalize(
-    x: TensorLike, axis: Axes = None, epsilon: float = 1e-12, name: str | None = None
-) -> Array:
+def l2_normalize(x: Array, axis: Axes = None, epsilon: float = 1e-12) -> Array:
     """`tf.math.l2_normalize`."""
-    values = array(x)
-    square = jnp.sum(values**2, axis, keepdims=True)
-    return values * jax.lax.rsqrt(jnp.maximum(square, epsilon))
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x**2, axis, keepdims=True), epsilon))
 
 
-def divide_no_nan(x: TensorLike, y: TensorLike, name: str | None = None) -> Array:
+def divide_no_nan(x: Array, y: Array) -> Array:
     """`tf.math.divide_no_nan`: 0 where `y` is 0."""
-    divisor = array(y)
-    return jnp.where(divisor == 0, 0, array(x) / jnp.where(divisor == 0, 1, divisor))
+    return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
 
 
 def confusion_matrix(
-    labels: TensorLike,
-    predictions: TensorLike,
+    labels: Array,
+    predictions: Array,
     num_classes: int | None = None,
     weights: TensorLike | None = None,
     dtype: DTypeLike = np.int32,
-    name: str | None = None,
 ) -> Array:
     """`tf.math.confusion_matrix`; without `num_classes`, not inside a compiled step."""
-    rows, columns = array(labels), array(predictions)
     if num_classes is None:
-        num_classes = int(max(rows.max(), columns.max())) + 1
-    counts = jnp.zeros((num_classes, num_classes), canonical(dtype))
-    return counts.at[rows, columns].add(1 if weights is None else array(weights, dtype))
+        num_classes = int(max(labels.max(), predictions.max())) + 1
+    counts = jnp.zeros((num_classes, num_classes), dtype)
+    return counts.at[labels, predictions].add(1 if weights is None else array(weights, dtype))

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from distributary.compat.tensorflow._equivalents import equivalent
-from distributary.compat.tensorflow._resolving import resolve
+from distributary.compat.tensorflow._operations import resolve
 from distributary.compat.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS
 
 _ROOT = "distributary.compat.tensorflow"

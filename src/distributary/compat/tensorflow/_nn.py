@@ -1,18 +1,19 @@
-"""The losses and layers of `tf.nn`."""
+"""The losses and layers of `tf.nn`; see `Operation` for how arguments are converted."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from distributary.compat.tensorflow._operations import Shape, TensorLike, array
+from distributary.compat.tensorflow._operations import Axes, Shape, TensorLike, array, resolve
 from distributary.compat.tensorflow._random import seed_of
-from distributary.compat.tensorflow._resolving import resolve
-from distributary.context import get_replica_context
+from distributary.context import ReplicaContext, get_replica_context
 from distributary.errors import ContextError, InvalidValueError
 from distributary.tracing import current_scope
+
+Sizes: TypeAlias = int | Sequence[int]
 
 
 def compute_average_loss(
@@ -64,7 +65,7 @@ def scale_regularization_loss(regularization_loss: TensorLike) -> Array:
     return jnp.sum(array(regularization_loss)) / context.num_replicas_in_sync
 
 
-def _replica_context(name: str) -> Any:
+def _replica_context(name: str) -> ReplicaContext:
     context = get_replica_context()
     if context is None:
         raise ContextError(
@@ -74,82 +75,62 @@ def _replica_context(name: str) -> Any:
     return context
 
 
-def softmax_cross_entropy_with_logits(
-    labels: TensorLike, logits: TensorLike, axis: int = -1, name: str | None = None
-) -> Array:
+def softmax_cross_entropy_with_logits(labels: Array, logits: Array, axis: int = -1) -> Array:
     """`tf.nn.softmax_cross_entropy_with_logits`: labels are distributions."""
-    return -jnp.sum(array(labels) * jax.nn.log_softmax(array(logits), axis), axis)
+    return -jnp.sum(labels * jax.nn.log_softmax(logits, axis), axis)
 
 
-def sparse_softmax_cross_entropy_with_logits(
-    labels: TensorLike, logits: TensorLike, name: str | None = None
-) -> Array:
+def sparse_softmax_cross_entropy_with_logits(labels: Array, logits: Array) -> Array:
     """`tf.nn.sparse_softmax_cross_entropy_with_logits`; NaN for a label that is not a class."""
-    log_probabilities = jax.nn.log_softmax(array(logits))
-    ids = array(labels)[..., None]
-    return -jnp.take_along_axis(log_probabilities, ids, axis=-1, mode="fill")[..., 0]
+    ids = labels[..., None]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1, mode="fill")[..., 0]
 
 
-def sigmoid_cross_entropy_with_logits(
-    labels: Any = None, logits: Any = None, name: str | None = None
-) -> Array:
+def sigmoid_cross_entropy_with_logits(labels: Any = None, logits: Any = None) -> Array:
     """`tf.nn.sigmoid_cross_entropy_with_logits`."""
     scores = array(logits)
     return jax.nn.softplus(scores) - scores * array(labels, scores.dtype)
 
 
-def l2_loss(t: TensorLike, name: str | None = None) -> Array:
+def l2_loss(t: Array) -> Array:
     """`tf.nn.l2_loss`: half the sum of squares."""
-    return jnp.sum(array(t) ** 2) / 2
+    return jnp.sum(t**2) / 2
 
 
 def moments(
-    x: TensorLike,
-    axes: int | Sequence[int],
-    shift: TensorLike | None = None,
-    keepdims: bool = False,
-    name: str | None = None,
+    x: Array, axes: Axes, shift: TensorLike | None = None, keepdims: bool = False
 ) -> tuple[Array, Array]:
     """`tf.nn.moments`: mean and variance."""
-    values, dims = array(x), axes if isinstance(axes, int) else tuple(axes)
-    return jnp.mean(values, dims, keepdims=keepdims), jnp.var(values, dims, keepdims=keepdims)
+    return jnp.mean(x, axes, keepdims=keepdims), jnp.var(x, axes, keepdims=keepdims)
 
 
-def bias_add(
-    value: TensorLike, bias: TensorLike, data_format: str | None = None, name: str | None = None
-) -> Array:
+def bias_add(value: Array, bias: Array, data_format: str | None = None) -> Array:
     """`tf.nn.bias_add`."""
-    values, own = array(value), array(bias)
     if data_format is not None and data_format.startswith("NC"):
-        own = own.reshape(-1, *[1] * (values.ndim - 2))
-    return values + own
+        bias = bias.reshape(-1, *[1] * (value.ndim - 2))
+    return value + bias
 
 
 def dropout(
-    x: TensorLike,
-    rate: float,
-    noise_shape: Shape | None = None,
-    seed: int | None = None,
-    name: str | None = None,
+    x: Array, rate: float, noise_shape: Shape | None = None, seed: int | None = None
 ) -> Array:
     """`tf.nn.dropout`: different random numbers in every step and on every replica."""
-    drop = resolve("keras.random.dropout")
-    return drop(array(x), rate, None if noise_shape is None else tuple(noise_shape), seed_of(seed))
+    sizes = None if noise_shape is None else tuple(noise_shape)
+    return resolve("keras.random.dropout")(x, rate, sizes, seed_of(seed))
 
 
 def conv2d(
-    input: TensorLike,
-    filters: TensorLike,
-    strides: int | Sequence[int],
+    input: Array,
+    filters: Array,
+    strides: Sizes,
     padding: str,
     data_format: str = "NHWC",
-    dilations: int | Sequence[int] | None = None,
-    name: str | None = None,
+    dilations: Sizes | None = None,
 ) -> Array:
     """`tf.nn.conv2d`."""
     return resolve("keras.ops.conv")(
-        array(input),
-        array(filters),
+        input,
+        filters,
         strides=_of_space(strides, data_format),
         padding=padding.lower(),
         data_format=_KERAS_FORMATS[data_format],
@@ -157,51 +138,27 @@ def conv2d(
     )
 
 
-def max_pool2d(
-    input: TensorLike,
-    ksize: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str = "NHWC",
-    name: str | None = None,
-) -> Array:
-    """`tf.nn.max_pool2d`."""
-    return _pool("max_pool", input, ksize, strides, padding, data_format)
+def _pool(name: str) -> Callable[..., Array]:
+    def pool(
+        input: Array, ksize: Sizes, strides: Sizes, padding: str, data_format: str = "NHWC"
+    ) -> Array:
+        return resolve(f"keras.ops.{name}")(
+            input,
+            _of_space(ksize, data_format),
+            _of_space(strides, data_format),
+            padding.lower(),
+            _KERAS_FORMATS[data_format],
+        )
+
+    pool.__doc__ = f"`keras.ops.{name}` of images."
+    return pool
 
 
-def avg_pool2d(
-    input: TensorLike,
-    ksize: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str = "NHWC",
-    name: str | None = None,
-) -> Array:
-    """`tf.nn.avg_pool2d`."""
-    return _pool("average_pool", input, ksize, strides, padding, data_format)
-
-
+max_pool2d, avg_pool2d = _pool("max_pool"), _pool("average_pool")
 _KERAS_FORMATS = {"NHWC": "channels_last", "NCHW": "channels_first"}
 
 
-def _pool(
-    name: str,
-    input: TensorLike,
-    ksize: int | Sequence[int],
-    strides: int | Sequence[int],
-    padding: str,
-    data_format: str,
-) -> Array:
-    return resolve(f"keras.ops.{name}")(
-        array(input),
-        _of_space(ksize, data_format),
-        _of_space(strides, data_format),
-        padding.lower(),
-        _KERAS_FORMATS[data_format],
-    )
-
-
-def _of_space(sizes: int | Sequence[int], data_format: str) -> tuple[int, int]:
+def _of_space(sizes: Sizes, data_format: str) -> tuple[int, int]:
     """Returns height and width, for which TensorFlow accepts 1, 2 or 4 numbers."""
     numbers = [sizes] if isinstance(sizes, int) else list(sizes)
     if len(numbers) == 4:

@@ -1,6 +1,8 @@
-"""Operations that a table defines, by mapping TensorFlow's arguments to another function's."""
+"""Operations: functions with TensorFlow's arguments, which call other functions."""
 
 import ast
+import functools
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from typing import Any, Protocol, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from distributary.compat.tensorflow._resolving import resolve
+from distributary.keras_bridge import import_keras
 
 
 class _Variable(Protocol):
@@ -23,11 +26,32 @@ class _Variable(Protocol):
 TensorLike: TypeAlias = ArrayLike | _Variable | Sequence[Any]
 """A value that TensorFlow would convert to a tensor."""
 
-Axes: TypeAlias = int | Sequence[int] | None
+Axes: TypeAlias = int | tuple[int, ...] | None
 """Numbers of dims; all of them by default."""
 
-Shape: TypeAlias = Sequence[int] | np.ndarray
+Shape: TypeAlias = tuple[int, ...] | np.ndarray
 """Sizes of dims; an array is what `tf.shape` returns."""
+
+
+@functools.cache
+def resolve(path: str) -> Any:
+    """Returns the object with a full name such as `"jax.numpy.sum"`.
+
+    The first name of Keras imports it, to run on JAX.
+
+    Raises:
+        AttributeError: if the module has no such name.
+        MissingPackageError: if the name is one of Keras and Keras is not installed.
+    """
+    top, *names = path.split(".")
+    found = import_keras() if top == "keras" else importlib.import_module(top)
+    module = top
+    for name in names:
+        if not hasattr(found, name):
+            importlib.import_module(f"{module}.{name}")
+        found = getattr(found, name)
+        module = f"{module}.{name}"
+    return found
 
 
 @final
@@ -37,64 +61,78 @@ class Operation:
 
     Args:
         target: Full name of the function to call.
-        tensors: Names of the arguments that are arrays, in order. They are passed by position.
-        options: Names of the other arguments, with TensorFlow's defaults, such as
-            `"axis=0 keepdims=False"`. They are passed by name. A name after a colon is the name in
-            the other function: `"alpha=0.2:negative_slope"`.
+        arguments: Names of the arguments that are arrays, which are passed by position, and after a
+            semicolon the other arguments, with TensorFlow's defaults, which are passed by name:
+            `"input_tensor;axis=None,keepdims=False"`. A name after a colon is the name in the other
+            function: `"features;alpha=0.2:negative_slope"`. "" if the function has TensorFlow's
+            arguments, but for `name`. The annotations in its signature then say how they are
+            converted, see `_CONVERSIONS`.
     """
 
     target: str
-    tensors: str
-    options: str = ""
+    arguments: str = ""
 
     def function(self, name: str) -> Callable[..., Any]:
         """Returns the function, with TensorFlow's name and arguments."""
-        tensors = self.tensors.split()
-        options = [_Option.parse(option) for option in self.options.split()]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if self.arguments:
+            call, parameters = self._call_by_other_names()
+            text = f"`{name}`, computed by `{self.target}`."
+        else:
+            call = resolve(self.target)
+            parameters = list(inspect.signature(call).parameters.values())
+            text = call.__doc__
+        has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+        shown = [p.replace(annotation=p.empty) for p in parameters]
         signature = inspect.Signature(
-            [
-                *(inspect.Parameter(tensor, kind) for tensor in tensors),
-                *(inspect.Parameter(o.name, kind, default=o.default) for o in options),
-                inspect.Parameter("name", kind, default=None),
-            ]
+            [*shown, _parameter("name=None", inspect.Parameter.empty, has_rest)]
         )
 
-        def operation(*args: Any, **kwargs: Any) -> jax.Array:
+        def operation(*args: Any, **kwargs: Any) -> Any:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{name}{signature}: {error}") from None
             bound.apply_defaults()
             given = bound.arguments
-            passed = {o.passed_as: _option(given[o.name]) for o in options}
-            if "dtype" in passed:
-                passed["dtype"] = canonical(passed["dtype"])
-            return resolve(self.target)(*(tensor(given[t]) for t in tensors), **passed)
+            del given["name"]
+            for p in parameters:
+                convert, value = _CONVERSIONS.get(p.annotation, _option), given[p.name]
+                is_rest = p.kind is p.VAR_POSITIONAL
+                given[p.name] = tuple(map(convert, value)) if is_rest else convert(value)
+            return call(*bound.args, **bound.kwargs)
 
         operation.__name__ = operation.__qualname__ = name.rpartition(".")[2]
-        operation.__doc__ = f"`{name}`, computed by `{self.target}`."
+        operation.__doc__ = text
         operation.__signature__ = signature  # type: ignore[attr-defined]
         return operation
 
+    def _call_by_other_names(self) -> tuple[Callable[..., Any], list[inspect.Parameter]]:
+        """Returns a call of the target, and the parameters for TensorFlow's arguments."""
+        tensors, _, options = self.arguments.partition(";")
+        parameters = [_parameter(tensor, TensorLike) for tensor in tensors.split(",") if tensor]
+        num_tensors, passed_as = len(parameters), []
+        for option in options.split(",") if options else ():
+            text, _, other = option.partition(":")
+            own = _parameter(text, DTypeLike if text.startswith("dtype") else object)
+            parameters.append(own)
+            passed_as.append(other or own.name)
 
-@final
-@dataclass(frozen=True)
-class _Option:
-    name: str
-    default: Any
-    passed_as: str
+        def call(*given: Any) -> Any:
+            named = zip(passed_as, given[num_tensors:], strict=True)
+            return resolve(self.target)(*given[:num_tensors], **dict(named))
 
-    @classmethod
-    def parse(cls, text: str) -> "_Option":
-        text, _, passed_as = text.partition(":")
-        name, _, default = text.partition("=")
-        return cls(name, _literal(default), passed_as or name)
+        return call, parameters
 
 
-def _literal(text: str) -> Any:
-    """Returns the default written in a table. An argument without a default is required."""
-    return ast.literal_eval(text) if text else inspect.Parameter.empty
+def _parameter(text: str, annotation: object, only_by_name: bool = False) -> inspect.Parameter:
+    """Returns a parameter written as in a table. Without a default, the argument is required."""
+    name, _, default = text.partition("=")
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY if only_by_name else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=ast.literal_eval(default) if default else inspect.Parameter.empty,
+        annotation=annotation,
+    )
 
 
 def tensor(value: TensorLike) -> Any:
@@ -119,6 +157,10 @@ def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:
     return jnp.asarray(tensor(value), canonical(dtype))
 
 
+def _arrays(values: Sequence[TensorLike | None]) -> list[jax.Array | None]:
+    return [None if value is None else array(value) for value in values]
+
+
 def _option(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else plain(value)
 
@@ -126,3 +168,16 @@ def _option(value: object) -> Any:
 def canonical(dtype: DTypeLike | None) -> Any:
     """Returns a dtype in the width that JAX uses: 32 bits unless `jax_enable_x64` is set."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+
+
+# Conversions of arguments by the annotation of the parameter; `_option` for all others.
+_CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
+    Any: lambda value: value,
+    Array: array,
+    ArrayLike: tensor,
+    TensorLike: tensor,
+    list[Array]: _arrays,
+    list[Array | None]: _arrays,
+    DTypeLike: canonical,
+    DTypeLike | None: canonical,
+}

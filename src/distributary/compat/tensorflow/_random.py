@@ -1,4 +1,7 @@
-"""Random numbers that differ in every call, step and replica, and repeat with the same seed."""
+"""Random numbers that differ in every call, step and replica, and repeat with the same seed.
+
+See `Operation` for how arguments are converted.
+"""
 
 import random
 import weakref
@@ -10,8 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from distributary.compat.tensorflow._operations import Shape, TensorLike, array, canonical
-from distributary.compat.tensorflow._resolving import resolve
+from distributary.compat.tensorflow._operations import Shape, resolve
 from distributary.context import get_strategy
 from distributary.errors import ContextError, InvalidValueError
 from distributary.topology import inside_jax_trace
@@ -64,7 +66,6 @@ def normal(
     stddev: Array | float = 1.0,
     dtype: DTypeLike = np.float32,
     seed: int | None = None,
-    name: str | None = None,
 ) -> Array:
     """`tf.random.normal`."""
     return _drawn("normal", shape, dtype, seed) * stddev + mean
@@ -76,7 +77,6 @@ def truncated_normal(
     stddev: Array | float = 1.0,
     dtype: DTypeLike = np.float32,
     seed: int | None = None,
-    name: str | None = None,
 ) -> Array:
     """`tf.random.truncated_normal`."""
     return _drawn("truncated_normal", shape, dtype, seed) * stddev + mean
@@ -88,80 +88,66 @@ def uniform(
     maxval: Array | float | None = None,
     dtype: DTypeLike = np.float32,
     seed: int | None = None,
-    name: str | None = None,
 ) -> Array:
     """`tf.random.uniform`: from `minval` up to but excluding `maxval`; integers need `maxval`."""
     if _is_integer(dtype, maxval):
         draw = resolve("keras.random.randint")
-        return draw(tuple(shape), minval, maxval, _name(dtype), seed_of(seed))
+        return draw(tuple(shape), minval, maxval, str(dtype), seed_of(seed))
     drawn = _drawn("uniform", shape, dtype, seed)
     return drawn * ((1 if maxval is None else maxval) - minval) + minval
 
 
-def shuffle(value: TensorLike, seed: int | None = None, name: str | None = None) -> Array:
+def shuffle(value: Array, seed: int | None = None) -> Array:
     """`tf.random.shuffle`: along dim 0."""
-    return resolve("keras.random.shuffle")(array(value), 0, seed_of(seed))
+    return resolve("keras.random.shuffle")(value, 0, seed_of(seed))
 
 
 def categorical(
-    logits: TensorLike,
-    num_samples: int,
-    dtype: DTypeLike = np.int64,
-    seed: int | None = None,
-    name: str | None = None,
+    logits: Array, num_samples: int, dtype: DTypeLike = np.int64, seed: int | None = None
 ) -> Array:
     """`tf.random.categorical`."""
-    draw = resolve("keras.random.categorical")
-    return draw(array(logits), num_samples, _name(dtype), seed_of(seed))
+    return resolve("keras.random.categorical")(logits, num_samples, str(dtype), seed_of(seed))
 
 
 def stateless_normal(
     shape: Shape,
-    seed: TensorLike,
+    seed: Array,
     mean: Array | float = 0.0,
     stddev: Array | float = 1.0,
     dtype: DTypeLike = np.float32,
-    name: str | None = None,
 ) -> Array:
     """`tf.random.stateless_normal`: the same numbers for the same `seed` of two integers."""
-    return jax.random.normal(_key(seed), tuple(shape), canonical(dtype)) * stddev + mean
+    return jax.random.normal(_key(seed), tuple(shape), dtype) * stddev + mean
 
 
 def stateless_uniform(
     shape: Shape,
-    seed: TensorLike,
+    seed: Array,
     minval: Array | float = 0,
     maxval: Array | float | None = None,
     dtype: DTypeLike = np.float32,
-    name: str | None = None,
 ) -> Array:
     """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
-    key, kind = _key(seed), canonical(dtype)
-    if _is_integer(kind, maxval):
+    if _is_integer(dtype, maxval):
         assert maxval is not None
-        return jax.random.randint(key, tuple(shape), minval, maxval, kind)
+        return jax.random.randint(_key(seed), tuple(shape), minval, maxval, dtype)
     last = 1 if maxval is None else maxval
-    return jax.random.uniform(key, tuple(shape), kind, minval, last)
+    return jax.random.uniform(_key(seed), tuple(shape), dtype, minval, last)
 
 
-def _is_integer(dtype: DTypeLike, maxval: Any) -> bool:
+def _is_integer(dtype: DTypeLike, maxval: Array | float | None) -> bool:
     """Returns whether to draw integers, which need a `maxval`."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if is_integer and maxval is None:
-        name = jnp.dtype(dtype).name
-        raise InvalidValueError(f"tf.random: maxval is None, expected a number for {name}.")
+        raise InvalidValueError(f"tf.random: maxval is None, expected a number for {dtype}.")
     return is_integer
 
 
 def _drawn(name: str, shape: Shape, dtype: DTypeLike, seed: int | None) -> Array:
     draw = resolve(f"keras.random.{name}")
-    return draw(tuple(shape), dtype=_name(dtype), seed=seed_of(seed))
+    return draw(tuple(shape), dtype=str(dtype), seed=seed_of(seed))
 
 
-def _name(dtype: DTypeLike) -> str:
-    return str(canonical(dtype))
-
-
-def _key(seed: TensorLike) -> Array:
-    first, second = array(seed)
+def _key(seed: Array) -> Array:
+    first, second = seed
     return jax.random.fold_in(jax.random.key(first), second)

@@ -3,248 +3,186 @@
 Keys are the names after `tf.`. A table of docs/migrating.md is made from these.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from distributary.compat.tensorflow._operations import Operation
 
-_DISTRIBUTE = (
-    "CrossDeviceOps DistributedDataset DistributedIterator DistributedValues"
-    " HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode MirroredStrategy"
-    " MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy ParameterServerStrategy ReduceOp"
-    " ReductionToOneDevice ReplicaContext RunOptions Server Strategy StrategyExtended TPUStrategy"
-    " experimental_set_strategy get_replica_context get_strategy has_strategy"
-    " in_cross_replica_context"
-)
-_DISTRIBUTE_EXPERIMENTAL = (
-    "CentralStorageStrategy CommunicationImplementation CommunicationOptions"
-    " MultiWorkerMirroredStrategy ParameterServerStrategy PreemptionCheckpointHandler TPUStrategy"
-    " TerminationConfig ValueContext"
-)
-_COORDINATOR = (
-    "ClusterCoordinator PerWorkerValues RemoteValue experimental_get_current_worker_index"
-)
-_PARTITIONERS = "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner"
-_CLUSTER_RESOLVER = (
-    "ClusterResolver GCEClusterResolver KubernetesClusterResolver KubernetesExecutableLocation"
-    " SimpleClusterResolver SlurmClusterResolver TFConfigClusterResolver TPUClusterResolver"
-    " UnionResolver"
-)
-_DATA = (
-    "AUTOTUNE Dataset INFINITE_CARDINALITY Options TFRecordDataset TextLineDataset"
-    " UNKNOWN_CARDINALITY"
-)
-_TPU_EXPERIMENTAL = (
-    "DeviceAssignment DeviceOrderMode TPUSystemMetadata Topology initialize_tpu_system"
-    " shutdown_tpu_system"
-)
+
+def read_table(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yields names after `tf.`, the full names of their objects, and the arguments of functions.
+
+    Args:
+        text: Words. One that ends with a dot is the beginning of the names that follow; a dot alone
+            for none. One that ends with a colon is the module of their objects, with arguments in
+            parentheses if they have any. Then come the names; if an object has another name in its
+            module, that follows after a colon: `math. jax.numpy(x,y): mod truediv:true_divide`.
+    """
+    space = module = arguments = ""
+    for word in text.split():
+        if word.endswith("."):
+            space = "" if word == "." else word
+        elif word.endswith(":"):
+            module, _, arguments = word[:-1].removesuffix(")").partition("(")
+        else:
+            name, _, other = word.partition(":")
+            yield f"{space}{name}", f"{module}.{other or name}", arguments
 
 
-def _same(names: str, here: str, there: str) -> dict[str, str]:
-    return {f"{here}{name}": f"{there}.{name}" for name in names.split()}
+def targets_of(text: str) -> dict[str, str]:
+    """Returns the full names of the objects of a table."""
+    return {name: target for name, target, _ in read_table(text)}
 
 
-_COMPAT = "distributary.compat.tensorflow"
-_MATH = f"{_COMPAT}._math"
-_NN = f"{_COMPAT}._nn"
-_PROGRAMS = f"{_COMPAT}._programs"
-_CONFIG = f"{_COMPAT}._config"
+_OWN = "distributary.compat.tensorflow"
 
 #: The full names of the objects.
 TARGETS: dict[str, str] = {
-    **_same(_DISTRIBUTE, "distribute.", "distributary"),
-    **_same(_DISTRIBUTE_EXPERIMENTAL, "distribute.experimental.", "distributary.experimental"),
-    "distribute.experimental.CollectiveCommunication": (
-        "distributary.experimental.CommunicationImplementation"
-    ),
-    **_same(_COORDINATOR, "distribute.experimental.coordinator.", "distributary.coordinator"),
-    **_same(_COORDINATOR, "distribute.coordinator.", "distributary.coordinator"),
-    "distribute.coordinator.PerWorkerValue": "distributary.coordinator.PerWorkerValue",
-    **_same(
-        _PARTITIONERS,
-        "distribute.experimental.partitioners.",
-        "distributary.experimental.partitioners",
-    ),
-    **_same(_CLUSTER_RESOLVER, "distribute.cluster_resolver.", "distributary.cluster_resolver"),
-    "types.experimental.distributed.Mirrored": "distributary.Mirrored",
-    "types.experimental.distributed.PerReplica": "distributary.PerReplica",
-    # State, programs and gradients.
-    **_same(
-        "GradientTape IndexedSlices UnconnectedGradients Variable VariableAggregation"
-        " VariableSynchronization",
-        "",
-        "distributary",
-    ),
-    "DType": "numpy.dtype",
-    "Tensor": "jax.Array",
-    "as_dtype": "numpy.dtype",
-    "dtypes.DType": "numpy.dtype",
-    "dtypes.as_dtype": "numpy.dtype",
-    "dtypes.cast": f"{_MATH}.cast",
-    "TensorSpec": "distributary.data.TensorSpec",
-    "function": f"{_PROGRAMS}.function",
-    "cond": f"{_PROGRAMS}.cond",
-    "while_loop": f"{_PROGRAMS}.while_loop",
-    "executing_eagerly": f"{_PROGRAMS}.executing_eagerly",
-    "get_logger": f"{_PROGRAMS}.get_logger",
-    "is_tensor": f"{_PROGRAMS}.is_tensor",
-    "print": f"{_PROGRAMS}.print_",
-    **_same("flatten map_structure pack_sequence_as", "nest.", _PROGRAMS),
-    # Keras 3.
     "keras": "keras",
-    "initializers": "keras.initializers",
-    "losses": "keras.losses",
-    "metrics": "keras.metrics",
-    "optimizers": "keras.optimizers",
-    # Input.
-    **_same(_DATA, "data.", "distributary.data"),
-    "data.Iterator": "distributary.data.DatasetIterator",
-    "data.experimental.AUTOTUNE": "distributary.data.AUTOTUNE",
-    "data.experimental.AutoShardPolicy": "distributary.data.AutoShardPolicy",
-    "data.experimental.DistributeOptions": "distributary.data.DistributeOptions",
-    "data.experimental.INFINITE_CARDINALITY": "distributary.data.INFINITE_CARDINALITY",
-    "data.experimental.SHARD_HINT": "distributary.data.SHARD_HINT",
-    "data.experimental.UNKNOWN_CARDINALITY": "distributary.data.UNKNOWN_CARDINALITY",
-    "experimental.Optional": "distributary.experimental.Optional",
-    # Saving.
-    **_same("Checkpoint CheckpointManager latest_checkpoint", "train.", "distributary.checkpoint"),
-    "train.ClusterSpec": "distributary.cluster_resolver.ClusterSpec",
-    # Devices.
-    **_same(
-        "LogicalDevice LogicalDeviceConfiguration PhysicalDevice list_logical_devices"
-        " list_physical_devices set_logical_device_configuration set_visible_devices",
-        "config.",
-        _CONFIG,
-    ),
-    "config.experimental.set_memory_growth": f"{_CONFIG}.set_memory_growth",
-    "config.experimental_connect_to_cluster": "distributary.config.experimental_connect_to_cluster",
-    "tpu.XLAOptions": "distributary.tpu.XLAOptions",
-    **_same(_TPU_EXPERIMENTAL, "tpu.experimental.", "distributary.tpu.experimental"),
-    # Errors that distributary raises in their place.
-    "errors.CancelledError": "distributary.errors.CancelledError",
-    "errors.OutOfRangeError": "distributary.errors.OutOfRangeError",
-    "errors.UnavailableError": "distributary.errors.UnavailableError",
-    "errors.UnimplementedError": "distributary.errors.UnsupportedError",
-    # Arrays and mathematics.
-    **_same(
-        "add_n argmax argmin boolean_mask cast clip_by_global_norm clip_by_norm concat constant"
-        " einsum fill gather gather_nd matmul norm pad reduce_mean shape size split stack unstack",
-        "",
-        _MATH,
-    ),
-    "range": f"{_MATH}.range_",
-    **_same(
-        "add_n argmax argmin confusion_matrix count_nonzero divide_no_nan in_top_k l2_normalize"
-        " reduce_mean squared_difference top_k",
-        "math.",
-        _MATH,
-    ),
-    **_same("einsum global_norm matmul norm", "linalg.", _MATH),
-    **_same(
-        "avg_pool2d bias_add compute_average_loss conv2d dropout l2_loss max_pool2d moments"
-        " scale_regularization_loss sigmoid_cross_entropy_with_logits"
-        " softmax_cross_entropy_with_logits sparse_softmax_cross_entropy_with_logits",
-        "nn.",
-        _NN,
-    ),
-    **_same("in_top_k l2_normalize top_k", "nn.", _MATH),
-    "nn.embedding_lookup": "distributary.embedding_lookup",
-    **_same(
-        "categorical normal set_seed shuffle stateless_normal stateless_uniform truncated_normal"
-        " uniform",
-        "random.",
-        f"{_COMPAT}._random",
+    **targets_of(
+        f"""
+        distribute. distributary:
+            CrossDeviceOps DistributedDataset DistributedIterator DistributedValues
+            HierarchicalCopyAllReduce InputContext InputOptions InputReplicationMode
+            MirroredStrategy MultiWorkerMirroredStrategy NcclAllReduce OneDeviceStrategy
+            ParameterServerStrategy ReduceOp ReductionToOneDevice ReplicaContext RunOptions Server
+            Strategy StrategyExtended TPUStrategy experimental_set_strategy get_replica_context
+            get_strategy has_strategy in_cross_replica_context
+        distribute.experimental. distributary.experimental:
+            CentralStorageStrategy CollectiveCommunication:CommunicationImplementation
+            CommunicationImplementation CommunicationOptions MultiWorkerMirroredStrategy
+            ParameterServerStrategy PreemptionCheckpointHandler TPUStrategy TerminationConfig
+            ValueContext
+        distribute.experimental.coordinator. distributary.coordinator:
+            ClusterCoordinator PerWorkerValues RemoteValue experimental_get_current_worker_index
+        distribute.coordinator.
+            ClusterCoordinator PerWorkerValue PerWorkerValues RemoteValue
+            experimental_get_current_worker_index
+        distribute.experimental.partitioners. distributary.experimental.partitioners:
+            FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner Partitioner
+        distribute.cluster_resolver. distributary.cluster_resolver:
+            ClusterResolver GCEClusterResolver KubernetesClusterResolver
+            KubernetesExecutableLocation SimpleClusterResolver SlurmClusterResolver
+            TFConfigClusterResolver TPUClusterResolver UnionResolver
+        types.experimental.distributed. distributary: Mirrored PerReplica
+
+        . distributary:
+            GradientTape IndexedSlices UnconnectedGradients Variable VariableAggregation
+            VariableSynchronization
+        . numpy: DType:dtype as_dtype:dtype dtypes.DType:dtype dtypes.as_dtype:dtype
+        . jax: Tensor:Array
+        . distributary.data: TensorSpec
+        . {_OWN}._programs:
+            cond executing_eagerly function get_logger is_tensor print:print_ while_loop
+        nest. {_OWN}._programs: flatten map_structure pack_sequence_as
+        . keras: initializers losses metrics optimizers
+
+        data. distributary.data:
+            AUTOTUNE Dataset INFINITE_CARDINALITY Iterator:DatasetIterator Options TFRecordDataset
+            TextLineDataset UNKNOWN_CARDINALITY
+        data.experimental.
+            AUTOTUNE AutoShardPolicy DistributeOptions INFINITE_CARDINALITY SHARD_HINT
+            UNKNOWN_CARDINALITY
+        experimental. distributary.experimental: Optional
+        train. distributary.checkpoint: Checkpoint CheckpointManager latest_checkpoint
+        train. distributary.cluster_resolver: ClusterSpec
+
+        config. {_OWN}._config:
+            LogicalDevice LogicalDeviceConfiguration PhysicalDevice list_logical_devices
+            list_physical_devices set_logical_device_configuration set_visible_devices
+            experimental.set_memory_growth:set_memory_growth
+        config. distributary.config: experimental_connect_to_cluster
+        tpu. distributary.tpu: XLAOptions
+        tpu.experimental. distributary.tpu.experimental:
+            DeviceAssignment DeviceOrderMode TPUSystemMetadata Topology initialize_tpu_system
+            shutdown_tpu_system
+        errors. distributary.errors:
+            CancelledError OutOfRangeError UnavailableError UnimplementedError:UnsupportedError
+
+        nn. {_OWN}._nn: compute_average_loss scale_regularization_loss
+        nn. distributary: embedding_lookup
+        random. {_OWN}._random: set_seed
+        """
     ),
 }
 
-
-def _operations(module: str, tensors: str, names: str, options: str = "") -> dict[str, Operation]:
-    """Returns operations with alike arguments; a name may be followed by that in the module."""
-    pairs = (name.partition(":") for name in names.split())
-    return {
-        name: Operation(f"{module}.{target or name}", tensors, options) for name, _, target in pairs
-    }
-
-
-_REDUCE = "axis=None keepdims=False"
 # Operations with a name both in `tf` and in `tf.math`.
-_EVERYWHERE = {
-    **_operations(
-        "jax.numpy",
-        "x",
-        "abs acos:arccos asin:arcsin atan:arctan cos cosh exp floor logical_not negative round sign"
-        " sin sinh sqrt square tan tanh",
-    ),
-    **_operations(
-        "jax.numpy",
-        "x y",
-        "add divide:true_divide equal greater greater_equal less less_equal logical_and logical_or"
-        " maximum minimum multiply not_equal pow:power subtract",
-    ),
-    **_operations(
-        "jax.numpy",
-        "input_tensor",
-        "reduce_all:all reduce_any:any reduce_max:max reduce_min:min reduce_prod:prod"
-        " reduce_sum:sum",
-        _REDUCE,
-    ),
-    "atan2": Operation("jax.numpy.arctan2", "y x"),
-    "cumsum": Operation("jax.numpy.cumsum", "x", "axis=0"),
-    "reduce_logsumexp": Operation("jax.nn.logsumexp", "input_tensor", _REDUCE),
-    "sigmoid": Operation("jax.nn.sigmoid", "x"),
-}
-_MATHEMATICS = {
-    **_EVERYWHERE,
-    **_operations(
-        "jax.numpy",
-        "x",
-        "ceil expm1 is_finite:isfinite is_inf:isinf is_nan:isnan log log1p reciprocal",
-    ),
-    **_operations(
-        "jax.numpy",
-        "x y",
-        "floordiv:floor_divide floormod:mod logical_xor mod truediv:true_divide",
-    ),
-    **_operations("jax.numpy", "input_tensor", "reduce_std:std reduce_variance:var", _REDUCE),
-    **_operations("jax.lax", "x", "erf rsqrt"),
-    "cumprod": Operation("jax.numpy.cumprod", "x", "axis=0"),
-    "log_sigmoid": Operation("jax.nn.log_sigmoid", "x"),
-    "softplus": Operation("jax.nn.softplus", "features"),
-}
-_ACTIVATIONS = {
-    **_operations("jax.nn", "features", "elu relu relu6 selu silu softplus swish:silu"),
-    **_operations("jax.nn", "logits", "log_softmax softmax", "axis=-1"),
-    "gelu": Operation("jax.nn.gelu", "features", "approximate=False"),
-    "leaky_relu": Operation("jax.nn.leaky_relu", "features", "alpha=0.2:negative_slope"),
-    "sigmoid": Operation("jax.nn.sigmoid", "x"),
-    "tanh": Operation("jax.numpy.tanh", "x"),
-}
+_EVERYWHERE = """
+    jax.numpy(x):
+        abs acos:arccos asin:arcsin atan:arctan cos cosh exp floor logical_not negative round sign
+        sin sinh sqrt square tan tanh
+    jax.numpy(x,y):
+        add divide:true_divide equal greater greater_equal less less_equal logical_and logical_or
+        maximum minimum multiply not_equal pow:power subtract truediv:true_divide
+    jax.numpy(y,x): atan2:arctan2
+    jax.numpy(x;axis=0): cumsum
+    jax.numpy(input_tensor;axis=None,keepdims=False):
+        reduce_all:all reduce_any:any reduce_max:max reduce_min:min reduce_prod:prod reduce_sum:sum
+    jax.nn(input_tensor;axis=None,keepdims=False): reduce_logsumexp:logsumexp
+    jax.nn(x): sigmoid
+"""
 
-#: The operations on arrays.
+#: The operations on arrays; those of this package have TensorFlow's arguments.
 OPERATIONS: dict[str, Operation] = {
-    **_EVERYWHERE,
-    **{f"math.{name}": operation for name, operation in _MATHEMATICS.items()},
-    **{f"nn.{name}": operation for name, operation in _ACTIVATIONS.items()},
-    "identity": Operation("jax.numpy.asarray", "input"),
-    **_operations("jax.numpy", "input", "ones_like zeros_like", "dtype=None"),
-    **_operations("jax.numpy", "", "ones zeros", "shape dtype=None"),
-    "truediv": Operation("jax.numpy.true_divide", "x y"),
-    "clip_by_value": Operation("jax.numpy.clip", "t", "clip_value_min:min clip_value_max:max"),
-    "convert_to_tensor": Operation("jax.numpy.asarray", "value", "dtype=None"),
-    "expand_dims": Operation("jax.numpy.expand_dims", "input", "axis"),
-    "eye": Operation("jax.numpy.eye", "", "num_rows:N num_columns=None:M dtype=None"),
-    "linspace": Operation("jax.numpy.linspace", "start stop", "num axis=0"),
-    "one_hot": Operation("jax.nn.one_hot", "indices", "depth:num_classes axis=-1 dtype=None"),
-    "repeat": Operation("jax.numpy.repeat", "input", "repeats axis=None"),
-    "reshape": Operation("jax.numpy.reshape", "tensor", "shape"),
-    "reverse": Operation("jax.numpy.flip", "tensor", "axis"),
-    "squeeze": Operation("jax.numpy.squeeze", "input", "axis=None"),
-    "stop_gradient": Operation("jax.lax.stop_gradient", "input"),
-    "tensordot": Operation("jax.numpy.tensordot", "a b", "axes"),
-    "tile": Operation("jax.numpy.tile", "input", "multiples:reps"),
-    "transpose": Operation("jax.numpy.transpose", "a", "perm=None:axes"),
-    "where": Operation("jax.numpy.where", "condition x y"),
+    name: Operation(target, arguments)
+    for name, target, arguments in read_table(
+        f"""
+        . {_EVERYWHERE}
+        jax.numpy(input): identity:asarray
+        jax.numpy(input;dtype=None): ones_like zeros_like
+        jax.numpy(;shape,dtype=None): ones zeros
+        jax.numpy(t;clip_value_min:min,clip_value_max:max): clip_by_value:clip
+        jax.numpy(value;dtype=None): convert_to_tensor:asarray
+        jax.numpy(input;axis): expand_dims
+        jax.numpy(;dims:shape,value:fill_value): fill:full
+        jax.numpy(;num_rows:N,num_columns=None:M,dtype=None): eye
+        jax.numpy(start,stop;num,axis=0): linspace
+        jax.nn(indices;depth:num_classes,axis=-1,dtype=None): one_hot
+        jax.numpy(input;repeats,axis=None): repeat
+        jax.numpy(tensor;shape): reshape
+        jax.numpy(tensor;axis): reverse:flip
+        jax.numpy(input;axis=None): squeeze
+        jax.numpy(values;axis=0): stack
+        jax.lax(input): stop_gradient
+        jax.numpy(a,b;axes): tensordot
+        jax.numpy(input;multiples:reps): tile
+        jax.numpy(a;perm=None:axes): transpose
+        jax.numpy(condition,x,y): where
+        {_OWN}._math:
+            add_n argmax argmin boolean_mask cast clip_by_global_norm clip_by_norm concat constant
+            dtypes.cast:cast einsum gather gather_nd matmul norm pad range:range_ reduce_mean shape
+            size split unstack
+
+        math. {_EVERYWHERE}
+        jax.numpy(x): ceil expm1 is_finite:isfinite is_inf:isinf is_nan:isnan log log1p reciprocal
+        jax.numpy(x,y): floordiv:floor_divide floormod:mod logical_xor mod
+        jax.numpy(x;axis=0): cumprod
+        jax.numpy(input_tensor;axis=None,keepdims=False): reduce_std:std reduce_variance:var
+        jax.lax(x): erf rsqrt
+        jax.nn(x): log_sigmoid
+        jax.nn(features): softplus
+        {_OWN}._math:
+            add_n argmax argmin confusion_matrix count_nonzero divide_no_nan in_top_k l2_normalize
+            reduce_mean squared_difference top_k
+        linalg. {_OWN}._math: einsum global_norm matmul norm
+
+        nn. jax.nn(features): elu relu relu6 selu silu softplus swish:silu
+        jax.nn(logits;axis=-1): log_softmax softmax
+        jax.nn(features;approximate=False): gelu
+        jax.nn(features;alpha=0.2:negative_slope): leaky_relu
+        jax.nn(x): sigmoid
+        jax.numpy(x): tanh
+        {_OWN}._math: in_top_k l2_normalize top_k
+        {_OWN}._nn:
+            avg_pool2d bias_add conv2d dropout l2_loss max_pool2d moments
+            sigmoid_cross_entropy_with_logits softmax_cross_entropy_with_logits
+            sparse_softmax_cross_entropy_with_logits
+        random. {_OWN}._random:
+            categorical normal shuffle stateless_normal stateless_uniform truncated_normal uniform
+        """
+    )
 }
 
 _DTYPES = (

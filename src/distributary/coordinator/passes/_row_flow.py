@@ -18,7 +18,7 @@ from typing import TypeAlias, cast, final
 from jax.core import ShapedArray
 from jax.extend.core import Literal, Var
 
-from distributary.rows import row_operands, rows_between
+from distributary.rows import adds_rows, row_operands, rows_between, takes_rows
 from distributary.tracing import Equation, Jaxpr, variables_of
 
 __all__ = ["Atom", "RowFlow", "RowUse", "aval_of"]
@@ -141,7 +141,7 @@ class RowFlow:
             False if it does something else.
         """
         name = eqn.primitive.name
-        if name == "gather" and _takes_rows(eqn):
+        if takes_rows(eqn):
             self.refuse(eqn.outvars[0], _DATA)
             use = RowUse(operand, eqn.invars[1], eqn)
             if self._has_pure_ids(eqn):
@@ -149,12 +149,7 @@ class RowFlow:
             else:
                 self.refused_lookups.append(use)
                 self.refuse(operand, "the ids depend on a variable")
-        elif (
-            name == "scatter-add"
-            and operand in self._zeros
-            and _adds_rows(eqn)
-            and self._has_pure_ids(eqn)
-        ):
+        elif adds_rows(eqn) and operand in self._zeros and self._has_pure_ids(eqn):
             self.scatters.append(RowUse(eqn.outvars[0], eqn.invars[1], eqn))
         elif name == "concatenate" and all(
             isinstance(v, Var) and v in self._states for v in eqn.invars
@@ -184,27 +179,3 @@ class RowFlow:
             self._parents[root] = (other_root, distance)
         elif distance:
             self.refuse(v, "it is combined with other rows of its own")
-
-
-def _takes_rows(eqn: Equation) -> bool:
-    """Returns whether a gather takes whole rows, each by its number."""
-    operand, ids = map(aval_of, eqn.invars)
-    dims = eqn.params["dimension_numbers"]
-    return (
-        dims.start_index_map == dims.collapsed_slice_dims == (0,)
-        and not dims.operand_batching_dims
-        and eqn.params["slice_sizes"] == (1, *operand.shape[1:])
-        and ids.shape[-1:] == (1,)
-    )
-
-
-def _adds_rows(eqn: Equation) -> bool:
-    """Returns whether a scatter adds whole rows."""
-    operand, ids, rows = map(aval_of, eqn.invars)
-    dims = eqn.params["dimension_numbers"]
-    return (
-        dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == (0,)
-        and not dims.operand_batching_dims
-        and tuple(rows.shape[d] for d in dims.update_window_dims) == operand.shape[1:]
-        and rows.ndim == len(dims.update_window_dims) + ids.ndim - 1
-    )

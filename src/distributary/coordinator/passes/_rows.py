@@ -72,7 +72,7 @@ from distributary.tracing import (
     Equation,
     Jaxpr,
     Numbering,
-    evaluate,
+    evaluate_one,
     jaxpr_of,
     variables_of,
 )
@@ -616,7 +616,7 @@ def _evaluated(
             given = [in_rows(first, num_rows or 0), positions_of[id(eqn)], *map(value, rest)]
             outs = [eqn.primitive.bind(*given, **eqn.params)]
         elif num_rows is None:
-            outs = evaluate([eqn], eqn.outvars, values)
+            outs = evaluate_one(eqn, list(map(value, eqn.invars)))
         elif row_operands(eqn) is None:  # tables are joined or parted
             outs = [value(eqn.invars[0])]
         else:

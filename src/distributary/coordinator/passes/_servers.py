@@ -23,7 +23,7 @@ splits into a part of the worker, whose last output is the pushed value, and one
 
 The stages of `split_over_servers` decide
 
-1. which equations depend on data, and so are the worker's (`stage_of_equations`): those of a, b, c;
+1. which equations depend on data, and so are the worker's (`is_in_first_stage`): those of a, b, c;
 2. which last operations of the worker a server does in its place (`_last_operations`): none here,
    but with `sub w x` in place of `sub w d`, that subtraction;
 3. for every other equation, the servers whose variables its result is for (`_tasks_of_equations`):
@@ -45,10 +45,10 @@ from distributary.tracing import (
     Array,
     Equation,
     Jaxpr,
+    is_in_first_stage,
     is_of_devices,
     is_sum_of_replicas,
     jaxpr_of,
-    stage_of_equations,
     start_p,
     variables_of,
     without_calls,
@@ -203,9 +203,8 @@ def split_over_servers(
     jaxpr, constants = without_calls(jaxpr, constants)
     jaxpr = _with_sums_last(jaxpr, state_of_output)
     is_data = [own.is_data for own in inputs]
-    jaxpr, of_worker = stage_of_equations(
-        jaxpr, [*is_data, *[False] * len(constants)], max(2, num_devices)
-    )
+    is_varying = [*is_data, *[False] * len(constants)]
+    of_worker = is_in_first_stage(jaxpr, is_varying, max(2, num_devices))
     pairs = zip(jaxpr.invars, inputs, strict=False)
     server_of = {v: own.server for v, own in pairs if own.server is not None}
     goals = [_WORKER if i is None else server_of[jaxpr.invars[i]] for i in state_of_output]

@@ -1,36 +1,38 @@
-"""How long does a job take to notice that a worker was killed, and to train again?
+"""Kills workers of a job, which must notice, start again, and end as if nothing had happened.
 
 One job of `distributary launch` loses a random worker, the chief included, again and again by
 SIGKILL at a random moment, and must end on the weights of a job that nobody disturbs, bit for bit.
 
-    python benchmarks/recovery.py --workers 2
+    python tests/nightly/recovery.py [--kills 20] [--seed 0]
 
-Seconds since the kill until
+Prints the seconds since the kill until
 
 * `named`: the first of the other workers has written which worker was lost,
 * `stopped`: the last of the other workers has ended,
 * `next step`: all workers are there again and have finished a step.
+
+Ends with 1 if the weights differ, or one of these took too long.
 """
 
+import argparse
 import contextlib
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
-import _harness
 import numpy as np
-from _harness import Request, Row, number
+from _workers import PROGRAMS, environment
 
-BARS = {"named": 2.0, "stopped": 2.0, "next step": 15.0}
-PROGRAM = Path(__file__).parents[1] / "tests" / "multiprocess" / "programs" / "training.py"
-EPOCHS_PER_KILL = 20
+_NUM_WORKERS = 2
+_MOST_SECONDS = {"named": 2.0, "stopped": 2.0, "next step": 15.0}
+_EPOCHS_PER_KILL = 20
 _SECONDS = 120.0
 _TAIL_BYTES = 300
 
@@ -38,14 +40,13 @@ _TAIL_BYTES = 300
 class Job:
     """A training job behind the launcher."""
 
-    def __init__(self, folder: Path, num_workers: int, num_epochs: int, max_restarts: int) -> None:
+    def __init__(self, folder: Path, num_epochs: int, max_restarts: int) -> None:
         folder.mkdir()
         self.folder = folder
-        self.num_workers = num_workers
         self.names: list[float] = []  # when a worker has named a lost one
-        environ = {k: v for k, v in _harness.environment().items() if k != "TF_CONFIG"}
-        workers = ["--workers", str(num_workers), "--max-restarts", str(max_restarts)]
-        program = [str(PROGRAM), str(folder), str(num_epochs), "[]"]
+        environ = {k: v for k, v in environment().items() if k != "TF_CONFIG"}
+        workers = ["--workers", str(_NUM_WORKERS), "--max-restarts", str(max_restarts)]
+        program = [str(PROGRAMS / "training.py"), str(folder), str(num_epochs), "[]"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "distributary", "launch", *workers, *program],
             env=environ,
@@ -59,7 +60,7 @@ class Job:
     def steps(self) -> list[tuple[float, int]]:
         """Time of the last step of every worker that has made one, and its process."""
         last = []
-        for worker in range(self.num_workers):
+        for worker in range(_NUM_WORKERS):
             with contextlib.suppress(OSError, IndexError):
                 with (self.folder / f"steps.{worker}").open("rb") as file:
                     file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -73,7 +74,7 @@ class Job:
         while time.time() < end:
             steps = self.steps()
             pids = [pid for _, pid in steps]
-            if len(pids) == self.num_workers and not old & set(pids):
+            if len(pids) == _NUM_WORKERS and not old & set(pids):
                 return time.time(), pids
             if self.process.poll() is not None:
                 break
@@ -96,25 +97,19 @@ class Job:
             self._output.append(line)
 
 
-def requests(arguments: Namespace) -> list[Request]:
-    """Returns the only request."""
-    return [{"replicas": f"{arguments.workers} workers", "devices": 1}]
-
-
-def measure(request: Request) -> list[Row]:
-    """Kills a worker per round; a job that ends on other weights is a problem."""
-    num_kills, num_workers = request["rounds"], request["workers"]
-    seconds: dict[str, list[float]] = {name: [] for name in BARS}
-    chance = random.Random(request["seed"])
-    num_epochs = EPOCHS_PER_KILL * (num_kills + 1)
+def kill_workers(num_kills: int, seed: int) -> tuple[dict[str, list[float]], bool]:
+    """Returns seconds by what was waited for, and whether the weights are those expected."""
+    seconds: dict[str, list[float]] = {name: [] for name in _MOST_SECONDS}
+    chance = random.Random(seed)
+    num_epochs = _EPOCHS_PER_KILL * (num_kills + 1)
     with tempfile.TemporaryDirectory() as folder:
-        undisturbed = Job(Path(folder) / "undisturbed", num_workers, num_epochs, 0).end()
-        job = Job(Path(folder) / "disturbed", num_workers, num_epochs, num_kills)
+        undisturbed = Job(Path(folder) / "undisturbed", num_epochs, 0).end()
+        job = Job(Path(folder) / "disturbed", num_epochs, num_kills)
         pids: list[int] = []
         for _ in range(num_kills):
             _, pids = job.wait_for_other_processes(set(pids))
             time.sleep(chance.uniform(0.0, 0.3))
-            killed = chance.randrange(num_workers)
+            killed = chance.randrange(_NUM_WORKERS)
             num_names = len(job.names)
             at = time.time()
             os.kill(pids[killed], signal.SIGKILL)
@@ -125,13 +120,7 @@ def measure(request: Request) -> list[Row]:
             seconds["named"].append(job.names[num_names] - at)
         restarted = job.end()
     is_same = all(np.array_equal(undisturbed[name], restarted[name]) for name in undisturbed)
-    numbers = [
-        number(f"{name}, longest", max(seconds[name]), "s", bar) for name, bar in BARS.items()
-    ]
-    problems = [] if is_same else ["the weights are not those of the undisturbed job"]
-    what = "a killed worker"
-    replicas = request["replicas"]
-    return [_harness.row(what, replicas, "s", seconds, numbers=numbers, problems=problems)]
+    return seconds, is_same
 
 
 def _wait_for_end(pids: list[int]) -> None:
@@ -142,10 +131,19 @@ def _wait_for_end(pids: list[int]) -> None:
         time.sleep(0.002)
 
 
+def main() -> int:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    seconds, is_same = kill_workers(options.kills, options.seed)
+    for name, found in seconds.items():
+        print(f"{name}: median {statistics.median(found):.2f} s, longest {max(found):.2f} s")
+    print("the weights are", "those" if is_same else "NOT those", "of the undisturbed job")
+    is_soon = all(max(found) <= _MOST_SECONDS[name] for name, found in seconds.items())
+    return 0 if is_same and is_soon else 1
+
+
 if __name__ == "__main__":
-    _harness.run(
-        requests,
-        measure,
-        rounds=(20, 3),
-        options={"--workers": {"type": int, "default": 2}, "--seed": {"type": int, "default": 0}},
-    )
+    sys.exit(main())

@@ -1,29 +1,33 @@
-"""Does a job with parameter servers lose or repeat steps when its workers are killed all the time?
+"""Kills and freezes the workers of a job with parameter servers; no step may be lost or repeated.
 
 A chief schedules steps, each of which adds 1 to a counter on every server, while random workers are
 killed, and started again, or frozen for a while. At the end every counter must be the number of
 steps. Then servers are killed, and the chief must name each of them within a second.
 
-    python benchmarks/soak_ps.py --minutes 10
+    python tests/nightly/soak_ps.py [--minutes 10] [--seed 0]
+
+Ends with 1 if a step was lost or repeated, or a server was named late.
 """
 
+import argparse
 import random
 import signal
+import sys
 import threading
 import time
-from argparse import Namespace
 from typing import Any
 
-import _harness
 import numpy as np
-from _clusters import SERVER, Cluster
-from _harness import Request, Row, number
+from _workers import FOLDER, Cluster, environment
 
 import distributary as dist
 from distributary.errors import PSUnavailableError
 
-NAMED_SECONDS = 1.0
+_NUM_WORKERS, _NUM_SERVERS = 3, 2
+_NUM_KILLED_SERVERS = 6
+_NAMED_SECONDS = 1.0
 _STEPS_PER_ROUND = 1000
+_MEAN_SECONDS_BETWEEN_FAULTS = 10.0
 
 
 class Job:
@@ -66,18 +70,17 @@ class Job:
 class Faults(threading.Thread):
     """Kills and freezes workers until `ended` is set, never all at once."""
 
-    def __init__(self, cluster: Cluster, seed: int, mean_seconds: float) -> None:
+    def __init__(self, cluster: Cluster, seed: int) -> None:
         super().__init__()
         self.ended = threading.Event()
         self.num_kills = 0
         self.num_freezes = 0
         self._cluster = cluster
         self._chance = random.Random(seed)
-        self._mean_seconds = mean_seconds
 
     def run(self) -> None:
         chance = self._chance
-        while not self.ended.wait(chance.expovariate(1 / self._mean_seconds)):
+        while not self.ended.wait(chance.expovariate(1 / _MEAN_SECONDS_BETWEEN_FAULTS)):
             index = chance.randrange(len(self._cluster.spec["worker"]))
             if chance.random() < 0.75:
                 self._cluster.kill("worker", index)
@@ -92,16 +95,16 @@ class Faults(threading.Thread):
                 process.send_signal(signal.SIGCONT)
 
 
-def soak(cluster: Cluster, request: Request) -> dict[str, Any]:
-    """What has become of the steps."""
+def soak(cluster: Cluster, seconds: float, seed: int) -> dict[str, Any]:
+    """Returns what has become of the steps."""
     job = Job(cluster)
     for value in job.schedule(10):
         value.fetch()
-    faults = Faults(cluster, request["seed"], request["seconds_between"])
+    faults = Faults(cluster, seed)
     faults.start()
     longest_gap = 0.0
     start = last = time.monotonic()
-    end = start + (30 if request["quick"] else 60 * request["minutes"])
+    end = start + seconds
     try:
         while time.monotonic() < end:
             for value in job.schedule(_STEPS_PER_ROUND):
@@ -128,10 +131,10 @@ def soak(cluster: Cluster, request: Request) -> dict[str, Any]:
     return result
 
 
-def name_killed_servers(cluster: Cluster, rounds: int) -> list[float]:
-    """Seconds from the end of a server to the error that names it."""
+def name_killed_servers(cluster: Cluster) -> list[float]:
+    """Returns seconds from the end of a server to the error that names it."""
     seconds = []
-    for i in range(rounds):
+    for i in range(_NUM_KILLED_SERVERS):
         job = Job(cluster)
         job.schedule(10)[-1].fetch()
         job.schedule(_STEPS_PER_ROUND)[100].fetch()
@@ -151,48 +154,26 @@ def name_killed_servers(cluster: Cluster, rounds: int) -> list[float]:
     return seconds
 
 
-def requests(arguments: Namespace) -> list[Request]:
-    """Returns the only request."""
-    replicas = f"{arguments.workers} workers, {arguments.servers} servers"
-    return [{"replicas": replicas, "devices": 1}]
-
-
-def measure(request: Request) -> list[Row]:
-    """Runs; a step that is lost or repeated, or a server that is named late, is a problem."""
-    cluster = Cluster(
-        SERVER, _harness.environment(), worker=request["workers"], ps=request["servers"]
-    )
+def main() -> int:
+    """Runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    command = [sys.executable, str(FOLDER / "_ps_tasks.py")]
+    cluster = Cluster(command, environment(), worker=_NUM_WORKERS, ps=_NUM_SERVERS)
     try:
         cluster.start("worker", "ps")
-        soaked = soak(cluster, request)
-        seconds = name_killed_servers(cluster, request["rounds"])
+        soaked = soak(cluster, 60 * options.minutes, options.seed)
+        seconds = name_killed_servers(cluster)
     finally:
         cluster.close()
-    wrong = max(map(abs, soaked.pop("applied - scheduled, by server")))
-    late = max(seconds)
-    numbers = [
-        *(number(what, value, "") for what, value in soaked.items()),
-        number("steps lost or repeated on a server", wrong, "", 0),
-        number("server killed until named, longest", late, "s", NAMED_SECONDS),
-    ]
-    problems = [
-        f"{one['what']}: {one['value']}" for one in numbers[-2:] if one["value"] > one["bar"]
-    ]
-    rounds = {"server killed until named": seconds}
-    replicas = request["replicas"]
-    return [_harness.row("soak", replicas, "s", rounds, numbers=numbers, problems=problems)]
+    for what, value in soaked.items():
+        print(f"{what}: {value}")
+    print("server killed until named, s:", [round(one, 2) for one in seconds])
+    is_exact = not any(soaked["applied - scheduled, by server"])
+    return 0 if is_exact and max(seconds) <= _NAMED_SECONDS else 1
 
 
 if __name__ == "__main__":
-    _harness.run(
-        requests,
-        measure,
-        rounds=(6, 1),  # servers that are killed
-        options={
-            "--minutes": {"type": float, "default": 10.0},
-            "--workers": {"type": int, "default": 2},
-            "--servers": {"type": int, "default": 2},
-            "--seconds-between": {"type": float, "default": 10.0, "help": "faults, on average"},
-            "--seed": {"type": int, "default": 0},
-        },
-    )
+    sys.exit(main())

@@ -1,4 +1,15 @@
-"""The server on host 0 at which the launchers of all hosts meet; it runs their `Job`."""
+"""The launchers of all hosts, which meet at host 0: the server there runs the `Job` that decides.
+
+A job on a single host decides for itself, without a connection. With several hosts, the launchers
+first prove to each other that they know the token of the job:
+
+    host 0                          other host
+      challenge (random) ------------->
+      <------------- hello, with another challenge
+      welcome, or refused ------------>
+
+What follows is neither encrypted nor signed, like the connections of the workers.
+"""
 
 import contextlib
 import errno
@@ -6,28 +17,194 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, final
 
+from distributary.cluster_resolver import parse_address
 from distributary.errors import LaunchError
 from distributary.job import (
     Channel,
     ChannelClosedError,
     Message,
     Reception,
+    connected,
     is_proof,
+    listening,
     new_challenge,
     proof,
 )
-from distributary.launch._job import Command, Job, Tasks, decode, encode
-from distributary.launch._link import PROTOCOL, SILENT_SECONDS
-from distributary.launch._options import HostOptions, LaunchOptions, split_address
+from distributary.launch import _job as job
+from distributary.launch._options import HostOptions, LaunchOptions
 
-__all__ = ["Master"]
-
+_PROTOCOL = 4
+_SILENT_SECONDS = 20  # after which the other machine is taken to be gone
+_ANSWER_SECONDS = 10.0
 _WAITING_SECONDS = 5.0  # before it says which hosts it waits for
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 5.0  # for hosts to notice the end
+
+
+@final
+class LocalLink:
+    """The link of a job on a single host, which decides for itself.
+
+    Args:
+        max_restarts: Number of times that the job is started again.
+    """
+
+    address = "127.0.0.1"
+    wants_tasks = False
+
+    def __init__(self, max_restarts: int) -> None:
+        self._job = job.Job(1, max_restarts)
+        self._commands = [command for _, command in self._job.join(0)]
+
+    def fileno(self) -> int:
+        """Returns -1: no need to wait, because `receive` has the results of `send` at once."""
+        return -1
+
+    def send(self, report: job.Report) -> None:
+        """Passes a report to the job, which decides."""
+        self._commands.extend(command for _, command in self._job.report(0, report))
+
+    def receive(self) -> Iterator[job.Command]:
+        """Yields the decisions that have not been yielded before."""
+        while self._commands:
+            yield self._commands.pop(0)
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+@final
+class RemoteLink:
+    """A connection to the master on host 0, which must be made before a deadline.
+
+    Args:
+        hosts: The place of this host.
+        devices_per_worker: CPU devices of each worker, which must be the same on all hosts.
+
+    Attributes:
+        address: Address of this host for the workers of other hosts.
+        wants_tasks: True if `Tasks` should be sent from time to time.
+
+    Raises:
+        LaunchError: if the master cannot be reached, or refuses this host.
+    """
+
+    def __init__(self, hosts: HostOptions, devices_per_worker: int | None) -> None:
+        self._hosts = hosts
+        self._channel = _connected(hosts)
+        try:
+            self._channel.keep_alive(_SILENT_SECONDS)
+            self.address = hosts.address or self._channel.own_address()
+            self.wants_tasks = self._shake_hands(devices_per_worker)
+        except OSError as error:
+            self._channel.close()
+            raise LaunchError(
+                f"launch: {error}. Check that the launcher of host 0 listens there, and not"
+                " another program."
+            ) from error
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when something arrives; -1 when closed.
+
+        Commands that arrived with the handshake are already read: call `receive` before you wait.
+        """
+        return self._channel.fileno()
+
+    def send(self, report: job.Report) -> None:
+        """Sends a report; it is lost if the master has gone, in which case `receive` raises.
+
+        `Interrupted` is the last report.
+        """
+        with contextlib.suppress(ChannelClosedError):
+            self._channel.send(*job.encode(report))
+        if isinstance(report, job.Interrupted):
+            self._channel.shut()
+
+    def receive(self) -> Iterator[job.Command]:
+        """Yields the commands that have arrived. After `Exit`, no more reports follow.
+
+        Raises:
+            LaunchError: after the last of them, if the master has gone.
+        """
+        if self._channel.fileno() < 0:
+            return
+        try:
+            for message in self._channel.arrived():
+                command = job.decode(message)
+                if isinstance(command, job.Exit):
+                    self._channel.shut()
+                yield command
+        except ChannelClosedError as error:
+            raise LaunchError(
+                f"lost the connection to the launcher of host 0 at {self._hosts.master}"
+            ) from error
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def _shake_hands(self, devices_per_worker: int | None) -> bool:
+        """Joins the job; returns whether the master wants `Tasks`."""
+        hosts = self._hosts
+        challenge = self._answer("challenge")
+        own_challenge = new_challenge()
+        hello = {
+            "protocol": _PROTOCOL,
+            "host_rank": hosts.host_rank,
+            "num_hosts": hosts.num_hosts,
+            "devices_per_worker": devices_per_worker,
+        }
+        shown = proof(hosts.token, "host", challenge, own_challenge, hello)
+        self._channel.send("hello", [hello, own_challenge, shown])
+        answer = self._answer("welcome")
+        try:
+            welcome, shown = answer
+            wants_tasks = bool(welcome["wants_tasks"])
+        except (KeyError, TypeError, ValueError):
+            raise self._unexpected(answer) from None
+        if not is_proof(shown, hosts.token, "master", own_challenge, challenge, welcome):
+            raise LaunchError(
+                f"launch: the program that listens at {hosts.master} does not know the token of"
+                " this job. Does another job use this address?"
+            )
+        return wants_tasks
+
+    def _answer(self, kind: str) -> Any:
+        message = self._channel.receive(_ANSWER_SECONDS)
+        if message.kind == "refused":
+            raise LaunchError(
+                f"launch: the master at {self._hosts.master} refuses host"
+                f" {self._hosts.host_rank}: {message.content}"
+            )
+        if message.kind != kind:
+            raise self._unexpected(message.kind)
+        return message.content
+
+    def _unexpected(self, found: object) -> ChannelClosedError:
+        return ChannelClosedError(
+            f"{self._channel.peer} sent an unexpected message, {found!r:.100}"
+        )
+
+
+Link: TypeAlias = LocalLink | RemoteLink
+
+
+def _connected(hosts: HostOptions) -> Channel:
+    host, port = parse_address(hosts.master, "launch: the master address")
+    try:
+        return connected(host, port, f"the program at {hosts.master}", hosts.join_seconds)
+    except OSError as error:
+        raise LaunchError(
+            f"launch: host {hosts.host_rank} could not reach the master at {hosts.master}"
+            f" within {hosts.join_seconds:g} s: {error}. Does host 0 run the same command"
+            " with --node-rank 0?"
+        ) from error
 
 
 @final
@@ -52,19 +229,19 @@ class Master:
         self._hosts = options.hosts
         self._devices_per_worker = options.devices_per_worker
         self._say = say
-        self._job = Job(self._hosts.num_hosts, options.max_restarts)
+        self._job = job.Job(self._hosts.num_hosts, options.max_restarts)
         # Used by the thread only, like the job.
         self._challenges = weakref.WeakKeyDictionary[Channel, str]()
         self._channels: dict[int, Channel] = {}
         self._complete_at = time.monotonic()
         self._has_said_who_is_missing = False
-        self._tasks: dict[int, Tasks] = {}  # of the other hosts; any thread may read it
+        self._tasks: dict[int, job.Tasks] = {}  # of the other hosts; any thread may read it
         self._wants_tasks = options.dashboard_port is not None
         self._server = _listen(self._hosts)
         self._thread = threading.Thread(target=self._serve, name="launch-master", daemon=True)
         self._thread.start()
 
-    def tasks(self) -> dict[int, Tasks]:
+    def tasks(self) -> dict[int, job.Tasks]:
         """Returns the tasks of the other hosts, at most a second old, if there is a dashboard."""
         return dict(self._tasks)
 
@@ -123,7 +300,7 @@ class Master:
     def _greet(self, channel: Channel) -> None:
         self._challenges[channel] = new_challenge()
         with contextlib.suppress(OSError):  # `Reception` will notice that it has gone
-            channel.keep_alive(SILENT_SECONDS)
+            channel.keep_alive(_SILENT_SECONDS)
             channel.send("challenge", self._challenges[channel])
 
     def _host_of(self, channel: Channel) -> int | None:
@@ -154,7 +331,7 @@ class Master:
         token = self._hosts.token
         if not is_proof(shown, token, "host", challenge, own_challenge, hello):
             raise _RefusedError("its token is not the token of this job")
-        if hello["protocol"] != PROTOCOL:
+        if hello["protocol"] != _PROTOCOL:
             raise _RefusedError("it runs another version of distributary")
         host = int(hello["host_rank"])
         for option, theirs, ours in (
@@ -179,32 +356,30 @@ class Master:
             self._send(self._job.lose(host, text))
             return
         try:
-            report = decode(message)
+            report = job.decode(message)
         except ValueError as error:
             self._say(f"host {host}: {error}")
             self._channels[host].shut()  # None comes next
             return
-        if isinstance(report, Tasks):
+        if isinstance(report, job.Tasks):
             self._tasks[host] = report
         else:
             self._send(self._job.report(host, report))
 
-    def _send(self, commands: list[tuple[int, Command]]) -> None:
+    def _send(self, commands: list[tuple[int, job.Command]]) -> None:
         for host, command in commands:
             if host in self._channels:
                 with contextlib.suppress(ChannelClosedError):  # None comes next
-                    self._channels[host].send(*encode(command))
+                    self._channels[host].send(*job.encode(command))
 
 
 def _listen(hosts: HostOptions) -> socket.socket:
     """Returns a socket that listens on the master's address, and on no other one."""
-    name, port = split_address(hosts.master)
+    address = parse_address(hosts.master, "launch: the master address")
     end = time.monotonic() + hosts.join_seconds
     while True:
         try:
-            found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-            family, _, _, _, address = found[0]
-            return socket.create_server(address, family=family)
+            return listening(*address)
         except OSError as error:
             # The name of a Kubernetes pod is published only some time after the pod has started.
             is_early = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL

@@ -1,0 +1,514 @@
+"""Sums gradients of tables over the replicas, and applies them, by rows.
+
+The gradient of a table is a scatter into zeros. If a step looks up few of its rows, nearly all of
+what the replicas add up, and of what the optimizer then changes, is zeros. Two replicas that look
+up 3 rows each of a table `t` of 1000 rows, with SGD:
+
+    { lambda ; t:f32[1000,2] ids:i32[3,1] r:f32[3,2]. let
+        a:f32[1000,2] = broadcast_in_dim 0.0
+        b:f32[1000,2] = scatter-add a ids r
+        c:f32[1000,2] = psum[axes=('replica',)] b
+        d:f32[1000,2] = mul c 0.1
+        e:f32[1000,2] = sub t d
+      in (e,) }
+
+becomes
+
+    { lambda ; t:f32[1000,2] ids:i32[3,1] r:f32[3,2]. let
+        f:i32[6] = all_gather[axis_name=('replica',)] ids
+        g:f32[6,2] = all_gather[axis_name=('replica',)] r
+        h:f32[6,2] = mul g 0.1
+        i:f32[6,2] = neg h
+        e:f32[1000,2] = scatter-add t f i
+      in (e,) }
+
+The program is evaluated once more. A gradient, and what is computed from it row by row, is then a
+`Patch` (`_patches`): a base, and the rows in which the value differs from it. An operation has a
+rule for patches, or takes the whole value, which a patch makes when it is asked. So no form of the
+update has to be recognized, and what reads the gradient in another way, such as a product of
+matrices, gets what it got before.
+
+- An all-reduce of a patch gathers its ids and rows.
+- Linear operations work on the rows to add (`_linear`).
+- Other operations that work row by row need the sum for each row (`_row_by_row`).
+- A sum over all rows of a patch of zeros, for the norm of a gradient, is that of its rows.
+- Arrays that travel in one vector are taken apart, so that patches do not (`_of_vectors`).
+
+The order of additions is not that of the dense program, so results differ by rounding. On GPUs,
+where a scatter adds in any order, replicas would even differ from each other. There each replica
+sums its own rows first, so that no term names a row twice, and all add the terms in one order.
+
+A table stays dense if a step looks up more than a fraction of its rows, or if it is small.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.lax import GatherScatterMode
+
+from distributary._types import Nest
+from distributary.collectives import all_reduce_of_vectors
+from distributary.rows._patches import (
+    WITH_ROWS,
+    Added,
+    Base,
+    Computed,
+    Patch,
+    Replaced,
+    RowIds,
+    Stored,
+    Term,
+    Zeros,
+    joined_terms,
+    results_in_rows,
+)
+from distributary.rows._row_wise import (
+    adds_rows,
+    known_result,
+    number_of,
+    real_number,
+    row_operands,
+)
+from distributary.topology import REPLICA_AXIS
+from distributary.tracing import (
+    Equation,
+    aval_of,
+    evaluate_one,
+    interpret_with,
+    is_jit,
+    is_sum_of_replicas,
+    shape_of,
+    walk,
+    with_pass,
+)
+
+__all__ = ["with_sparse_gradients"]
+
+# Measured, see docs/design/tracing.md.
+_MAX_SHARE_OF_ROWS = 1 / 4
+_MIN_ELEMENTS = 1 << 15
+
+_LOOPS = frozenset({"scan", "while", "cond"})
+_SUMS = frozenset({"add", "add_any", "sub"})
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Flat:
+    """A patch of zeros in the form of a vector."""
+
+    patch: Patch
+
+    def dense(self) -> Array:
+        """Returns the whole vector."""
+        return self.patch.dense().reshape(-1)
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class _Vector:
+    """Vectors that were put into a vector of zeros, one after the other.
+
+    Attributes:
+        aval: Shape and dtype of the whole.
+        parts: Start, end and content of each part, in order.
+    """
+
+    aval: ShapedArray
+    parts: "Sequence[tuple[int, int, _Value]]"
+
+    def dense(self) -> Array:
+        """Returns the whole vector."""
+        vector = jnp.zeros(self.aval.shape, self.aval.dtype)
+        for start, _, part in self.parts:
+            vector = lax.dynamic_update_slice(vector, _dense(part), (start,))
+        return vector
+
+
+_Lazy: TypeAlias = Zeros | Added | Replaced | _Flat | _Vector
+_LAZY = (Zeros, Added, Replaced, _Flat, _Vector)
+_PATCHES = (Added, Replaced)
+_Value: TypeAlias = Array | _Lazy
+_Results: TypeAlias = Sequence[_Value] | None
+_Operand: TypeAlias = Base | Patch | Array
+
+
+def with_sparse_gradients(
+    function: Callable[..., Nest],
+    jaxprs: Iterable[Jaxpr],
+    num_replicas: int,
+    is_in_any_order: bool,
+) -> Callable[..., Nest]:
+    """Returns `function` with gradients of tables as rows, where this is less work.
+
+    Args:
+        function: From nests of arrays to nests of arrays: the step of one replica, or a program in
+            which no replicas meet.
+        jaxprs: What it evaluates.
+        num_replicas: Number of replicas that meet in sums over the axis `"replica"`.
+        is_in_any_order: Whether a scatter adds rows that have the same id in any order.
+    """
+    rewriting = _Rewriting(num_replicas, is_in_any_order)
+    if not any(rewriting.concerns(jaxpr) for jaxpr in jaxprs):
+        return function
+    return with_pass(function, rewriting.run)
+
+
+def _dense(value: _Value) -> Array:
+    """Returns a value as an array."""
+    return value.dense() if isinstance(value, _LAZY) else value
+
+
+@final
+class _Rewriting:
+    """The evaluation of one program; see `with_sparse_gradients` for the arguments."""
+
+    def __init__(self, num_replicas: int, is_in_any_order: bool) -> None:
+        self._num_replicas = num_replicas
+        self._is_in_any_order = is_in_any_order and num_replicas > 1
+        # By the identity of what they are made from, which is kept so that it stays unique.
+        self._ids: dict[tuple[int, int, bool], tuple[Array, Array]] = {}
+        self._gathered: dict[int, tuple[Array, list[Array]]] = {}
+        self._row_ids: dict[tuple[int, ...], RowIds] = {}
+        self._inputs: dict[int, Array] = {}
+        # Scalars that are known, by their identity.
+        self._numbers: dict[int, tuple[Array, float]] = {}
+        self._rules: list[Callable[[Equation, Sequence[_Value]], _Results]] = [
+            self._scattered,
+            self._linear,
+            _of_vectors,
+            self._row_by_row,
+            self._sum_of_rows,
+        ]
+
+    def concerns(self, jaxpr: Jaxpr) -> bool:
+        """Returns whether a program has gradients of tables."""
+        return any(map(self._is_gradient, walk(jaxpr.eqns)))
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Array]) -> list[Array]:
+        """Returns the outputs of a program."""
+        self._inputs = {id(x): x for x in args}
+        return list(map(_dense, self._evaluated(closed.jaxpr, [*closed.consts, *args])))
+
+    def _evaluated(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
+        return interpret_with(jaxpr, inputs, self._value_of, self._results)[0]
+
+    def _value_of(self, constant: Array) -> Array:
+        self._numbers[id(constant)] = constant, real_number(constant)
+        return constant
+
+    def _is_gradient(self, eqn: Equation) -> bool:
+        """Returns whether an equation adds few rows to a table."""
+        return adds_rows(eqn) and self._is_few(
+            math.prod(shape_of(eqn.invars[1])[:-1]), shape_of(eqn.outvars[0])
+        )
+
+    def _is_few(self, num_ids: int, shape: Sequence[int]) -> bool:
+        num_of_all = num_ids * self._num_replicas
+        return (
+            0 < num_of_all <= shape[0] * _MAX_SHARE_OF_ROWS
+            and math.prod(shape) >= _MIN_ELEMENTS
+            and shape[0] + num_of_all <= np.iinfo(np.int32).max
+        )
+
+    # Operations
+
+    def _results(self, eqn: Equation, operands: list[_Value]) -> Sequence[_Value]:
+        """Returns the results of an equation."""
+        if _is_zeros(eqn):
+            return [Zeros(aval_of(eqn.outvars[0]))]
+        patched = any(isinstance(x, _PATCHES) for x in operands)
+        if is_jit(eqn) and (patched or self.concerns(eqn.params["jaxpr"].jaxpr)):
+            called = eqn.params["jaxpr"]
+            return self._evaluated(called.jaxpr, [*called.consts, *operands])
+        if eqn.primitive.name in _LOOPS:
+            eqn = self._with_rewritten_bodies(eqn)
+        elif any(isinstance(x, _LAZY) for x in operands):
+            rules = [self._all_reduced] if eqn.effects else self._rules
+            for rule in rules:
+                made = rule(eqn, operands)
+                if made is not None:
+                    return made
+        results = evaluate_one(eqn, list(map(_dense, operands)))
+        is_converted = (
+            eqn.primitive is lax.convert_element_type_p and id(operands[0]) in self._numbers
+        )
+        if is_converted and jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact):
+            # `jnp.clip` converts its limits.
+            self._numbers[id(results[0])] = results[0], self._numbers[id(operands[0])][1]
+        return results
+
+    def _with_rewritten_bodies(self, eqn: Equation) -> Equation:
+        """Returns a loop or branch with its own gradients of tables as rows."""
+
+        def rewritten(body: ClosedJaxpr) -> ClosedJaxpr:
+            if not self.concerns(body.jaxpr):
+                return body
+            # Its arrays are others than those outside.
+            own = _Rewriting(self._num_replicas, self._is_in_any_order)
+            made: ClosedJaxpr = jax.make_jaxpr(lambda *args: own.run(body, args))(*body.in_avals)
+            # A loop would refuse a carry that is weakly typed only before or after it.
+            kinds = [
+                [(aval.shape, aval.dtype, aval.weak_type) for aval in jaxpr.out_avals]
+                for jaxpr in (made, body)
+            ]
+            return made if kinds[0] == kinds[1] else body
+
+        def of_param(value: Any) -> Any:
+            if isinstance(value, ClosedJaxpr):
+                return rewritten(value)
+            if isinstance(value, tuple) and any(isinstance(x, ClosedJaxpr) for x in value):
+                return tuple(map(of_param, value))
+            return value
+
+        return eqn.replace(params={key: of_param(value) for key, value in eqn.params.items()})
+
+    def _scattered(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
+        """Returns the result of a scatter that adds rows to zeros."""
+        zeros = operands[0]
+        if not (isinstance(zeros, Zeros) and self._is_gradient(eqn)):
+            return None
+        ids, rows = map(_dense, operands[1:])
+        window = eqn.params["dimension_numbers"].update_window_dims
+        others = [d for d in range(rows.ndim) if d not in window]
+        shape = shape_of(eqn.outvars[0])
+        rows = rows.transpose([*others, *window]).reshape(-1, *shape[1:])
+        is_clipped = eqn.params["mode"] is GatherScatterMode.CLIP
+        key = id(ids), shape[0], is_clipped
+        if key not in self._ids:
+            flat = ids.reshape(-1).astype(jnp.promote_types(ids.dtype, jnp.int32))
+            known = jnp.clip(flat, 0, shape[0] - 1)
+            if not is_clipped:
+                known = jnp.where(known == flat, flat, shape[0])
+            self._ids[key] = ids, known.astype(jnp.int32)
+        return [Added(zeros, [Term(self._ids[key][1], rows)])]
+
+    def _all_reduced(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
+        """Returns sums over the replicas, those of patches and vectors by themselves."""
+        if not is_sum_of_replicas(eqn):
+            return None
+        results: list[_Value] = []
+        left = []
+        for i, x in enumerate(operands):
+            made: _Value | None = None
+            if isinstance(x, _PATCHES):
+                made = self._gathered_patch(x)
+            elif isinstance(x, _Vector):
+                made = self._gathered_vector(x)
+            if made is None:
+                left.append(i)
+                made = _dense(x)
+            results.append(made)
+        if left:
+            of_left = eqn.replace(
+                invars=[eqn.invars[i] for i in left], outvars=[eqn.outvars[i] for i in left]
+            )
+            totals = evaluate_one(of_left, [_dense(results[i]) for i in left])
+            for i, total in zip(left, totals, strict=True):
+                results[i] = total
+        return results
+
+    def _gathered_patch(self, patch: Patch) -> Added | None:
+        """Returns the sum of a patch over the replicas; None if it cannot or need not be rows."""
+        terms = _terms_over_zeros(patch)
+        if terms is None or not self._is_few(patch.num_ids, patch.shape):
+            return None
+        num_rows = patch.shape[0]
+        gathered = [self._gathered_term(term, num_rows) for term in terms]
+        return Added(patch.base, list(itertools.chain(*gathered)))
+
+    def _gathered_vector(self, vector: _Vector) -> _Vector | None:
+        """Returns the sum of a vector over the replicas; None if it has no patch."""
+        made = [self._gathered_part(part) for *_, part in vector.parts]
+        gathered = {i: part for i, part in enumerate(made) if part is not None}
+        if not gathered:
+            return None
+        others = [i for i in range(len(made)) if i not in gathered]
+        totals = all_reduce_of_vectors([_dense(vector.parts[i][2]) for i in others])
+        sums: dict[int, _Value] = {**gathered, **dict(zip(others, totals, strict=True))}
+        parts = [(start, end, sums[i]) for i, (start, end, _) in enumerate(vector.parts)]
+        return _Vector(vector.aval, parts)
+
+    def _gathered_part(self, part: _Value) -> _Value | None:
+        """Returns the sum of a part of a vector over the replicas; None if it is no patch."""
+        if isinstance(part, _Flat):
+            patch = self._gathered_patch(part.patch)
+            return None if patch is None else _Flat(patch)
+        return self._gathered_patch(part) if isinstance(part, _PATCHES) else None
+
+    def _gathered_term(self, term: Term, num_rows: int) -> list[Term]:
+        """Returns the terms of all replicas."""
+        if self._is_in_any_order and not term.is_unique:
+            ids = self._row_ids_of([term], num_rows)
+            term = Term(ids.distinct, ids.sums([term]), is_unique=True)
+        if id(term.ids) not in self._gathered:
+            self._gathered[id(term.ids)] = term.ids, self._gathered_parts(term.ids)
+        all_ids, all_rows = self._gathered[id(term.ids)][1], self._gathered_parts(term.rows)
+        return [
+            Term(ids, rows, self._is_in_any_order)
+            for ids, rows in zip(all_ids, all_rows, strict=True)
+        ]
+
+    def _gathered_parts(self, array: Array) -> list[Array]:
+        """Returns the arrays of all replicas: joined, unless they are to be added in order."""
+        if self._is_in_any_order:
+            return list(lax.all_gather(array, REPLICA_AXIS))
+        return [lax.all_gather(array, REPLICA_AXIS, tiled=True)]
+
+    def _row_ids_of(self, terms: Sequence[Term], num_rows: int) -> RowIds:
+        """Returns the distinct rows of terms."""
+        own = list({id(term.ids): term for term in terms}.values())
+        key = tuple([id(term.ids) for term in own])
+        if key not in self._row_ids:
+            self._row_ids[key] = RowIds(own, num_rows)
+        return self._row_ids[key]
+
+    def _linear(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
+        """Returns the result of an operation that is linear in patches with terms."""
+        sums = [(i, x) for i, x in enumerate(operands) if isinstance(x, Added)]
+        if not sums or any(isinstance(x, Replaced) for x in operands):
+            return None
+        terms: list[Term] = []
+        if eqn.primitive.name in _SUMS:
+            for i, x in sums:
+                is_negative = i == 1 and eqn.primitive.name == "sub"
+                terms += [replace(t, rows=-t.rows) for t in x.terms] if is_negative else x.terms
+        elif _is_multiple(eqn, sums[0][0]):
+            ((place, patch),) = sums
+            for term in patch.terms:
+                own = [term.rows if i == place else _dense(x) for i, x in enumerate(operands)]
+                (rows,) = results_in_rows(eqn, own, term.rows.shape[0])
+                terms.append(replace(term, rows=rows))
+        else:
+            return None
+        given = self._operands(eqn, operands)
+        base = self._base(eqn, given)
+        is_sum_of_terms = isinstance(base, Zeros) and eqn.primitive.name in _SUMS
+        source = None if is_sum_of_terms else Computed(eqn, given)
+        return [Added(base, joined_terms(terms), source)]
+
+    def _row_by_row(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
+        """Returns the results of an operation that works row by row on patches."""
+        patches = [x for x in operands if isinstance(x, _PATCHES)]
+        if not patches or row_operands(eqn) is None:
+            return None
+        terms = [term for x in patches if isinstance(x, Added) for term in x.terms]
+        known = [x.ids for x in patches if isinstance(x, Replaced)]
+        num_rows = shape_of(eqn.outvars[0])[0]
+        ids = known[0] if known else self._row_ids_of(terms, num_rows)
+        if any(own is not ids for own in known) or not ids.have(terms):
+            return None
+        given = self._operands(eqn, operands)
+        return [
+            Replaced(self._base(eqn, given, i), ids, Computed(eqn, given, i))
+            for i in range(len(eqn.outvars))
+        ]
+
+    def _operands(self, eqn: Equation, values: Sequence[_Value]) -> list[_Operand]:
+        """Returns values as operands of a `Computed` value."""
+        operands: list[_Operand] = []
+        for x, atom in zip(values, eqn.invars, strict=True):
+            if isinstance(x, WITH_ROWS):
+                operands.append(x)
+                continue
+            array = _dense(x)
+            is_input = id(array) in self._inputs
+            operands.append(Stored(array, is_input) if shape_of(atom) else array)
+        return operands
+
+    def _base(self, eqn: Equation, given: Sequence[_Operand], index: int = 0) -> Base:
+        """Returns a result of an equation that works row by row, outside of the rows of patches."""
+        operands = [x.base if isinstance(x, _PATCHES) else x for x in given]
+        if len(eqn.outvars) > 1:
+            return Computed(eqn, operands, index)
+        keys = [x.key if isinstance(x, WITH_ROWS) else id(x) for x in operands]
+        numbers = [self._numbers.get(id(x), (x, math.nan))[1] for x in operands]
+        zeros = [isinstance(x, Zeros) or n == 0 for x, n in zip(operands, numbers, strict=True)]
+        place = known_result(eqn, keys, numbers, zeros)
+        if place == "zero":
+            return Zeros(aval_of(eqn.outvars[0]))
+        if isinstance(place, int):
+            same = operands[place]
+            old, new = aval_of(eqn.invars[place]), aval_of(eqn.outvars[0])
+            if isinstance(same, WITH_ROWS) and (old.shape, old.dtype) == (new.shape, new.dtype):
+                return same
+        return Computed(eqn, operands)
+
+    def _sum_of_rows(self, eqn: Equation, operands: Sequence[_Value]) -> _Results:
+        """Returns the sum over all rows of a patch of zeros."""
+        patch = operands[0]
+        if not (
+            eqn.primitive.name == "reduce_sum"
+            and 0 in eqn.params["axes"]
+            and isinstance(patch, _PATCHES)
+            and isinstance(patch.base, Zeros)
+        ):
+            return None
+        if isinstance(patch, Replaced):
+            ids = patch.ids
+        else:
+            ids = self._row_ids_of(patch.terms, shape_of(eqn.invars[0])[0])
+        return evaluate_one(eqn, [ids.only_named(patch.in_rows(ids))])
+
+
+def _is_zeros(eqn: Equation) -> bool:
+    """Returns whether an equation makes an array of zeros."""
+    if eqn.primitive is not lax.broadcast_in_dim_p or not isinstance(eqn.invars[0], Literal):
+        return False
+    value = np.asarray(eqn.invars[0].val)
+    return jnp.issubdtype(value.dtype, jnp.number) and not value.any()
+
+
+def _is_multiple(eqn: Equation, place: int) -> bool:
+    """Returns whether a result is a scalar times the operand at `place`, but for rounding."""
+    others = [atom for i, atom in enumerate(eqn.invars) if i != place]
+    if any(map(shape_of, others)):
+        return False
+    match eqn.primitive.name:
+        case "neg" | "mul" | "copy":
+            return True
+        case "div":
+            return place == 0
+        case "convert_element_type":
+            old, new = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+            return jnp.promote_types(old, new) == new
+    return False
+
+
+def _terms_over_zeros(patch: Patch) -> Sequence[Term] | None:
+    """Returns a patch of zeros as terms to add; None for other patches."""
+    if not isinstance(patch.base, Zeros):
+        return None
+    if isinstance(patch, Added):
+        return patch.terms
+    return [Term(patch.ids.distinct, patch.in_rows(patch.ids), is_unique=True)]
+
+
+def _of_vectors(eqn: Equation, operands: Sequence[_Value]) -> _Results:
+    """Returns the result of an operation that makes or parts a vector of several arrays."""
+    value = operands[0]
+    params, shape = eqn.params, shape_of(eqn.outvars[0])
+    match eqn.primitive.name:
+        case "reshape" if isinstance(value, _Flat) and value.patch.shape == shape:
+            return [value.patch]
+        case "reshape" if isinstance(value, _PATCHES) and isinstance(value.base, Zeros):
+            return [_Flat(value)] if len(shape) == 1 else None
+        case "slice" if isinstance(value, _Vector) and params["strides"] in (None, (1,)):
+            wanted = *params["start_indices"], *params["limit_indices"]
+            return [x for start, end, x in value.parts if (start, end) == wanted] or None
+        case "dynamic_update_slice" if isinstance(value, (Zeros, _Vector)) and len(shape) == 1:
+            before = () if isinstance(value, Zeros) else value.parts
+            start = number_of(eqn.invars[2])
+            if start >= (before[-1][1] if before else 0):  # known, and behind the others
+                end = int(start) + shape_of(eqn.invars[1])[0]
+                return [_Vector(value.aval, [*before, (int(start), end, operands[1])])]
+    return None

@@ -1,0 +1,61 @@
+"""Compiling: what other threads can do meanwhile, and how often it happens."""
+
+import threading
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import distributary as dist
+
+_TIMEOUT_SECONDS = 20
+
+
+def test_steps_of_other_threads_go_on_while_one_compiles(strategy_of):
+    strategy = strategy_of(2)
+    compiles, others_have_run = threading.Event(), threading.Event()
+
+    def lower(context, value):
+        compiles.set()
+        assert others_have_run.wait(_TIMEOUT_SECONDS)
+        return [value]
+
+    slow_p = Primitive("slow_to_compile")
+    slow_p.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(slow_p, lower)
+    with strategy.scope():
+        slow, fast = dist.Variable(0.0), dist.Variable(0.0)
+
+    def slow_step():
+        slow.assign_add(slow_p.bind(jnp.float32(1.0)))
+
+    def fast_step():
+        fast.assign_add(1.0)
+
+    strategy.run(fast_step)
+    thread = threading.Thread(target=strategy.run, args=(slow_step,))
+    thread.start()
+    assert compiles.wait(_TIMEOUT_SECONDS)
+    for _ in range(3):
+        strategy.run(fast_step)
+    others_have_run.set()
+    thread.join()
+
+    assert float(fast.value()) == 4.0
+    assert float(slow.value()) == 1.0
+
+
+def test_a_step_is_compiled_once_however_often_it_runs(strategy_of, compilations):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        total = dist.Variable(0.0)
+
+    def step_that_adds(x):
+        total.assign_add(x)
+
+    with compilations() as compiled:
+        for _ in range(3):
+            strategy.run(step_that_adds, (2.0,))
+
+    assert len([name for name in compiled if "step_that_adds" in name]) == 1, compiled
+    assert float(total.value()) == 6.0
