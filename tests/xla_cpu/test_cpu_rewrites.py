@@ -228,6 +228,7 @@ def _gradient_of_convolution(kernel, x, **options):
         ((64, 64, 96, 3), (3, 3), {"window_strides": (2, 3), "padding": "VALID"}),
         ((130, 34, 34, 2), (3, 3), {"rhs_dilation": (2, 1), "padding": ((3, 0), (1, 4))}),
         ((60, 12, 14, 14, 2), (3, 2, 3), {"padding": "SAME"}),
+        ((4, 6, 7, 8, 2), (3, 2, 3), {"padding": "SAME"}),  # small, of three dimensions
     ],
 )
 def test_gradients_of_kernels_of_convolutions_are_products(images, kernel, options):

@@ -20,9 +20,8 @@
   and XLA removes the last two. If the first operand is the smaller one, a barrier after the product
   is enough.
 - The gradient of a kernel of a convolution over at least two dimensions: a convolution whose window
-  is nearly as large as the image. XLA:CPU is fast at those with padding and at small ones, and slow
-  at the others, where it reads the images from memory again and again. The rule writes these as
-  products of patches, of some images at a time.
+  is nearly as large as the image. XLA:CPU is fast at two dimensions with padding and at small ones,
+  and slow at the others. The rule writes these as products of patches, of some images at a time.
 - The gradient of max pooling: XLA finds the indices of the largest elements with arrays of indices
   of the size of the input, one for each dimension, and adds with a scatter. The rule compares
   slices instead.
@@ -166,8 +165,8 @@ def _kernel_gradient_of_images(eqn: Equation) -> _Fast | None:
 def _is_slow_convolution(eqn: Equation) -> bool:
     """Returns whether products of patches compute the gradient of a kernel faster than XLA:CPU.
 
-    The limits were found by measuring 400 random shapes on two cores, with the oldest supported
-    JAX: what they let through takes 0.1 to 1.2 times as long as a product of patches.
+    The limits come from random shapes, see `docs/design/tracing.md`. XLA:CPU has a fast kernel for
+    images of two dimensions only.
     """
     images, errors, result = map(aval_of, (*eqn.invars, *eqn.outvars))
     window = math.prod([result.shape[k] for k in eqn.params["dimension_numbers"].out_spec[2:]])
@@ -175,6 +174,8 @@ def _is_slow_convolution(eqn: Equation) -> bool:
     num_bytes = 4 * (images.size + errors.size)
     if not window <= min(_MAX_KERNEL, math.prod(size) - 1) or num_filters < _MIN_FILTERS:
         return False
+    if images.ndim > 4:
+        return True
     if any(max(low, high) > 0 for low, high in eqn.params["padding"]):
         return num_bytes >= 2**23 and num_filters >= 8 * images.shape[-1]
     return num_bytes >= 2**22 and max(num_images, num_filters) >= 32
