@@ -157,21 +157,27 @@ def with_tables(text: str, documents: Mapping[str, Json]) -> str:
     return _TABLE.sub(replaced, text)
 
 
+#: The rows of the small table, by what was measured, and the replicas; time only.
+_SUMMARY = (
+    *(("`fit`, mlp256", "2"), ("`fit`, cnn64", "1"), ("`fit`, transformer32", "2")),
+    *(("`strategy.run`, mlp256", "2"), ("`strategy.run`, wide256", "2")),
+    *(("`strategy.run`, mlp256", "2 workers"), ("`strategy.run`, transformer32", "2 workers")),
+    *(("`reduce` of 4 B", "2 workers"), ("the host's part of a cached `run`", "1")),
+)
+#: Models whose gradients are rewritten for CPUs.
+_REWRITTEN = ("cnn", "transformer")
+
+
 def _summary(documents: Mapping[str, Json]) -> str:
+    found = {(one.what, one.replicas, one.peer): one for one in compare(documents)}
     rows = []
-    for peer in PEERS:
-        own = [found for found in compare(documents) if found.peer == peer]
-        if own:
-            own.sort(key=lambda found: found.median)
-            counts = [sum(found.standing == standing for found in own) for standing in (-1, 0, 1)]
-            middle = f"{statistics.median(found.median for found in own):.2f}"
-            ends = [
-                f"{end.median:.2f}: {end.what}, {end.counted_replicas}".removesuffix(", -")
-                for end in (own[0], own[-1])
-            ]
-            rows.append([peer, *counts, middle, *ends])
-    header = ["Next to", "We take less in", "Alike", "More in", "Median", "Least", "Most"]
-    return table(header, rows)
+    for what, replicas in _SUMMARY:
+        own = [found.get((what, replicas, peer)) for peer in PEERS]
+        if any(own):
+            mark = " (rewritten)" if any(name in what for name in _REWRITTEN) else ""
+            ratios = ["" if one is None else f"{one.median:.2f}" for one in own]
+            rows.append([what + mark, replicas, *ratios])
+    return table(["Time of", "Replicas", *PEERS], rows)
 
 
 def _losses(documents: Mapping[str, Json]) -> str:

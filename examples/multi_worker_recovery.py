@@ -58,7 +58,7 @@ def main():
 
     # Finds the others in TF_CONFIG, which the launcher sets; alone it is a strategy of one machine.
     strategy = dist.MultiWorkerMirroredStrategy()
-    is_chief = strategy.extended.should_checkpoint
+    is_chief = strategy.is_chief
 
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)

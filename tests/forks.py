@@ -159,7 +159,10 @@ def _run(command: list[str], env: dict[str, str], path: list[str]) -> None:
 if __name__ == "__main__":
     import keras  # noqa: F401
 
-    import distributary  # noqa: F401
+    import distributary
+
+    for _name in distributary.__all__:  # imported on first use
+        getattr(distributary, _name)
 
     if _asked := _serve():
         _run(**_asked)

@@ -2,49 +2,70 @@
 
 from typing import TYPE_CHECKING
 
-from distributary import config, errors, experimental, keras_bridge  # noqa: F401  (connects Keras)
+from distributary import errors
+from distributary._elsewhere import OF_MODULE
 from distributary._late import late_names
-from distributary.collectives import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReduceOp,
-    ReductionToOneDevice,
-)
-from distributary.context import (
-    ReplicaContext,
-    experimental_set_strategy,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from distributary.engine import function
-from distributary.gradients import (
-    GradientTape,
-    UnconnectedGradients,
-    global_batch_loss,
-    grad,
-    value_and_grad,
-)
-from distributary.inputs import InputContext, StepStatistics, ValueContext
-from distributary.options import InputOptions, InputReplicationMode, RunOptions
-from distributary.strategies import (
-    CentralStorageStrategy,
-    MirroredStrategy,
-    OneDeviceStrategy,
-    Strategy,
-    StrategyExtended,
-)
-from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
-from distributary.variables import Variable, VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
-    from distributary import checkpoint, cluster_resolver, coordinator, data, tpu
+    from distributary import (
+        checkpoint,
+        cluster_resolver,
+        config,
+        coordinator,
+        data,
+        experimental,
+        tpu,
+    )
+    from distributary.collectives import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReduceOp,
+        ReductionToOneDevice,
+    )
+    from distributary.context import (
+        ReplicaContext,
+        experimental_set_strategy,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
     from distributary.coordinator import ParameterServerStrategy, Server
-    from distributary.inputs import DistributedDataset, DistributedIterator, PerReplicaSpec
-    from distributary.strategies import MultiWorkerMirroredStrategy, TPUStrategy
-    from distributary.variables import ShardedVariable, embedding_lookup
+    from distributary.engine import function
+    from distributary.gradients import (
+        GradientTape,
+        UnconnectedGradients,
+        global_batch_loss,
+        grad,
+        value_and_grad,
+    )
+    from distributary.inputs import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        PerReplicaSpec,
+        StepStatistics,
+        ValueContext,
+    )
+    from distributary.options import InputOptions, InputReplicationMode, RunOptions
+    from distributary.strategies import (
+        CentralStorageStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        Strategy,
+        StrategyExtended,
+        TPUStrategy,
+    )
+    from distributary.values import DistributedValues, IndexedSlices, Mirrored, PerReplica
+    from distributary.variables import (
+        ShardedVariable,
+        Variable,
+        VariableAggregation,
+        VariableSynchronization,
+        embedding_lookup,
+    )
 
 __all__ = [
     "CentralStorageStrategy",
@@ -101,20 +122,46 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Imported on first use: together these modules add a tenth to the time that importing jax takes.
+# Imported on first use: importing jax takes a second, which the command line does without.
 if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
             "distributary.checkpoint": "checkpoint",
             "distributary.cluster_resolver": "cluster_resolver",
+            "distributary.collectives": (
+                "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce ReduceOp"
+                " ReductionToOneDevice"
+            ),
+            "distributary.config": "config",
+            "distributary.context": (
+                "ReplicaContext experimental_set_strategy get_replica_context get_strategy"
+                " has_strategy in_cross_replica_context"
+            ),
             "distributary.coordinator": "ParameterServerStrategy Server coordinator",
             "distributary.data": "data",
-            "distributary.inputs": "DistributedDataset DistributedIterator PerReplicaSpec",
-            "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
+            "distributary.engine": "function",
+            "distributary.experimental": "experimental",
+            "distributary.gradients": (
+                "GradientTape UnconnectedGradients global_batch_loss grad value_and_grad"
+            ),
+            "distributary.inputs": (
+                "DistributedDataset DistributedIterator InputContext PerReplicaSpec StepStatistics"
+                " ValueContext"
+            ),
+            "distributary.options": "InputOptions InputReplicationMode RunOptions",
+            "distributary.strategies": (
+                "CentralStorageStrategy MirroredStrategy MultiWorkerMirroredStrategy"
+                " OneDeviceStrategy Strategy StrategyExtended TPUStrategy"
+            ),
             "distributary.tpu": "tpu",
-            "distributary.variables": "ShardedVariable embedding_lookup",
+            "distributary.values": "DistributedValues IndexedSlices Mirrored PerReplica",
+            "distributary.variables": (
+                "ShardedVariable Variable VariableAggregation VariableSynchronization"
+                " embedding_lookup"
+            ),
         },
+        OF_MODULE,
     )
 
 

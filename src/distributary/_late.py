@@ -1,11 +1,18 @@
-"""Names of a package that are imported on first use, because importing them takes a while."""
+"""Names of a package that are imported on first use, and advice for names that do not exist."""
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+# They register with packages below them, which do not know them.
+_REGISTERING = ("distributary.strategies", "distributary.keras_bridge")
 
-def late_names(package: str, names_of: Mapping[str, str]) -> Callable[[str], Any]:
+
+def late_names(
+    package: str, names_of: Mapping[str, str], advice: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
     """Returns a `__getattr__` for a package that imports names on first use.
 
     Args:
@@ -13,15 +20,55 @@ def late_names(package: str, names_of: Mapping[str, str]) -> Callable[[str], Any
         names_of: For each module, the names that it defines, or its own last name, separated by
             spaces. Write a module of the package as `"_rows"`, and any other module of distributary
             with its full name.
+        advice: See `no_attribute`.
     """
     modules = {name: module for module, names in names_of.items() for name in names.split()}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            names = dir(sys.modules[package])
+            raise no_attribute(f"module {package!r}", name, advice or {}, names)
         path = modules[name]
         inside = path if path.startswith(f"{__package__}.") else f"{package}.{path}"
         module = importlib.import_module(inside)
-        return module if path.endswith(f".{name}") else getattr(module, name)
+        found = module if path.endswith(f".{name}") else getattr(module, name)
+        setattr(sys.modules[package], name, found)  # the next use does not come here
+        return found
 
     return __getattr__
+
+
+@functools.cache
+def import_what_registers() -> None:
+    """Imports the packages that register with those below them; call it before you ask for them.
+
+    A program can come to the packages below without them, because nothing is imported before it is
+    used.
+    """
+    for name in _REGISTERING:
+        importlib.import_module(name)
+
+
+def no_attribute(
+    owner: str, name: str, advice: Mapping[str, str], names: Iterable[str]
+) -> AttributeError:
+    """Returns the error for a name that does not exist.
+
+    Args:
+        owner: The object, for the message.
+        name: The name.
+        advice: What to use instead of names that people know from elsewhere. Keys are names,
+            separated by spaces.
+        names: The names that exist, for the case of a typing error.
+    """
+    text = f"{owner} has no attribute {name!r}"
+    for others, remedy in advice.items():
+        if name in others.split():
+            return AttributeError(f"{text}. {remedy}")
+    if not name.startswith("_"):
+        import difflib
+
+        public = [known for known in names if not known.startswith("_")]
+        for close in difflib.get_close_matches(name, public, 1, 0.75):
+            return AttributeError(f"{text}. Did you mean {close!r}?")
+    return AttributeError(text)

@@ -13,6 +13,7 @@ same situation. `except ValueError` and the like keep working:
     │   ├── ReplicaMismatchError               replicas disagree in shape, dtype or structure
     │   └── ReplicaDivergenceError             the copies of a mirrored variable would differ
     ├── InvalidTypeError (TypeError)           an argument has the wrong type
+    ├── TracedValueError (TypeError)           Python needs a value that a step does not have yet
     ├── MissingPackageError (ImportError)      an optional package is not installed
     ├── OutOfRangeError (StopIteration)        get_next() after the last element of a dataset
     ├── CancelledError (RuntimeError)          a closure did not run because another one failed
@@ -28,7 +29,8 @@ same situation. `except ValueError` and the like keep working:
 Warnings are `DistributaryWarning`, a `UserWarning`.
 """
 
-from typing import Final
+import re
+from typing import Any, Final
 
 __all__ = [
     "BackendStartedError",
@@ -49,11 +51,14 @@ __all__ = [
     "PSUnavailableError",
     "ReplicaDivergenceError",
     "ReplicaMismatchError",
+    "TracedValueError",
     "UnavailableError",
     "UnsupportedError",
     "WorkerLostError",
     "WorkerMismatchError",
 ]
+
+_MAX_SHOWN = 100
 
 
 class DistributaryError(Exception):
@@ -99,6 +104,13 @@ class ReplicaDivergenceError(InvalidValueError):
 
 class InvalidTypeError(DistributaryError, TypeError):
     """An argument has an unusable type."""
+
+
+class TracedValueError(DistributaryError, TypeError):
+    """Python code of a step needs the value of an array, which has none while a step is traced.
+
+    Source: the errors about tracers in `jax.errors`, which are `TypeError`s as well.
+    """
 
 
 class MissingPackageError(DistributaryError, ImportError):
@@ -170,3 +182,44 @@ class UnsupportedError(DistributaryError, NotImplementedError):
 
 class DistributaryWarning(UserWarning):
     """Something works, but more slowly or differently than you probably expect."""
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message: its `repr` if that is short, and no items of arrays."""
+    kind = type(value)
+    if hasattr(value, "num_replicas_in_sync"):
+        if kind.__name__ == "DefaultStrategy":
+            return "the default strategy"
+        count = value.num_replicas_in_sync
+        return f"{kind.__name__} of {count} replica{'s' * (count != 1)}"
+    is_scalar = kind.__module__ == "numpy" and kind.__name__ != "ndarray"
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not is_scalar:
+        is_array = kind.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy")
+        named = f" {value.name!r}" if isinstance(getattr(value, "name", None), str) else ""
+        what = "an array" if is_array else f"a {kind.__name__}{named}"
+        return f"{what} {value.dtype}{[*value.shape]}"
+    if isinstance(value, (list, tuple, dict)):
+        parts = value.values() if isinstance(value, dict) else value
+        if any(hasattr(part, "dtype") for part in parts) or len(repr(value)) > _MAX_SHOWN:
+            kinds = sorted({type(part).__name__ for part in parts})
+            return f"a {kind.__name__} of {', '.join(kinds)}"
+    text = repr(value)
+    if "\n" in text or len(text) > _MAX_SHOWN:
+        return f"a {kind.__name__}"
+    return text
+
+
+def pip_install(extra: str) -> str:
+    """Returns the command that installs the packages of an extra of distributary.
+
+    It names the packages themselves: distributary may be installed from a folder, and an index may
+    have another package, or none, under its name.
+    """
+    import importlib.metadata  # takes a while
+
+    packages = []
+    for requirement in importlib.metadata.requires("distributary") or ():
+        package, _, condition = requirement.partition(";")
+        if re.fullmatch(rf"\s*extra\s*==\s*['\"]{extra}['\"]\s*", condition):
+            packages.append(f"'{package.strip()}'")
+    return " ".join(["pip install", *packages])

@@ -12,7 +12,7 @@ import pytest
 
 import distributary as dist
 from distributary.checkpoint import Checkpoint
-from distributary.checkpoint._files import sealed
+from distributary.checkpoint._commit import sealed
 from distributary.data import Dataset
 
 ON_READ = dist.VariableSynchronization.ON_READ

@@ -11,7 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-from distributary.checkpoint._files import sealed
+from distributary.checkpoint._commit import sealed
 from distributary.errors import CheckpointError
 
 

@@ -177,13 +177,16 @@ def test_unknown_topologies_name_the_known_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("topology", "module", "extra"),
-    [("v5e:2x4", "libtpu", "tpu"), ("h100:8", "jax_plugins.xla_cuda13", "compile")],
+    ("topology", "module", "package"),
+    [
+        ("v5e:2x4", "libtpu", "jax[tpu]>="),
+        ("h100:8", "jax_plugins.xla_cuda13", "jax-cuda13-plugin>="),
+    ],
 )
-def test_a_missing_compiler_is_named_with_its_extra(topology, module, extra, monkeypatch):
+def test_a_missing_compiler_is_named_with_its_package(topology, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
 
-    with pytest.raises(MissingPackageError, match=rf"pip install 'distributary\[{extra}\]'"):
+    with pytest.raises(MissingPackageError, match=re.escape(f"pip install '{package}")):
         parse_topology(topology)
 
 

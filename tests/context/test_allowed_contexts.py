@@ -150,7 +150,7 @@ def test_call_is_allowed_where_the_table_says(call, context, error, subject, oth
         act()
         return
     message = {
-        ContextError: r"<MirroredStrategy: 2 replicas|inside Strategy\.run|inside its run",
+        ContextError: r"MirroredStrategy of 2 replicas|inside Strategy\.run|inside its run",
         AttributeError: "NoneType",
         ValueError: "PerReplica cannot be converted to one array",
     }[error]
@@ -175,7 +175,7 @@ def test_variable_of_another_strategy_is_refused_in_a_step(subject, other):
         lambda: subject.mirrored.values,
     ):
         for strategy in (other, dist.OneDeviceStrategy("CPU:0"), dist.get_strategy()):
-            with pytest.raises(ContextError, match=r"'Variable' of <MirroredStrategy: 2 .*mixed"):
+            with pytest.raises(ContextError, match=r"'Variable' of MirroredStrategy of 2 .*mixed"):
                 strategy.run(use)
 
 

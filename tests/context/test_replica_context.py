@@ -112,8 +112,8 @@ def test_replica_context_is_refused_where_it_is_not_current(use, strategy_of, re
     for call, where in (
         (lambda: use(stale), r"outside of Strategy\.run"),
         (in_scope, "in a cross-replica context"),
-        (lambda: strategy.run(lambda: use(stale)), r"inside <Mirrored.*2 replicas.*\.run"),
-        (lambda: other.run(lambda: use(stale)), r"inside <Mirrored.*4 replicas.*\.run"),
+        (lambda: strategy.run(lambda: use(stale)), r"inside Mirrored.*2 replicas\.run"),
+        (lambda: other.run(lambda: use(stale)), r"inside Mirrored.*4 replicas\.run"),
         (lambda: strategy.run(in_own_merge_call), "in a cross-replica context"),
     ):
         with pytest.raises(ContextError, match=rf"{name}: this ReplicaContext of .*{where}"):

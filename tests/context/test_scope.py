@@ -169,7 +169,7 @@ def test_strategies_cannot_be_nested(strategy_of):
 
     for other in (inner, dist.OneDeviceStrategy("CPU:0"), dist.get_strategy()):
         with outer.scope():
-            with pytest.raises(ContextError, match=r"scope\(\) of .* while <Mirrored.*2 replicas"):
+            with pytest.raises(ContextError, match=r"scope\(\) of .* while Mirrored.*2 replicas"):
                 other.scope().__enter__()
             assert _state() == _cross_replica(outer)
 

@@ -11,7 +11,7 @@ import pytest
 
 import distributary as dist
 from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-from distributary.checkpoint._files import sealed
+from distributary.checkpoint._commit import sealed
 from distributary.coordinator._links import ConnectionLostError
 from distributary.coordinator._messages import Limits
 from distributary.errors import CheckpointError, InvalidValueError, PSUnavailableError

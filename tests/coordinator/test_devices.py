@@ -270,7 +270,7 @@ def test_what_cannot_be_distributed_is_named():
     with pytest.raises(InvalidTypeError, match="dataset_fn is 3, expected a function"):
         strategy.distribute_datasets_from_function(3)
     options = dist.InputOptions(experimental_replication_mode=dist.InputReplicationMode.PER_REPLICA)
-    with pytest.raises(UnsupportedError, match=r"with 2 devices each.*Use PER_WORKER"):
+    with pytest.raises(UnsupportedError, match=r"of 2 replicas\. Use PER_WORKER"):
         strategy.distribute_datasets_from_function(lambda context: [], options)
 
 

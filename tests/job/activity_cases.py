@@ -26,8 +26,10 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 _SOURCE = Path(__file__).parents[2] / "src" / "distributary"
-for name, path in (("distributary", _SOURCE), ("distributary.job", _SOURCE / "job")):
-    sys.modules.setdefault(name, types.ModuleType(name)).__path__ = [str(path)]
+if "distributary" not in sys.modules:  # stand in for packages that import JAX
+    for name, path in (("distributary", _SOURCE), ("distributary.job", _SOURCE / "job")):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
 
 from distributary.job._activity import Activity  # noqa: E402
 

@@ -1,12 +1,16 @@
 """Keras' callbacks see and do under a strategy what they see and do on one device."""
 
 import csv
+import importlib.util
 import re
 
 import keras
 import numpy as np
 import pytest
 
+import distributary as dist
+from distributary.errors import MissingPackageError
+from distributary.keras_bridge import _callbacks
 from tests.keras_bridge import small
 
 
@@ -371,19 +375,67 @@ def test_csv_logger_writes_the_numbers_of_one_device(strategy_of, tmp_path):
         )
 
 
-def test_tensorboard_does_what_it_does_without_a_strategy(strategy_of, tmp_path):
-    outcomes = []
-    for name, strategy in (("strategy", strategy_of(2)), ("alone", None)):
-        folder = tmp_path / name
-        try:
-            small.fit(small.model(strategy), callbacks=[keras.callbacks.TensorBoard(folder)])
-        except ImportError as error:
-            outcomes.append((type(error), str(error)))
-        else:
-            outcomes.append(sorted(p.parent.name for p in folder.rglob("events.out*")))
+def _scalars(folder):
+    """`(tag, step)` and value of every scalar in the event files of a folder."""
+    from tensorboardX.proto.event_pb2 import Event
 
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0]  # an error that says what is missing, or files
+    # Our reader checks the checksums, which TensorBoard does, too.
+    records = dist.data.TFRecordDataset(sorted(map(str, folder.glob("events.out*"))))
+    events = [Event.FromString(bytes(record)) for record in records]
+    values = [(e.step, v) for e in events for v in e.summary.value]
+    found = {(v.tag, step): v.simple_value for step, v in values if v.HasField("simple_value")}
+    return found, [v.tag for _, v in values if v.HasField("histo")]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is not None, reason="it writes with TensorFlow here"
+)
+def test_tensorboard_needs_no_tensorflow(strategy_of, tmp_path, monkeypatch):
+    monkeypatch.setenv("CRC32C_SW_MODE", "auto")  # which importing tensorboardX sets
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is not installed")
+    callback = keras.callbacks.TensorBoard(
+        tmp_path, histogram_freq=1, write_images=True, write_steps_per_second=True, update_freq=2
+    )
+    history = small.fit(
+        small.model(strategy_of(2)), validation_data=small.data(6), callbacks=[callback]
+    ).history
+
+    train, weights = _scalars(tmp_path / "train")
+    validation, _ = _scalars(tmp_path / "validation")
+    for epoch in range(2):
+        for name in ("loss", "mae"):
+            assert train[f"epoch_{name}", epoch] == pytest.approx(history[name][epoch])
+            found = validation[f"epoch_{name}", epoch]
+            assert found == pytest.approx(history[f"val_{name}"][epoch])
+    # Four steps per epoch, of which every other one is written.
+    assert sorted(step for tag, step in train if tag == "batch_loss") == [2, 4, 6, 8]
+    assert train["epoch_steps_per_second", 1] > 0
+    assert {tag for tag, _ in validation} >= {"evaluation_loss_vs_iterations"}
+    assert len(weights) == 2 * 2  # kernel and bias, every epoch
+
+
+def test_tensorboard_without_a_writer_says_what_to_install(strategy_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    with pytest.raises(MissingPackageError, match="pip install tensorboardX"):
+        small.fit(small.model(strategy_of(2)), callbacks=[keras.callbacks.TensorBoard(tmp_path)])
+
+
+def test_callbacks_of_other_packages_are_those_of_the_chief():
+    class Metrics(keras.callbacks.Callback):
+        __module__ = "wandb.integration.keras"
+
+    class Own(Metrics):
+        pass
+
+    callbacks = [Metrics(), Own(), keras.callbacks.CSVLogger("x"), keras.callbacks.Callback()]
+
+    assert [_callbacks._is_of_chief(callback) for callback in callbacks] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 # The progress bar, and lists of callbacks.

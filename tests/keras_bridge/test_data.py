@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import warnings
 
 import jax.numpy as jnp
 import keras
@@ -188,13 +189,16 @@ def test_a_generator_that_ends_warns_as_on_one_device(steps, strategy_of):
     messages, losses = [], []
     for strategy in (strategy_of(2), None):
         model = _model(strategy)
-        with pytest.warns(UserWarning, match="ran out of data") as caught:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             history = model.fit(_batches(), shuffle=False, verbose=0, **steps)
         messages.append([str(w.message) for w in caught])
         losses += history.history["loss"]
         assert int(model.optimizer.iterations) == 4
 
     assert messages[0] == messages[1]
+    # Keras 3.16 does not warn if nobody has said how many batches there are.
+    assert any("ran out of data" in message for message in messages[0]) or not steps
     np.testing.assert_allclose(*losses, **_CLOSE)
 
 

@@ -77,8 +77,10 @@ def test_datasets_equal_arrays_on_one_device(form, strategy_of):
     np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), **_CLOSE)
 
 
-def test_datasets_train_models_without_a_strategy_too():
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_datasets_train_models_without_a_strategy_too(steps_per_execution):
     model, reference = _model(None), _model(None)
+    model.steps_per_execution = steps_per_execution
 
     model.fit(_dataset(), epochs=2, verbose=0)
     reference.fit(*_arrays(), batch_size=4, epochs=2, shuffle=False, verbose=0)

@@ -176,6 +176,7 @@ _ZOO = {
                 kl.RepeatVector(2),
                 kl.Identity(),
                 kl.Dropout(0.0),
+                *([kl.TernaryDense(2)] if hasattr(kl, "TernaryDense") else []),  # Keras 3.16
             ],
         ),
         _floats(3),

@@ -86,6 +86,8 @@ _LOSSES = {
     ko.CategoricalGeneralizedCrossEntropy: "label",
     ko.CTC: "word",
 }
+if hasattr(ko, "SparseCategoricalFocalCrossentropy"):  # from Keras 3.16 on
+    _LOSSES[ko.SparseCategoricalFocalCrossentropy] = "label"
 # Without an axis these two are one number for a whole batch.
 _LOSS_ARGUMENTS = {ko.Dice: {"axis": 1}, ko.Tversky: {"axis": 1}}
 _OVER_PAIRS_OF_ROWS = {ko.Circle}

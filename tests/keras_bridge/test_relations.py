@@ -168,7 +168,7 @@ def test_batch_normalization_is_no_relation(synchronized, strategy_of, caplog):
         model.compile("sgd", "mse")
         return model
 
-    with caplog.at_level(logging.INFO, "distributary"):
+    with caplog.at_level(logging.WARNING, "distributary"):
         found = _warnings_of(strategy_of(2), build, images, methods=["fit", "evaluate"])
 
     assert found == []

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import distributary
 from distributary.launch import HostOptions, LaunchOptions, run
 
 _SECONDS = 120.0  # for anything that is waited for; things take far less
@@ -20,15 +19,6 @@ _SECONDS = 120.0  # for anything that is waited for; things take far less
 # Without the settings that this test process has made for itself.
 _SETTINGS = ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "XLA_FLAGS")
 _BASE_ENVIRON = {name: value for name, value in os.environ.items() if name not in _SETTINGS}
-
-_PACKAGE = Path(distributary.__file__).parent
-_QUICK_COMMAND = f"""
-import sys, types
-package = sys.modules["distributary"] = types.ModuleType("distributary")
-package.__path__ = [{str(_PACKAGE)!r}]
-from distributary.cli import main
-sys.exit(main())
-"""
 
 _PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -107,7 +97,6 @@ def launch(script, tmp_path) -> Callable[..., Result]:
 def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     """A function that starts `distributary launch` with arguments, as a process of its own.
 
-    Without `distributary/__init__.py`, which imports JAX for a second and is not used.
     `before` is a command that becomes the launcher.
     """
     processes = []
@@ -116,7 +105,7 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
         environ = {**_BASE_ENVIRON, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         environ |= options.pop("environ", {})
         process = subprocess.Popen(
-            [*before, sys.executable, "-c", _QUICK_COMMAND, "launch", *map(str, arguments)],
+            [*before, sys.executable, "-m", "distributary", "launch", *map(str, arguments)],
             stdin=options.pop("stdin", subprocess.DEVNULL),
             stdout=options.pop("stdout", subprocess.PIPE),
             stderr=options.pop("stderr", subprocess.PIPE),

@@ -1,14 +1,19 @@
 """The arguments of `distributary launch`, and the manifests in examples/launch that use them."""
 
 import re
+import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from distributary.cli import launch_options, main
+from distributary.cli import _bench, _compile, _doctor, launch_options, main
+from distributary.compilation import known_topologies
+from distributary.diagnosis import PARTS
 from distributary.launch import HostOptions
+from distributary.scaling import MODELS
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 _TOKEN = {"DISTRIBUTARY_TOKEN": "0123456789abcdef"}
@@ -59,35 +64,110 @@ def test_the_token_may_come_from_a_file(tmp_path):
     assert options.hosts.token == "fedcba9876543210"
 
 
+_COMMANDS = ("launch", "config", "devices", "doctor", "bench", "certs", "compile")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("launch", "the following arguments are required: script"),
-        ("launch --workers 0 a.py", "error: num_workers is 0, expected 1 or more"),
-        ("launch --ps 1 --nnodes 2 --node-rank 0 --master h:1 a.py", "several hosts need a secret"),
-        ("launch --workers two a.py", "argument --workers: invalid int value: 'two'"),
+        ("launch", "launch: error: the following arguments are required: script\n"),
+        ("launch --workers 0 a.py", "--workers: expected a whole number from 1, found '0'"),
+        ("launch --workers two a.py", "--workers: expected a whole number from 1, found 'two'"),
+        ("launch --grace-seconds nan a.py", "--grace-seconds: expected a number, 0 or more"),
+        ("launch --dashboard-port 65536 a.py", "from 0 to 65535, found '65536'"),
+        ("launch --ps 1 --nnodes 2 --node-rank 0 --master h:1 a.py", "on one host only"),
         ("launch --nnodes 2 --master h:1 a.py", "--nnodes is 2, but --node-rank is missing"),
         ("launch --nnodes 2 --node-rank 1 a.py", "--nnodes is 2, but --master is missing"),
-        ("launch --nnodes 2 --node-rank 2 --master h:1 a.py", "several hosts need a secret"),
-        ("launch --node-rank 1 --master h:1 --token-file /no a.py", "cannot be read"),
-        ("launch --work 2 a.py", "unrecognized arguments: --work"),
+        ("launch --nnodes 2 --node-rank 1 --master h:1 a.py", "several hosts need a secret"),
+        ("launch --nnodes 2 --node-rank 2 --master h:1 a.py", "Ranks count from 0 to 1."),
+        ("launch --master h:1 a.py", "--master is for a job on several hosts, but --nnodes"),
+        ("launch --nnodes 2 --node-rank 1 --master h:1 --token-file /no a.py", "cannot be read"),
+        ("launch --wrokers 2 a.py", "there is no option --wrokers. Did you mean --workers?"),
+        ("launch --work 2 a.py", "there is no option --work. Did you mean --workers?"),
+        ("launch --epochs 3 a.py", "no option --epochs. Options of the script come after the scri"),
         ("launch nofile.py", "there is no file 'nofile.py' in /"),
+        ("launch b.py", "there is no file 'b.py'"),
+        ("launch trian.py", "Did you mean train.py"),
+        ("launch .", "'.' is a folder without a __main__.py"),
         ("launch -m nomodule", "there is no module 'nomodule' for -m nomodule"),
         ("launch -m nopackage.train", "there is no module 'nopackage' for -m nopackage.train"),
+        ("launch -m json.tolo", "there is no module 'json.tolo' for -m json.tolo"),
+        ("launch -m json", "there is no module 'json.__main__' for -m json"),
         ("bench nofile.py", "distributary bench: error: there is no file 'nofile.py'"),
         ("bench -m nomodule", "there is no module 'nomodule'"),
+        ("bench --replicas 1,x", "expected whole numbers from 1 with commas between them"),
+        ("bench --model mpl", "there is no 'mpl'; known are mlp, transformer. Did you mean mlp?"),
+        ("bench --model mlp a.py", "--model is for a built-in model, but there is the script"),
+        ("bench --step train", "--step is for a script"),
+        ("bench --json train.py", "train.py is a Python script, which would be overwritten"),
+        ("bench --plot no/where.png", "there is no folder no for where.png"),
+        ("bench --plot plot.pdf", "expected NAME.png, found 'plot.pdf'"),
+        ("bench --gbit 0", "--gbit: expected a number above 0, found '0'"),
         ("compile --topology v5e:2x4 nofile.py", "there is no file 'nofile.py'"),
-        ("", "the following arguments are required: COMMAND"),
-        ("lunch", "invalid choice: 'lunch'"),
+        ("compile a.py", "usage: distributary compile --topology NAME [OPTION ...] SCRIPT"),
+        ("doctor --only linsk", "there is no 'linsk'; known are machine, links, all-reduce, train"),
+        ("devices extra", "distributary devices: error: 'extra' is one argument too many"),
+        ("certs --out c --days 0", "--days: expected a whole number from 1, found '0'"),
+        ("", "usage: distributary [-h] [--version] COMMAND ..."),
+        ("lunch", "there is no command 'lunch'. Did you mean launch?"),
+        ("train.py", "To run a script: distributary launch train.py."),
+        ("--vresion", "there is no option --vresion. Did you mean --version?"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, message, capsys, monkeypatch):
+def test_wrong_arguments_are_named(arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("DISTRIBUTARY_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.py", "train.py"):
+        (tmp_path / name).touch()
 
     with pytest.raises(SystemExit, match="2"):
         main(arguments.split())
 
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    command = arguments.split(" ")[0]
+    prog = f"distributary {command}" if command in _COMMANDS else "distributary"
+    assert error.startswith(f"usage: {prog} ")
+    assert (tmp_path / "train.py").read_text() == ""
+
+
+def test_help_and_messages_come_without_jax(tmp_path):
+    code = f"""
+import io, sys, contextlib
+from distributary.cli import main
+lines = [[name, "--help"] for name in {_COMMANDS}] + [["--help"], ["--version"], ["launch", "no"]]
+for line in lines:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main(line)
+        except SystemExit:
+            pass
+print({{"jax", "numpy", "keras"}} & set(sys.modules) or "none")
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (process.stdout, process.stderr) == ("none\n", "")
+
+
+def test_the_help_knows_what_the_commands_know():
+    assert tuple(MODELS) == _bench._MODELS
+    assert _doctor._PARTS == PARTS
+    assert known_topologies() == _compile._TOPOLOGIES
+
+
+def test_versions_are_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+
+    assert f"distributary {version('distributary')}, jax {version('jax')}, " in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_log_dir_that_cannot_be_made_is_named(tmp_path, capsys):
@@ -97,7 +177,24 @@ def test_a_log_dir_that_cannot_be_made_is_named(tmp_path, capsys):
     code = main(["launch", "--log-dir", str(file / "logs"), str(file)])
 
     assert code == 1
-    assert "distributary launch: [Errno 20] Not a directory" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"distributary launch: --log-dir {file / 'logs'} cannot be made: Not a directory. Name"
+        " another folder.\n"
+    )
+
+
+def test_a_page_that_cannot_be_served_is_named(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        code = main(["launch", "--dashboard-port", str(port), str(file)])
+
+    assert code == 1
+    assert f"The dashboard cannot be served at 127.0.0.1, port {port}: Address already in use" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_module_is_the_command(tmp_path):

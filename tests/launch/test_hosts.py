@@ -14,7 +14,7 @@ import pytest
 from distributary.errors import InvalidValueError, LaunchError
 from distributary.launch import HostOptions, LaunchOptions
 from distributary.launch._hosts import Master, RemoteLink
-from distributary.launch._job import (
+from distributary.launch._restarts import (
     Exit,
     Finished,
     Interrupted,
@@ -132,7 +132,8 @@ sys.exit(9)
     (_, err0), (_, err1) = first.communicate(), second.communicate()
     assert (first.returncode, second.returncode) == (9, 9)
     assert "[launcher]     the reason\n" in err0
-    assert "[launcher]     the reason\n" in err1
+    assert "[worker 1] the reason\n" in err1
+    assert "[launcher]     the reason\n" not in err1  # it stands just above
 
 
 def test_ctrl_c_on_one_host_ends_both(start_host, script, pid_of, wait_until_gone):

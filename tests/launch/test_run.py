@@ -53,20 +53,54 @@ def test_a_failing_worker_ends_the_job_with_its_code(ending, code, text, launch)
     assert text in result.stderr
 
 
-def test_last_lines_of_the_failed_worker_are_repeated(launch):
-    script = """
-if name == "worker0":
+_LINES = """
+def end(*_):
+    print("cleaned up")
+    sys.exit(0)
+
+if name == "worker0" and "--both" in sys.argv:
+    signal.signal(signal.SIGTERM, end)
+    put("ready")
     run_forever()
+if "--both" in sys.argv:
+    wait_for("ready")
 for i in range(50):
     print("line", i, file=sys.stderr)
 sys.stderr.write("no end of line")
 sys.exit(1)
 """
-    result = launch(script, num_workers=2)
+
+
+def test_last_lines_of_the_failed_worker_are_repeated_below_those_of_others(launch):
+    result = launch(_LINES, "--both", num_workers=2)
 
     _, _, repeated = result.stderr.partition("Its last lines on stderr:\n")
     expected = [f"[launcher]     line {i}" for i in range(31, 50)]
     assert repeated.splitlines() == [*expected, "[launcher]     no end of line"]
+
+
+def test_what_stands_at_the_end_is_not_repeated(launch):
+    result = launch(_LINES)
+
+    *_, last, said = result.stderr.splitlines()
+    assert last == "[worker 0] no end of line"
+    assert re.fullmatch(
+        r"\[launcher\] worker 0 ended with exit code 1 after .* s; ending all workers\.", said
+    )
+
+
+def test_noise_of_gloo_is_left_out(launch):
+    line = (
+        "[Gloo] Rank {} is connected to {} peer ranks. Expected number of connected peer ranks is"
+        " : {}"
+    )
+    script = f"""
+for numbers in ((0, 1, 1), (0, 12, 12), (0, 1, 2)):
+    print({line!r}.format(*numbers), flush=True)
+"""
+    result = launch(script)
+
+    assert result.stdout == f"[worker 0] {line.format(0, 1, 2)}\n"
 
 
 def test_a_worker_that_ignores_term_is_killed_after_the_grace_period(launch):

@@ -1,11 +1,15 @@
 """Jobs with a chief, workers and parameter servers."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from distributary.errors import InvalidValueError
-from distributary.launch import HostOptions, LaunchOptions
+from distributary.launch import HostOptions, LaunchOptions, num_servers_of_job
 
 
 def test_every_task_finds_itself_and_the_others(launch):
@@ -133,6 +137,57 @@ run_forever()
 
     assert result.code == 0
     assert "ending all workers for restart 1 of 1" in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["MultiWorkerMirroredStrategy", "MirroredStrategy"])
+def test_a_program_that_does_not_use_the_servers_is_refused_once(launch, strategy, tmp_path):
+    script = f"""
+import distributary as dist
+strategy = dist.{strategy}()
+put(f"{{name}}.trained")
+"""
+    result = launch(script, num_workers=2, num_servers=1, max_restarts=2)
+
+    assert result.code == 78
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        f"[launcher] {strategy}: the cluster has 1 parameter server(s), to which this strategy"
+        " gives nothing to do"
+    )
+    assert line.endswith("or use ParameterServerStrategy; ending all workers.")
+    assert list(tmp_path.glob("*.trained")) == []
+
+
+def test_without_a_launcher_every_task_of_such_a_program_raises():
+    config = {
+        "cluster": {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]},
+        "task": {"type": "chief", "index": 0},
+    }
+    script = """
+import json, os, sys
+import distributary as dist
+config = json.loads(os.environ["TF_CONFIG"])
+try:
+    dist.MirroredStrategy(["CPU:0"])
+except ValueError as error:
+    print(error)
+dist.MirroredStrategy(["CPU:0"])  # the first strategy decides
+"""
+    environ = {**os.environ, "TF_CONFIG": json.dumps(config)}
+
+    out = subprocess.check_output([sys.executable, "-c", script], env=environ, text=True)
+
+    assert out.startswith("MirroredStrategy: the cluster has 1 parameter server(s)")
+
+
+def test_an_evaluator_may_use_any_strategy():
+    cluster = {"chief": ["h:1"], "worker": ["h:2"], "ps": ["h:3"]}
+    tasks = [{"type": "evaluator", "index": 0}, {"type": "worker", "index": 0}]
+    configs = [json.dumps({"cluster": cluster, "task": task}) for task in tasks]
+
+    numbers = [num_servers_of_job({"TF_CONFIG": text}) for text in [*configs, "{}", "{", "[]", ""]]
+
+    assert numbers == [0, 1, 0, 0, 0, 0]
 
 
 def test_several_hosts_are_refused():

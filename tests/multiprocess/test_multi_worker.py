@@ -34,7 +34,7 @@ def alone():
     return result
 
 
-@pytest.mark.parametrize(("num_workers", "devices"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("num_workers", "devices"), [(2, 2), (3, 1)])
 def test_workers_compute_what_one_process_computes(num_workers, devices, job, alone):
     workers = job(num_workers)
     for worker in range(num_workers):

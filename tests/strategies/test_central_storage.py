@@ -79,7 +79,7 @@ def _batches(*sizes):
 def test_there_is_one_copy_and_the_optimizer_runs_where_it_lies(
     compute, compiled, memory, monkeypatch
 ):
-    monkeypatch.setattr(PART_BYTES, 1)
+    monkeypatch.setattr(PART_BYTES, 4 * SIZE * SIZE // 4)  # four parts of each
     strategy = dist.CentralStorageStrategy(
         compute, "CPU:0" if memory == "device" else _host_memory()
     )

@@ -1,39 +1,58 @@
 """Versions of JAX other than those of the tests, and what is new in tested ones."""
 
+import ast
 import logging
+import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import distributary as dist
 from distributary.errors import UnsupportedError
-from distributary.topology._versions import NEWEST_TESTED_JAX, _minor, warn_of_untested_jax
+from distributary.topology import _jax_private, make_mesh
+from distributary.topology._versions import TESTED, _minor, missing_names, warn_of_untested
 
-_DOCS = Path(__file__).parents[2] / "docs"
+_ROOT = Path(__file__).parents[2]
+_BEYOND = TESTED["jax"][1]
 
 
 @pytest.mark.parametrize(
-    ("version", "warned"),
-    [("0.10.2", 0), (f"{NEWEST_TESTED_JAX}.9", 0), ("0.99.0.dev1+g12", 1), ("1.0.0", 1)],
+    ("version", "warned"), [("0.10.2", 0), (f"{_BEYOND}.0.dev1+g12", 1), ("1.0.0", 1)]
 )
 def test_a_version_that_was_not_tested_is_named_once(version, warned, caplog, monkeypatch):
-    warn_of_untested_jax.cache_clear()
+    warn_of_untested.cache_clear()
     monkeypatch.setattr(jax, "__version__", version)
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             dist.MirroredStrategy(["CPU:0", "CPU:1"])
 
-    assert len(caplog.messages) == warned
-    assert all(message.startswith(f"JAX {version} is newer") for message in caplog.messages)
+    warning = (
+        f"JAX {version} is newer than what distributary is tested with. If a program fails that"
+        f" should not, install a tested version: pip install 'jax>=0.10.2,<{_BEYOND}'."
+    )
+    assert caplog.messages == [warning] * warned
+
+
+def test_a_newer_keras_is_named_as_jax_is(caplog):
+    warn_of_untested.cache_clear()
+
+    for version in ("3.15.1", "3.99.0", "3.99.0"):
+        warn_of_untested("keras", version)
+
+    (message,) = caplog.messages
+    assert message.startswith("Keras 3.99.0 is newer than what distributary is tested with.")
+    assert message.endswith(f"pip install 'keras>=3.15,<{TESTED['keras'][1]}'.")
 
 
 def test_the_default_strategy_says_nothing(caplog, monkeypatch):
-    warn_of_untested_jax.cache_clear()
+    warn_of_untested.cache_clear()
     monkeypatch.setattr(jax, "__version__", "1.0.0")
 
     assert dist.get_strategy().run(lambda: 3) == 3
@@ -41,12 +60,131 @@ def test_the_default_strategy_says_nothing(caplog, monkeypatch):
     assert not caplog.messages
 
 
-def test_the_docs_name_the_newest_tested_version():
-    text = (_DOCS / "versions.md").read_text()
+@pytest.mark.parametrize(("package", "column"), [("jax", 1), ("keras", 2)])
+def test_pins_docs_and_warnings_name_the_same_versions(package, column):
+    oldest, beyond = TESTED[package]
+    text = (_ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| (\d\.\d+ \|.*)", text, re.MULTILINE)
+    tested = [re.match(r"\d+\.\d+", row.split("|")[column].strip())[0] for row in rows]
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    pins = [*project["dependencies"], *project["optional-dependencies"]["keras"]]
 
-    versions = re.findall(r"^\| \d\.\d+ \| (\d+\.\d+)", text, re.MULTILINE)
+    assert f"{package}>={oldest}" in pins
+    major, minor = _minor(max(tested, key=_minor))
+    assert (major, minor + 1) == _minor(beyond)
+    assert _minor(min(tested, key=_minor)) == _minor(oldest)
 
-    assert max(versions, key=_minor) == NEWEST_TESTED_JAX
+
+def test_this_version_of_jax_has_every_private_name():
+    """Says which have gone, all at once; what replaces them is slower or says less."""
+    assert [name for name in missing_names if name.startswith("jax.")] == []
+
+
+def test_this_version_of_jax_has_every_name_for_extensions():
+    """Says which names of `jax.extend` and `jax.interpreters` have gone, all at once."""
+    used = set()
+    for path in (_ROOT / "src").rglob("*.py"):
+        names = {}
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                names |= {name.name: f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.Import):
+                names |= {name.asname: name.name for name in node.names if name.asname}
+        names = {name: full for name, full in names.items() if re.match(_FOR_EXTENSIONS, full)}
+        used |= set(names.values())
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names:
+                used.add(f"{names[ast.unparse(node.value)]}.{node.attr}")
+
+    assert len(used) > 12
+    assert [name for name in sorted(used) if not _exists(name)] == []
+
+
+_FOR_EXTENSIONS = r"jax\.(extend|interpreters)\."
+
+
+def _exists(name):
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _inside(function):
+    found = []
+    function(lambda x: found.append(_jax_private.inside_jax_trace()) or x)
+    return found
+
+
+@pytest.mark.parametrize("names", ["all", "only those for extensions", "none"])
+def test_traces_are_noticed_without_private_names(names, monkeypatch):
+    if names != "all":
+        monkeypatch.setattr(_jax_private, "_knows_top", False)
+    if names == "none":
+        monkeypatch.setattr(_jax_private, "_is_under_jit", _jax_private._is_traced)
+    x = jnp.ones(3)
+
+    assert _inside(lambda note: note(x)) == [False]
+    assert _inside(lambda note: jax.jit(note)(x)) == [True]
+    assert _inside(lambda note: jax.vmap(note)(x)) == [False]
+    assert _inside(lambda note: jax.grad(note)(1.0)) == [False]
+    assert _inside(lambda note: jax.jit(jax.grad(note))(1.0)) == [True]
+    assert True in _inside(lambda note: jax.lax.map(note, x))
+
+
+def test_rows_are_put_without_private_names(monkeypatch):
+    rows = np.arange(24, dtype=np.float64).reshape(2, 6, 2)
+    sharding = jax.sharding.NamedSharding(make_mesh(tuple(jax.devices()[:2])), P(None, "replica"))
+    expected = _jax_private.put_rows(rows, sharding, jax.devices()[:2], 1)
+    monkeypatch.setattr(_jax_private, "_put_batched", _jax_private._put_parts)
+
+    found = _jax_private.put_rows(rows, sharding, jax.devices()[:2], 1)
+
+    assert (found.sharding, found.dtype) == (expected.sharding, expected.dtype)
+    np.testing.assert_array_equal(found, rows)
+    np.testing.assert_array_equal(expected, rows)
+
+
+def test_arrays_are_combined_without_private_names(monkeypatch):
+    monkeypatch.setattr(_jax_private, "_array", _jax_private._copy_of)
+    here, there = (jax.device_put(jnp.arange(3.0), device) for device in jax.devices()[:2])
+    with pytest.raises(ValueError, match="incompatible devices"):
+        here + there
+
+    np.testing.assert_array_equal(here + _jax_private.uncommitted(there), [0, 2, 4])
+    np.testing.assert_array_equal(there + _jax_private.uncommitted(here), [0, 2, 4])
+
+
+def test_that_jax_has_started_is_noticed_without_private_names(run_python):
+    printed = run_python("""
+from distributary.topology import _jax_private
+
+_jax_private._backends_started = _jax_private._refuses_another_count
+before = jax.config.jax_num_cpu_devices
+found = [_jax_private.backends_started() for _ in range(2)]
+jax.devices()
+print(*found, _jax_private.backends_started(), jax.config.jax_num_cpu_devices == before)
+""")
+
+    assert printed == "False False True True"
+
+
+def test_what_nothing_replaces_is_named(monkeypatch):
+    class High:
+        is_high = True
+
+    monkeypatch.setattr(_jax_private, "_lower", None)
+    monkeypatch.setattr(_jax_private, "_distributed", None)
+
+    assert _jax_private.coordination_client() is None
+    with pytest.raises(UnsupportedError) as caught:
+        _jax_private.without_high_primitives(High())
+    assert str(caught.value) == (
+        f"JAX {jax.__version__} has no jax._src.interpreters.partial_eval.lower_jaxpr2, which"
+        f" distributary needs. Install a tested version: pip install 'jax>=0.10.2,<{_BEYOND}'."
+    )
 
 
 # One equation in JAX 0.12: its parts show only when it is compiled.

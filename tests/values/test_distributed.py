@@ -135,17 +135,18 @@ def test_random_keys_of_replicas_mix(strategy_of):
         (lambda x: x + 1.0, TypeError, "not a number"),
         (lambda x: 1.0 * x, TypeError, "not a number"),
         (lambda x: f"{x:.3f}", TypeError, r"PerReplica is not a number.*reduce"),
-        (lambda x: -x, TypeError, "bad operand"),
-        (lambda x: x < x, TypeError, "not supported between"),
-        (lambda x: x[0], TypeError, "not subscriptable"),
-        (list, TypeError, "not iterable"),
+        (lambda x: -x, TypeError, "not a number"),
+        (lambda x: x < x, TypeError, "not a number"),
+        (lambda x: x[0], TypeError, "not a number.*experimental_local_results"),
+        (list, TypeError, "not a number.*experimental_local_results"),
+        (bool, TypeError, "not a number"),
         (len, TypeError, r"no len\(\)"),
         (float, TypeError, "PerReplica"),
         (operator.index, TypeError, "PerReplica"),
         (lambda x: x.shape, AttributeError, "'shape'"),
         (lambda x: x.numpy(), AttributeError, "'numpy'"),
-        (np.asarray, ValueError, r"PerReplica cannot be converted.*reduce.*2 components"),
-        (jnp.asarray, ValueError, r"PerReplica cannot be converted.*reduce.*2 components"),
+        (np.asarray, ValueError, r"PerReplica cannot be converted.*of 2 replicas.*reduce"),
+        (jnp.asarray, ValueError, r"PerReplica cannot be converted.*of 2 replicas.*reduce"),
         (lambda x: jnp.ones(2) + x, ValueError, r"PerReplica cannot be converted.*reduce"),
         (lambda x: np.ones(2) + x, ValueError, r"PerReplica cannot be converted.*reduce"),
         (lambda x: jnp.stack([x, x]), ValueError, r"PerReplica cannot be converted.*reduce"),
@@ -158,7 +159,6 @@ def test_per_replica_is_opaque(use, error, message, per_replica):
 
 
 def test_per_replica_is_an_object_like_any_other(per_replica):
-    assert bool(per_replica)
     assert per_replica == per_replica
     assert per_replica != dist.PerReplica(_components())
     assert {per_replica: 1}[per_replica] == 1

@@ -107,7 +107,7 @@ def test_result_that_is_no_array_is_refused(result, named, call, strategy_of):
     def step():
         return [jnp.ones(1), result]
 
-    what = "Strategy.run" if call == "run" else "distributary.function"
+    what = r"Strategy.run\(step\)" if call == "run" else "distributary.function"
     with pytest.raises(InvalidTypeError, match=rf"{what}: the function returned .*{named}"):
         if call == "run":
             strategy_of(2).run(step)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-from distributary.checkpoint._files import located, numbered, read, read_arrays, rows_of
+from distributary.checkpoint._commit import located, numbered, read, read_arrays, rows_of
 from distributary.checkpoint._leaves import Entry, Leaf, by_keeper, find_leaves
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
-from distributary.dispatch import latest_program
+from distributary.dispatch import latest_program, progress
 from distributary.errors import InvalidValueError
 from distributary.variables import KeptCopy
 
@@ -167,6 +167,7 @@ class Checkpoint:
             self._counters.update(plan.saved.counters)
             return RestoreStatus(path, plan.missing, plan.unexpected)
 
+    @progress.doing("saving")
     def _save(self, path: str | os.PathLike[str], is_series: bool) -> str:
         path = Path(path).absolute()
         return Save(self._objects, self._counters, path, is_series, _SECONDS).write()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.topology import local_copy
 from distributary.values import DistributedValues
 from distributary.variables import (
@@ -100,7 +100,7 @@ class _Search:
         found = _parts_of(value)
         if found is None:
             raise InvalidTypeError(
-                f"Checkpoint: {name!r} is {value!r}, a {type(value).__name__}, which cannot be"
+                f"Checkpoint: {name!r} is {shown(value)}, a {type(value).__name__}, which cannot be"
                 " saved. Pass variables, arrays, numbers, iterators over datasets, Keras models,"
                 " optimizers and metrics, generators of random numbers, or dicts, lists, tuples"
                 " and dataclasses of them."
@@ -127,8 +127,8 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
         return VariableLeaf(name, variable)
     if isinstance(value, DistributedValues):
         raise UnsupportedError(
-            f"Checkpoint: {name!r} is {value!r}. Values of replicas are results, not state: keep"
-            " them in a distributary.Variable with synchronization ON_READ, or reduce them."
+            f"Checkpoint: {name!r} is {shown(value)}. Values of replicas are results, not state:"
+            " keep them in a distributary.Variable with synchronization ON_READ, or reduce them."
         )
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return ArrayLeaf(name, value)

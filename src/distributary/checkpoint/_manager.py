@@ -12,9 +12,10 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint
-from distributary.checkpoint._files import Saved, Turn, numbered, remove
+from distributary.checkpoint._commit import Saved, Turn, numbered, remove
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
+from distributary.dispatch import progress
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class CheckpointManager:
         paths = self.checkpoints
         return paths[-1] if paths else None
 
+    @progress.doing("saving")
     def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
         """Saves the current state.
 

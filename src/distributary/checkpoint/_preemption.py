@@ -16,7 +16,13 @@ from jax.experimental import multihost_utils
 from distributary.checkpoint._checkpoint import Checkpoint
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._workers import agree
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    shown,
+)
 from distributary.topology import coordination_client
 
 if TYPE_CHECKING:
@@ -63,7 +69,9 @@ class TerminationConfig:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
-                raise InvalidTypeError(f"TerminationConfig: {name} is {value!r}, not a function.")
+                raise InvalidTypeError(
+                    f"TerminationConfig: {name} is {shown(value)}, not a function."
+                )
         if self.grace_period is not None and not self.grace_period >= 0:
             raise InvalidValueError(
                 f"TerminationConfig: grace_period is {self.grace_period!r}, expected a number of"

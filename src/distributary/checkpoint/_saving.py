@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.checkpoint._files import Snapshot, Turn, claim, siblings, write
+from distributary.checkpoint._commit import Snapshot, Turn, claim, commit, siblings
 from distributary.checkpoint._leaves import ArrayLeaf, Entry, VariableLeaf, by_keeper, find_leaves
 from distributary.checkpoint._workers import Round
 from distributary.dispatch import (
@@ -105,7 +105,7 @@ class Save:
                     for name, entry in self._snapshot.entries.items()
                 }
                 snapshot = dataclasses.replace(self._snapshot, entries=entries)
-                write(self._path, snapshot, self._is_series, turn or Turn(self._path))
+                commit(self._path, snapshot, self._is_series, turn or Turn(self._path))
                 afterwards()
                 return str(self._path)
 

@@ -1,15 +1,133 @@
-"""The arguments that several commands have."""
+"""The arguments that several commands have, and what is said about wrong ones."""
 
 import argparse
-import importlib.util
+import difflib
 import json
+import math
 import os
-from collections.abc import Callable
-from importlib.machinery import PathFinder
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, final
 
 _STDOUT = Path("-")
+
+
+@final
+class Parser(argparse.ArgumentParser):
+    """A parser that finds what you may have meant.
+
+    Attributes:
+        source: The file that the arguments come from, for messages; `""` for the command line.
+    """
+
+    source = ""
+
+    @property
+    def flags(self) -> list[str]:
+        """The options, `"--workers"` for example."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def error(self, message: str) -> NoReturn:
+        """Prints what is wrong, after the usage if it is about the command line, and exits."""
+        if self.source:
+            text = message.removeprefix("argument --").replace("option --", "option ")
+            self.exit(2, f"{self.prog}: {self.source}: {text.replace('mean --', 'mean ')}\n")
+        # Of the two, the arguments of the script may be none.
+        super().error(message.replace("required: script, arguments", "required: script"))
+
+    def check_known(self, unknown: Iterable[str]) -> None:
+        """Ends the command with a suggestion if there are arguments that it does not know."""
+        for text in unknown:
+            name = text.partition("=")[0]
+            if not name.startswith("-"):
+                self.error(f"{text!r} is one argument too many")
+            hint = suggestion(name.lstrip("-"), [flag[2:] for flag in self.flags], "--")
+            if not hint and "SCRIPT" in (self.usage or ""):
+                hint = " Options of the script come after the script."
+            self.error(f"there is no option {name}.{hint}")
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns `" Did you mean ...?"` with the known words that are most like another; or `""`."""
+    found = difflib.get_close_matches(word, known, 2, cutoff=0.65)
+    found = found or [name for name in known if name.startswith(word)][:2]
+    return f" Did you mean {' or '.join(prefix + name for name in found)}?" if found else ""
+
+
+def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
+    """Returns the type of an option that is a whole number."""
+    up_to = "" if largest == math.inf else f" to {largest:.0f}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if not smallest <= value <= largest:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {smallest}{up_to}, found {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def wholes(text: str) -> list[int]:
+    """Returns the numbers of `"4,1,2"`, in order."""
+    try:
+        return sorted({whole(1)(part) for part in text.split(",")})
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers from 1 with commas between them, such as 1,2,4; found {text!r}"
+        ) from None
+
+
+def number(*, above_zero: bool = False) -> Callable[[str], float]:
+    """Returns the type of an option that is a finite number, not below zero."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (above_zero and not value):
+            more = " above 0" if above_zero else ", 0 or more"
+            raise argparse.ArgumentTypeError(f"expected a number{more}, found {text!r}")
+        return value
+
+    return parse
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Returns the type of an option that is one of some words."""
+
+    def parse(text: str) -> str:
+        if text in names:
+            return text
+        raise argparse.ArgumentTypeError(
+            f"there is no {text!r}; known are {', '.join(names)}.{suggestion(text, names)}"
+        )
+
+    return parse
+
+
+def output_file(text: str) -> Path:
+    """Returns the path of a file to write, whose folder must exist.
+
+    A Python file is refused: it is the script, in the place of the file that an option asks for.
+    """
+    path = Path(text)
+    if path.suffix == ".py":
+        raise argparse.ArgumentTypeError(
+            f"{text} is a Python script, which would be overwritten. Give the name of another file"
+        )
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} for {path.name}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, expected the name of a file")
+    return path
 
 
 def add_option(
@@ -38,13 +156,26 @@ def add_option(
 
 
 def add_script_arguments(
-    parser: argparse.ArgumentParser, description: str, *, required: bool = True
+    parser: argparse.ArgumentParser,
+    description: str,
+    *,
+    required: bool = True,
+    options: str = "[OPTION ...]",
 ) -> None:
-    """Adds the script, or module, and its arguments, which must come last."""
+    """Adds the script, or module, and its arguments, which must come last.
+
+    Args:
+        parser: The parser.
+        description: Help.
+        required: Whether there must be one.
+        options: The options as the usage shows them.
+    """
     add = parser.add_argument
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", nargs=None if required else "?", help=description)
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    script = "SCRIPT [ARGUMENT ...]"
+    parser.usage = f"%(prog)s {options} {script if required else f'[{script}]'}"
 
 
 def check_script(namespace: argparse.Namespace) -> None:
@@ -53,21 +184,46 @@ def check_script(namespace: argparse.Namespace) -> None:
     Args:
         namespace: The parsed arguments, with the command's parser as `parser`.
     """
-    name = namespace.script
+    name, error = namespace.script, namespace.parser.error
     if namespace.module:
-        top = name.partition(".")[0]
-        # Unlike this program, `python -m` also looks into the working directory.
-        if importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()]):
-            return
-        namespace.parser.error(
-            f"there is no module {top!r} for -m {name}. Run the command where the module is, or"
-            " install its package."
+        missing = _missing_module(name)
+        if missing is not None:
+            error(
+                f"there is no module {missing!r} for -m {name}. Run the command where the module"
+                " is, or install its package."
+            )
+        return
+    path = Path(name)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        error(f"{name!r} is a folder without a __main__.py. Give the path of a Python script.")
+    if not path.exists():
+        folder = path.parent if path.parent.is_dir() else Path()
+        hint = suggestion(path.name, [file.name for file in folder.glob("*.py")])
+        error(
+            f"there is no file {name!r} in {os.getcwd()}.{hint} Give the path of a Python script,"
+            " or -m and the name of a module."
         )
-    elif not Path(name).exists():
-        namespace.parser.error(
-            f"there is no file {name!r} in {os.getcwd()}. Give the path of a Python script, or -m"
-            " and the name of a module."
-        )
+
+
+def _missing_module(name: str) -> str | None:
+    """Returns the part of a module's name that does not exist, without importing anything."""
+    top, *others = name.split(".")
+    # Unlike this program, `python -m` also looks into the working directory.
+    spec = _spec(top, None) or PathFinder.find_spec(top, [os.getcwd()])
+    for part in [*others, None]:
+        if spec is None:
+            return top
+        path = spec.submodule_search_locations
+        if part is None and path is None:
+            return None
+        top = f"{top}.{part or '__main__'}"
+        spec = _spec(top, path or [])
+    return None if spec else top
+
+
+def _spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    found = (finder.find_spec(name, path) for finder in sys.meta_path)
+    return next(filter(None, found), None)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +231,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         nargs="?",
-        type=Path,
+        type=output_file,
         const=_STDOUT,
         metavar="FILE",
         help="print JSON instead; with FILE, write it there as well",

@@ -13,58 +13,71 @@ Examples:
 """
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from distributary import scaling
+from distributary import diagnosis, scaling
 from distributary.cli._arguments import (
     add_json_argument,
     add_option,
     add_script_arguments,
     check_script,
+    number,
+    one_of,
+    output_file,
+    whole,
+    wholes,
     write_json,
 )
-from distributary.diagnosis import format_bytes, loopback
-from distributary.scaling import Network, Prediction, Timing
+
+if TYPE_CHECKING:
+    from distributary.scaling import Network, Prediction, Program, Timing
 
 _MODULE = "distributary.scaling._training_loop"
+_MODELS = ("mlp", "transformer")  # of scaling.MODELS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add = partial(add_option, parser)
-    text = "model to measure if you do not give a script (default: %(default)s)"
-    parser.add_argument("--model", choices=scaling.MODELS, default="mlp", help=text)
+    text = f"model to measure if you do not give a script: {' or '.join(_MODELS)} (default: mlp)"
+    add("--model", one_of(*_MODELS), "NAME", text)
     text = "numbers of replicas (default: 1, 2, 4, ... up to the number of GPUs, or of cores)"
-    add("--replicas", _numbers, "N,N", text)
+    add("--replicas", wholes, "N,N", text)
     batch = parser.add_mutually_exclusive_group()
-    add_option(batch, "--batch", int, "B", "examples per replica, with --model", 64)
+    add_option(batch, "--batch", whole(1), "B", "examples per replica, with --model (default: 64)")
     text = "examples that all replicas share, with --model"
-    add_option(batch, "--global-batch", int, "B", text)
+    add_option(batch, "--global-batch", whole(1), "B", text)
     add("--step", str, "FUNCTION", "name of the script's step function")
-    add("--seconds", float, "S", "seconds to measure for each number of replicas", 5.0)
-    add("--hosts", _numbers, "N,N", "numbers of hosts to predict", "2,4,8,16")
-    add("--gbit", float, "G", "bandwidth between hosts, Gbit/s")
-    add("--latency-us", float, "U", "latency between hosts, one way, us")
-    add("--plot", Path, "FILE", "write a picture (PNG)")
+    text = "seconds to measure for each number of replicas"
+    add("--seconds", number(above_zero=True), "S", text, 5.0)
+    add("--hosts", wholes, "N,N", "numbers of hosts to predict", "2,4,8,16")
+    add("--gbit", number(above_zero=True), "G", "bandwidth between hosts, Gbit/s")
+    add("--latency-us", number(), "U", "latency between hosts, one way, us")
+    add("--plot", _picture, "FILE", "write a picture (PNG)")
     add_json_argument(parser)
     add_script_arguments(parser, "Python script to measure instead of a model", required=False)
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
-    return numbers
+def _picture(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"the picture is a PNG: expected NAME.png, found {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "a picture needs matplotlib. Install it: pip install matplotlib"
+        )
+    return path
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Measures, predicts, and prints both."""
-    if namespace.script is not None:
-        check_script(namespace)
+    _check(namespace)
     replicas = namespace.replicas or scaling.default_replicas(os.environ)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     programs = {number: _program(namespace, number) for number in replicas}
@@ -95,7 +108,25 @@ def run(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _program(namespace: argparse.Namespace, num_replicas: int) -> scaling.Program:
+def _check(namespace: argparse.Namespace) -> None:
+    """Ends the command if options contradict each other, or the script does not exist."""
+    if namespace.script is None:
+        for flag, value in (("--step", namespace.step), ("--module", namespace.module)):
+            if value:
+                namespace.parser.error(f"{flag} is for a script. Give its path, or leave it out.")
+        namespace.model = namespace.model or _MODELS[0]
+        namespace.batch = namespace.batch or 64
+        return
+    for name in ("model", "batch", "global_batch"):
+        if getattr(namespace, name) is not None:
+            namespace.parser.error(
+                f"--{name.replace('_', '-')} is for a built-in model, but there is the script"
+                f" {namespace.script!r}. Leave one of the two out."
+            )
+    check_script(namespace)
+
+
+def _program(namespace: argparse.Namespace, num_replicas: int) -> "Program":
     if namespace.script is not None:
         arguments = tuple(namespace.arguments)
         return scaling.Program(namespace.script, arguments, namespace.module, namespace.step)
@@ -118,21 +149,21 @@ def _title(namespace: argparse.Namespace) -> str:
     return f"{namespace.model}, {namespace.batch} examples per replica"
 
 
-def _network(namespace: argparse.Namespace) -> Network:
+def _network(namespace: argparse.Namespace) -> "Network":
     """Returns the network of the options; measures the missing values on loopback."""
     latency, rate = namespace.latency_us, namespace.gbit
     options = (latency, "the given latency"), (rate, "the given bandwidth")
     given = [name for value, name in options if value is not None]
     if len(given) < 2:
-        link = loopback()
+        link = diagnosis.loopback()
         given.append("this machine's loopback, which is not a network")
         latency = link.round_trip_seconds / 2 * 1e6 if latency is None else latency
         rate = link.bytes_per_second * 8 / 1e9 if rate is None else rate
-    return Network(latency / 1e6, rate * 1e9 / 8, " and ".join(given))
+    return scaling.Network(latency / 1e6, rate * 1e9 / 8, " and ".join(given))
 
 
 def _text(
-    title: str, timings: Sequence[Timing], network: Network, predictions: Sequence[Prediction]
+    title: str, timings: "Sequence[Timing]", network: "Network", predictions: "Sequence[Prediction]"
 ) -> str:
     last = timings[-1]
     heads = f"{'ms/step':>9} {'':>16} {'examples/s':>11} {'efficiency':>10}"
@@ -149,7 +180,7 @@ def _text(
     if not predictions:
         lines.append("No prediction: the largest number of replicas has no all-reduce.")
         return "\n".join(lines)
-    host = f"hosts of {last.num_replicas} replicas"
+    host = f"hosts of {last.num_replicas} replica{'' if last.num_replicas == 1 else 's'}"
     rate = f"{network.bytes_per_second * 8e-9:.1f} Gbit/s"
     lines += [
         f"predicted, not measured: {host} in a ring that overlaps with nothing,",
@@ -160,22 +191,22 @@ def _text(
     return "\n".join(lines)
 
 
-def _measured_line(timing: Timing) -> str:
+def _measured_line(timing: "Timing") -> str:
     spread = f"({min(timing.block_seconds) * 1e3:.2f}-{max(timing.block_seconds) * 1e3:.2f})"
     reduced = "none"
     if timing.num_reductions:
         reduced = (
-            f"{format_bytes(timing.reduced_bytes)} in {timing.reduction_seconds * 1e3:.2f} ms,"
-            f" {timing.communication:.0%} of the step"
+            f"{diagnosis.format_bytes(timing.reduced_bytes)} in"
+            f" {timing.reduction_seconds * 1e3:.2f} ms, {timing.communication:.0%} of the step"
         )
     return f"{_line(timing.num_replicas, timing.seconds, spread, timing)}  {reduced}"
 
 
-def _predicted_line(prediction: Prediction) -> str:
+def _predicted_line(prediction: "Prediction") -> str:
     return _line(prediction.num_hosts, prediction.seconds, "", prediction)
 
 
-def _line(number: int, seconds: float, spread: str, found: Timing | Prediction) -> str:
+def _line(number: int, seconds: float, spread: str, found: "Timing | Prediction") -> str:
     rate, efficiency = found.examples_per_second, found.efficiency
     return (
         f"{number:>8} {seconds * 1e3:>9.2f} {spread:<16}"

@@ -6,9 +6,11 @@ DISTRIBUTARY_CERTS=DIR for all tasks.
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 
-from distributary.cli._arguments import add_option
+from distributary.cli._arguments import add_option, whole
 from distributary.errors import InvalidValueError
 
 
@@ -16,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the files")
-    add_option(parser, "--days", int, "N", "days until they expire", 365)
+    add_option(parser, "--days", whole(1), "N", "days until they expire", 365)
     add(
         "--hosts",
         nargs="+",
@@ -35,4 +37,12 @@ def run(namespace: argparse.Namespace) -> int:
     except OSError as error:
         raise InvalidValueError(f"--out {namespace.out} cannot be written: {error}") from error
     print(*files, sep="\n")
+    folder = namespace.out.absolute()
+    print(
+        f"\nValid for {namespace.days} days. Next:\n"
+        f"  export DISTRIBUTARY_CERTS={shlex.quote(str(folder))}  # for every task of the job\n"
+        "Start the tasks on this machine with `distributary launch --ps`. To another machine, copy"
+        " ca.pem\nand the .pem and .key of its own role, with scp for example.",
+        file=sys.stderr,
+    )
     return 0

@@ -5,27 +5,6 @@ Starts JAX, which takes most of the memory of free GPUs for a moment.
 
 import argparse
 import json
-import platform
-from typing import Any, TypeAlias
-
-import jax
-
-from distributary.cluster_resolver import TFConfigClusterResolver, multi_worker
-from distributary.collectives import default_cross_device_ops
-from distributary.errors import DistributaryError
-from distributary.job import package_versions
-from distributary.strategies import MirroredStrategy, OneDeviceStrategy, Strategy
-from distributary.topology import (
-    cpu_thread_pool_size,
-    cpu_threads_suffice,
-    local_devices_of,
-    num_cores,
-    short_name,
-)
-
-Json: TypeAlias = Any
-
-_GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,92 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints the devices; returns 1 if TF_CONFIG is wrong."""
-    found = _found()
-    print(json.dumps(found, indent=2) if namespace.json else _text(found))
+    from distributary.cli._found_devices import as_text, find_devices
+
+    found = find_devices()
+    print(json.dumps(found, indent=2) if namespace.json else as_text(found))
     return int("error" in found["strategies"]["MultiWorkerMirroredStrategy"])
-
-
-def _found() -> dict[str, Json]:
-    mirrored = MirroredStrategy()  # starts JAX in the same way as a program that uses it
-    devices = mirrored.extended.mesh.devices.flat
-    num_cpu_devices = len(local_devices_of("CPU"))
-    return {
-        "versions": {"python": platform.python_version(), **package_versions()},
-        "devices": [
-            _device(device) for kind in ("GPU", "TPU", "CPU") for device in local_devices_of(kind)
-        ],
-        "cpu": {
-            "cores": num_cores(),
-            "devices": num_cpu_devices,
-            "threads": cpu_thread_pool_size(),
-            "threads_suffice": cpu_threads_suffice(num_cpu_devices),
-        },
-        "strategies": {
-            "MirroredStrategy": _strategy(mirrored),
-            "OneDeviceStrategy": _strategy(OneDeviceStrategy(devices[0])),
-            "MultiWorkerMirroredStrategy": _multi_worker(devices[0].platform, len(devices)),
-        },
-    }
-
-
-def _device(device: jax.Device) -> dict[str, Json]:
-    memory = device.memory_stats() or {}
-    return {
-        "name": short_name(device),
-        "kind": device.device_kind,
-        "memory_bytes": memory.get("bytes_limit"),
-    }
-
-
-def _strategy(strategy: Strategy) -> dict[str, Json]:
-    return {
-        "replicas": strategy.num_replicas_in_sync,
-        "devices": [name.rpartition("device:")[2] for name in strategy.extended.worker_devices],
-        "description": strategy.extended.describe(),
-    }
-
-
-def _multi_worker(device_platform: str, num_devices: int) -> dict[str, Json]:
-    """Describes the cluster of TF_CONFIG without connecting to it."""
-    try:
-        resolver = TFConfigClusterResolver()
-        spec = resolver.cluster_spec()
-        if not spec:
-            return {
-                "description": "TF_CONFIG does not name a cluster: the same as MirroredStrategy"
-            }
-        place = multi_worker(spec, resolver.task_type, resolver.task_id)
-    except DistributaryError as error:
-        return {"error": str(error)}
-    workers = {worker.name: worker.address for worker in place.workers}
-    found = {"task": place.name, "workers": workers}
-    if "ps" in spec.jobs:
-        text = "the cluster has parameter servers: use ParameterServerStrategy"
-        return {**found, "description": text}
-    if not place.in_collective_group:
-        text = f"this process is {place.name}, which does not train with the workers"
-        return {**found, "description": text}
-    reduction = default_cross_device_ops(device_platform, place.num_workers)
-    num_replicas = num_devices * place.num_workers
-    text = (
-        f"this process is {place.name} of the {place.num_workers} workers"
-        f" {', '.join(map(str, place.workers))};"
-        f" {num_replicas} replicas if every worker has {num_devices} {device_platform.upper()}"
-        f" devices; {reduction.describe(device_platform, place.num_workers)}"
-    )
-    return {**found, "replicas": num_replicas, "description": text}
-
-
-def _text(found: dict[str, Json]) -> str:
-    lines = [", ".join(f"{name} {version}" for name, version in found["versions"].items()), ""]
-    for device in found["devices"]:
-        memory = device["memory_bytes"]
-        size = "" if memory is None else f", {memory / _GIB:.1f} GiB for JAX"
-        lines.append(f"{device['name']:<8}{device['kind']}{size}")
-    cpu = found["cpu"]
-    pool = f"XLA's pool for CPU devices has {cpu['threads']} threads on {cpu['cores']} cores"
-    verdict = "enough" if cpu["threads_suffice"] else "too few, see the performance guide"
-    lines += ["", f"{pool}: {verdict}", ""]
-    for name, use in found["strategies"].items():
-        lines += [name, f"  {use.get('error') or use['description']}"]
-    return "\n".join(lines)

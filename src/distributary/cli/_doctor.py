@@ -14,10 +14,21 @@ Examples:
 import argparse
 import textwrap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from distributary.cli._arguments import add_json_argument, add_option, write_json
-from distributary.diagnosis import PARTS, Check, Link, Report, examine
+from distributary import diagnosis
+from distributary.cli._arguments import (
+    add_json_argument,
+    add_option,
+    number,
+    one_of,
+    write_json,
+)
 
+if TYPE_CHECKING:
+    from distributary.diagnosis import Check, Link, Report
+
+_PARTS = ("machine", "links", "all-reduce", "training")  # of diagnosis.examine
 _WIDTH = 100
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "skipped"}
 
@@ -25,29 +36,34 @@ _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM", "skipped": "sk
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS)
+        "--only",
+        nargs="+",
+        type=one_of(*_PARTS),
+        default=_PARTS,
+        metavar="PART",
+        help=f"what to check: {', '.join(_PARTS)} (default: all of them)",
     )
     text = "how long the tasks of a cluster wait for each other"
-    add_option(parser, "--wait-seconds", float, "S", text, 30.0)
+    add_option(parser, "--wait-seconds", number(), "S", text, 30.0)
     add_json_argument(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
     """Prints a report; returns 1 if there is a problem."""
 
-    def use(report: Report) -> None:
+    def use(report: "Report") -> None:
         if write_json(namespace.json, report.to_json()):
             print(_text(report), flush=True)
 
-    report = examine(namespace.only, namespace.wait_seconds, use)
+    report = diagnosis.examine(namespace.only, namespace.wait_seconds, use)
     return int(report.has_problem)
 
 
-def _text(report: Report) -> str:
+def _text(report: "Report") -> str:
     lines: list[str] = []
-    for number, (task, checks) in enumerate(report.checks.items()):
+    for place, (task, checks) in enumerate(report.checks.items()):
         # The first task shows everything, the others only warnings and problems.
-        shown = [c for c in checks if number == 0 or c.status in ("warning", "problem")]
+        shown = [c for c in checks if place == 0 or c.status in ("warning", "problem")]
         if shown and len(report.tasks) > 1:
             lines += [f"{task}:"]
         lines += [line for check in shown for line in _lines(check)]
@@ -59,7 +75,7 @@ def _text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _lines(check: Check) -> list[str]:
+def _lines(check: "Check") -> list[str]:
     text = textwrap.wrap(check.detail, _WIDTH - 24) or [""]
     lines = [f"{_MARKS[check.status]:<8} {check.name:<13}  {text[0]}"]
     lines += [f"{'':<24}{line}" for line in text[1:]]
@@ -68,7 +84,7 @@ def _lines(check: Check) -> list[str]:
     return lines
 
 
-def _matrix(links: Sequence[Link], tasks: Sequence[str]) -> list[str]:
+def _matrix(links: "Sequence[Link]", tasks: Sequence[str]) -> list[str]:
     """Returns a table of round trips and rates, from the task of the row to that of the column."""
     cells = {(link.source, link.target): _cell(link) for link in links}
     width = max(map(len, [*cells.values(), *tasks]))
@@ -80,7 +96,7 @@ def _matrix(links: Sequence[Link], tasks: Sequence[str]) -> list[str]:
     return ["links, from the row to the column:", *rows]
 
 
-def _cell(link: Link) -> str:
+def _cell(link: "Link") -> str:
     if link.error is not None:
         return "none"
     return f"{link.round_trip_seconds * 1e6:.0f} us {link.bytes_per_second / 1e6:.0f} MB/s"

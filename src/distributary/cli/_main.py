@@ -1,21 +1,29 @@
 """The command line of `distributary`."""
 
 import argparse
+import importlib.metadata
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from distributary.cli import _bench, _certs, _compile, _devices, _doctor, _launch
+from distributary.cli import _bench, _certs, _compile, _config, _devices, _doctor, _launch
+from distributary.cli._arguments import Parser, suggestion
 from distributary.errors import DistributaryError
 from distributary.launch import LaunchOptions
 
+_PACKAGES = ("distributary", "jax", "keras")
+
 
 class _Command(Protocol):
-    """The module of a command. Its docstring is the help, with examples at the end."""
+    """The module of a command. Its docstring is the help, with examples at the end.
+
+    Nothing that imports JAX is imported before `run`, so that help and messages come at once.
+    """
 
     __doc__: str | None
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: Parser) -> None:
         """Adds the arguments of the command to its parser."""
 
     def run(self, namespace: argparse.Namespace) -> int:
@@ -24,6 +32,7 @@ class _Command(Protocol):
 
 _COMMANDS: Final[Mapping[str, _Command]] = {
     "launch": _launch,
+    "config": _config,
     "devices": _devices,
     "doctor": _doctor,
     "bench": _bench,
@@ -38,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Arguments after the name of the program; by default those of this process.
     """
-    namespace = parser().parse_args(arguments)
+    namespace = _parsed(sys.argv[1:] if arguments is None else arguments)
     name: str = namespace.name
     try:
         return _COMMANDS[name].run(namespace)
@@ -54,15 +63,20 @@ def launch_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Laun
         DistributaryError: for impossible values.
         SystemExit: for arguments that do not exist.
     """
-    return _launch.options_of(parser().parse_args(arguments), environ)
+    return _launch.options_of(_parsed(arguments), environ)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns the parser of the command `distributary`."""
-    whole = argparse.ArgumentParser(
-        prog="distributary", description="Distributed training with JAX and Keras 3."
+    whole = Parser(
+        prog="distributary",
+        description="Distributed training with JAX and Keras 3.",
+        allow_abbrev=False,
     )
-    commands = whole.add_subparsers(dest="name", title="commands", metavar="COMMAND", required=True)
+    whole.add_argument("--version", action="store_true", help="print the versions, and exit")
+    commands = whole.add_subparsers(
+        dest="name", title="commands", metavar="COMMAND", parser_class=Parser
+    )
     for name, command in _COMMANDS.items():
         text = command.__doc__ or ""  # Python -OO leaves it out
         description, heading, examples = text.partition("Examples:\n")
@@ -77,3 +91,38 @@ def parser() -> argparse.ArgumentParser:
         command.add_arguments(own)
         own.set_defaults(parser=own)
     return whole
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    whole = parser()
+    first = next((text for text in arguments if not text.startswith("-")), None)
+    if first is not None and first not in _COMMANDS:
+        hint = suggestion(first, _COMMANDS)
+        if first.endswith(".py"):
+            hint = f" To run a script: distributary launch {first}."
+        whole.error(
+            f"there is no command {first!r}.{hint} The commands are {', '.join(_COMMANDS)}."
+        )
+    namespace, unknown = whole.parse_known_args(arguments)
+    if namespace.version:
+        print(_versions())
+        sys.exit(0)
+    if namespace.name is None:
+        whole.check_known(unknown)
+        whole.print_help(sys.stderr)
+        sys.exit(2)
+    namespace.parser.check_known(unknown)
+    if namespace.name == "launch":
+        return _config.completed(namespace, arguments[1:])
+    return namespace
+
+
+def _versions() -> str:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "is not installed"
+    found["Python"] = platform.python_version()
+    return ", ".join(f"{name} {version}" for name, version in found.items())

@@ -20,7 +20,7 @@ from distributary.collectives._reduce_op import (
     reduce_arrays,
 )
 from distributary.dispatch import dispatcher_for
-from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
 from distributary.options import CommunicationImplementation, CommunicationOptions
 from distributary.topology import REPLICA_AXIS, host_groups, num_logical_devices
 from distributary.tracing import current_scope
@@ -457,8 +457,8 @@ class ReductionToOneDevice(_Summing):
     ) -> None:
         if accumulation_fn is not None and not callable(accumulation_fn):
             raise InvalidTypeError(
-                f"ReductionToOneDevice: accumulation_fn is {accumulation_fn!r}, expected a function"
-                " from a list of arrays to their sum."
+                f"ReductionToOneDevice: accumulation_fn is {shown(accumulation_fn)}, expected a"
+                " function from a list of arrays to their sum."
             )
         super().__init__()
         self.reduce_to_device = reduce_to_device

@@ -3,7 +3,7 @@
 import jax
 
 from distributary._types import Nest
-from distributary.errors import InvalidValueError
+from distributary.errors import InvalidValueError, shown
 from distributary.topology import local_copy, resolve_device, uncommitted
 from distributary.tracing import current_scope
 
@@ -17,8 +17,8 @@ def check_destinations(destinations: object) -> None:
     unusable = destinations is None or isinstance(destinations, (int, list, tuple))
     if unusable or (isinstance(destinations, str) and not destinations):
         raise InvalidValueError(
-            f"destinations is {destinations!r}, expected a device such as 'CPU:0', or a value or"
-            " variable whose devices are meant."
+            f"destinations is {shown(destinations)}, expected a device such as 'CPU:0', or a value"
+            " or variable whose devices are meant."
         )
 
 

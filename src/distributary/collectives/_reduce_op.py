@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
 
 if TYPE_CHECKING:
     from distributary.variables import VariableAggregation
@@ -55,12 +55,12 @@ def as_reduce_op(value: object, what: str) -> ReduceOp:
         if value.upper() in ReduceOp.__members__:
             return ReduceOp[value.upper()]
         raise InvalidValueError(
-            f"{what}: reduce_op is {value!r}, which is not a valid ReduceOp; expected"
+            f"{what}: reduce_op is {shown(value)}, which is not a valid ReduceOp; expected"
             " ReduceOp.SUM or ReduceOp.MEAN, or their names."
         )
     raise InvalidTypeError(
-        f"{what}: reduce_op is {value!r}, expected ReduceOp.SUM or ReduceOp.MEAN, or their names."
-        " There are only these two."
+        f"{what}: reduce_op is {shown(value)}, expected ReduceOp.SUM or ReduceOp.MEAN, or their"
+        " names. There are only these two; the operation comes first, then the value."
     )
 
 
@@ -73,12 +73,12 @@ def check_reducible(value: ArrayLike | None, what: str) -> jax.Array:
     dtype = getattr(value, "dtype", None)
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if value is None or isinstance(value, (str, bytes)) or is_key or dtype == np.dtype(object):
-        raise InvalidTypeError(f"{what}: got {value!r}, expected an array of numbers.")
+        raise InvalidTypeError(f"{what}: got {shown(value)}, expected an array of numbers.")
     try:
         array = jnp.asarray(value)
     except TypeError as error:
         raise InvalidTypeError(
-            f"{what}: got {value!r}, a {type(value).__name__}; expected an array of numbers."
+            f"{what}: got {shown(value)}, a {type(value).__name__}; expected an array of numbers."
         ) from error
     if array.dtype == jnp.bool_:
         raise InvalidTypeError(

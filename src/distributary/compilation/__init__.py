@@ -1,14 +1,19 @@
 """Compiles training steps for machines that are not here, and reports on them."""
 
-from distributary.compilation._collectives import collective_bytes, collectives_of
-from distributary.compilation._report import Report
-from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
-from distributary.compilation._topologies import (
-    Topology,
-    known_topologies,
-    parse_topology,
-    prepare_compilers,
-)
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
+
+if TYPE_CHECKING:
+    from distributary.compilation._collectives import collective_bytes, collectives_of
+    from distributary.compilation._report import Report
+    from distributary.compilation._script import ScriptEnded, StandIn, compile_script, run_script
+    from distributary.compilation._topologies import (
+        Topology,
+        known_topologies,
+        parse_topology,
+        prepare_compilers,
+    )
 
 __all__ = [
     "Report",
@@ -23,3 +28,15 @@ __all__ = [
     "prepare_compilers",
     "run_script",
 ]
+
+# Imported on first use: the command line shows its help without JAX.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_collectives": "collective_bytes collectives_of",
+            "_report": "Report",
+            "_script": "ScriptEnded StandIn compile_script run_script",
+            "_topologies": "Topology known_topologies parse_topology prepare_compilers",
+        },
+    )

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import jax
 
-from distributary.errors import InvalidValueError, MissingPackageError
+from distributary.errors import InvalidValueError, MissingPackageError, pip_install
 
 _GIB = 1 << 30
 
@@ -140,7 +140,7 @@ def _require(module: str, what: str, extra: str) -> None:
     if not found:
         raise MissingPackageError(
             f"The {what} compiler is not installed: there is no module {module!r}. Install it with"
-            f" `pip install 'distributary[{extra}]'`; no {what} is needed."
+            f" `{pip_install(extra)}`; no {what} is needed."
         )
 
 

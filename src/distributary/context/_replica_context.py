@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from distributary._elsewhere import OF_REPLICA_CONTEXT
+from distributary._late import no_attribute
 from distributary._types import Nest
 from distributary.context._stack import current_mode, in_default_context
-from distributary.errors import ContextError, InvalidTypeError
+from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.options import CommunicationOptions
 
 if TYPE_CHECKING:
@@ -101,8 +103,8 @@ class ReplicaContext:
         self._check_current("merge_call")
         if not isinstance(args, (list, tuple)):
             raise InvalidTypeError(
-                f"merge_call: args is {args!r}, expected a list or tuple; for one argument write"
-                " args=(value,)."
+                f"merge_call: args is {shown(args)}, expected a list or tuple; for one argument"
+                " write args=(value,)."
             )
         return self._strategy.extended._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
@@ -170,12 +172,17 @@ class ReplicaContext:
         elif in_default_context():
             where = "outside of Strategy.run"
         else:
-            where = f"inside {current.strategy!r}.run"
+            where = f"inside {shown(current.strategy)}.run"
         raise ContextError(
-            f"{what}: this ReplicaContext of {self._strategy!r} is not the current one; the code"
-            f" runs {where}. Call get_replica_context() inside the function given to Strategy.run"
-            " and do not keep its result."
+            f"{what}: this ReplicaContext of {shown(self._strategy)} is not the current one; the"
+            f" code runs {where}. Call get_replica_context() inside the function given to"
+            " Strategy.run and do not keep its result."
         )
+
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("ReplicaContext", name, OF_REPLICA_CONTEXT, dir(type(self)))
 
     def __repr__(self) -> str:
         return f"<ReplicaContext of {self._strategy!r}>"

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from distributary.errors import ContextError, InvalidTypeError
+from distributary._late import import_what_registers
+from distributary.errors import ContextError, InvalidTypeError, shown
 
 if TYPE_CHECKING:
     from distributary.context._replica_context import ReplicaContext
@@ -56,6 +57,7 @@ def default_mode() -> Mode:
     """Returns the mode of a thread outside every scope."""
     global _default_mode
     if _default_mode is None:
+        import_what_registers()
         with _default_lock:
             if _default_mode is None:
                 assert _make_default_mode is not None
@@ -150,7 +152,7 @@ def experimental_set_strategy(strategy: "Strategy | None") -> None:
     """
     if strategy is not None and not hasattr(strategy, "extended"):
         raise InvalidTypeError(
-            f"experimental_set_strategy: got {strategy!r}, expected a Strategy or None."
+            f"experimental_set_strategy: got {shown(strategy)}, expected a Strategy or None."
         )
     previous = _state.global_scope
     if len(_state.modes) > (1 if previous is not None else 0):
@@ -212,6 +214,7 @@ class StrategyScope:
                 " enter it before run, or use get_replica_context().merge_call."
             )
         mode = Mode(self._strategy, "cross")
+        import_what_registers()
         noted = [listener.entered(self._strategy) for listener in _listeners]
         _state.modes.append(mode)
         self._entered.modes.append((mode, noted))
@@ -244,9 +247,9 @@ def check_same_strategy(strategy: "Strategy", what: str) -> None:
     current = _state.modes[-1].strategy if _state.modes else strategy
     if current is not strategy:
         raise ContextError(
-            f"{what} of {strategy!r} was called while {current!r} is current: strategies cannot"
-            " be mixed or nested. Leave the other strategy's scope first, or use one strategy for"
-            " everything."
+            f"{what} of {shown(strategy)} was called while {shown(current)} is current: strategies"
+            " cannot be mixed or nested. Leave the other strategy's scope first, or use one"
+            " strategy for everything."
         )
 
 

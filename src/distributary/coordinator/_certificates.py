@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
-from distributary.errors import ClusterError, InvalidValueError, MissingPackageError
+from distributary.errors import ClusterError, InvalidValueError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -109,7 +109,7 @@ def make_certificates(
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise MissingPackageError(
-            "Making certificates needs the package cryptography: pip install 'distributary[ps]'"
+            f"Making certificates needs the package cryptography: {pip_install('ps')}"
         ) from None
 
     start = start or datetime.datetime.now(datetime.UTC) - _CLOCK_SKEW

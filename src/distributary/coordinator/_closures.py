@@ -53,11 +53,12 @@ from distributary.coordinator.passes import (
 )
 from distributary.datasets import DatasetIterator
 from distributary.engine import split_result
-from distributary.errors import ContextError, UnsupportedError
+from distributary.errors import ContextError, UnsupportedError, shown
 from distributary.tracing import (
     Array,
     Handle,
     Jaxpr,
+    Subject,
     current_feeding,
     current_scope,
     fed_by,
@@ -190,8 +191,8 @@ class ClosureTrace:
     def begin(self, dataset: object, is_plain: bool) -> Any:
         """Raises an error: a scheduled function cannot loop over a dataset."""
         raise ContextError(
-            f"A scheduled function iterates over {dataset!r} while it is traced, so every closure"
-            " would compute with the same elements. Pass iter(dataset) to schedule and call"
+            f"A scheduled function iterates over {shown(dataset)} while it is traced, so every"
+            " closure would compute with the same elements. Pass iter(dataset) to schedule and call"
             " next(iterator) in the function, or use create_per_worker_dataset."
         )
 
@@ -362,7 +363,14 @@ def _traced(
         return outs
 
     with fed_by(closure), refused_if_consumed(function, (), "ClusterCoordinator.schedule"):
-        closed, scope = trace(flat, avals, "function", [], is_for_workers=num_replicas > 1)
+        closed, scope = trace(
+            flat,
+            avals,
+            "function",
+            [],
+            is_for_workers=num_replicas > 1,
+            subject=Subject(function),
+        )
     pure = purify(closed, scope, avals, [])
     jaxpr, captures = pure.jaxpr, pure.captures
     num_devices = num_replicas if has_replicas(jaxpr.eqns) else 1

@@ -17,7 +17,6 @@ import jax
 from distributary._types import Nest
 from distributary.coordinator._closures import Plan, plan_of
 from distributary.coordinator._cluster import Session
-from distributary.coordinator._driver import Key, Workers
 from distributary.coordinator._messages import Message
 from distributary.coordinator._nests import (
     copy_of,
@@ -37,10 +36,11 @@ from distributary.coordinator._per_worker import (
 from distributary.coordinator._queue import Closure, ClosureQueue, RemoteValue
 from distributary.coordinator._sources import UnknownMakerError, distributed_by
 from distributary.coordinator._statistics import CoordinatorStatistics, lines_of, metrics_server
+from distributary.coordinator._worker_threads import Key, Workers
 from distributary.datasets import DatasetIterator
 from distributary.dispatch import call_when_collected
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
-from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError
+from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import user_stacklevel
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class ClusterCoordinator:
     def __new__(cls, strategy: Any) -> "ClusterCoordinator":
         if getattr(strategy, "_cluster", None) is None:
             raise InvalidTypeError(
-                f"ClusterCoordinator: strategy is {strategy!r}, expected a ParameterServerStrategy."
+                f"ClusterCoordinator: strategy is {shown(strategy)}, expected a"
+                " ParameterServerStrategy."
             )
         if strategy._coordinator is None:
             strategy._coordinator = super().__new__(cls)
@@ -152,11 +153,11 @@ class ClusterCoordinator:
         Source: `tf.distribute.coordinator.ClusterCoordinator.schedule`.
         """
         if not callable(fn):
-            raise InvalidTypeError(f"schedule: fn is {fn!r}, expected a function.")
+            raise InvalidTypeError(f"schedule: fn is {shown(fn)}, expected a function.")
         if not isinstance(args, (tuple, list, type(None))):
             raise InvalidTypeError(
                 f"schedule: args is a {type(args).__name__}, expected a tuple of the arguments of"
-                f" {fn!r}. A single one needs a comma: args=(x,)."
+                f" {shown(fn)}. A single one needs a comma: args=(x,)."
             )
         leaves, tree = jax.tree.flatten((tuple(args or ()), dict(kwargs or {})))
         if any(isinstance(leaf, RemoteValue) for leaf in leaves):

@@ -42,7 +42,7 @@ from distributary.coordinator._messages import (
     split,
 )
 from distributary.coordinator._token import Challenges, Token
-from distributary.errors import ClusterError, MissingPackageError
+from distributary.errors import ClusterError, MissingPackageError, pip_install
 
 if TYPE_CHECKING:
     import grpc
@@ -402,6 +402,6 @@ def _import_grpc() -> ModuleType:
         import grpc
     except ImportError:
         raise MissingPackageError(
-            "Parameter servers in several processes need grpcio: pip install 'distributary[ps]'"
+            f"Parameter servers in several processes need grpcio: {pip_install('ps')}"
         ) from None
     return grpc

@@ -12,7 +12,13 @@ from distributary.coordinator._closures import current_trace
 from distributary.coordinator._nests import leaves_of, shapes_of, structs_of
 from distributary.coordinator._sources import as_maker
 from distributary.datasets import DatasetIterator
-from distributary.errors import ContextError, InvalidTypeError, OutOfRangeError, UnsupportedError
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    OutOfRangeError,
+    UnsupportedError,
+    shown,
+)
 from distributary.tracing import current_scope, outside_of_trace
 
 __all__ = [
@@ -52,7 +58,7 @@ class _OfWorkers:
     def __init__(self, source: "RemoteSource") -> None:
         if not isinstance(source, RemoteSource):
             raise InvalidTypeError(
-                f"{type(self).__name__}: got {source!r}. Use what create_per_worker_value or"
+                f"{type(self).__name__}: got {shown(source)}. Use what create_per_worker_value or"
                 " create_per_worker_dataset of a ClusterCoordinator returns."
             )
         self.source = source

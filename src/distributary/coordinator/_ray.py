@@ -25,7 +25,7 @@ from distributary.coordinator._sessions import Task
 from distributary.coordinator._sources import UnknownMakerError, as_maker
 from distributary.coordinator._statistics import METRICS_VARIABLE
 from distributary.coordinator._token import Token, credentials_of
-from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError
+from distributary.errors import ClusterError, MissingPackageError, PSUnavailableError, pip_install
 
 __all__ = ["RayCluster", "ray_cluster"]
 
@@ -319,7 +319,5 @@ def _import_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
-        raise MissingPackageError(
-            "ray_cluster needs Ray: pip install 'distributary[ray]'"
-        ) from None
+        raise MissingPackageError(f"ray_cluster needs Ray: {pip_install('ray')}") from None
     return ray

@@ -44,6 +44,7 @@ SessionId: TypeAlias = list[Any]  # nanoseconds, random text: the larger one is 
 # How long to try to reach a server again; the second if its machine says that no process listens.
 _BREAK_SECONDS, _ENDED_SECONDS = 2.0, 0.1
 _PAUSE_SECONDS = 0.05  # before a call is repeated
+_END_SECONDS = 2.0  # for the thread of a closed link to end
 _UNKNOWN, _NEWER = "unknown session", "newer session"
 
 
@@ -362,12 +363,17 @@ class Heartbeat:
         self._seconds = seconds
         self._on_lost = on_lost
         self._stopped = False
-        threading.Thread(target=self._listen, name="distributary heartbeat", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._listen, name="distributary heartbeat", daemon=True
+        )
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread and its link."""
         self._stopped = True
         self._link.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_END_SECONDS)
 
     def _listen(self) -> None:
         # The task holds the request back, so that a broken connection is noticed at once.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from distributary._types import Nest
+from distributary._types import MISSING, Nest
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.coordinator._closures import current_trace
@@ -24,6 +24,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    shown,
 )
 from distributary.inputs import DistributedInput, InputContext
 from distributary.options import InputOptions, InputReplicationMode, RecoveryOptions, RunOptions
@@ -73,6 +74,8 @@ class ParameterServerStrategy(Strategy):
 
     Source: `tf.distribute.ParameterServerStrategy`.
     """
+
+    _needs_servers = True
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class ParameterServerStrategy(Strategy):
         return super().run(fn, args, kwargs, options)
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Nest, axis: int | Sequence[int] | None
+        self, reduce_op: ReduceOp | str, value: Nest, axis: int | Sequence[int] | None = MISSING
     ) -> Nest:
         """Reduces like `Strategy.reduce`; servers do the computation that follows the result."""
         result = super().reduce(reduce_op, value, axis)
@@ -193,7 +196,7 @@ class ParameterServerStrategy(Strategy):
         """
         if not callable(dataset_fn):
             raise InvalidTypeError(
-                f"distribute_datasets_from_function: dataset_fn is {dataset_fn!r}, expected a"
+                f"distribute_datasets_from_function: dataset_fn is {shown(dataset_fn)}, expected a"
                 " function from an InputContext to an iterable of batches."
             )
         return self._distributed(dataset_fn, True, options)
@@ -205,7 +208,7 @@ class ParameterServerStrategy(Strategy):
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise UnsupportedError(
                 "InputReplicationMode.PER_REPLICA is not supported for the workers of"
-                f" {self!r}. Use PER_WORKER: each step takes one element per replica."
+                f" {shown(self)}. Use PER_WORKER: each step takes one element per replica."
             )
         depth = options.experimental_per_replica_buffer_size
         return DistributedSource(dataset, self.num_replicas_in_sync, of_replicas, depth)

@@ -43,7 +43,7 @@ from distributary.datasets._order import (
 from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Concatenate, Interleave, Zip
 from distributary.datasets._structure import map_arrays
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import iterator_of
 
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
@@ -201,7 +201,7 @@ class Dataset:
         for leaf in leaves:
             if not isinstance(leaf, Dataset):
                 raise InvalidTypeError(
-                    f"Dataset.zip: got {leaf!r}, expected datasets. Make one of it with"
+                    f"Dataset.zip: got {shown(leaf)}, expected datasets. Make one of it with"
                     " Dataset.from_source."
                 )
         return Dataset(Zip(tuple(leaf._node for leaf in leaves), tree))
@@ -269,7 +269,7 @@ class Dataset:
         """Appends the elements of another dataset."""
         if not isinstance(dataset, Dataset):
             raise InvalidTypeError(
-                f"concatenate: got {dataset!r}, expected a Dataset. Make one of it with"
+                f"concatenate: got {shown(dataset)}, expected a Dataset. Make one of it with"
                 " Dataset.from_source."
             )
         return Dataset(Concatenate((self._node, dataset._node)))
@@ -299,7 +299,7 @@ class Dataset:
             dataset = call(map_func, element)
             if not isinstance(dataset, Dataset):
                 raise InvalidTypeError(
-                    f"interleave: map_func returned {dataset!r}, expected a Dataset."
+                    f"interleave: map_func returned {shown(dataset)}, expected a Dataset."
                 )
             return dataset._node
 
@@ -503,7 +503,7 @@ def _draw() -> int:
 
 def _callable(what: str, name: str, value: object) -> None:
     if not callable(value):
-        raise InvalidTypeError(f"{what}: {name} is {value!r}, expected a function.")
+        raise InvalidTypeError(f"{what}: {name} is {shown(value)}, expected a function.")
 
 
 def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
@@ -522,7 +522,7 @@ def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
 def _int(what: str, name: str, value: Any, minimum: int) -> int:
     is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_number:
-        raise InvalidTypeError(f"{what}: {name} is {value!r}, expected an int.")
+        raise InvalidTypeError(f"{what}: {name} is {shown(value)}, expected an int.")
     if value < minimum:
         raise InvalidValueError(f"{what}: {name} is {value}, expected a number >= {minimum}.")
     return int(value)

@@ -1,91 +1,22 @@
-"""The part of a dataset that a worker reads, and the rows of it that each replica gets."""
+"""The part of a dataset that each worker reads."""
 
-import functools
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
-from distributary._types import Nest
 from distributary.datasets._batching import Batch
 from distributary.datasets._nodes import FileSource, Node
 from distributary.datasets._options import AutoShardPolicy
 from distributary.datasets._order import ShardHint, WithOptions, options_of, shard
 from distributary.datasets._prefetch import Prefetch
+from distributary.datasets._replica_rows import WorkerShare
 from distributary.datasets._several import Interleave
 from distributary.datasets._streams import IteratedStream, Path, Stream
 from distributary.datasets._structure import Block, num_rows, some_rows
 from distributary.errors import InvalidValueError
 
 _log = logging.getLogger(__name__)
-
-
-@final
-@dataclass(frozen=True)
-class WorkerShare:
-    """The place of one worker among those that read a dataset together.
-
-    Args:
-        num_workers: Number of workers.
-        worker: Number of this worker.
-        replicas_per_worker: Number of replicas that each worker feeds.
-    """
-
-    num_workers: int = 1
-    worker: int = 0
-    replicas_per_worker: int = 1
-
-    @property
-    def alone(self) -> "WorkerShare":
-        """The same replicas' share of batches that only this worker reads."""
-        return WorkerShare(replicas_per_worker=self.replicas_per_worker)
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas of all workers."""
-        return self.num_workers * self.replicas_per_worker
-
-    def ends(self, num_rows: int) -> list[int]:
-        """Returns where this worker's rows begin in a global batch, then where each replica's end.
-
-        Each replica gets consecutive rows, in replica order. Their numbers differ by at most one,
-        and the larger parts come first.
-        """
-        small, larger = divmod(num_rows, self.num_replicas)
-        first = self.worker * self.replicas_per_worker
-        replicas = range(first, first + self.replicas_per_worker + 1)
-        return [replica * small + min(replica, larger) for replica in replicas]
-
-    def rows(self, num_rows: int) -> slice:
-        """Returns the rows of a global batch that belong to this worker."""
-        ends = self.ends(num_rows)
-        return slice(ends[0], ends[-1])
-
-    def sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Returns the number of rows of a global batch that each replica of this worker gets."""
-        return _sizes(self, num_rows)
-
-
-@functools.lru_cache(maxsize=256)
-def _sizes(share: WorkerShare, num_rows: int) -> tuple[int, ...]:
-    return tuple(b - a for a, b in itertools.pairwise(share.ends(num_rows)))
-
-
-@final
-@dataclass(frozen=True)
-class WorkerBatch:
-    """A worker's rows of a global batch.
-
-    Attributes:
-        rows: Nest of arrays `[row, ...]`.
-        sizes: Number of rows that each of its replicas gets, in order.
-    """
-
-    rows: Nest
-    sizes: tuple[int, ...]
 
 
 def worker_dataset(node: Node, share: WorkerShare) -> tuple[AutoShardPolicy, Node]:
@@ -202,9 +133,3 @@ class _Cut(Node):
 
     def label(self) -> str:
         return f"cut({self.share.num_workers})"
-
-
-def split_rows(rows: Nest, sizes: Sequence[int]) -> list[Nest]:
-    """Splits a worker's rows into the parts of its replicas."""
-    ends = [0, *np.cumsum(sizes).tolist()]
-    return [some_rows(rows, slice(a, b)) for a, b in itertools.pairwise(ends)]

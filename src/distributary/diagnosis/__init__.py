@@ -4,10 +4,15 @@ The command `distributary doctor` is built on it. `import distributary` does not
 package.
 """
 
-from distributary.diagnosis._all_reduce import all_reduce_seconds, format_bytes
-from distributary.diagnosis._check import Check, Json
-from distributary.diagnosis._examination import PARTS, Report, examine
-from distributary.diagnosis._links import Link, loopback
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
+
+if TYPE_CHECKING:
+    from distributary.diagnosis._all_reduce import all_reduce_seconds, format_bytes
+    from distributary.diagnosis._check import Check, Json
+    from distributary.diagnosis._examination import PARTS, Report, examine
+    from distributary.diagnosis._links import Link, loopback
 
 __all__ = [
     "PARTS",
@@ -20,3 +25,15 @@ __all__ = [
     "format_bytes",
     "loopback",
 ]
+
+# Imported on first use: the command line shows its help without JAX.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_all_reduce": "all_reduce_seconds format_bytes",
+            "_check": "Check Json",
+            "_examination": "PARTS Report examine",
+            "_links": "Link loopback",
+        },
+    )

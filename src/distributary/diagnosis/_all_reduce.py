@@ -58,7 +58,12 @@ def all_reduce(mesh: Mesh, network_bytes_per_second: float | None) -> Check:
     largest = rows[-1]
     share = None if bound is None else bound * largest["bytes_per_second"]
     times = ", ".join(f"{format_bytes(r['bytes'])} {_format_seconds(r['seconds'])}" for r in rows)
-    speed = basis if share is None else f"the largest at {share:.0%} of the speed of {basis}"
+    speed = basis
+    if share is not None:
+        speed = (
+            f"the largest takes {1 / share:.1f} times as long as {basis} (expected: below"
+            f" {1 / _LOW_SHARE:.0f} times)"
+        )
     detail = f"{mesh.size} replicas: {times}; {speed}"
     numbers = {"replicas": mesh.size, "sizes": rows, "share_of_hardware": share, "hardware": basis}
     if share is not None and share < _LOW_SHARE:

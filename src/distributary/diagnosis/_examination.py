@@ -16,7 +16,12 @@ from distributary.diagnosis._check import Check, Json
 from distributary.diagnosis._links import Link, Meeting, link_checks
 from distributary.diagnosis._training import training
 from distributary.errors import ClusterError, DistributaryError
-from distributary.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from distributary.strategies import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    Strategy,
+    accept_any_strategy,
+)
 from distributary.topology import (
     prepare_local_devices,
     requested_cpu_devices,
@@ -74,6 +79,7 @@ def examine(parts: Sequence[str], wait_seconds: float, use: Callable[[Report], N
     Returns:
         The report of this task.
     """
+    accept_any_strategy()
     try:
         place = _place()
     except DistributaryError as error:

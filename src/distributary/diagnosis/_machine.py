@@ -16,7 +16,7 @@ import numpy as np
 
 from distributary.cluster_resolver import MultiWorker
 from distributary.diagnosis._check import Check
-from distributary.errors import ClusterError
+from distributary.errors import ClusterError, pip_install
 from distributary.job import package_versions
 from distributary.launch import ALLOCATOR_SETTINGS, free_addresses
 from distributary.topology import (
@@ -203,7 +203,7 @@ def _unused_accelerator() -> tuple[str, str] | None:
         what, extra = "this machine has a TPU", "tpu"
     else:
         return None
-    fix = f"pip install 'distributary[{extra}]'"
+    fix = pip_install(extra)
     if platforms := os.environ.get("JAX_PLATFORMS"):
         fix = f"Unset JAX_PLATFORMS, which is {platforms!r}"
     return f"{what}, but JAX does not use it", fix

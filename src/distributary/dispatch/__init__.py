@@ -5,12 +5,13 @@ from distributary.dispatch._gathering import fetch_whole
 from distributary.dispatch._interrupts import interrupts
 from distributary.dispatch._job_events import JobEvent, job_programs
 from distributary.dispatch._latest import latest_program
-from distributary.dispatch._progress import progress
+from distributary.dispatch._progress import Fit, progress
 from distributary.dispatch._threads import call_when_collected, start_thread
 from distributary.dispatch._timing import ProgramTimer, profiled_steps
 
 __all__ = [
     "Dispatcher",
+    "Fit",
     "JobEvent",
     "ProgramTimer",
     "call_when_collected",

@@ -1,21 +1,28 @@
 """Arguments and results of functions: which of them are data, and what identifies a program."""
 
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distributary._types import Nest
 from distributary.datasets import DatasetIterator
 from distributary.engine._cache import WeakIdentity
-from distributary.errors import ContextError, InvalidTypeError
+from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.topology import is_left_over
+from distributary.tracing import Subject, leaked_at
 from distributary.values import DistributedValues, IndexedSlices, same_structure
 from distributary.variables import Variable
 
 __all__ = [
+    "argument_error",
+    "changes_refused",
+    "check_static",
     "inside_jax",
     "is_dynamic",
     "placed_struct_of",
@@ -74,11 +81,86 @@ def signature_of(leaf: Any, what: str) -> Any:
         pass
     if not hashable:
         raise InvalidTypeError(
-            f"{what}: an argument is {leaf!r}, a {kind.__name__}, which is neither an array nor"
-            " hashable. Pass arrays, numbers, nests of them, or objects to which a compiled step"
-            " can be keyed."
+            f"{what}: an argument is {shown(leaf)}, a {kind.__name__}, which is neither an array"
+            " nor hashable. Pass arrays, numbers, nests of them, or objects to which a compiled"
+            " step can be keyed."
         )
     return kind, leaf
+
+
+def check_static(value: Any, step: str, argument: str) -> None:
+    """Raises if an argument that is not data holds data of another library, or its model.
+
+    Such a value would become a constant of the program, the same for all batches and replicas.
+
+    Args:
+        value: The argument.
+        step: Name of the function, for messages.
+        argument: Name of the argument, for messages.
+    """
+    kind = type(value)
+    roots = {parent.__module__.partition(".")[0] for parent in kind.__mro__}
+    library = next((root for root in ("torch", "tensorflow") if root in roots), None)
+    has_array = hasattr(kind, "__array__")
+    if library is not None:
+        if has_array or hasattr(value, "numpy") or "Tensor" in kind.__name__:
+            name = {"torch": "torch.Tensor", "tensorflow": "tf.Tensor"}[library]
+            before = ".detach().cpu()" if library == "torch" else ""
+            raise InvalidTypeError(
+                f"{step}: {argument} is a {name}, but steps compute with arrays of JAX or NumPy."
+                f" Pass tensor{before}.numpy(), or give the dataset to"
+                " strategy.experimental_distribute_dataset, which converts its batches."
+            )
+        raise InvalidTypeError(
+            f"{step}: {argument} is {kind.__name__}, a {library} model or object, but steps compute"
+            " with JAX. Write the model with Keras (KERAS_BACKEND=jax), Flax or functions of JAX."
+        )
+    if hasattr(kind, "toarray"):
+        raise InvalidTypeError(
+            f"{step}: {argument} is a sparse {kind.__name__}, but arguments are dense arrays. Pass"
+            f" matrix.toarray(), for large data one batch at a time."
+        )
+    if has_array and roots.isdisjoint(("keras", "distributary", "jax", "jaxlib", "flax")):
+        raise InvalidTypeError(
+            f"{step}: {argument} is a {kind.__name__} of {kind.__module__.partition('.')[0]}, not"
+            " an array of JAX or NumPy. Pass np.asarray(value)."
+        )
+
+
+@contextmanager
+def changes_refused(arguments: Nest, step: str) -> Iterator[None]:
+    """Runs the block, the code of a step, and raises if it changes objects of Flax NNX.
+
+    A step gets objects of its own with the arrays of the ones that it was given, so changes would
+    be lost.
+    """
+    objects = [x for x in jax.tree.leaves(arguments, is_leaf=_is_nnx) if _is_nnx(x)]
+    before = jax.tree.leaves(objects)
+    yield
+    after = jax.tree.leaves(objects)
+    if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+        raise ContextError(
+            f"{step}: the step changes the {type(objects[0]).__name__} of Flax NNX in its"
+            " arguments, and the new values would be lost. Split it before, graph, state ="
+            " nnx.split(model), keep the state in distributary.Variable, and call nnx.merge(graph,"
+            " state) in the step, as in examples/digits_flax.py."
+        )
+
+
+def _is_nnx(value: Any) -> bool:
+    kinds = type(value).__mro__
+    return any(k.__name__ == "Pytree" and k.__module__.startswith("flax.nnx") for k in kinds)
+
+
+def argument_error(error: InvalidTypeError, leaves: list[Any], subject: Subject) -> Exception:
+    """Returns the error of `signature_of` with the name of the step and of its argument."""
+    names = subject.arguments(len(leaves))
+    for leaf, name in zip(leaves, names, strict=True):
+        try:
+            signature_of(leaf, str(subject))
+        except InvalidTypeError as again:
+            return InvalidTypeError(str(again).replace("an argument", name, 1))
+    return error
 
 
 def _is_extension(dtype: Any) -> bool:
@@ -101,6 +183,12 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
     Raises:
         InvalidTypeError: for anything else that is not an array.
     """
+    if isinstance(result, (types.GeneratorType, types.CoroutineType)):
+        word = "yield" if isinstance(result, types.GeneratorType) else "async"
+        raise InvalidTypeError(
+            f"{what}: the function is a {type(result).__name__}, because of its `{word}`, so it has"
+            " not run. Write it as a plain function that returns its result."
+        )
     leaves, tree = jax.tree.flatten(
         result, is_leaf=lambda x: isinstance(x, (DistributedValues, IndexedSlices))
     )
@@ -118,8 +206,9 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
             arrays += inner
         else:
             raise InvalidTypeError(
-                f"{what}: the function returned {leaf!r}, a {type(leaf).__name__}. It is compiled,"
-                " so it can return arrays, numbers, strings, None, variables and nests of them."
+                f"{what}: the function returned {shown(leaf)}, a {type(leaf).__name__}. It is"
+                " compiled, so it can return arrays, numbers, strings, None, variables and nests of"
+                " them."
             )
 
     if all(kind == "array" for kind, _ in slots):
@@ -170,9 +259,9 @@ def traced(value: Any, what: str) -> ContextError:
     if not is_left_over(value):
         return inside_jax(what)
     return ContextError(
-        f"{what} was given {value!r}, which an earlier step has left in a list, an attribute or a"
-        " global variable. Values of a step exist only while it is traced. Return what you need"
-        " later, or assign it to a distributary.Variable."
+        f"{what} was given {shown(value)}, which an earlier step has left in a list, an attribute"
+        f" or a global variable{leaked_at(value)}. Values of a step exist only while it is traced."
+        " Return from it what you need later, or assign it to a distributary.Variable."
     )
 
 

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from distributary._types import Nest
-from distributary.engine._arguments import signature_of, split_result
+from distributary.dispatch import progress
+from distributary.engine._arguments import argument_error, signature_of, split_result
 from distributary.engine._cache import ByIdentity, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
 from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
 from distributary.engine._step import RUN, Step, StepKind, call_on_replica, picked
-from distributary.errors import DistributaryWarning, ReplicaMismatchError
+from distributary.errors import DistributaryWarning, InvalidTypeError, ReplicaMismatchError, shown
 from distributary.topology import num_logical_devices
 from distributary.tracing import (
     Jaxpr,
     ReplicaProgram,
+    Subject,
     TraceScope,
     current_scope,
     in_role,
@@ -100,7 +102,10 @@ class Engine:
         """
         # The function behind `jax.tree.flatten`; calling it directly saves two frames.
         leaves, tree = jax.tree_util.default_registry.flatten((args, kwargs))
-        key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
+        try:
+            key = (tree, tuple(map(signature_of, leaves, repeat(kind.caller))), kind)
+        except InvalidTypeError as error:
+            raise argument_error(error, leaves, Subject(function, tree, kind.name)) from None
         executable = programs.get(key)
         if executable is not None:
             picks = executable.picks
@@ -113,13 +118,14 @@ class Engine:
         if not same_structure(tree_after, tree):
             # Components of equal shape were stacked, so this is now an ordinary call.
             return self.execute(programs, function, args, kwargs, kind)
-        executable = self._build(function, args, kwargs, kind)
-        if kind.role != "update":  # each variable needs a trace of its own
-            self._strategy.extended.step_counts.num_retraces += bool(programs)
-            if kind.name is None:
-                self.cache.note_trace(function, programs, key)
-        programs[key] = executable
-        return executable(picked(leaves, executable.picks))
+        with progress.doing("compilation"):
+            executable = self._build(function, args, kwargs, kind)
+            if kind.role != "update":  # each variable needs a trace of its own
+                self._strategy.extended.step_counts.num_retraces += bool(programs)
+                if kind.name is None:
+                    self.cache.note_trace(function, programs, key)
+            programs[key] = executable
+            return executable(picked(leaves, executable.picks))
 
     def run_steps(self, function: Callable[[Nest], Nest], elements: Sequence[Nest]) -> Nest:
         """Runs `function` on each of several elements, in one program if this pays.
@@ -176,7 +182,7 @@ class Engine:
             if leaf.num_replicas != self._num_replicas:
                 raise ReplicaMismatchError(
                     f"Strategy.run: a PerReplica has {leaf.num_replicas} components, but"
-                    f" {self._strategy!r} has {self._num_replicas} replicas. Build it with"
+                    f" {shown(self._strategy)} has {self._num_replicas} replicas. Build it with"
                     " strategy.experimental_distribute_values_from_function or take it from this"
                     " strategy's dataset."
                 )
@@ -254,6 +260,7 @@ class Engine:
                 results=kind.results,
                 data=None if placement.home is None else step.data,
                 rewrite=self._rewritten,
+                subject=step.subject,
             )
 
     def _rewritten(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program
+from distributary.dispatch import JobEvent, interrupts, job_programs, latest_program, progress
 from distributary.engine._arguments import inside_jax, placed_struct_of, traced
 from distributary.engine._placement import Placement
 from distributary.inputs import StepCounts
@@ -189,7 +189,7 @@ class Executable:
 
     def _compile(self, lock: threading.Lock, args: Sequence[Any]) -> None:
         """Compiles the program without the locks of a dispatch, so that other threads go on."""
-        with lock:
+        with progress.doing("compilation"), lock:
             if self._compiling is not None:
                 # JAX keeps the result and takes it when the program runs.
                 self.lowered(args).compile()

@@ -10,18 +10,28 @@ import jax
 
 from distributary.context import current_mode, in_default_context
 from distributary.datasets import Dataset, DatasetIterator
-from distributary.engine._arguments import is_dynamic, signature_of, split_result, struct_of
+from distributary.dispatch import progress
+from distributary.engine._arguments import (
+    changes_refused,
+    check_static,
+    is_dynamic,
+    signature_of,
+    split_result,
+    struct_of,
+)
 from distributary.engine._cache import Inner, ProgramCache
 from distributary.engine._executable import Executable, VariableGoneError
-from distributary.errors import InvalidTypeError
+from distributary.errors import InvalidTypeError, shown
 from distributary.inputs import DistributedInput
 from distributary.tracing import (
     Feeds,
     FunctionProgram,
     LeaveTrace,
     Origin,
+    Subject,
     current_scope,
     refused_if_consumed,
+    shorten,
 )
 
 _INPUTS = (Dataset, DatasetIterator, DistributedInput)
@@ -69,7 +79,7 @@ def function(
     if func is None:
         return function
     if not callable(func):
-        raise InvalidTypeError(f"function: got {func!r}, expected a function.")
+        raise InvalidTypeError(f"function: got {shown(func)}, expected a function.")
     return Function(func)
 
 
@@ -107,6 +117,9 @@ class Function:
             return self._take_and_call(leaves, tree, key, programs, mode.strategy)
         except LeaveTrace:
             programs[key] = "host"
+        except Exception as error:
+            shorten(error)
+            raise
         return self._on_host(args, kwargs)
 
     def _take_and_call(
@@ -134,7 +147,8 @@ class Function:
             except VariableGoneError:
                 pass
         try:
-            entry = self._build(leaves, tree, strategy, feeds)
+            with progress.doing("compilation"):
+                entry = self._build(leaves, tree, strategy, feeds)
         except LeaveTrace:
             feeds.put_back()
             raise
@@ -167,7 +181,8 @@ class Function:
             for i, array in zip(picks, arrays, strict=True):
                 parts[i] = array
             args, kwargs = jax.tree.unflatten(tree, parts)
-            result = self.python_function(*args, **kwargs)
+            with changes_refused((args, kwargs), str(names)):
+                result = self.python_function(*args, **kwargs)
             if any(isinstance(leaf, _INPUTS) for leaf in jax.tree.leaves(result)):
                 raise LeaveTrace  # a source of data is not data that a program can return
             outs, rebuild = split_result(result, "distributary.function")
@@ -175,8 +190,15 @@ class Function:
             return outs
 
         avals = [struct_of(leaves[i]) for i in picks]
+        data = [0 if is_dynamic(leaf) else None for leaf in leaves]
+        names = Subject(self.python_function, tree)
+        for i, leaf in enumerate(leaves):
+            if not is_dynamic(leaf):
+                check_static(leaf, str(names), names.arguments(len(leaves))[i])
+        structure = jax.tree.structure(jax.tree.unflatten(tree, data))
+        subject = Subject(self.python_function, structure)
         with refused_if_consumed(self.python_function, static, "distributary.function"):
-            program = FunctionProgram(flat, avals, feeds)
+            program = FunctionProgram(flat, avals, feeds, subject)
         # The program runs on the devices of the strategies whose replicas run in the function.
         used = [s for s in (*program.strategies, strategy) if s.num_replicas_in_sync > 1]
         owners = [handle.cell()._layout.strategy for handle in program.handles]

@@ -9,9 +9,15 @@ import jax
 import numpy as np
 
 from distributary.context import Mode, ReplicaContext, entered
-from distributary.engine._arguments import is_dynamic, split_result, struct_of
-from distributary.errors import InvalidTypeError, ReplicaMismatchError
-from distributary.tracing import ReplicaProgram, Results, current_scope
+from distributary.engine._arguments import (
+    changes_refused,
+    check_static,
+    is_dynamic,
+    split_result,
+    struct_of,
+)
+from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
+from distributary.tracing import ReplicaProgram, Results, Subject, current_scope
 from distributary.values import Mirrored, PerReplica
 
 __all__ = ["RUN", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
@@ -111,6 +117,12 @@ class Step:
         outer, self._tree = jax.tree.flatten(
             (args, kwargs), is_leaf=lambda x: isinstance(x, (PerReplica, Mirrored))
         )
+        subject = Subject(function, self._tree, kind.name)
+        #: Name of the step in messages.
+        self.title = kind.caller if kind.name else f"{kind.caller}({subject})"
+        for i, leaf in enumerate(outer):
+            if not isinstance(leaf, (PerReplica, Mirrored)) and not is_dynamic(leaf):
+                check_static(leaf, self.title, subject.arguments(len(outer))[i])
         self._slots: list[_Slot] = []
         self.varying: list[bool] = []
         self.avals: list[list[Any]] = []
@@ -149,6 +161,16 @@ class Step:
             for varies, aval in zip(self.varying, self.avals[0], strict=True)
         ]
 
+    @property
+    def subject(self) -> Subject:
+        """The step as its user knows it, for messages."""
+        parts = [
+            None if slot.kind == "static" else jax.tree.unflatten(slot.content, [0] * slot.count)
+            for slot in self._slots
+        ]
+        tree = jax.tree.structure(jax.tree.unflatten(self._tree, parts))
+        return Subject(self.function, tree, self.kind.name)
+
     def flat(self, *arrays: Any) -> list[Any]:
         """Runs the step of one replica on its arrays; returns a flat list."""
         remaining = iter(arrays)
@@ -160,8 +182,9 @@ class Step:
                 own = [next(remaining) for _ in range(slot.count)]
                 parts.append(jax.tree.unflatten(slot.content, own))
         args, kwargs = jax.tree.unflatten(self._tree, parts)
-        result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
-        outs, self._rebuild = split_result(result, self.kind.caller)
+        with changes_refused((args, kwargs), self.title):
+            result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
+        outs, self._rebuild = split_result(result, self.title)
         is_loss = self.kind.is_loss
         if is_loss is not None:
             paths = jax.tree.leaves_with_path(result)
@@ -179,7 +202,7 @@ class Step:
             self._constants = constants
         elif self._constants != constants:
             raise ReplicaMismatchError(
-                f"{self.kind.caller}: the function returned the Python values {self._constants}"
+                f"{self.title}: the function returned the Python values {self._constants}"
                 f" on one replica of an uneven batch and {constants} on another. Return arrays,"
                 " jnp.asarray(value), for what differs between replicas."
             )
@@ -247,7 +270,9 @@ def _slot_of(leaf: Any, num_leaves: int, tree: Any, num_replicas: int) -> _Slot:
     if is_dynamic(leaf):
         return _Slot("whole", tree, 1)
     if isinstance(leaf, jax.core.Tracer):
-        raise InvalidTypeError(f"Strategy.run: argument {leaf!r} is a tracer of another trace.")
+        raise InvalidTypeError(
+            f"Strategy.run: argument {shown(leaf)} is a tracer of another trace."
+        )
     return _Slot("static", leaf, 0)
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from distributary._elsewhere import OF_EXPERIMENTAL
 from distributary._late import late_names
 from distributary.inputs import ValueContext
 from distributary.options import CommunicationImplementation, CommunicationOptions
@@ -51,4 +52,5 @@ if not TYPE_CHECKING:  # or type checkers accept any name
             "distributary.monitoring": "StatisticsLogger dashboard profile",
             "distributary.strategies": "MultiWorkerMirroredStrategy TPUStrategy",
         },
+        OF_EXPERIMENTAL,
     )

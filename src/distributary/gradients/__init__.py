@@ -1,4 +1,4 @@
-"""Gradients with respect to variables."""
+"""Gradients of one replica; `Strategy.reduce` and optimizers combine those of all replicas."""
 
 from distributary.gradients._functional import grad, value_and_grad
 from distributary.gradients._global_batch import global_batch_loss

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from distributary._types import Nest
 from distributary.engine import function
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.gradients._tape import GradientTape
 from distributary.tracing import current_scope
 from distributary.variables import as_variable
@@ -84,7 +84,7 @@ def _check_variables(variables: Nest) -> None:
     for leaf in leaves:
         if as_variable(leaf) is None:
             raise InvalidTypeError(
-                f"value_and_grad: variables holds {leaf!r}, a {type(leaf).__name__}; expected"
+                f"value_and_grad: variables holds {shown(leaf)}; expected"
                 " variables, distributary.Variable or keras.Variable. For gradients with respect to"
                 " arrays use jax.grad."
             )
@@ -99,7 +99,7 @@ def _scalar(result: Nest, has_aux: bool) -> jax.Array:
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise InvalidTypeError(
             f"value_and_grad: with has_aux=True the function must return (value, aux), got"
-            f" {result!r}."
+            f" {shown(result)}."
         )
     value = result[0] if has_aux else result
     if jnp.shape(value) != ():

@@ -10,7 +10,7 @@ from jax import lax
 
 from distributary._types import Nest
 from distributary.context import Mode, ReplicaContext, current_mode, entered, get_replica_context
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import Array
 
 
@@ -45,8 +45,8 @@ def global_batch_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not callable(loss):
         raise InvalidTypeError(
-            f"global_batch_loss: loss is {loss!r}, expected a function of arrays. Decorate the loss"
-            " function, or give it a loss of Keras such as keras.losses.Dice()."
+            f"global_batch_loss: loss is {shown(loss)}, expected a function of arrays. Decorate the"
+            " loss function, or give it a loss of Keras such as keras.losses.Dice()."
         )
     named = getattr(loss, "__name__", None) or getattr(loss, "name", None)
     name = str(named or type(loss).__name__)

@@ -14,6 +14,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    shown,
 )
 from distributary.tracing import TapeRecord, TraceScope, current_scope
 from distributary.values import IndexedSlices
@@ -107,7 +108,7 @@ class GradientTape:
             dtype = getattr(leaf, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
                 raise InvalidTypeError(
-                    f"GradientTape.watch: got {leaf!r}, expected a floating point array or"
+                    f"GradientTape.watch: got {shown(leaf)}, expected a floating point array or"
                     " variable; nothing can be differentiated with respect to it."
                 )
             variable = as_variable(leaf)
@@ -241,7 +242,7 @@ class GradientTape:
         if isinstance(leaf, float):
             return None
         raise InvalidTypeError(
-            f"GradientTape.gradient: source {leaf!r} is a {type(leaf).__name__}, expected"
+            f"GradientTape.gradient: source {shown(leaf)} is a {type(leaf).__name__}, expected"
             " variables and arrays."
         )
 
@@ -249,7 +250,8 @@ class GradientTape:
 def _target(leaf: object) -> jax.Array:
     if not isinstance(leaf, (jax.Array, Variable, float)):
         raise InvalidTypeError(
-            f"GradientTape.gradient: target {leaf!r} is a {type(leaf).__name__}, expected an array."
+            f"GradientTape.gradient: target {shown(leaf)} is a {type(leaf).__name__}, expected an"
+            " array."
         )
     array = jnp.asarray(leaf)
     if not jnp.issubdtype(array.dtype, jnp.inexact):

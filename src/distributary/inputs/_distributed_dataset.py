@@ -5,12 +5,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from distributary._elsewhere import OF_DATASET
+from distributary._late import no_attribute
 from distributary._types import Nest
 from distributary.datasets import (
     INFINITE_CARDINALITY,
@@ -96,6 +98,11 @@ class DistributedDataset(DistributedInput):
         self.counts = counts
         self._num_passes = 0
 
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("A DistributedDataset", name, OF_DATASET, dir(type(self)))
+
     @property
     def cardinality(self) -> int:
         """Number of steps, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
@@ -116,8 +123,7 @@ class DistributedDataset(DistributedInput):
         def distributed(spec: TensorSpec) -> TensorSpec | PerReplicaSpec:
             size = spec.shape[0] if spec.shape else None
             if self._source.is_global:
-                even = size is not None and size % share.num_replicas == 0
-                size = size // share.num_replicas if size and even else None
+                size = size // share.num_replicas if size and share.divides(size) else None
             if may_end:
                 size = None
             own = (size, *spec.shape[1:]) if spec.shape else ()

@@ -29,7 +29,7 @@ from distributary.datasets import (
     some_rows,
     worker_dataset,
 )
-from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
+from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError, shown
 from distributary.inputs._coworkers import Coworkers
 
 _T = TypeVar("_T")
@@ -275,13 +275,12 @@ class _BatchSteps:
             rows, size = checked(next(self._stream), self._number, self._reused)
             if share.num_workers > 1:
                 rows = some_rows(rows, self._wanted(size))
-        if size % share.num_replicas:
+        if not share.divides(size):
             share = WorkerShare(replicas_per_worker=share.num_replicas)
         return WorkerBatch(rows, share.sizes(size))
 
     def _wanted(self, size: int) -> slice:
-        is_uneven = size % self._share.num_replicas
-        return slice(0, size) if is_uneven else self._share.rows(size)
+        return self._share.rows(size) if self._share.divides(size) else slice(0, size)
 
     def advance(self, count: int) -> int:
         """Skips batches, and returns how many."""
@@ -363,9 +362,10 @@ def _batches(dataset: Any, what: str) -> Node:
     node = _as_node(dataset, what)
     if node.trait("batched") is False:
         raise InvalidValueError(
-            f"{what} the dataset {dataset!r}, which yields single examples; they would be split"
-            " along their own first dim. Call .batch(global_batch_size) first. If its elements are"
-            " batches already, pass the array [batch, row, ...] itself, or a list of batches."
+            f"{what} the dataset {shown(dataset)}, which yields single examples; they would be"
+            " split along their own first dim. Call .batch(global_batch_size) first. If its"
+            " elements are batches already, pass the array [batch, row, ...] itself, or a list of"
+            " batches."
         )
     return node
 
@@ -410,7 +410,9 @@ def checked(batch: Nest, number: int, may_be_reused: bool) -> tuple[Nest, int]:
     if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
         leaves, tree = jax.tree.flatten(batch, is_leaf=_is_list_of_numbers)
     if not leaves:
-        raise InvalidTypeError(f"Batch {number} of the dataset is {batch!r} and holds no arrays.")
+        raise InvalidTypeError(
+            f"Batch {number} of the dataset is {shown(batch)} and holds no arrays."
+        )
     arrays = [_array(leaf, number, may_be_reused) for leaf in leaves]
     sizes = {array.shape[0] for array in arrays}
     if len(sizes) > 1:
@@ -437,12 +439,12 @@ def _array(leaf: Any, number: int, may_be_reused: bool) -> np.ndarray | jax.Arra
         array = np.array(leaf) if may_be_reused else np.asarray(leaf)
     if array.dtype == object or getattr(array.dtype, "kind", "") in ("U", "S"):
         raise InvalidTypeError(
-            f"Batch {number} of the dataset holds {leaf!r}; strings and objects cannot go to a"
+            f"Batch {number} of the dataset holds {shown(leaf)}; strings and objects cannot go to a"
             " device. Map them to numbers first."
         )
     if array.ndim == 0:
         raise InvalidValueError(
-            f"Batch {number} of the dataset holds the scalar {leaf!r}: the dataset is not batched."
-            " Distribute batches, whose dim 0 is split over the replicas."
+            f"Batch {number} of the dataset holds the scalar {shown(leaf)}: the dataset is not"
+            " batched. Distribute batches, whose dim 0 is split over the replicas."
         )
     return array

@@ -22,7 +22,7 @@ from distributary.job._channel import Channel, ChannelClosedError, Message, Rece
 from distributary.job._proofs import is_proof, proof
 from distributary.topology import coordination_client
 
-_PACKAGES = ("distributary", "jax", "jaxlib", "keras")
+_PACKAGES = ("distributary", "jax", "jaxlib", "keras", "keras-nightly")
 # Time for an answer, after the first worker has heard from everybody or given up.
 _ANSWER_SECONDS = 10.0
 _AGAIN_SECONDS = 60.0  # for connections of workers that have started

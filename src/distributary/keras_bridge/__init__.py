@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributary.context import register_scope_listener
-from distributary.errors import DistributaryWarning, MissingPackageError, UnsupportedError
+from distributary.errors import DistributaryWarning, MissingPackageError, UnsupportedError, shown
 from distributary.tracing import register_around_traces
 from distributary.variables import (
     ForeignVariable,
@@ -136,8 +136,8 @@ class _ScopeListener:
     def left(self, strategy: Any, connected: bool) -> None:
         if not connected and not _connected and "keras" in sys.modules:
             warnings.warn(
-                f"Keras was imported inside the scope of {strategy!r}. Models created there before"
-                " another scope was entered are not distributed: import keras before `with"
+                f"Keras was imported inside the scope of {shown(strategy)}. Models created there"
+                " before another scope was entered are not distributed: import keras before `with"
                 " strategy.scope():`.",
                 DistributaryWarning,
                 stacklevel=3,

@@ -6,16 +6,18 @@ from typing import Any, final
 
 import jax
 import keras
-from keras.src.utils import is_default
 
 from distributary.context import get_strategy
-from distributary.dispatch import JobEvent, job_programs
+from distributary.dispatch import Fit, JobEvent, job_programs, progress
 from distributary.job import consensus, copies
 from distributary.keras_bridge._data import current_call
 from distributary.keras_bridge._models import strategy_of
+from distributary.keras_bridge._tensorboard import write_without_tensorflow
 
-# These write or send data of the whole job, not of a single worker.
+# These write or send data of the whole job, not of a single worker. So do those of other packages,
+# which are not imported here.
 _OF_CHIEF = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
+_PACKAGES_OF_CHIEF = {"mlflow", "wandb"}
 
 # Hooks of a list of callbacks for every batch, each with other hooks that it runs.
 _PER_BATCH = (
@@ -42,6 +44,12 @@ def compare_copies(model: Any, what: str) -> None:
     copies.compare(what, [v.path for v in held], [v._value for v in held])
 
 
+def _has(callback: Any, name: str) -> bool:
+    """Returns whether a callback has a hook of its own, and not that of all, which does nothing."""
+    function = getattr(getattr(callback, name), "__func__", None)
+    return function is not getattr(keras.callbacks.Callback, name)
+
+
 def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[..., None]:
     """Limits a method of a callback list to lists that have a callback with one of these hooks."""
     attribute = f"_wants_{names[0]}"
@@ -51,8 +59,7 @@ def _if_wanted(method: Callable[..., None], names: tuple[str, ...]) -> Callable[
         callbacks = self.callbacks
         size, is_wanted = getattr(self, attribute, _UNKNOWN)
         if size != len(callbacks):
-            hooks = [getattr(callback, name) for callback in callbacks for name in names]
-            is_wanted = not all(map(is_default, hooks))
+            is_wanted = any(_has(callback, name) for callback in callbacks for name in names)
             setattr(self, attribute, (len(callbacks), is_wanted))
         if is_wanted:
             method(self, batch, logs)
@@ -68,8 +75,32 @@ class LeanCallbackList(keras.callbacks.CallbackList):
     This list calls hooks for every batch only if some callback has them.
     """
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Takes note of it for those who watch."""
+        progress.fit = Fit(int(self.params.get("epochs") or 1), self.params.get("steps"))
+        super().on_train_begin(logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Takes note of it for those who watch."""
+        super().on_train_end(logs)
+        if progress.fit is not None:
+            progress.fit.end()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Takes note of it for those who watch."""
+        progress.end("validation")  # of one that an error has ended
+        progress.begin("validation")
+        super().on_test_begin(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Takes note of it for those who watch."""
+        super().on_test_end(logs)
+        progress.end("validation")
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Tells the other workers, too."""
+        if progress.fit is not None:
+            progress.fit.begin_epoch(epoch)
         if get_strategy().extended.num_workers > 1:
             job_programs.begin(JobEvent(f"the begin of an epoch of {self._model.name}"))
         super().on_epoch_begin(epoch, logs)
@@ -78,6 +109,7 @@ class LeanCallbackList(keras.callbacks.CallbackList):
         """Lets all workers stop if one does."""
         if copies.is_half_due:
             compare_copies(self._model, f"at the end of epoch {epoch + 1}")
+        progress.note_logs(logs)
         super().on_epoch_end(epoch, logs)
         # A callback may decide this from something that only its worker knows, such as the time.
         job = consensus()
@@ -89,6 +121,11 @@ class LeanCallbackList(keras.callbacks.CallbackList):
 for _name, *_others in _PER_BATCH:
     _method = getattr(keras.callbacks.CallbackList, _name)
     setattr(LeanCallbackList, _name, _if_wanted(_method, (_name, *_others)))
+
+
+def _is_of_chief(callback: Any) -> bool:
+    packages = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
+    return isinstance(callback, _OF_CHIEF) or not _PACKAGES_OF_CHIEF.isdisjoint(packages)
 
 
 def init(original: Callable[..., None]) -> Callable[..., None]:
@@ -105,10 +142,13 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
         is_of_keras = type(self) is keras.callbacks.CallbackList and current_call.get() is not None
         if is_of_keras and strategy_of(model) is not None:
             self.__class__ = LeanCallbackList
+            callbacks = keras.tree.flatten(callbacks) if callbacks else []
             if get_strategy().extended.worker_number > 0:
                 add_progbar = False
-                given = keras.tree.flatten(callbacks) if callbacks else []
-                callbacks = [c for c in given if not isinstance(c, _OF_CHIEF)]
+                callbacks = [c for c in callbacks if not _is_of_chief(c)]
+            for callback in callbacks:
+                if isinstance(callback, keras.callbacks.TensorBoard):
+                    write_without_tensorflow(callback)
         original(self, callbacks, add_history, add_progbar, model, **params)
 
     return __init__

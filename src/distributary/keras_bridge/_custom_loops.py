@@ -15,7 +15,7 @@ import keras
 from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
-from distributary.errors import ContextError
+from distributary.errors import ContextError, shown
 from distributary.keras_bridge._replica import in_optimizer
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.topology import shard_dim
@@ -93,9 +93,9 @@ def _stand_in(variable: Any) -> KerasVariable:
             return known
         if not in_default_context():
             raise ContextError(
-                f"Keras variable {variable.path!r} of {owner!r} is used while {strategy!r} is"
-                " current: strategies cannot be mixed. Create the model in the scope of the"
-                " strategy that uses it."
+                f"Keras variable {variable.path!r} of {shown(owner)} is used while"
+                f" {shown(strategy)} is current: strategies cannot be mixed. Create the model in"
+                " the scope of the strategy that uses it."
             )
         strategy = owner
     place(variable, strategy)

@@ -11,13 +11,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    class_weight_to_sample_weights,
-    is_jax_sparse,
-)
+from jax.experimental.sparse import JAXSparse
 
 from distributary.context import get_strategy
 from distributary.datasets import (
@@ -32,7 +26,14 @@ from distributary.datasets import (
 from distributary.errors import InvalidValueError
 from distributary.inputs import Batches, DistributedDataset, DistributedInput
 from distributary.job import consensus
+from distributary.keras_bridge._keras_private import (
+    ArrayDataAdapter,
+    DataAdapter,
+    array_slicing,
+    class_weight_to_sample_weights,
+)
 from distributary.options import InputOptions
+from distributary.topology import private
 
 
 @final
@@ -159,9 +160,21 @@ class DatasetAdapter(UnknownSizes):
         """Returns an iterator over global batches as NumPy arrays."""
         return (jax.tree.map(np.asarray, batch) for batch in self.get_jax_iterator())
 
-    def get_jax_iterator(self) -> Iterator[Any]:
-        """Returns an iterator over global batches, on the host unless the dataset moves them."""
-        return DatasetBatches(self._batches, self._dataset.share)
+    def get_jax_iterator(self, super_batch: int | None = None) -> Iterator[Any]:
+        """Returns an iterator over global batches, on the host unless the dataset moves them.
+
+        Args:
+            super_batch: How many batches Keras wants stacked. Only Keras 3.16 asks for this, and
+                only without a strategy.
+        """
+        batches = DatasetBatches(self._batches, self._dataset.share)
+        if super_batch is None:
+            return batches
+        stacked = private(
+            "keras.src.trainers.data_adapters.data_adapter_utils:super_batch_iterator"
+        )
+        several: Iterator[Any] = stacked(batches, super_batch)
+        return several
 
     def _batches(self) -> Iterator[Any]:
         batches = self._dataset.global_batches(self._skip)
@@ -200,7 +213,7 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
         leaves, tree = jax.tree.flatten(sliceables)
         if leaves and all(type(leaf) is array_slicing.NumpySliceable for leaf in leaves):
             arrays = [leaf.array for leaf in leaves]
-            return ArrayBatches(arrays, tree, adapter.batch_size, bool(adapter._shuffle), extended)
+            return ArrayBatches(arrays, tree, adapter, extended)
     iterator: Iterator[Any] = iter(adapter.get_jax_iterator())
     if extended.num_replicas > 1 and not isinstance(adapter, UnknownSizes):
         # Arrays of nonzero elements do not have rows that could be split over the replicas.
@@ -212,9 +225,13 @@ def batches_of(adapter: Any, extended: Any) -> Iterator[Any]:
 
 def _with_dense(batch: Any) -> Any:
     """Replaces JAX's sparse arrays in a batch by NumPy arrays."""
-    leaves, tree = jax.tree.flatten(batch, is_leaf=is_jax_sparse)
-    dense = [np.asarray(leaf.todense()) if is_jax_sparse(leaf) else leaf for leaf in leaves]
+    leaves, tree = jax.tree.flatten(batch, is_leaf=_is_sparse)
+    dense = [np.asarray(leaf.todense()) if _is_sparse(leaf) else leaf for leaf in leaves]
     return jax.tree.unflatten(tree, dense)
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, JAXSparse)
 
 
 @final
@@ -317,22 +334,18 @@ class ArrayBatches:
     Args:
         arrays: Arrays `[row, ...]` with the same number of rows.
         tree: Structure of a batch.
-        batch_size: Rows per batch; the last batch has the rest.
-        shuffle: Whether the rows come in random order. The order is drawn from NumPy's global
-            generator; with several workers, from the chief's.
+        adapter: Keras' adapter, which has the size of a batch and whether rows are shuffled.
         extended: The `extended` of the strategy.
     """
 
-    def __init__(
-        self, arrays: list[Any], tree: Any, batch_size: int, shuffle: bool, extended: Any
-    ) -> None:
+    def __init__(self, arrays: list[Any], tree: Any, adapter: Any, extended: Any) -> None:
         self._arrays = arrays
+        self._adapter = adapter
         self._extended = extended
         self._share = extended.worker_share()
         self._tree = tree
-        self._batch_size = batch_size
+        self._batch_size = adapter.batch_size
         self._num_rows = len(arrays[0])
-        self._shuffle = shuffle
         self._order: Any = None
         self._start = 0
 
@@ -364,7 +377,7 @@ class ArrayBatches:
         self._start = rows.stop
         batches = (count, size) if count else (size,)
         order = None if self._order is None else self._order[rows].reshape(batches)
-        own = own and self._share.num_workers > 1 and size % self._share.num_replicas == 0
+        own = own and self._share.num_workers > 1 and self._share.divides(size)
         kept = self._share.rows(size) if own else slice(None)
         at = (slice(None), kept) if count else kept
 
@@ -381,8 +394,8 @@ class ArrayBatches:
 
     def _begin(self) -> None:
         # Only when the first batch is needed, as in `DatasetBatches`.
-        if self._shuffle:
-            self._order = _permutation(self._num_rows, self._extended)
+        if self._adapter._shuffle:
+            self._order = _permutation(self._num_rows, self._adapter, self._extended)
         if self._share.num_workers > 1:
             first = (
                 slice(self._batch_size) if self._order is None else self._order[: self._batch_size]
@@ -390,8 +403,15 @@ class ArrayBatches:
             check_same([self._num_rows, *(a[first] for a in self._arrays)], self._extended)
 
 
-def _permutation(num_rows: int, extended: Any) -> Any:
-    """Draws the next permutation of NumPy's global generator; with several workers, the chief's."""
+def _permutation(num_rows: int, adapter: Any, extended: Any) -> Any:
+    """Draws the order of the rows for a pass, as Keras does.
+
+    Keras 3.16 counts epochs, and each number has its order. Before, orders come from NumPy's global
+    generator; with several workers, from the chief's.
+    """
+    epoch = epoch_of(adapter)
+    if epoch is not None:
+        return np.random.default_rng(epoch).permutation(num_rows)
     if extended.num_workers == 1:
         return np.random.permutation(num_rows)
     _, key, position, *_ = np.random.get_state(legacy=True)
@@ -404,6 +424,12 @@ def _permutation(num_rows: int, extended: Any) -> Any:
     if extended.worker_number == 0:
         np.random.set_state(generator.get_state())
     return order
+
+
+def epoch_of(adapter: Any) -> int | None:
+    """Returns how many epochs Keras' adapter has seen; None before Keras 3.16, or of our own."""
+    epoch: int | None = getattr(adapter, "_epoch", None)
+    return epoch
 
 
 def take(iterator: Any, count: int) -> Iterator[tuple[Any, int]]:

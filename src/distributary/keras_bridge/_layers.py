@@ -100,7 +100,7 @@ def _note_own_statistics(layer: Any) -> None:
     context = replica_context()
     if context is not None and context.strategy not in _noted:
         _noted.add(context.strategy)
-        _logger.info(
+        _logger.warning(
             "%s: batch normalization uses the statistics of each replica's part of the batch, as"
             " with tf.distribute and torch. BatchNormalization(synchronized=True) uses those of the"
             " whole batch.",

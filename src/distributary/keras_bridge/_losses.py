@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import keras
-from keras.src.losses.loss import apply_mask
 
+from distributary.keras_bridge._keras_private import apply_mask
 from distributary.keras_bridge._replica import (
     in_trainer,
     is_uneven,

@@ -1,6 +1,9 @@
 """Models under a strategy: makes `fit` and related methods distributed."""
 
+import gc
+import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +17,17 @@ from distributary.context import (
     has_strategy,
     in_default_context,
 )
-from distributary.errors import ContextError, DistributaryWarning
+from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
-from distributary.keras_bridge._step import Kind
-from distributary.keras_bridge._trainer import StepFunction
+from distributary.keras_bridge._model_step import Kind
+from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
-from distributary.tracing import user_stacklevel
+from distributary.strategies import unused_strategies
+from distributary.tracing import explained, shorten, user_stacklevel
+
+# Strategies that have a model already: a further one outside of their scope is on purpose.
+_with_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def strategy_of(model: Any) -> Any:
@@ -33,7 +40,9 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any) -> None:  # noqa: N807
         original(self)
-        self._distributary_strategy = get_strategy() if has_strategy() else None
+        self._distributary_strategy = None
+        if has_strategy():
+            _give(self, get_strategy())
 
     return __init__
 
@@ -47,7 +56,7 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
             strategy = strategy_of(self)
             if strategy is not None:
                 warnings.warn(
-                    f"{self.name}.compile: jit_compile=False has no effect under {strategy!r},"
+                    f"{self.name}.compile: jit_compile=False has no effect under {shown(strategy)},"
                     " where a step is one compiled program of all replicas. Leave it out; to look"
                     " into a step while debugging use run_eagerly=True.",
                     DistributaryWarning,
@@ -58,19 +67,47 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile
 
 
+def _give(model: Any, strategy: Any) -> None:
+    model._distributary_strategy = strategy
+    _with_models.add(strategy)
+
+
+def _warn_outside(model: Any) -> None:
+    """Warns once if a model was made outside of the scope of a strategy that waits for one."""
+    if not _waiting():
+        return
+    gc.collect()  # strategies that nothing refers to any more
+    for strategy in _waiting():
+        _with_models.add(strategy)  # so that it is warned about once
+        warnings.warn(
+            f"{model.name}.fit runs on one device: the model was created outside of the scope of"
+            f" {shown(strategy)}, which has no model. Create it and compile it inside `with"
+            " strategy.scope():`. If one device is what you want, ignore this with"
+            ' warnings.filterwarnings("ignore", ".*fit runs on one device").',
+            DistributaryWarning,
+            stacklevel=user_stacklevel(),
+        )
+        return
+
+
+def _waiting() -> list[Any]:
+    return [strategy for strategy in unused_strategies() if strategy not in _with_models]
+
+
 def _join(model: Any, what: str) -> None:
     """Checks that model and scope belong together; gives a model without a strategy the scope's."""
     if not has_strategy():
         return
     own, current = strategy_of(model), get_strategy()
     if own is None:
-        model._distributary_strategy = current
+        _give(model, current)
         model.train_function = model.test_function = model.predict_function = None
     elif own is not current:
         raise ContextError(
-            f"{model.name}.{what} was called in the scope of {current!r}, but the model belongs to"
-            f" {own!r}, in whose scope it was created. Leave the scope, or create the model again"
-            " inside it, for example with keras.models.clone_model(model) and set_weights."
+            f"{model.name}.{what} was called in the scope of {shown(current)}, but the model"
+            f" belongs to {shown(own)}, in whose scope it was created. Leave the scope, or create"
+            " the model again inside it, for example with keras.models.clone_model(model) and"
+            " set_weights."
         )
 
 
@@ -87,6 +124,8 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         _join(self, what)
         strategy = strategy_of(self)
         if strategy is None:
+            if what == "fit":
+                _warn_outside(self)
             return original(self, *args, **kwargs)
         check_same_strategy(strategy, f"{self.name}.{what}")
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
@@ -95,6 +134,10 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
             token = current_call.set(Call(what))
             try:
                 return original(self, *args, **kwargs)
+            except Exception as error:
+                told = explained(error)
+                shorten(told)
+                raise told from None
             finally:
                 current_call.reset(token)
 
@@ -111,13 +154,16 @@ def _step_function(model: Any, kind: Kind, strategy: Any) -> Any:
 
 def make_function(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes the functions that Keras' loops call for every step."""
+    signature = inspect.signature(original)
 
     def _make_function(
-        self: Any, step_function: Callable[..., Any], concatenate_outputs: bool = False
+        self: Any, step_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         strategy = strategy_of(self)
         if strategy is None:
-            return original(self, step_function, concatenate_outputs)
+            return original(self, step_function, *args, **kwargs)
+        given = signature.bind(self, step_function, *args, **kwargs).arguments
+        concatenate_outputs = given.get("concatenate_outputs", False)
         kind: Kind = "predict" if concatenate_outputs else _kind_of(self, step_function)
         return _step_function(self, kind, strategy)
 
@@ -181,10 +227,10 @@ def get_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
 def distribute_data(original: Callable[..., Any]) -> Callable[..., Any]:
     """Does the same as `get_iterator` for `train_on_batch` and related methods."""
 
-    def _distribute_data(data: Any, layouts: Any = None) -> Any:
+    def _distribute_data(data: Any, *args: Any, **kwargs: Any) -> Any:
         if has_strategy():
             return jax.tree.map(_as_array, data)
-        return original(data, layouts)
+        return original(data, *args, **kwargs)
 
     return _distribute_data
 

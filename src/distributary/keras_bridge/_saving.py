@@ -19,15 +19,14 @@ from typing import Any
 import google_crc32c
 import h5py  # type: ignore[import-untyped]
 import numpy as np
-from keras.src.saving import saving_api, saving_lib
-from keras.src.utils import file_utils
 
 from distributary.context import default_mode, entered, get_strategy, has_strategy
-from distributary.dispatch import job_programs
+from distributary.dispatch import job_programs, progress
 from distributary.errors import CheckpointError, ClusterError, InvalidValueError
 from distributary.files import hold, release
 from distributary.job import consensus
-from distributary.keras_bridge._data import DatasetAdapter, current_call
+from distributary.keras_bridge._data import DatasetAdapter, current_call, epoch_of
+from distributary.keras_bridge._keras_private import file_utils, saving_api, saving_lib
 from distributary.keras_bridge._models import strategy_of
 from distributary.keras_bridge._variables import keeps_on_servers, together
 
@@ -58,7 +57,7 @@ def save(original: Callable[..., Any]) -> Callable[..., Any]:
             with complete_file(Path(filepath)) as temporary:
                 original(model, str(temporary), *args, **kwargs)
 
-        with together(model), _by_itself(strategy):
+        with progress.doing("saving"), together(model), _by_itself(strategy):
             _once(strategy, os.fspath(filepath), write)
         return None
 
@@ -348,6 +347,8 @@ def restore(original: Callable[..., Any]) -> Callable[..., Any]:
         call = current_call.get()
         if call is not None and isinstance(call.data, DatasetAdapter):
             call.data.start_at(epoch, self.params.get("steps"))
+        elif call is not None and epoch_of(call.data) is not None:
+            call.data._epoch += epoch
 
     return _load_model
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from distributary.coordinator import ClusterCoordinator, PerWorkerIterator, RemoteValue
 from distributary.dispatch import progress
-from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.keras_bridge._data import UnknownSizes, check_given, current_call
-from distributary.keras_bridge._step import Kind, ModelStep, num_rows
-from distributary.keras_bridge._trainer import common_size
+from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
+from distributary.keras_bridge._step_function import common_size
 from distributary.values import PerReplica, map_leaves
 
 _MAX_AHEAD_PER_WORKER = 32
@@ -35,9 +35,9 @@ class ServerSteps:
     def __init__(self, trainer: Any, kind: Kind, strategy: Any) -> None:
         if trainer.run_eagerly:
             raise UnsupportedError(
-                f"{trainer.name}: run_eagerly=True is not possible under {strategy!r}, where the"
-                " steps are programs that run on workers. To look into a step use a model that is"
-                " created outside of the scope."
+                f"{trainer.name}: run_eagerly=True is not possible under {shown(strategy)}, where"
+                " the steps are programs that run on workers. To look into a step use a model that"
+                " is created outside of the scope."
             )
         self._trainer = trainer
         self._kind = kind

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import keras
-from keras.src.utils.naming import to_snake_case
 
 from distributary.errors import InvalidValueError
+from distributary.keras_bridge._keras_private import sync_state, to_snake_case
 from distributary.keras_bridge._models import strategy_of
 
 
@@ -34,7 +34,7 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
-        layer.jax_state_sync()  # during fit, the values are not in the variables
+        sync_state(layer)
         if not layer.built and not layer.variables:
             raise InvalidValueError(
                 f"Checkpoint: the Keras model {layer.name!r} has no variables yet, so there is"

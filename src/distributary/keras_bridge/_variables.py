@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import NamedSharding, PartitionSpec as P
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from distributary.context import get_strategy, has_strategy
 from distributary.dispatch import JobEvent, fetch_whole, job_programs
 from distributary.errors import UnsupportedError
+from distributary.keras_bridge._keras_private import (
+    get_stateless_scope,
+    in_stateless_scope,
+    in_symbolic_scope,
+    sync_state,
+)
 from distributary.topology import (
     in_device_memory,
     in_host_memory,
@@ -202,8 +206,7 @@ def together(model: Any) -> Iterator[None]:
     the block together. At the end, assigned values must be the same on all workers, or be replaced
     by such values.
     """
-    if hasattr(model, "jax_state_sync"):
-        model.jax_state_sync()  # during fit, the values are not in the variables
+    sync_state(model)
     variables = getattr(getattr(model, "optimizer", None), "variables", ())
     divided = [v for v in variables if not getattr(v._layout, "is_fully_addressable", True)]
     divided = [v for v in divided if shard_dim(v._layout) is not None]
@@ -273,3 +276,32 @@ def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **kwargs)
 
     return __init__
+
+
+def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lays out the variables of an optimizer.
+
+    Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
+    they lie next to the variable that they belong to, whose `_layout` Keras hands on.
+    """
+
+    def add_variable(
+        self: Any,
+        shape: Any,
+        initializer: Any = "zeros",
+        dtype: Any = None,
+        aggregation: str = "none",
+        layout: Any = None,
+        name: str | None = None,
+    ) -> Any:
+        if not has_strategy() and not isinstance(layout, ON_SERVERS):
+            return original(self, shape, initializer, dtype, aggregation, layout, name)
+        if has_strategy():
+            layout = get_strategy().extended.optimizer_layout(shape) or layout
+        # Without a layout, Keras initializes the variable as a whole, and it is split afterwards.
+        with laid_out(layout):
+            variable = original(self, shape, initializer, dtype, aggregation, None, name)
+        variable._distributary_layout = layout  # used if the variable is created or moved later
+        return variable
+
+    return add_variable

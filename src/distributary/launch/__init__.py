@@ -4,17 +4,35 @@ The command `distributary launch` is built on it. `import distributary` does not
 package.
 """
 
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
 from distributary.launch._options import HostOptions, LaunchOptions
-from distributary.launch._status import report, report_progress
-from distributary.launch._supervisor import run
-from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
+
+if TYPE_CHECKING:
+    from distributary.launch._status import num_servers_of_job, refuse_job, report, report_progress
+    from distributary.launch._supervisor import run
+    from distributary.launch._worker import ALLOCATOR_SETTINGS, free_addresses
 
 __all__ = [
     "ALLOCATOR_SETTINGS",
     "HostOptions",
     "LaunchOptions",
     "free_addresses",
+    "num_servers_of_job",
+    "refuse_job",
     "report",
     "report_progress",
     "run",
 ]
+
+# Imported on first use: the command line checks its options without JAX.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_status": "num_servers_of_job refuse_job report report_progress",
+            "_supervisor": "run",
+            "_worker": "ALLOCATOR_SETTINGS free_addresses",
+        },
+    )

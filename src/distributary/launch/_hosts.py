@@ -33,7 +33,7 @@ from distributary.job import (
     new_challenge,
     proof,
 )
-from distributary.launch import _job as job
+from distributary.launch import _restarts as restarts
 from distributary.launch._options import HostOptions, LaunchOptions
 
 _PROTOCOL = 4
@@ -56,18 +56,18 @@ class LocalLink:
     wants_tasks = False
 
     def __init__(self, max_restarts: int) -> None:
-        self._job = job.Job(1, max_restarts)
+        self._job = restarts.Job(1, max_restarts)
         self._commands = [command for _, command in self._job.join(0)]
 
     def fileno(self) -> int:
         """Returns -1: no need to wait, because `receive` has the results of `send` at once."""
         return -1
 
-    def send(self, report: job.Report) -> None:
+    def send(self, report: restarts.Report) -> None:
         """Passes a report to the job, which decides."""
         self._commands.extend(command for _, command in self._job.report(0, report))
 
-    def receive(self) -> Iterator[job.Command]:
+    def receive(self) -> Iterator[restarts.Command]:
         """Yields the decisions that have not been yielded before."""
         while self._commands:
             yield self._commands.pop(0)
@@ -116,17 +116,17 @@ class RemoteLink:
         """
         return self._channel.fileno()
 
-    def send(self, report: job.Report) -> None:
+    def send(self, report: restarts.Report) -> None:
         """Sends a report; it is lost if the master has gone, in which case `receive` raises.
 
         `Interrupted` is the last report.
         """
         with contextlib.suppress(ChannelClosedError):
-            self._channel.send(*job.encode(report))
-        if isinstance(report, job.Interrupted):
+            self._channel.send(*restarts.encode(report))
+        if isinstance(report, restarts.Interrupted):
             self._channel.shut()
 
-    def receive(self) -> Iterator[job.Command]:
+    def receive(self) -> Iterator[restarts.Command]:
         """Yields the commands that have arrived. After `Exit`, no more reports follow.
 
         Raises:
@@ -136,8 +136,8 @@ class RemoteLink:
             return
         try:
             for message in self._channel.arrived():
-                command = job.decode(message)
-                if isinstance(command, job.Exit):
+                command = restarts.decode(message)
+                if isinstance(command, restarts.Exit):
                     self._channel.shut()
                 yield command
         except ChannelClosedError as error:
@@ -229,19 +229,19 @@ class Master:
         self._hosts = options.hosts
         self._devices_per_worker = options.devices_per_worker
         self._say = say
-        self._job = job.Job(self._hosts.num_hosts, options.max_restarts)
+        self._job = restarts.Job(self._hosts.num_hosts, options.max_restarts)
         # Used by the thread only, like the job.
         self._challenges = weakref.WeakKeyDictionary[Channel, str]()
         self._channels: dict[int, Channel] = {}
         self._complete_at = time.monotonic()
         self._has_said_who_is_missing = False
-        self._tasks: dict[int, job.Tasks] = {}  # of the other hosts; any thread may read it
+        self._tasks: dict[int, restarts.Tasks] = {}  # of the other hosts; any thread may read it
         self._wants_tasks = options.dashboard_port is not None
         self._server = _listen(self._hosts)
         self._thread = threading.Thread(target=self._serve, name="launch-master", daemon=True)
         self._thread.start()
 
-    def tasks(self) -> dict[int, job.Tasks]:
+    def tasks(self) -> dict[int, restarts.Tasks]:
         """Returns the tasks of the other hosts, at most a second old, if there is a dashboard."""
         return dict(self._tasks)
 
@@ -356,21 +356,21 @@ class Master:
             self._send(self._job.lose(host, text))
             return
         try:
-            report = job.decode(message)
+            report = restarts.decode(message)
         except ValueError as error:
             self._say(f"host {host}: {error}")
             self._channels[host].shut()  # None comes next
             return
-        if isinstance(report, job.Tasks):
+        if isinstance(report, restarts.Tasks):
             self._tasks[host] = report
         else:
             self._send(self._job.report(host, report))
 
-    def _send(self, commands: list[tuple[int, job.Command]]) -> None:
+    def _send(self, commands: list[tuple[int, restarts.Command]]) -> None:
         for host, command in commands:
             if host in self._channels:
                 with contextlib.suppress(ChannelClosedError):  # None comes next
-                    self._channels[host].send(*job.encode(command))
+                    self._channels[host].send(*restarts.encode(command))
 
 
 def _listen(hosts: HostOptions) -> socket.socket:

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import IO, BinaryIO, Final, final
 
 from distributary.errors import WorkerLostError
+from distributary.launch._status import REFUSED_PREFIX
 
 # A carriage return ends a line as well, because progress bars write a single line for hours. One
 # at the very end of what was read so far may be the first half of "\r\n".
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 _MAX_LINE_BYTES: Final = 16 * 2**20  # longer ones are printed in pieces
 _READ_BYTES = 2**16
+# What gloo prints in every worker when all is well, without a way to turn it off.
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks"
+    rb" is : \1"
+)
 _NUM_LAST_LINES = 20
 _MAX_LAST_LINE_BYTES = 1000
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -42,7 +48,8 @@ class TaskOutput:
 
     Attributes:
         ended: Set once all writers have closed both streams.
-        reason: Which other worker was lost, if a line says so.
+        reason: Why it ends, if a line says so: which other worker was lost, or what is wrong with
+            the job.
     """
 
     def __init__(self, name: str, number: int, log: BinaryIO | None) -> None:
@@ -54,15 +61,27 @@ class TaskOutput:
         self.reason = ""
         self._last_lines: collections.deque[bytes] = collections.deque(maxlen=_NUM_LAST_LINES)
 
-    def remember(self, lines: Iterable[bytes]) -> None:
-        """Keeps the last of some stderr lines, and the lost worker if a line names one."""
+    def remember(self, lines: Iterable[bytes]) -> list[bytes]:
+        """Keeps the last of some stderr lines, and the reason of its end if a line says it.
+
+        Returns:
+            The lines to show. What is wrong with the job is said by every task, so the launcher
+            says it instead.
+        """
+        shown = []
         for line in lines:
+            _, prefix, refusal = line.partition(REFUSED_PREFIX.encode())
+            if prefix:
+                self.reason = refusal.decode("utf-8", "replace")
+                continue
+            shown.append(line)
             kept = line[:_MAX_LAST_LINE_BYTES]
             self._last_lines.append(kept)
             # The line may begin with part of a traceback.
             _, prefix, reason = kept.partition(WorkerLostError.line_prefix.encode())
             if prefix:
                 self.reason = reason.decode("utf-8", "replace")
+        return shown
 
     def last_lines(self) -> list[str]:
         """Returns the last lines that the task wrote to stderr."""
@@ -130,6 +149,7 @@ class Output:
         self._has_color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._has_status = self._is_terminal[_STDERR] and environ.get("TERM") != "dumb"
         self._is_closed = [False, False]
+        self._last_shown: TaskOutput | None = None
         self._status_at = 0.0  # when the status line is due
         self._status_is_visible = False
         self._selector = selectors.DefaultSelector()
@@ -161,6 +181,11 @@ class Output:
     def say(self, text: str) -> None:
         """Writes the launcher's own lines to stderr."""
         self._request(partial(self._say, text))
+
+    def lines_at_the_end(self) -> list[str]:
+        """Returns the last stderr lines of the task that was the last to write."""
+        task = self._last_shown
+        return [] if task is None else task.last_lines()
 
     def wait(self, task: TaskOutput) -> None:
         """Waits until everything that a task has written is copied.
@@ -258,8 +283,11 @@ class Output:
             task.ended.set()
 
     def _emit(self, stream: _Stream, lines: Sequence[bytes]) -> None:
+        lines = [line for line in lines if not _NOISE.fullmatch(line)]
         if stream.number == _STDERR:
-            stream.task.remember(lines)
+            lines = stream.task.remember(lines)
+        if lines:
+            self._last_shown = stream.task
         self._write_lines(stream.number, stream.prefix, lines)
 
     def _write_lines(self, number: int, prefix: bytes, lines: Sequence[bytes]) -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import stat
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,10 @@ from distributary.dispatch import progress, start_thread
 from distributary.monitoring import numbers_of
 
 STATUS_VARIABLE: Final = "DISTRIBUTARY_STATUS_FD"
+#: Exit code of a task that cannot be part of its job, `EX_CONFIG` of `<sysexits.h>`, and what it
+#: writes to stderr before the reason. The launcher ends the job, and says the reason once.
+REFUSED_EXIT_CODE: Final = 78
+REFUSED_PREFIX: Final = "distributary refuses the job: "
 _SECONDS_BETWEEN_REPORTS = 1.0
 _is_reported_by_program = False
 _strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # the `extended` of each
@@ -56,16 +61,49 @@ def report(
     _write(os.environ if environ is None else environ, said)
 
 
-def _write(environ: Mapping[str, str], said: Mapping[str, float | None]) -> None:
+def refuse_job(reason: str) -> None:
+    """Ends this process if a launcher has started it; the launcher ends the job for this reason."""
+    if _launcher_fd(os.environ) is not None:
+        sys.stderr.write(f"{REFUSED_PREFIX}{reason}\n")
+        sys.stderr.flush()
+        raise SystemExit(REFUSED_EXIT_CODE)
+
+
+def num_servers_of_job(environ: Mapping[str, str] | None = None) -> int:
+    """Returns the number of parameter servers in the job of this process, as TF_CONFIG has it.
+
+    0 for the evaluator, which is not one of the tasks that work together, and for a wrong
+    TF_CONFIG, about which the cluster resolver has more to say.
+
+    Args:
+        environ: Environment to read; `os.environ` by default.
+    """
+    try:
+        config = json.loads((os.environ if environ is None else environ).get("TF_CONFIG", ""))
+        is_one_of_them = config["task"]["type"] in config["cluster"]
+        return len(config["cluster"].get("ps", ())) if is_one_of_them else 0
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def _launcher_fd(environ: Mapping[str, str]) -> int | None:
+    """Returns the descriptor of the launcher's pipe; None without one."""
     text = environ.get(STATUS_VARIABLE, "")
-    if not text.isdecimal():
-        return
     # A program that a worker has started sees the variable, but has not inherited the descriptor.
     # It may have a file of its own under that number.
     with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(int(text)).st_mode):
-            for line in _lines(said):
-                os.write(int(text), line)
+        if text.isdecimal() and stat.S_ISFIFO(os.fstat(int(text)).st_mode):
+            return int(text)
+    return None
+
+
+def _write(environ: Mapping[str, str], said: Mapping[str, float | None]) -> None:
+    fd = _launcher_fd(environ)
+    if fd is None:
+        return
+    with contextlib.suppress(OSError):
+        for line in _lines(said):
+            os.write(fd, line)
 
 
 def _lines(said: Mapping[str, float | None]) -> Iterator[bytes]:

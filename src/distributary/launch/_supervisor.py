@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from distributary.errors import LaunchError, UnsupportedError, WorkerLostError
-from distributary.launch import _job as job
+from distributary.launch import _restarts as restarts
 from distributary.launch._hosts import Link, LocalLink, Master, RemoteLink
 from distributary.launch._options import LaunchOptions
 from distributary.launch._output import Output
 from distributary.launch._signals import Signals
-from distributary.launch._status import StatusReader
+from distributary.launch._status import REFUSED_EXIT_CODE, StatusReader
 from distributary.launch._worker import (
     Ending,
     Task,
@@ -78,7 +78,13 @@ def run(
         )
     environ = dict(os.environ if environ is None else environ)
     if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"launch: --log-dir {options.log_dir} cannot be made: {error.strerror}. Name"
+                " another folder."
+            ) from error
     signals = Signals(options.grace_seconds + 1)
     output = Output(stdout_fd, stderr_fd, environ, signals.want_end_now)
     with contextlib.ExitStack() as stack:
@@ -100,7 +106,7 @@ def run(
         output.status = supervisor.status
         if options.dashboard_port is not None:
 
-            def tasks() -> dict[int, job.Tasks]:
+            def tasks() -> dict[int, restarts.Tasks]:
                 rank = 0 if options.hosts is None else options.hosts.host_rank
                 return {rank: supervisor.tasks(), **({} if master is None else master.tasks())}
 
@@ -145,7 +151,7 @@ class Supervisor:
         # The job ends when all tasks of this type have ended.
         self._main_type = "chief" if self.options.num_servers else "worker"
         # The command because of which all workers end: for a start, or for good.
-        self._ending: job.Prepare | job.Exit | None = None
+        self._ending: restarts.Prepare | restarts.Exit | None = None
         self._started_at = time.monotonic()
         self._num_starts: collections.Counter[str] = collections.Counter()  # by task
 
@@ -162,7 +168,7 @@ class Supervisor:
                 self._on_command()
                 if self._ending is not None and all(worker.is_gone for worker in self._workers):
                     self._wait_for_output()
-                    if isinstance(self._ending, job.Exit):
+                    if isinstance(self._ending, restarts.Exit):
                         return self._finish(self._ending)
                     self._get_ready(self._ending)
                     continue
@@ -191,15 +197,15 @@ class Supervisor:
                 parts.append(f"{worker.task}: {state}")
         return " · ".join(parts)
 
-    def tasks(self) -> job.Tasks:
+    def tasks(self) -> restarts.Tasks:
         """Returns the tasks of this host. For any thread."""
         workers = self._workers
         numbers = {str(worker.task): worker.status.numbers() for worker in workers}
-        return job.Tasks(self._states(workers), numbers)
+        return restarts.Tasks(self._states(workers), numbers)
 
-    def _states(self, workers: Sequence[Worker]) -> list[job.TaskState]:
+    def _states(self, workers: Sequence[Worker]) -> list[restarts.TaskState]:
         return [
-            job.TaskState(
+            restarts.TaskState(
                 name=str(worker.task),
                 state=str(worker.ending or RUNNING),
                 has_failed=worker.ending is not None and bool(worker.ending.returncode),
@@ -224,18 +230,18 @@ class Supervisor:
             for command in self.link.receive():
                 self._obey(command)
         except LaunchError as error:
-            if not isinstance(self._ending, job.Exit):
-                self._end_workers(job.Exit(1, str(error)))
+            if not isinstance(self._ending, restarts.Exit):
+                self._end_workers(restarts.Exit(1, str(error)))
             self._selector.unregister(self.link)
             self.link.close()
 
-    def _obey(self, command: job.Command) -> None:
-        if isinstance(self._ending, job.Exit):
+    def _obey(self, command: restarts.Command) -> None:
+        if isinstance(self._ending, restarts.Exit):
             return
         match command:
-            case job.Start():
+            case restarts.Start():
                 self._start(command)
-            case job.Restart(num_restarts, task, text):
+            case restarts.Restart(num_restarts, task, text):
                 self._num_restarts = num_restarts
                 self.output.say(
                     f"{text}; starting it again, restart {num_restarts} of"
@@ -245,14 +251,14 @@ class Supervisor:
                     if str(worker.task) == task:
                         worker.is_to_restart = True
                         self._restart_if_gone(worker)
-            case job.Prepare(generation):
+            case restarts.Prepare(generation):
                 what = f"ending all workers for restart {generation} of"
                 self._end_workers(command, f"{what} {self.options.max_restarts}")
-            case job.Exit():
+            case restarts.Exit():
                 self._end_workers(command)
 
     def _end_workers(
-        self, command: job.Prepare | job.Exit, what: str = "ending all workers"
+        self, command: restarts.Prepare | restarts.Exit, what: str = "ending all workers"
     ) -> None:
         self._ending = command
         if command.text:
@@ -260,20 +266,20 @@ class Supervisor:
         for worker in self._workers:
             worker.terminate()
 
-    def _where(self, command: job.Prepare | job.Exit) -> str:
+    def _where(self, command: restarts.Prepare | restarts.Exit) -> str:
         """Returns a prefix that names the host that caused a command, if it is another one."""
         hosts, origin = self.options.hosts, command.origin
         return "" if hosts is None or origin in (-1, hosts.host_rank) else f"host {origin}: "
 
-    def _get_ready(self, command: job.Prepare) -> None:
+    def _get_ready(self, command: restarts.Prepare) -> None:
         self._workers = []
         self._ending = None
         num_servers = self.options.num_servers
         num_tasks = self.options.num_workers + (num_servers and 1 + num_servers)
         addresses = free_addresses(self.link.address, num_tasks)
-        self.link.send(job.Ready(command.generation, addresses))
+        self.link.send(restarts.Ready(command.generation, addresses))
 
-    def _start(self, command: job.Start) -> None:
+    def _start(self, command: restarts.Start) -> None:
         options = self.options
         # The job may have asked for addresses again while our `Ready` was on its way.
         self._ending = None
@@ -324,7 +330,13 @@ class Supervisor:
             worker.output.ended.wait(_LAST_LINES_SECONDS)
             text = f"{task} {ending} after {time.monotonic() - worker.started_at:.1f} s"
             code, lines = ending.exit_code, worker.output.last_lines()
-            failed = job.Failed(self._generation, code, text, lines)
+            if code == REFUSED_EXIT_CODE and worker.output.reason:
+                # All tasks say so, and no restart changes it.
+                reason = worker.output.reason.rstrip(".")
+                self._end_workers(restarts.Exit(code, reason))
+                self.link.send(restarts.Interrupted(code, reason))
+                return
+            failed = restarts.Failed(self._generation, code, text, lines)
             if self.options.num_servers and task.task_type != self._main_type:
                 self.link.send(failed._replace(task=str(task)))
             elif code != WorkerLostError.exit_code:
@@ -342,7 +354,7 @@ class Supervisor:
             for other in self._workers
             if other.task.task_type == self._main_type
         ):
-            self.link.send(job.Finished(self._generation))
+            self.link.send(restarts.Finished(self._generation))
 
     def _warn_of_early_end(self, task: Task, generation: int) -> None:
         if self._ending is None and self._generation == generation:
@@ -364,8 +376,8 @@ class Supervisor:
             name = signal.Signals(number).name
             if is_first:
                 text = f"the launcher received {name}"
-                self._end_workers(job.Exit(128 + number, text))
-                self.link.send(job.Interrupted(128 + number, text))
+                self._end_workers(restarts.Exit(128 + number, text))
+                self.link.send(restarts.Interrupted(128 + number, text))
             else:
                 self.output.say(f"received {name} again; ending all workers at once.")
                 for worker in self._workers:
@@ -377,15 +389,15 @@ class Supervisor:
             if worker.status.fileno() >= 0:  # a process that the launcher does not know has it
                 self._forget(worker.status)
 
-    def _finish(self, command: job.Exit) -> int:
-        if command.last_lines:
+    def _finish(self, command: restarts.Exit) -> int:
+        if command.last_lines and command.last_lines != self.output.lines_at_the_end():
             lines = "\n".join(f"    {line}" for line in command.last_lines)
             where = self._where(command)
             self.output.say(f"{where}{command.text}. Its last lines on stderr:\n{lines}")
         return command.code
 
 
-def count_running(states: Sequence[job.TaskState]) -> str:
+def count_running(states: Sequence[restarts.TaskState]) -> str:
     """Returns `"3 of 4 running"`, or `"1 of 1 chiefs, 2 of 2 workers, 1 of 1 ps running"`.
 
     Returns `""` if there are no tasks.
@@ -400,11 +412,11 @@ def count_running(states: Sequence[job.TaskState]) -> str:
     return f"{', '.join(parts)} running"
 
 
-def _type_of(state: job.TaskState) -> str:
+def _type_of(state: restarts.TaskState) -> str:
     return state["name"].partition(" ")[0]
 
 
-def describe(options: LaunchOptions, by_host: Mapping[int, job.Tasks]) -> dict[str, Any]:
+def describe(options: LaunchOptions, by_host: Mapping[int, restarts.Tasks]) -> dict[str, Any]:
     """Returns the job and the state of its tasks, for the page.
 
     Args:

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 from urllib.parse import parse_qs, urlsplit
 
 from distributary.dispatch import start_thread
-from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingPackageError,
+    pip_install,
+    shown,
+)
 from distributary.monitoring._closing import Closing
 from distributary.monitoring._numbers import Numbers, finite, numbers_of, rates
 from distributary.monitoring._server import Answer, HttpServer
@@ -30,7 +37,8 @@ _TASK = "this process"
 
 Tasks: TypeAlias = Mapping[str, Numbers]
 Sample: TypeAlias = dict[str, Any]
-# Returns what is not in the samples: `title`, a line below it, and rows of `tasks`.
+# Returns what is not in the samples: `title`, a line below it, rows of `tasks`, and the `seconds`
+# since the beginning, if that is not the page's.
 Describe: TypeAlias = Callable[[], dict[str, Any]]
 
 _POLICY = (
@@ -116,12 +124,20 @@ def serve(collect: Callable[[], Tasks], describe: Describe, port: int, address: 
             f"dashboard: port is {port}, expected 0 to 65535; 0 takes any free port."
         )
     recorder = Recorder(collect, _SAMPLE_SECONDS)
-    page = functools.partial(_respond, recorder, describe)
+    began = time.monotonic()
+    product = _product()
+    page = functools.partial(
+        _respond, recorder, lambda: {**product, "seconds": time.monotonic() - began, **describe()}
+    )
     try:
         server = HttpServer(address, port, page, "distributary-dashboard")
-    except OSError:
+    except OSError as error:
         recorder.close()
-        raise
+        raise OSError(
+            error.errno,
+            f"The dashboard cannot be served at {address}, port {port}: {error.strerror}. Port 0"
+            " takes a free one, and the address must be one of this machine",
+        ) from error
 
     def close() -> None:
         server.close()
@@ -183,7 +199,7 @@ class StatisticsLogger(Closing):
 def _collect_from(strategy: "Strategy", caller: str) -> Callable[[], Tasks]:
     if not hasattr(strategy, "step_statistics"):
         raise InvalidTypeError(
-            f"{caller}: strategy is {strategy!r}, expected a distributary strategy, such as"
+            f"{caller}: strategy is {shown(strategy)}, expected a distributary strategy, such as"
             " distributary.MirroredStrategy()."
         )
     return lambda: {_TASK: numbers_of(strategy.extended)}
@@ -298,7 +314,7 @@ class TensorBoard:
         except ImportError as error:
             raise MissingPackageError(
                 "StatisticsLogger: tensorboard= needs tensorboardX. Install it with"
-                " `pip install 'distributary[tensorboard]'`."
+                f" `{pip_install('tensorboard')}`."
             ) from error
         self._writer = SummaryWriter(str(folder))
 
@@ -327,6 +343,18 @@ def _respond(recorder: Recorder, describe: Describe, path: str) -> Answer | None
     ]
     content = {**describe(), "samples": shown, "next": following}
     return Answer(json.dumps(content).encode(), "application/json", headers=_HEADERS)
+
+
+@functools.cache
+def _product() -> dict[str, str]:
+    """Returns name and version, and the address of the project if the package names one."""
+    try:
+        metadata = importlib.metadata.metadata("distributary")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return {"product": "distributary"}
+    urls = [text.partition(", ")[2] for text in metadata.get_all("Project-URL") or ()]
+    found = {"product": f"distributary {metadata['Version']}"}
+    return {**found, "link": urls[0]} if urls else found
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def numbers_of(extended: "StrategyExtended") -> Numbers:
             numbers |= _flat(collect(), f"{name}/")
     if "coordinator/num_done" in numbers:
         numbers["num_steps"] += numbers["coordinator/num_done"]
-    return numbers | progress.values
+    return numbers | progress.numbers(numbers["num_steps"])
 
 
 def _flat(statistics: object, prefix: str) -> Numbers:

@@ -278,6 +278,10 @@ def _of_elements(eqn: Equation, operands: list[Value]) -> Value:
                 return _meeting(cases)
             if which.kind == ROWS and not which.mixed and not which.trained:
                 return _meeting(active)
+        # What depends on the result of a comparison depends on the sums: in JAX 0.12, gradients of
+        # `max` do so. That a number is compared with itself, for `isnan`, has the name `ne`.
+        case "eq" | "ge" | "gt" | "le" | "lt" if _are_trained(active):
+            return _meeting(active)
     return _nonlinear(eqn, active, _meeting(active))
 
 

@@ -4,17 +4,22 @@ The command `distributary bench` is built on it. `import distributary` does not 
 package.
 """
 
-from distributary.scaling._measurement import (
-    Network,
-    Prediction,
-    Program,
-    default_replicas,
-    measure,
-    predict,
-)
-from distributary.scaling._models import MODELS
-from distributary.scaling._plot import draw, write_png
-from distributary.scaling._timer import Timing
+from typing import TYPE_CHECKING
+
+from distributary._late import late_names
+
+if TYPE_CHECKING:
+    from distributary.scaling._measurement import (
+        Network,
+        Prediction,
+        Program,
+        default_replicas,
+        measure,
+        predict,
+    )
+    from distributary.scaling._models import MODELS
+    from distributary.scaling._plot import draw, write_png
+    from distributary.scaling._timer import Timing
 
 __all__ = [
     "MODELS",
@@ -28,3 +33,15 @@ __all__ = [
     "predict",
     "write_png",
 ]
+
+# Imported on first use: the command line shows its help without JAX.
+if not TYPE_CHECKING:  # or type checkers accept any name
+    __getattr__ = late_names(
+        __name__,
+        {
+            "_measurement": "Network Prediction Program default_replicas measure predict",
+            "_models": "MODELS",
+            "_plot": "draw write_png",
+            "_timer": "Timing",
+        },
+    )

@@ -33,7 +33,7 @@ def write_png(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
-            "--plot needs matplotlib. Install it: pip install 'distributary[examples]'."
+            "--plot needs matplotlib. Install it: pip install matplotlib"
         ) from error
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     figure.suptitle(title)

@@ -6,7 +6,8 @@ from distributary._late import late_names
 from distributary.strategies._base import Strategy
 from distributary.strategies._central_storage import CentralStorageStrategy
 from distributary.strategies._default import DefaultStrategy
-from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._extended import StrategyExtended, unused_strategies
+from distributary.strategies._fitting_job import accept_any_strategy
 from distributary.strategies._mirrored import MirroredStrategy
 from distributary.strategies._one_device import OneDeviceStrategy
 
@@ -28,9 +29,11 @@ __all__ = [
     "Strategy",
     "StrategyExtended",
     "TPUStrategy",
+    "accept_any_strategy",
     "experimental_connect_to_cluster",
     "initialize_tpu_system",
     "shutdown_tpu_system",
+    "unused_strategies",
 ]
 
 

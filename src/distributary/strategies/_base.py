@@ -1,21 +1,55 @@
 """The interface of every strategy."""
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
+from distributary._late import no_attribute
+from distributary._types import MISSING
 from distributary.collectives import ReduceOp, as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
 from distributary.engine import RUN
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.errors import (
+    ContextError,
+    DistributaryError,
+    InvalidTypeError,
+    InvalidValueError,
+    shown,
+)
 from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
+from distributary.strategies._fitting_job import check_job
+from distributary.tracing import name_of, shorten
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
     from distributary.inputs import DistributedDataset
+
+
+def _advised(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns the `__init__` of a strategy with advice for arguments that it does not have."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            init(self, *args, **kwargs)
+        except DistributaryError as error:
+            shorten(error)
+            raise
+        except TypeError as error:
+            called = error.__traceback__ and error.__traceback__.tb_next
+            if called is None:  # Python cannot call it with these arguments
+                for names, remedy in OF_ARGUMENTS.items():
+                    if any(f"'{name}'" in str(error) for name in names.split()):
+                        text = f"{type(self).__name__}: {str(error).rpartition('() ')[2]}. {remedy}"
+                        raise InvalidTypeError(text) from None
+            raise
+
+    return __init__
 
 
 class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are constructed)
@@ -27,8 +61,16 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     Source: `tf.distribute.Strategy`.
     """
 
+    _needs_servers = False
+
+    @_advised
     def __init__(self, extended: StrategyExtended) -> None:
+        check_job(type(self).__name__, needs_servers=self._needs_servers)
         self._extended = extended
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__init__ = _advised(cls.__init__)  # type: ignore[method-assign]
 
     @property
     def extended(self) -> StrategyExtended:
@@ -44,6 +86,16 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
     def cluster_resolver(self) -> "ClusterResolver | None":
         """Cluster resolver of a strategy that spans processes, else None."""
         return None
+
+    @property
+    def is_chief(self) -> bool:
+        """True in the one process that saves, logs and prints for all.
+
+        It is the task "chief" or, without one, worker 0; with parameter servers, the coordinator.
+        It is always True if there is only one process. All workers save checkpoints of distributary
+        together, so these need no `if`.
+        """
+        return self._extended.should_checkpoint
 
     @property
     def step_statistics(self) -> StepStatistics:
@@ -99,23 +151,35 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.run`.
         """
         if not isinstance(args, (list, tuple)):
-            raise _bad_args(args)
+            raise _bad_args(fn, args)
         if not callable(fn):
-            raise InvalidTypeError(f"Strategy.run: fn is {fn!r}, expected a function.")
+            raise InvalidTypeError(
+                f"Strategy.run: fn is {shown(fn)}, expected a function. Pass the function and its"
+                " arguments separately: strategy.run(step, args=(batch,))."
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise InvalidTypeError(
+                f"Strategy.run: kwargs is {shown(kwargs)}, expected a dict. Positional arguments"
+                f" belong together into one tuple: strategy.run({name_of(fn)}, args=(x, y))."
+            )
         require_cross_replica(self, "run")
-        return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, RUN)
+        try:
+            return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, RUN)
+        except Exception as error:
+            shorten(error)
+            raise
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = MISSING
     ) -> Any:
         """Combines the values of all replicas into one.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `MEAN`, or its name.
             value: `PerReplica` from `run`, a SyncOnRead variable, or a nest of them.
-            axis: None combines element by element, and all components must have the same shape. A
-                dim, or a tuple of dims, is reduced within each component first. A mean over dims
-                gives every element the same weight, even on uneven batches.
+            axis: Required. None combines element by element, and all components must have the same
+                shape. A dim, or a tuple of dims, is reduced within each component first. A mean
+                over dims gives every element the same weight, even on uneven batches.
 
         Returns:
             The combined arrays, on all devices of the strategy.
@@ -129,14 +193,20 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.reduce`.
         """
         require_cross_replica(self, "reduce")
+        if axis is MISSING:
+            raise InvalidTypeError(
+                "Strategy.reduce: axis is missing. Write axis=None to combine the replicas' values"
+                " element by element, such as losses, or axis=0 to reduce the rows of each replica"
+                " as well."
+            )
         return self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int = MISSING) -> Any:
         """Concatenates the values of all replicas along dim `axis`, in replica order.
 
         Args:
             value: `PerReplica` whose components differ only in dim `axis`, or a nest of them.
-            axis: The dim; a negative number counts from the end.
+            axis: Required. The dim; a negative number counts from the end.
 
         Returns:
             The concatenated arrays. Values that are not distributed are returned unchanged.
@@ -149,6 +219,10 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         Source: `tf.distribute.Strategy.gather`.
         """
         require_cross_replica(self, "gather")
+        if axis is MISSING:
+            raise InvalidTypeError(
+                "Strategy.gather: axis is missing. Write axis=0 to join the rows of all replicas."
+            )
         return self._extended.combine.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -212,7 +286,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """
         if not callable(dataset_fn):
             raise InvalidTypeError(
-                f"distribute_datasets_from_function: dataset_fn is {dataset_fn!r}, expected a"
+                f"distribute_datasets_from_function: dataset_fn is {shown(dataset_fn)}, expected a"
                 " function from an InputContext to an iterable of batches."
             )
         return self._extended.distribute_datasets_from_function(dataset_fn, options)
@@ -232,9 +306,20 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """
         return self._extended.distribute_values(value_fn)
 
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(type(self).__name__, name, OF_STRATEGY, dir(type(self)))
+
+    def __enter__(self) -> NoReturn:
+        raise ContextError("A strategy is not a scope. Write `with strategy.scope():`.")
+
+    def __exit__(self, *exc_info: object) -> None:  # noqa: B027  (not abstract)
+        """Does nothing: `with` looks for this method before it calls `__enter__`."""
+
     def __copy__(self) -> Any:
         raise ContextError(
-            f"{self!r} cannot be copied: its variables belong to one strategy object. Pass the"
+            f"{shown(self)} cannot be copied: its variables belong to one strategy object. Pass the"
             " strategy itself around, or construct another one."
         )
 
@@ -246,8 +331,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         return f"<{type(self).__name__}: {self._extended.describe()}>"
 
 
-def _bad_args(args: Any) -> InvalidValueError:
+def _bad_args(fn: Any, args: Any) -> InvalidValueError:
     return InvalidValueError(
-        f"Strategy.run: args is {args!r}, a {type(args).__name__}; expected a list or tuple. For"
-        " one argument write args=(value,)."
+        f"Strategy.run({name_of(fn)}): args is {shown(args)}, expected a list or tuple. For one"
+        " argument write args=(value,)."
     )

@@ -23,6 +23,7 @@ from distributary.errors import (
     InvalidValueError,
     ReplicaMismatchError,
     UnsupportedError,
+    shown,
 )
 from distributary.options import CommunicationOptions
 from distributary.topology import (
@@ -157,7 +158,7 @@ class CrossReplica:
         if leaf.num_replicas != self._num_replicas:
             raise ReplicaMismatchError(
                 f"A PerReplica with {leaf.num_replicas} components cannot be combined by"
-                f" {self._strategy!r}, which has {self._num_replicas} replicas."
+                f" {shown(self._strategy)}, which has {self._num_replicas} replicas."
             )
         if leaf.form != "components":
             return leaf
@@ -224,9 +225,9 @@ class CrossReplica:
             if op is ReduceOp.SUM and num_replicas > 1:
                 what = "a mirrored value" if same_everywhere else "not a distributed value"
                 raise InvalidValueError(
-                    f"reduce: cannot SUM {leaf!r} over {num_replicas} replicas: it is {what}, so it"
-                    " is not clear whether it counts once. Sum what Strategy.run returned, or use"
-                    " ReduceOp.MEAN to get it back."
+                    f"reduce: cannot SUM {shown(leaf)} over {num_replicas} replicas: it is {what},"
+                    " so it is not clear whether it counts once. Sum what Strategy.run returned, or"
+                    " use ReduceOp.MEAN to get it back."
                 )
             return value
         total, count, dtype = _summed(op, axes, value)

@@ -17,7 +17,8 @@ class DefaultStrategy(Strategy):
     """
 
     def __init__(self) -> None:
-        super().__init__(StrategyExtended(self, Placement.on_default_device()))
+        # Not `super().__init__`: nobody asks for this strategy.
+        self._extended = StrategyExtended(self, Placement.on_default_device())
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         raise ContextError("There is one default strategy; it cannot be copied.")

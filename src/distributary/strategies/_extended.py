@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
@@ -39,6 +40,7 @@ from distributary.errors import (
     InvalidValueError,
     ReplicaMismatchError,
     UnsupportedError,
+    shown,
 )
 from distributary.inputs import DistributedInput, InputContext, StepCounts, ValueContext
 from distributary.job import consensus
@@ -54,7 +56,7 @@ from distributary.topology import (
     shard_dim,
     shard_spec,
     short_name,
-    warn_of_untested_jax,
+    warn_of_untested,
 )
 from distributary.tracing import current_scope, in_role, push
 from distributary.values import (
@@ -78,6 +80,13 @@ if TYPE_CHECKING:
     from distributary.cluster_resolver import MultiWorker
 
 _log = logging.getLogger(__name__)
+_alive: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def unused_strategies() -> list[Any]:
+    """Returns the strategies of several replicas that exist and have not run a step yet."""
+    found = [s for s in _alive if s.num_replicas_in_sync > 1 and not s.extended.engine.cache]
+    return sorted(found, key=lambda s: -s.num_replicas_in_sync)
 
 
 @final
@@ -120,7 +129,7 @@ class StrategyExtended:
         #: Whether this is the strategy outside of every scope.
         self.is_default = placement.mesh is None
         if not self.is_default:
-            warn_of_untested_jax(jax.__version__)
+            warn_of_untested("jax", jax.__version__)
         self._strategy = strategy
         self.placement = placement
         #: Further counts of the strategy, by name: each function returns a dataclass of numbers.
@@ -151,6 +160,7 @@ class StrategyExtended:
         )
         self.engine = Engine(strategy, placement)
         self.combine = CrossReplica(strategy, placement, self.cross_device_ops, self.options)
+        _alive.add(strategy)
         if os.environ.get("DISTRIBUTARY_STATUS_FD") and not self.is_default:
             from distributary.launch import report_progress
 
@@ -235,7 +245,7 @@ class StrategyExtended:
         if not isinstance(logical_device_id, int) or not 0 <= logical_device_id < count:
             raise InvalidValueError(
                 f"logical_device_id is {logical_device_id!r}, expected 0 to {count - 1}: the"
-                f" replicas of {self._strategy!r} have {count} logical devices."
+                f" replicas of {shown(self._strategy)} have {count} logical devices."
             )
         if count > 1:
             raise InvalidValueError(
@@ -310,7 +320,7 @@ class StrategyExtended:
             InvalidTypeError: if `v` is not a variable.
         """
         if not isinstance(v, Variable):
-            raise InvalidTypeError(f"variable_created_in_scope: {v!r} is not a Variable.")
+            raise InvalidTypeError(f"variable_created_in_scope: {shown(v)} is not a Variable.")
         return v.distribute_strategy is self._strategy
 
     @contextmanager
@@ -323,14 +333,14 @@ class StrategyExtended:
         """
         if in_default_context() or current_mode().strategy is not self._strategy:
             raise ContextError(
-                f"colocate_vars_with needs the scope of {self._strategy!r}: use it inside `with"
-                " strategy.scope():`."
+                f"colocate_vars_with needs the scope of {shown(self._strategy)}: use it inside"
+                " `with strategy.scope():`."
             )
         v = colocate_with_variable
         first = v.variables[0] if isinstance(v, ShardedVariable) else v
         if not isinstance(first, Variable) or not self.variable_created_in_scope(first):
             raise InvalidValueError(
-                f"colocate_vars_with: {v!r} is not a variable of {self._strategy!r}."
+                f"colocate_vars_with: {shown(v)} is not a variable of {shown(self._strategy)}."
             )
         with colocated_with(v):
             yield
@@ -374,8 +384,8 @@ class StrategyExtended:
         check_same_strategy(self._strategy, "extended.update")
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise InvalidValueError(
-                f"extended.update: {var!r} is not a variable of {self._strategy!r}. Create it"
-                " inside `with strategy.scope():`."
+                f"extended.update: {shown(var)} is not a variable of {shown(self._strategy)}."
+                " Create it inside `with strategy.scope():`."
             )
         call_args = (var, *args)
         call_kwargs = dict(kwargs or {})

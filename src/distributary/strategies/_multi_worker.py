@@ -11,6 +11,7 @@ from distributary.cluster_resolver import (
 from distributary.context import get_replica_context
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import connect
+from distributary.launch import refuse_job
 from distributary.options import CommunicationOptions
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import devices_of_all, extended_of_job
@@ -88,12 +89,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver = self._cluster_resolver
         place = multi_worker(spec, resolver.task_type, resolver.task_id)
         if "ps" in spec.jobs:
-            raise InvalidValueError(
+            reason = (
                 f"MultiWorkerMirroredStrategy: the cluster has {spec.num_tasks('ps')} parameter"
                 " server(s), to which this strategy gives nothing to do: every worker keeps the"
                 " variables itself. Start the job without them (`distributary launch` without"
                 " --ps), or use ParameterServerStrategy."
             )
+            refuse_job(reason)
+            raise InvalidValueError(reason)
         if not place.in_collective_group:
             raise ClusterError(
                 f"MultiWorkerMirroredStrategy: this process is {place.name}, which does not train"

@@ -14,6 +14,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    shown,
 )
 from distributary.strategies._base import Strategy
 from distributary.strategies._job_devices import extended_of_job
@@ -160,7 +161,7 @@ def _traced(tensor: Any, who: str) -> Any:
     array = jnp.asarray(tensor)
     if not isinstance(array, jax.core.Tracer):
         raise ContextError(
-            f"{who}: got {tensor!r} outside of a step. Call it in the function given to"
+            f"{who}: got {shown(tensor)} outside of a step. Call it in the function given to"
             " Strategy.run, or in a layer of a model, on an array that is computed there."
         )
     return array

@@ -8,7 +8,7 @@ from distributary.cluster_resolver import (
     TPUClusterResolver,
     multi_worker,
 )
-from distributary.errors import ClusterError, DeviceError, InvalidTypeError
+from distributary.errors import ClusterError, DeviceError, InvalidTypeError, pip_install
 from distributary.job import connect
 from distributary.options import CommunicationOptions
 from distributary.strategies._job_devices import devices_of_all
@@ -124,8 +124,8 @@ def tpu_devices(place: MultiWorker | None, who: str, why: str = "") -> tuple[jax
     if devices[0].platform != "tpu":
         raise DeviceError(
             f"{who}: there is no TPU here. JAX was asked for TPU devices and has"
-            f" {len(devices)} {devices[0].platform.upper()} devices; a TPU host needs `pip install"
-            f" 'distributary[tpu]'`.{why} To try a program on other devices, describe them with"
+            f" {len(devices)} {devices[0].platform.upper()} devices; a TPU host needs"
+            f" `{pip_install('tpu')}`.{why} To try a program on other devices, describe them with"
             " distributary.tpu.experimental.Topology.of_devices and pass a DeviceAssignment."
         )
     return devices

@@ -18,8 +18,10 @@ from distributary.topology._jax_private import (
     all_params,
     backends_started,
     coordination_client,
+    function_of_tracer,
     inside_jax_trace,
     is_left_over,
+    origins_of_tracer,
     scan_counts,
     uncommitted,
     without_high_primitives,
@@ -63,7 +65,7 @@ from distributary.topology._thread_pool import (
     set_logical_cpu_devices,
     threads_needed,
 )
-from distributary.topology._versions import warn_of_untested_jax
+from distributary.topology._versions import no_private_name, private, warn_of_untested
 
 __all__ = [
     "HOST_MEMORY",
@@ -80,6 +82,7 @@ __all__ = [
     "current_target",
     "devices_of_all_hosts",
     "for_target",
+    "function_of_tracer",
     "has_host_memory",
     "host_groups",
     "in_device_memory",
@@ -92,13 +95,16 @@ __all__ = [
     "make_abstract_mesh",
     "make_mesh",
     "mesh_of_values",
+    "no_private_name",
     "num_cores",
     "num_local_replicas",
     "num_logical_devices",
+    "origins_of_tracer",
     "own_copies",
     "padded",
     "prepare_cpu_threads",
     "prepare_local_devices",
+    "private",
     "put_replicated",
     "put_sharded",
     "put_stacked",
@@ -114,7 +120,7 @@ __all__ = [
     "threads_needed",
     "uncommitted",
     "unpadded",
-    "warn_of_untested_jax",
+    "warn_of_untested",
     "watch_programs",
     "whole_shards",
     "without_high_primitives",

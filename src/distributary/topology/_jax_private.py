@@ -1,45 +1,124 @@
-"""The only module that uses private names of JAX."""
+"""The only module that uses private names of JAX.
+
+Each stands at the top with what replaces it in a version of JAX without it: something public that
+gives the same results, but is slower or says less. `tests/topology/test_jax_versions.py` names
+those that have gone, and tries every replacement.
+
+Other modules also use `jax.extend.core` and `jax.interpreters`, which JAX documents for those who
+extend it; the same file tests that all names are there.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, distributed, xla_bridge
-from jax._src.array import ArrayImpl
-from jax._src.interpreters import partial_eval, pxla
 from jax.sharding import NamedSharding
+
+from distributary.topology._versions import no_private_name, private
+
+
+def _is_traced() -> bool:
+    """Returns whether JAX traces an operation without operands."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _refuses_another_count() -> bool:
+    """Returns whether JAX refuses another number of CPU devices, which it does once it runs."""
+    config: Any = jax.config
+    before = config.jax_num_cpu_devices
+    try:
+        config.update("jax_num_cpu_devices", max(before, 0) + 1)
+    except RuntimeError:
+        return True
+    config.update("jax_num_cpu_devices", before)
+    return False
+
+
+def _copy_of(aval: Any, sharding: Any, arrays: list[jax.Array], **_: Any) -> jax.Array:
+    """Returns an uncommitted copy of an array of one device."""
+    return jnp.asarray(np.asarray(arrays[0]))
+
+
+def _put_parts(aval: Any, sharding: Any, parts: list[Any], devices: list[jax.Device]) -> jax.Array:
+    """Returns an array that is put together from parts on the host, one for each device."""
+    return jax.make_array_from_single_device_arrays(
+        aval.shape, sharding, jax.device_put(parts, devices)
+    )
+
+
+_current_trace = private("jax._src.core:trace_state_strong_ref", None)
+_eval_trace = private("jax._src.core:eval_trace", None)
+_axis_env = private("jax._src.core:axis_env_state", None)
+_top_axis_env = private("jax._src.core:top_axis_env", None)
+_knows_top = None not in (_current_trace, _eval_trace, _axis_env, _top_axis_env)
+_is_under_jit = private("jax.extend.core:unsafe_am_i_under_a_jit_DO_NOT_USE", _is_traced)
+_JitTracer = private("jax._src.interpreters.partial_eval:DynamicJaxprTracer", ())
+_backends_started = private("jax._src.xla_bridge:backends_are_initialized", _refuses_another_count)
+_distributed = private("jax._src.distributed:global_state", None)
+_array = private("jax._src.array:ArrayImpl", _copy_of)
+_put_batched = private("jax._src.interpreters.pxla:batched_device_put", _put_parts)
+_LOWER = "jax._src.interpreters.partial_eval:lower_jaxpr2"
+_lower = private(_LOWER, None)
 
 
 def inside_jax_trace() -> bool:
     """Returns whether `jax.jit` or JAX control flow is tracing the caller.
 
     True inside `jit`, `make_jaxpr`, `scan`, `cond` and `while_loop`; False inside an eager `grad`
-    or `vmap`. In jax 0.10.2 this is in `jax.extend.core`, under a name that says not to rely on it.
+    or `vmap`. In jax 0.12 this is in `jax.extend.core`, under a name that says not to rely on it.
     https://github.com/jax-ml/jax/issues/18544 asks for a better one, and is open as of that
     version.
 
     That function builds a string on each call. So the usual case, no trace at all, is checked
     first, in the same way as in `core.trace_ctx.is_top_level`, which needs three more calls.
     """
-    if (
-        core.trace_state_strong_ref.value is core.eval_trace
-        and core.axis_env_state.value is core.top_axis_env
-    ):
+    if _knows_top and _current_trace.value is _eval_trace and _axis_env.value is _top_axis_env:
         return False
-    return bool(jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
+    return bool(_is_under_jit())
 
 
 def is_left_over(tracer: object) -> bool:
     """Returns whether a traced value belongs to a compiled function whose trace has ended.
 
     `jax.grad` and `jax.vmap`, which also run eagerly, have tracers of other classes; checked with
-    jax 0.10.2.
+    jax 0.10.2. Without the name of the class, the answer is no, and JAX raises an error of its own.
     """
-    return isinstance(tracer, partial_eval.DynamicJaxprTracer) and not inside_jax_trace()
+    return isinstance(tracer, _JitTracer) and not inside_jax_trace()
+
+
+def function_of_tracer(tracer: Any) -> str | None:
+    """Returns the function whose trace made a value, such as `step at train.py:12`, if known.
+
+    Only for messages; checked with jax 0.10.2.
+    """
+    found = getattr(getattr(tracer, "_debug_info", None), "func_src_info", None)
+    return found if isinstance(found, str) else None
+
+
+def origins_of_tracer(
+    tracer: Any, arguments: Sequence[Any]
+) -> tuple[list[int], list[jex_core.JaxprEqn]]:
+    """Returns the numbers of the arguments that a traced value depends on, and the equations.
+
+    Only for messages: both are empty if this version of JAX keeps them elsewhere. In a nested trace
+    they are those of the nested function. Checked with jax 0.10.2.
+    """
+    while hasattr(tracer, "primal"):  # inside of `jax.grad`
+        tracer = tracer.primal
+    found = []
+    try:
+        active = {tracer.val}
+        for eqn in reversed([*tracer._trace.frame.get_eqns()]):
+            if not active.isdisjoint(eqn.outvars):
+                found.append(eqn)
+                active.update([x for x in eqn.invars if isinstance(x, jex_core.Var)])
+        return [i for i, x in enumerate(arguments) if x.val in active], found
+    except (AttributeError, TypeError):
+        return [], []
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -69,7 +148,12 @@ def without_high_primitives(closed: jex_core.ClosedJaxpr) -> jex_core.ClosedJaxp
 
     `jax.jit` does the same before it compiles. Take derivatives before you call this.
     """
-    return partial_eval.lower_jaxpr2(closed) if getattr(closed, "is_high", False) else closed
+    if not getattr(closed, "is_high", False):
+        return closed
+    if _lower is None:
+        raise no_private_name(_LOWER)
+    lowered: jex_core.ClosedJaxpr = _lower(closed)
+    return lowered
 
 
 def backends_started() -> bool:
@@ -78,7 +162,7 @@ def backends_started() -> bool:
     JAX has no public name for this: https://github.com/jax-ml/jax/issues/23320, open as of jax
     0.10.2. The private name was checked with that version.
     """
-    return bool(xla_bridge.backends_are_initialized())
+    return bool(_backends_started())
 
 
 def coordination_client() -> Any:
@@ -89,7 +173,9 @@ def coordination_client() -> Any:
     `jax.experimental.multihost_utils`, only has collectives of devices, without a limit; checked
     with jax 0.10.2.
     """
-    return distributed.global_state.client
+    if _distributed is None and jax.distributed.is_initialized():
+        raise no_private_name("jax._src.distributed:global_state")
+    return getattr(_distributed, "client", None)
 
 
 def uncommitted(array: jax.Array) -> jax.Array:
@@ -103,7 +189,10 @@ def uncommitted(array: jax.Array) -> jax.Array:
         data = uncommitted(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     parts: Any = array
-    return ArrayImpl(parts.aval, parts.sharding, parts._arrays, committed=False, _skip_checks=True)
+    made: jax.Array = _array(
+        parts.aval, parts.sharding, parts._arrays, committed=False, _skip_checks=True
+    )
+    return made
 
 
 def put_rows(
@@ -121,19 +210,19 @@ def put_rows(
     if dtype != array.dtype:
         array = array.astype(dtype)
     aval, parts = _parts_of_rows(array.shape, dtype, sharding, len(devices), axis)
-    put: jax.Array = pxla.batched_device_put(aval, sharding, [array[p] for p in parts], devices)
+    put: jax.Array = _put_batched(aval, sharding, [array[p] for p in parts], devices)
     return put
 
 
 @functools.lru_cache
 def _parts_of_rows(
     shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, num_devices: int, axis: int
-) -> tuple[core.ShapedArray, list[tuple[slice, ...]]]:
+) -> tuple[jax.core.ShapedArray, list[tuple[slice, ...]]]:
     """Returns the whole array's shape, and the slice for each device of this process."""
     per_replica = sharding.mesh.size // sharding.mesh.shape[sharding.spec[axis]]
     before, size = shape[:axis], shape[axis] * per_replica // num_devices
     num_rows = sharding.mesh.shape[sharding.spec[axis]] * size
-    aval = core.ShapedArray((*before, num_rows, *shape[axis + 1 :]), dtype)
+    aval = jax.core.ShapedArray((*before, num_rows, *shape[axis + 1 :]), dtype)
     all_before = (slice(None),) * axis
     starts = [i // per_replica * size for i in range(num_devices)]
     return aval, [(*all_before, slice(start, start + size)) for start in starts]

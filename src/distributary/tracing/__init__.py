@@ -57,6 +57,7 @@ from distributary.tracing._jaxprs import (
 )
 from distributary.tracing._logical_devices import constrained, spec_of_split
 from distributary.tracing._markers import Handle, push, start_p
+from distributary.tracing._mistakes import Subject, explained, leaked_at, name_of, shorten
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._one_device import OneDeviceProgram
 from distributary.tracing._per_device import per_device
@@ -101,6 +102,7 @@ __all__ = [
     "Origin",
     "ReplicaProgram",
     "Results",
+    "Subject",
     "TapeRecord",
     "TraceScope",
     "aval_of",
@@ -114,6 +116,7 @@ __all__ = [
     "describe_value",
     "evaluate_all",
     "evaluate_one",
+    "explained",
     "fed_by",
     "has_replicas",
     "in_role",
@@ -126,6 +129,8 @@ __all__ = [
     "iterator_of",
     "jaxpr_of",
     "leading_to",
+    "leaked_at",
+    "name_of",
     "next_of",
     "open_jaxpr",
     "opened",
@@ -140,6 +145,7 @@ __all__ = [
     "register_around_traces",
     "script_line",
     "shape_of",
+    "shorten",
     "spec_of_split",
     "start_p",
     "trace",

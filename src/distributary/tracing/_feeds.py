@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 
 from distributary._types import Nest
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError
+from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, shown
 from distributary.tracing._markers import Handle
 from distributary.tracing._scope import current_scope, is_outside_of_trace, outside_of_trace
 
@@ -271,9 +271,9 @@ def _array_of(leaf: object) -> Array | np.ndarray:
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if value.dtype != bool and not jnp.issubdtype(value.dtype, np.number):
         raise InvalidTypeError(
-            f"A compiled function takes an element that holds {leaf!r} from a dataset; strings and"
-            " objects cannot go to a device. Map them to numbers, or take the element outside and"
-            " pass its arrays."
+            f"A compiled function takes an element that holds {shown(leaf)} from a dataset; strings"
+            " and objects cannot go to a device. Map them to numbers, or take the element outside"
+            " and pass its arrays."
         )
     return value
 

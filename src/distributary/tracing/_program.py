@@ -12,6 +12,7 @@ replicas, from `purify` and as a function of global arrays:
 `FunctionProgram` does the same for the body of `distributary.function`, which needs no mesh.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -27,6 +28,7 @@ from jax.sharding import (
     PartitionSpec as P,
 )
 
+from distributary._late import import_what_registers
 from distributary.dispatch import job_programs
 from distributary.errors import (
     ContextError,
@@ -57,6 +59,7 @@ from distributary.tracing._markers import (
     write_p,
 )
 from distributary.tracing._meshes import without_meshes
+from distributary.tracing._mistakes import Subject, explained
 from distributary.tracing._numbering import Numbering
 from distributary.tracing._scope import (
     Known,
@@ -118,6 +121,7 @@ def trace(
     axis_env: Sequence[tuple[str, int]],
     uneven: UnevenSizes | None = None,
     is_for_workers: bool = False,
+    subject: Subject | None = None,
 ) -> tuple[Any, TraceScope]:
     """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
 
@@ -131,7 +135,13 @@ def trace(
         axis_env: Names and sizes of the mesh axes collectives may use.
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the program runs on devices of other processes.
+        subject: What its user knows the function as; None for the function itself.
+
+    Raises:
+        TracedValueError: if Python code of the function needs the value of an array.
     """
+    subject = subject or Subject(function)
+    args, kwargs = subject.nested(avals)
     known = Known()
     feeding = current_feeding()
     position = 0 if feeding is None else feeding.position
@@ -146,16 +156,21 @@ def trace(
         if feeding is not None:
             feeding.position = position
 
-        def begun(*args: Array, scope: TraceScope = scope) -> Sequence[Array]:
-            scope.begin()
-            return function(*args)
-
+        import_what_registers()
+        failures: list[Exception] = []
+        subjects = [subject]
+        begun = _begun(function, subjects, scope, failures)
         with ExitStack() as stack:
             for around in _around_traces:
                 stack.enter_context(around())
             stack.enter_context(activate(scope))
-            # A fresh function: JAX caches traces by function identity.
-            closed = jax.make_jaxpr(begun, axis_env=names)(*avals)
+            try:
+                closed = jax.make_jaxpr(begun, axis_env=names)(*args, **kwargs)
+            except Exception as error:
+                raise (failures or [error])[0] from None
+            finally:  # JAX keeps `begun`, but a program must not keep its function
+                begun.__dict__.clear()
+                subjects.clear()
         eqns = closed.jaxpr.eqns
         _check_no_write_lost(eqns, scope)
         used = {
@@ -183,6 +198,32 @@ def trace(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
     )
+
+
+def _begun(
+    function: Callable[..., Sequence[Array]],
+    subjects: list[Subject],
+    scope: TraceScope,
+    failures: list[Exception],
+) -> Callable[..., Sequence[Array]]:
+    """Returns a function to trace, which explains an error and adds it to `failures`.
+
+    It is a fresh one, because JAX caches traces by function identity. It has the name and the
+    arguments of the user's function, because JAX names them in messages of its own.
+    """
+
+    @functools.wraps(subjects[0].function, updated=())
+    def begun(*args: Any, **kwargs: Any) -> Sequence[Array]:
+        scope.begin()
+        leaves = jax.tree.leaves((args, kwargs))
+        try:
+            return function(*leaves)
+        except Exception as error:
+            # Here, because JAX drops the frames that show what the error is about.
+            failures.append(explained(error, subjects[0], scope.kind, leaves))
+            raise
+
+    return begun
 
 
 def _check_no_write_lost(eqns: Sequence[Any], scope: TraceScope) -> None:
@@ -325,6 +366,7 @@ class ReplicaProgram:
         data: For every argument, whether the replicas compute everything that depends on it. What
             depends only on other arguments, on variables and on collectives then comes after the
             replicas, once; see `cut_around_mesh`. None leaves everything to the replicas.
+        subject: What its user knows the function as.
         rewrite: Called with the code of one replica, a function of arrays, the jaxprs that it
             evaluates, and the mesh; returns what to run in its place. Without a mesh, no replicas
             meet: there is one, or all of them run side by side.
@@ -345,7 +387,9 @@ class ReplicaProgram:
         results: Results = "per replica",
         data: Sequence[bool] | None = None,
         rewrite: Rewrite = lambda body, jaxprs, mesh: body,
+        subject: Subject | None = None,
     ) -> None:
+        self._subject = subject
         self._varying_args = list(varying)
         self._rewrite = rewrite
         self._joins_rows = results == "rows"
@@ -354,6 +398,7 @@ class ReplicaProgram:
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
         self.pures = self._trace(function, avals)
+        self._subject = None  # a program does not keep its function alive
         first = self.pures[0]
         self.handles = list(dict.fromkeys(handle for pure in self.pures for handle in pure.handles))
         self.written = list(dict.fromkeys(handle for pure in self.pures for handle in pure.written))
@@ -406,6 +451,7 @@ class ReplicaProgram:
                 avals[0],
                 "replica",
                 self._axis_env,
+                subject=self._subject,
             )
             pures = [purify(closed, scope, avals[0], self._axis_env)]
             self.describe = _description_of([closed])
@@ -445,7 +491,9 @@ class ReplicaProgram:
                 if feeding is not None:
                     feeding.position = position
                 try:
-                    closed, scope = trace(function, own, "replica", self._axis_env, uneven)
+                    closed, scope = trace(
+                        function, own, "replica", self._axis_env, uneven, subject=self._subject
+                    )
                 except SizesMissing:
                     stopped = True
                     continue
@@ -677,6 +725,7 @@ class FunctionProgram:
         function: From the arguments to a flat list of arrays.
         avals: Shapes and dtypes of the arguments.
         feeds: The data it takes from iterators; pass their values after the arguments.
+        subject: What its user knows the function as.
 
     Attributes:
         strategies: The strategies whose replicas run in the function.
@@ -685,10 +734,14 @@ class FunctionProgram:
     """
 
     def __init__(
-        self, function: Callable[..., Sequence[Array]], avals: Sequence[Any], feeds: Feeds
+        self,
+        function: Callable[..., Sequence[Array]],
+        avals: Sequence[Any],
+        feeds: Feeds,
+        subject: Subject,
     ) -> None:
         with fed_by(feeds):
-            closed, scope = trace(function, avals, "function", [])
+            closed, scope = trace(function, avals, "function", [], subject=subject)
         feeds.put_back(feeds.position)
         self._pure = purify(closed, scope, avals, [])
         self.describe = _description_of([closed])

@@ -1,7 +1,7 @@
 """Values of which every replica has its own component, or a copy of the same one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
 
 import jax
 import jax.extend.core as jex_core
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from distributary._types import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError
+from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
 from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices, uncommitted
 from distributary.values._operators import ArrayOperators
 
@@ -78,8 +78,8 @@ class PerReplica(DistributedValues):
     def __init__(self, values: Sequence[Nest]) -> None:
         if not isinstance(values, (list, tuple)) or not values:
             raise InvalidTypeError(
-                f"PerReplica: got {values!r}, expected a non-empty list or tuple with one component"
-                " per replica."
+                f"PerReplica: got {shown(values)}, expected a non-empty list or tuple with one"
+                " component per replica."
             )
         self.form = "components"
         self.payload = tuple(values)
@@ -141,14 +141,23 @@ class PerReplica(DistributedValues):
     def _refuse_array(self, *_: object, **__: object) -> NoReturn:
         raise InvalidValueError(f"A PerReplica cannot be converted to one array: {self._advice()}")
 
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __iter__ = __getitem__ = _refuse_number
+    __round__ = __neg__ = __abs__ = __pow__ = __floordiv__ = __mod__ = _refuse_number
     __array__ = __jax_array__ = _refuse_array
+
+    if not TYPE_CHECKING:  # or type checkers accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"PerReplica has no attribute {name!r}")
+            raise AttributeError(f"A PerReplica has no attribute {name!r}: {self._advice()}")
 
     def _advice(self) -> str:
         return (
-            "it holds a value per replica. Combine them with strategy.reduce(ReduceOp.SUM, value,"
-            " axis=None) or strategy.gather(value, axis=0), look at"
+            f"it holds the values of {self.num_replicas} replicas. Combine them with"
+            ' strategy.reduce("SUM", value, axis=None) or strategy.gather(value, axis=0), look at'
             " strategy.experimental_local_results(value), or pass it to strategy.run through args,"
-            f" not through a closure. Got PerReplica with {self.num_replicas} components."
+            " not through a closure."
         )
 
     def __format__(self, spec: str) -> str:
@@ -291,9 +300,9 @@ def _component_array(leaf: object, replica: int) -> Array:
         array = np.asarray(jnp.asarray(leaf))
     else:
         raise InvalidTypeError(
-            f"PerReplica: the component of replica {replica} is {leaf!r}, a {type(leaf).__name__}."
-            " The step is one compiled program for all replicas, so values that differ between"
-            " replicas must be arrays or numbers."
+            f"PerReplica: the component of replica {replica} is {shown(leaf)}, a"
+            f" {type(leaf).__name__}. The step is one compiled program for all replicas, so values"
+            " that differ between replicas must be arrays or numbers."
         )
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
     if not is_key and (array.dtype == object or array.dtype.kind in "US"):

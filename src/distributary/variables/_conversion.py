@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.values import Array, ArrayInput, ArrayOperators, IndexedSlices, PerReplica
 from distributary.variables._layout import array_of
 
@@ -74,7 +74,7 @@ def initial_array(initial_value: ArrayInput | Callable[[], ArrayInput] | None, w
         )
     if isinstance(value, jax.core.Tracer):
         raise InvalidValueError(
-            f"{what}: initial_value is computed by the traced function {value!r}. Create the"
+            f"{what}: initial_value is computed by the traced function {shown(value)}. Create the"
             " variable outside of Strategy.run, or give a function: initial_value=lambda:"
             " jnp.zeros(...)."
         )
@@ -98,5 +98,5 @@ def check_member(what: str, field: str, value: object, kind: type) -> None:
     """Checks that a value is a member of the enumeration `kind`."""
     if not isinstance(value, kind):
         raise InvalidValueError(
-            f"{what}: {field} is {value!r}, expected a member of distributary.{kind.__name__}."
+            f"{what}: {field} is {shown(value)}, expected a member of distributary.{kind.__name__}."
         )

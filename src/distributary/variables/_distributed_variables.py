@@ -10,7 +10,7 @@ import numpy as np
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode
 from distributary.dispatch import latest_program
-from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.topology import in_device_memory
 from distributary.tracing import TraceScope, check_not_frozen, current_scope
 from distributary.values import (
@@ -42,7 +42,7 @@ class AggregatedVariable(Variable):
             and not isinstance(value, (Variable, jax.core.Tracer, IndexedSlices))
         ):
             raise InvalidValueError(
-                f"Variable {self._name!r}: {kind} got {value!r}, which is the same on every"
+                f"Variable {self._name!r}: {kind} got {shown(value)}, which is the same on every"
                 " replica, and aggregation is SUM: it is not clear whether it counts once or"
                 f" {num_replicas} times. Assign an array computed in the step"
                 " (jnp.asarray(value) counts once per replica), or use aggregation MEAN or"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distributary._late import import_what_registers
 from distributary.tracing import Handle
 from distributary.variables._layout import VariableLayout
 from distributary.variables._variable import Variable
@@ -57,6 +58,7 @@ def as_variable(value: Any) -> Variable | ForeignVariable | None:
     """Returns `value`, or a stand-in for it, with a handle; None if it is not a variable."""
     if isinstance(value, Variable):
         return value
+    import_what_registers()
     for resolve in _resolvers:
         found = resolve(value)
         if found is not None:
@@ -75,6 +77,7 @@ def register_foreign_objects(parts_of: Callable[[Any], Mapping[str, Any] | None]
 
 def foreign_parts(value: Any) -> Mapping[str, Any] | None:
     """Returns the parts that hold the state of another library's object, by name, or None."""
+    import_what_registers()
     for parts_of in _openers:
         parts = parts_of(value)
         if parts is not None:

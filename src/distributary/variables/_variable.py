@@ -26,6 +26,7 @@ from distributary.errors import (
     ReplicaDivergenceError,
     ReplicaMismatchError,
     UnsupportedError,
+    shown,
 )
 from distributary.topology import in_device_memory, in_host_memory, local_copy, own_copies
 from distributary.tracing import (
@@ -138,9 +139,9 @@ class Variable(Assignable):
         self._layout = get_strategy().extended.variable_layout()
         if self._layout.mirrored and synchronization is VariableSynchronization.NONE:
             raise InvalidValueError(
-                f"{what}: synchronization is NONE, but {self._layout.strategy!r} keeps a copy per"
-                " replica. Use AUTO or ON_WRITE for one value on all replicas, ON_READ for a value"
-                " per replica."
+                f"{what}: synchronization is NONE, but {shown(self._layout.strategy)} keeps a copy"
+                " per replica. Use AUTO or ON_WRITE for one value on all replicas, ON_READ for a"
+                " value per replica."
             )
         on_read = synchronization is VariableSynchronization.ON_READ
         self._synchronization = (
@@ -456,7 +457,7 @@ class Variable(Assignable):
             and mode.strategy.num_replicas_in_sync > 1
         ):
             raise ContextError(
-                f"Variable {self._name!r} was created outside of {mode.strategy!r}, so {kind}"
+                f"Variable {self._name!r} was created outside of {shown(mode.strategy)}, so {kind}"
                 " inside its run has no meaning: there is one copy and several replicas. Create the"
                 " variable inside `with strategy.scope():`."
             )
@@ -469,9 +470,9 @@ class Variable(Assignable):
         if strategy is self._layout.strategy or self._layout.strategy.extended.is_default:
             return
         raise ContextError(
-            f"Variable {self._name!r} of {self._layout.strategy!r} is {what} while {strategy!r} is"
-            " current: strategies cannot be mixed. Create the variable in the scope of the"
-            " strategy that uses it."
+            f"Variable {self._name!r} of {shown(self._layout.strategy)} is {what} while"
+            f" {shown(strategy)} is current: strategies cannot be mixed. Create the variable in the"
+            " scope of the strategy that uses it."
         )
 
     def _convert_slices(self, what: str, slices: object) -> IndexedSlices:
@@ -507,7 +508,7 @@ class Variable(Assignable):
         strategy = self._layout.strategy
         if not in_default_context() and get_strategy() is not strategy:
             raise ContextError(
-                f"Variable {self._name!r} of {strategy!r} cannot be copied in the scope of"
+                f"Variable {self._name!r} of {shown(strategy)} cannot be copied in the scope of"
                 f" {get_strategy()!r}. Copy it in its own strategy's scope."
             )
         with strategy.scope():
@@ -535,7 +536,7 @@ class Variable(Assignable):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InvalidTypeError(
             f"Variable {self._name!r} cannot be pickled: it lives on the devices of"
-            f" {self._layout.strategy!r}. Pickle v.numpy(), and assign it to a new variable."
+            f" {shown(self._layout.strategy)}. Pickle v.numpy(), and assign it to a new variable."
         )
 
     def _component_text(self, name: str, value: ArrayLike) -> str:

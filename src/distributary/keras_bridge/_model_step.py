@@ -10,7 +10,7 @@ import numpy as np
 from distributary._types import Nest
 from distributary.collectives import ReduceOp
 from distributary.context import ReplicaContext
-from distributary.errors import InvalidTypeError
+from distributary.errors import InvalidTypeError, shown
 from distributary.keras_bridge._custom_loops import assign_agreed, is_kept_as_sum
 from distributary.keras_bridge._replica import (
     agreed_state,
@@ -76,7 +76,7 @@ class ModelStep:
             if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                 raise InvalidTypeError(
                     f"{self._trainer.name}.predict_step returned a scalar. Under"
-                    f" {self._strategy!r} every replica predicts a part of the batch, and the"
+                    f" {shown(self._strategy)} every replica predicts a part of the batch, and the"
                     " parts are joined along dim 0: return arrays with one entry per example."
                 )
             return context.all_gather(out, axis=0) if self.gathers else out

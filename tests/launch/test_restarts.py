@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from distributary.job import Channel, Message
-from distributary.launch._job import (
+from distributary.launch._restarts import (
     Exit,
     Failed,
     Finished,

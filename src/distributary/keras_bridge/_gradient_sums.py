@@ -12,7 +12,7 @@ import keras
 from jax import lax
 
 from distributary.collectives import ReduceOp
-from distributary.context import current_mode, get_strategy, has_strategy
+from distributary.context import current_mode, get_strategy
 from distributary.keras_bridge._replica import (
     has_own_means,
     in_optimizer,
@@ -23,38 +23,8 @@ from distributary.keras_bridge._replica import (
     replica_context,
     weight_of_rows,
 )
-from distributary.keras_bridge._variables import ON_SERVERS, laid_out
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
-
-
-def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lays out the variables of an optimizer.
-
-    Every device holds a part of them, if the strategy shards the optimizer's state. On servers,
-    they lie next to the variable that they belong to, whose `_layout` Keras hands on.
-    """
-
-    def add_variable(
-        self: Any,
-        shape: Any,
-        initializer: Any = "zeros",
-        dtype: Any = None,
-        aggregation: str = "none",
-        layout: Any = None,
-        name: str | None = None,
-    ) -> Any:
-        if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            return original(self, shape, initializer, dtype, aggregation, layout, name)
-        if has_strategy():
-            layout = get_strategy().extended.optimizer_layout(shape) or layout
-        # Without a layout, Keras initializes the variable as a whole, and it is split afterwards.
-        with laid_out(layout):
-            variable = original(self, shape, initializer, dtype, aggregation, None, name)
-        variable._distributary_layout = layout  # used if the variable is created or moved later
-        return variable
-
-    return add_variable
 
 
 def _must_combine() -> bool:

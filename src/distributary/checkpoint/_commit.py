@@ -156,7 +156,7 @@ class Turn:
                 _is_over.notify_all()
 
 
-def write(path: Path, snapshot: Snapshot, is_series: bool, turn: Turn) -> None:
+def commit(path: Path, snapshot: Snapshot, is_series: bool, turn: Turn) -> None:
     """Writes a checkpoint, which appears as a whole or not at all.
 
     Args:

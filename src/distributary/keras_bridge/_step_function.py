@@ -23,8 +23,8 @@ from distributary.engine import Programs, StepKind, several_steps
 from distributary.errors import DistributaryWarning
 from distributary.inputs import Loop
 from distributary.keras_bridge._data import DatasetBatches, OwnRows, next_own, own_rows, take
+from distributary.keras_bridge._model_step import Kind, ModelStep, num_rows
 from distributary.keras_bridge._replica import sole_replica
-from distributary.keras_bridge._step import Kind, ModelStep, num_rows
 from distributary.topology import local_copy
 from distributary.tracing import user_stacklevel
 from distributary.values import PerReplica
@@ -160,7 +160,7 @@ class StepFunction:
         if self._num_replicas == 1:
             return batch, count * num_rows(batch, axis)
         size = None if isinstance(batch, OwnRows) else common_size(batch, axis)
-        if isinstance(batch, OwnRows) or (size and size % self._num_replicas == 0):
+        if isinstance(batch, OwnRows) or (size and self._share.divides(size)):
             self._uneven_in_a_row = 0
             if isinstance(batch, OwnRows):
                 rows = batch.rows
@@ -211,7 +211,7 @@ class StepFunction:
         if self._eager:
             return False
         size = None if isinstance(stacked, OwnRows) else common_size(stacked, 1)
-        if size is not None and size % self._num_replicas:
+        if size is not None and not self._share.divides(size):
             return False
         if self._fusible is None:
             data, _ = self._split(jax.tree.map(lambda x: x[0], stacked), 1)

@@ -1,0 +1,65 @@
+"""The only module that knows where Keras keeps what has no public name.
+
+Keras moves such classes and functions between its modules, and renames them. So this module finds
+them through public classes where it can. `tests/keras_bridge/test_hooks.py` names what has gone.
+"""
+
+import inspect
+import pkgutil
+from typing import Any
+
+from distributary.topology import no_private_name, private
+
+#: Classes without a public name, each under a name of ours: a public class that has it as a base,
+#: or is it, and a method that it defines.
+CLASSES = {
+    # `keras.Variable` is another class with Flax NNX.
+    "StoredVariable": ("keras.Variable", "_direct_assign"),
+    "Trainer": ("keras.Model", "fit"),
+    "BaseTrainer": ("keras.Model", "compile"),
+    "BaseOptimizer": ("keras.optimizers.Optimizer", "stateless_apply"),
+}
+
+saving_api = private("keras.src.saving.saving_api")
+saving_lib = private("keras.src.saving.saving_lib")
+file_utils = private("keras.src.utils.file_utils")
+array_slicing = private("keras.src.trainers.data_adapters.array_slicing")
+apply_mask = private("keras.src.losses.loss:apply_mask")
+class_weight_to_sample_weights = private(
+    "keras.src.trainers.data_adapters.data_adapter_utils:class_weight_to_sample_weights"
+)
+to_snake_case = private("keras.src.utils.naming:to_snake_case")
+get_stateless_scope = private("keras.src.backend.common.stateless_scope:get_stateless_scope")
+in_stateless_scope = private("keras.src.backend.common.stateless_scope:in_stateless_scope")
+in_symbolic_scope = private("keras.src.backend.common.symbolic_scope:in_symbolic_scope")
+DataAdapter: Any = private("keras.src.trainers.data_adapters.data_adapter:DataAdapter")
+ArrayDataAdapter = private("keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter")
+
+
+def find(owner: str, name: str) -> Any:
+    """Returns the module or class that has `name` as its own attribute.
+
+    Args:
+        owner: A module, a public class, or one of `CLASSES`.
+        name: The attribute.
+
+    Raises:
+        UnsupportedError: if this version of Keras does not have it.
+    """
+    public, method = CLASSES.get(owner, (owner, None))
+    try:
+        found: Any = pkgutil.resolve_name(public)
+        if method is not None:
+            found = next(base for base in inspect.getmro(found) if method in vars(base))
+        vars(found)[name]
+    except (ImportError, AttributeError, KeyError, StopIteration) as error:
+        raise no_private_name(f"{public}.{name}") from error
+    return found
+
+
+def sync_state(model: Any) -> None:
+    """Stores the state of a model in its variables; during `fit`, it may be elsewhere."""
+    if hasattr(model, "state_sync"):
+        model.state_sync()
+    elif hasattr(model, "jax_state_sync"):  # before Keras 3.16
+        model.jax_state_sync()

@@ -1,0 +1,104 @@
+"""The page of results, docs/guide/models.md."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_INTRODUCTION = """\
+# Models that others wrote
+
+This page holds {models} models from {packages} packages, or built from their layers, against the
+same models on one device. It is the result of [`tests/models/run.py`](../../tests/models/run.py),
+with small sizes and random weights. The program has more models and settings than were run so far.
+
+Each model is trained on one device by Keras alone, or by JAX and optax alone, and again in each
+setting, with the same initial weights and the same global batches: two batches of 8 rows and one of
+5, which does not divide by the number of replicas. Then it is evaluated, predicts, is saved and is
+loaded. A run is **equal** if
+
+- the losses of `fit` and `evaluate` differ by at most 1e-5,
+- the weights and predictions differ by at most 1e-4, relative to values above 1, and
+- the model that is loaded has the weights that were saved, bit by bit, as with Keras alone.
+
+{counts}
+
+{settings}
+
+In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
+last column has the reason. An empty cell was not run. The columns "loss" and "weights" have the
+largest differences of a row.
+
+## What is the same in all rows
+
+- **Rates of dropout are zero**, because every replica draws its own numbers. Models in which
+  they cannot be zero are marked.
+- **Batch normalization** has `synchronized=True`. Without it, every replica uses the statistics of
+  its own rows, as in PyTorch, and the log says so: see [Keras models](keras.md#what-is-computed).
+- **The optimizer** is SGD with momentum, unless the name of the row has another one. Adam divides a
+  gradient by its size. Where a gradient is zero but for rounding, such as that of a bias before a
+  normalization, each run takes steps of the full learning rate in a direction of its own. So some
+  weights differ by as much as they move, on any two machines, and losses by a little.
+"""
+_COUNTED = {
+    "equal": "equal",
+    "differs, as it said": "different, with a warning that says why",
+    "differs": "different without a reason",
+    "fails": "failed",
+}
+# The head of each column, and what it stands for.
+_COLUMNS = {
+    "2 replicas": ("2", "`MirroredStrategy` with 2 replicas"),
+    "4 replicas": ("4", "`MirroredStrategy` with 4 replicas"),
+    "sharded state": ("sharded", "2 replicas, `experimental_shard_optimizer_state=True`"),
+    "central storage": ("central", "`CentralStorageStrategy` with 2 replicas"),
+    "2 workers": ("workers", "`MultiWorkerMirroredStrategy`, two processes"),
+    "servers": ("servers", "`ParameterServerStrategy`, one worker and two servers"),
+}
+
+
+def write(path: Path, results: Path) -> int:
+    """Writes the page; of several rows of one model in one setting, the last counts."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in results.read_text().splitlines():
+        row = json.loads(line)
+        rows[row["model"], row["setting"]] = row
+    packages: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    for (model, setting), row in rows.items():
+        packages.setdefault(row["package"], {}).setdefault(model, {})[setting] = row
+    counted = Counter(row["result"] for row in rows.values() if row["setting"] in _COLUMNS)
+    models = sum(map(len, packages.values()))
+    ran = {setting for _, setting in rows}
+    settings = [f"| {head} | {what} |" for s, (head, what) in _COLUMNS.items() if s in ran]
+    text = _INTRODUCTION.format(
+        settings="\n".join(["| Column | Setting |", "| --- | --- |", *settings]),
+        models=models,
+        packages=len(packages),
+        counts=f"{sum(counted.values())} runs: "
+        + ", ".join(f"{number} {_COUNTED[result]}" for result, number in counted.most_common())
+        + ".",
+    )
+    for package, of_package in packages.items():
+        used = [s for s in _COLUMNS if any(s in found for found in of_package.values())]
+        text += f"\n## {package}\n\n"
+        text += "| Model | " + " | ".join(_COLUMNS[s][0] for s in used) + " | loss | weights | |\n"
+        text += "| --- |" + " --- |" * (len(used) + 3) + "\n"
+        for model, found in of_package.items():
+            cells = [_cell(found.get(setting)) for setting in used]
+            columns = [row for setting, row in found.items() if setting in _COLUMNS]
+            apart = [
+                f"{max(row.get(name, 0.0) for row in columns):.0e}" if columns else ""
+                for name in ("loss", "weights")
+            ]
+            reasons = sorted({row["reason"] for row in found.values() if row["reason"]})
+            note = "; ".join(reasons).replace("|", "\\|").replace("\n", " ")[:200]
+            text += f"| {model} | " + " | ".join([*cells, *apart]) + f" | {note} |\n"
+    path.write_text(text)
+    print(f"{path}: {models} models, {dict(counted)}")
+    return 0
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return {"equal": "=", "differs, as it said": "≠"}.get(row["result"], f"**{row['result']}**")

@@ -1,0 +1,944 @@
+"""Mistakes that people make in their first hour, and what they are told."""
+
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import distributary as dist
+
+BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
+Mistake = Callable[[dist.Strategy], Any]
+MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {}
+
+
+def told(*parts: str) -> Callable[[Mistake], Mistake]:
+    """Notes a mistake, with what its message must contain."""
+
+    def note(mistake: Mistake) -> Mistake:
+        MISTAKES[mistake.__name__] = mistake, parts
+        return mistake
+
+    return note
+
+
+# Python decides by a traced value
+
+
+@told("train_step: `if` at test_mistakes.py", "`batch['x']`", "jnp.where", "jax.lax.cond")
+def if_of_a_batch(strategy):
+    def train_step(batch):
+        if batch["x"].mean() > 0:
+            return batch["x"]
+        return -batch["x"]
+
+    strategy.run(train_step, args=({"x": BATCH, "y": BATCH},))
+
+
+@told("train_step", "`batch`", "jax.lax.while_loop")
+def while_of_a_batch(strategy):
+    def train_step(batch):
+        while batch.sum() > 1:
+            batch = batch / 2
+        return batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "Return the value")
+def assert_of_a_batch(strategy):
+    def train_step(batch):
+        assert jnp.isfinite(batch).all()
+        return batch.sum()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "variable 'total'", "jnp.where")
+def if_of_a_variable(strategy):
+    with strategy.scope():
+        total = dist.Variable(0.0, name="total")
+
+    def train_step(batch):
+        if total > 3:
+            return batch
+        return 2 * batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("update", "`x`", "jnp.where", "jax.lax.cond")
+def if_in_a_function(strategy):
+    @dist.function
+    def update(x):
+        return x if x.sum() > 0 else -x
+
+    update(BATCH)
+
+
+@told("train_step", "`batch`", "jnp.maximum")
+def max_of_two_values(strategy):
+    def train_step(batch):
+        return max(batch.mean(), 1.0)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "float()", "Return it", "strategy.reduce")
+def float_of_a_loss(strategy):
+    def train_step(batch):
+        loss = (batch**2).mean()
+        return float(loss)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", ".item()", "Return it", "strategy.reduce")
+def item_of_a_loss(strategy):
+    def train_step(batch):
+        return (batch**2).mean().item()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "int", "astype")
+def int_of_a_value(strategy):
+    def train_step(batch):
+        return int(batch.sum())
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`num_steps`", "jax.lax.fori_loop")
+def range_of_an_argument(strategy):
+    def train_step(batch, num_steps):
+        for _ in range(num_steps):
+            batch = batch * 2
+        return batch
+
+    strategy.run(train_step, args=(BATCH, 3))
+
+
+@told("train_step", "`size`", "shape")
+def shape_from_an_argument(strategy):
+    def train_step(batch, size):
+        return batch.sum() + jnp.zeros((size,))
+
+    strategy.run(train_step, args=(BATCH, 3))
+
+
+@told("train_step", "`size`", "shape")
+def reshape_to_an_argument(strategy):
+    def train_step(batch, size):
+        return batch.reshape(size, -1)
+
+    strategy.run(train_step, args=(BATCH, 2))
+
+
+@told("train_step", "`size`", "jax.lax.dynamic_slice")
+def slice_to_an_argument(strategy):
+    def train_step(batch, size):
+        return batch[:size]
+
+    strategy.run(train_step, args=(BATCH, 2))
+
+
+@told("train_step", "`batch`", "jnp.where")
+def rows_by_a_mask(strategy):
+    def train_step(batch):
+        return batch[batch > 0].sum()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "size=")
+def unique_of_a_batch(strategy):
+    def train_step(batch):
+        return jnp.unique(batch)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "size=")
+def nonzero_of_a_batch(strategy):
+    def train_step(batch):
+        return jnp.nonzero(batch)[0]
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "jnp.log")
+def numpy_function_of_a_batch(strategy):
+    def train_step(batch):
+        return np.log(batch)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "jnp.asarray")
+def numpy_array_of_a_batch(strategy):
+    def train_step(batch):
+        return np.asarray(batch)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "jax.debug.print")
+def print_with_a_format(strategy):
+    def train_step(batch):
+        loss = batch.mean()
+        print(f"loss {loss:.3f}")
+        return loss
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "`batch`", "jnp.asarray(values)[i]")
+def list_by_a_traced_number(strategy):
+    values = [1.0, 2.0]
+
+    def train_step(batch):
+        return values[batch.argmax()]
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".at[")
+def assign_an_item(strategy):
+    def train_step(batch):
+        batch[0] = 0.0
+        return batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "hash", "jnp")
+def key_of_a_dict(strategy):
+    names = {0: "a"}
+
+    def train_step(batch):
+        return names[batch.argmax()]
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+# The id of a replica
+
+
+def _id() -> Any:
+    return dist.get_replica_context().replica_id_in_sync_group
+
+
+@told("train_step", "the replica id", "jnp.where(replica_id == 0", "strategy.is_chief")
+def if_of_the_replica_id(strategy):
+    def train_step(batch):
+        if _id() == 0:
+            return batch
+        return 2 * batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "the replica id", "experimental_distribute_values_from_function")
+def int_of_the_replica_id(strategy):
+    def train_step(batch):
+        return batch * int(_id())
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "the replica id", "experimental_distribute_values_from_function")
+def list_by_the_replica_id(strategy):
+    values = [1.0, 2.0]
+
+    def train_step(batch):
+        return batch * values[_id()]
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "the seed", "jax.random.fold_in(key, replica_id)")
+def generator_from_the_replica_id(strategy):
+    def train_step(batch):
+        return batch + np.random.default_rng(_id()).normal()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "the replica id", "jax.random.fold_in(key, replica_id)")
+def seed_from_the_replica_id(strategy):
+    def train_step(batch):
+        np.random.seed(_id())
+        return batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "the replica id", "jax.random.fold_in(key, replica_id)")
+def python_seed_from_the_replica_id(strategy):
+    def train_step(batch):
+        return batch + random.Random(int(_id())).random()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+# Methods of arrays of other libraries
+
+
+@told("train_step", ".numpy()", "Return the array")
+def numpy_method(strategy):
+    def train_step(batch):
+        return batch.numpy().mean()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".backward()", "value_and_grad")
+def backward_of_a_loss(strategy):
+    def train_step(batch):
+        loss = (batch**2).mean()
+        loss.backward()
+        return loss
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".to()", "device")
+def to_a_device(strategy):
+    def train_step(batch):
+        return batch.to("cuda")
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".detach()", "jax.lax.stop_gradient")
+def detach_an_array(strategy):
+    def train_step(batch):
+        return batch.detach()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".unsqueeze()", "jnp.expand_dims")
+def unsqueeze_an_array(strategy):
+    def train_step(batch):
+        return batch.unsqueeze(0)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", ".as_list()", "shape")
+def shape_as_list(strategy):
+    def train_step(batch):
+        return batch.reshape(batch.shape.as_list())
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+# Objects of other libraries
+
+
+def _foreign(module: str, name: str, **attributes: Any) -> Any:
+    """Returns an object that looks like one of torch or TensorFlow, which tests do not install."""
+    text = "tensor([[1.0, 2.0], [3.0, 4.0]])\n" * 30
+    return type(name, (), {"__module__": module, "__repr__": lambda self: text, **attributes})()
+
+
+@told("train_step", "`batch`", "tf.Tensor", ".numpy()")
+def tensor_of_tensorflow(strategy):
+    def train_step(batch):
+        return batch
+
+    tensor = _foreign("tensorflow.python.framework.ops", "EagerTensor", __hash__=None)
+    strategy.run(train_step, args=(tensor,))
+
+
+@told("train_step", "torch.Tensor", ".numpy()")
+def tensor_of_torch(strategy):
+    def train_step(batch):
+        return batch["x"]
+
+    strategy.run(train_step, args=({"x": _foreign("torch", "Tensor")},))
+
+
+@told("train_step", "torch model", "Keras", "Flax")
+def model_of_torch(strategy):
+    def train_step(model, batch):
+        return batch
+
+    model = _foreign("torch.nn.modules.linear", "Linear")
+    strategy.run(train_step, args=(model, BATCH))
+
+
+@told("train_step", "nnx.split", "nnx.merge")
+def captured_nnx_module(strategy):
+    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def train_step(batch):
+        return model(batch).mean()
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "nnx.split", "nnx.merge")
+def passed_nnx_module(strategy):
+    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def train_step(model, batch):
+        return model(batch).mean()
+
+    strategy.run(train_step, args=(model, BATCH))
+
+
+@told("train_step", "nnx.split", "nnx.merge")
+def captured_nnx_optimizer(strategy):
+    import optax
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def train_step(batch):
+        loss, gradients = nnx.value_and_grad(lambda model: model(batch).mean())(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+# Arguments of run
+
+
+@told("train_step", "args=(value,)")
+def bare_array_as_args(strategy):
+    def train_step(batch):
+        return batch
+
+    strategy.run(train_step, args=BATCH)
+
+
+@told("train_step", "args=(value,)")
+def parentheses_without_comma(strategy):
+    def train_step(batch):
+        return batch
+
+    strategy.run(train_step, args=(jnp.asarray(BATCH)))
+
+
+@told("train_step", "args=(value,)")
+def bare_dict_as_args(strategy):
+    def train_step(batch):
+        return batch
+
+    strategy.run(train_step, {"x": BATCH})
+
+
+@told("strategy.run(step, args=", "array")
+def called_step(strategy):
+    def train_step(batch):
+        return batch * 2
+
+    strategy.run(train_step(BATCH))
+
+
+@told("kwargs", "dict")
+def bare_array_as_kwargs(strategy):
+    strategy.run(lambda x: x, (BATCH,), BATCH)
+
+
+@told("train_step", "`names`", "numbers")
+def strings_in_a_batch(strategy):
+    def train_step(batch, names):
+        return batch
+
+    strategy.run(train_step, args=(BATCH, np.array(["a", "b"])))
+
+
+@told("train_step", "returned", "arrays")
+def returned_object(strategy):
+    def train_step(batch):
+        return {"loss": batch.sum(), "model": object()}
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "yield")
+def generator_as_step(strategy):
+    def train_step(batch):
+        yield batch
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("jax.jit", "distributary.function")
+def run_in_jit(strategy):
+    def train_step(batch):
+        return batch.sum()
+
+    jax.jit(lambda batch: strategy.run(train_step, args=(batch,)))(BATCH)
+
+
+# What is not an argument, or is a value of an earlier step
+
+
+@told("train_step", "Return", "distributary.Variable")
+def appended_to_a_list(strategy):
+    losses = []
+
+    def train_step(batch):
+        losses.append(batch.mean())
+        return losses[-1]
+
+    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(losses[0],))
+
+
+@told("train_step")
+def used_after_the_step(strategy):
+    losses = []
+
+    def train_step(batch):
+        losses.append(batch.mean())
+        return losses[-1]
+
+    strategy.run(train_step, args=(BATCH,))
+    return float(losses[0])
+
+
+@told("train_step", "Return", "distributary.Variable")
+def value_of_the_step_before(strategy):
+    class Trainer:
+        last = None
+
+        def train_step(self, batch):
+            last, self.last = self.last, batch.mean()
+            return self.last if last is None else self.last - last
+
+    trainer = Trainer()
+    strategy.run(trainer.train_step, args=(BATCH,))
+    strategy.run(trainer.train_step, args=(BATCH[:4],))
+
+
+# Results
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def float_of_a_result(strategy):
+    float(strategy.run(lambda x: x.sum(), args=(BATCH,)))
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def format_of_a_result(strategy):
+    loss = strategy.run(lambda x: x.sum(), args=(BATCH,))
+    return f"{loss:.3f}"
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def numpy_of_a_result(strategy):
+    np.mean(strategy.run(lambda x: x.sum(), args=(BATCH,)))
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def comparison_of_a_result(strategy):
+    return strategy.run(lambda x: x.sum(), args=(BATCH,)) < 3
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def method_of_a_result(strategy):
+    return strategy.run(lambda x: x, args=(BATCH,)).mean()
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def item_of_a_result(strategy):
+    return strategy.run(lambda x: x, args=(BATCH,))[0]
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def round_a_result(strategy):
+    return round(strategy.run(lambda x: x, args=(BATCH,)), 2)
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def if_of_a_result(strategy):
+    return 1 if strategy.run(lambda x: x.sum(), args=(BATCH,)) else 2
+
+
+@told("PerReplica", "strategy.reduce", "experimental_local_results")
+def loop_over_a_result(strategy):
+    return list(strategy.run(lambda x: x.sum(), args=(BATCH,)))
+
+
+@told("PerReplica", "strategy.reduce")
+def jnp_of_a_result(strategy):
+    return jnp.mean(strategy.run(lambda x: x.sum(), args=(BATCH,)))
+
+
+@told("reduce", "axis=None", "axis=0")
+def reduce_without_axis(strategy):
+    losses = strategy.run(lambda x: x.sum(), args=(BATCH,))
+    strategy.reduce("SUM", losses)
+
+
+@told("gather", "axis=0")
+def gather_without_axis(strategy):
+    strategy.gather(strategy.run(lambda x: x, args=(BATCH,)))
+
+
+@told("reduce", "SUM", "MEAN")
+def average_as_operation(strategy):
+    strategy.reduce("AVG", strategy.run(lambda x: x.sum(), args=(BATCH,)), axis=None)
+
+
+@told("reduce", "SUM", "MEAN")
+def function_as_operation(strategy):
+    strategy.reduce(jnp.sum, strategy.run(lambda x: x.sum(), args=(BATCH,)), axis=None)
+
+
+@told("reduce", "comes first")
+def value_before_operation(strategy):
+    strategy.reduce(strategy.run(lambda x: x.sum(), args=(BATCH,)), "SUM", axis=None)
+
+
+@told("train_step", "all_reduce", "SUM")
+def value_before_operation_in_a_step(strategy):
+    def train_step(batch):
+        return dist.get_replica_context().all_reduce(batch, "SUM")
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "all_reduce", "get_replica_context()")
+def reduce_in_a_step(strategy):
+    def train_step(batch):
+        return strategy.reduce("SUM", batch, axis=None)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("train_step", "'batch'", "get_replica_context().all_reduce")
+def axis_of_pmap(strategy):
+    def train_step(batch):
+        return jax.lax.pmean(batch, axis_name="batch")
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("replica_id_in_sync_group")
+def rank_of_a_replica(strategy):
+    def train_step(batch):
+        return batch * dist.get_replica_context().rank
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("replica_id_in_sync_group")
+def old_name_of_the_replica_id(strategy):
+    def train_step(batch):
+        return batch * dist.get_replica_context().replica_id
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+# Variables and models
+
+
+@told("train_step", "'w'", "strategy.scope()")
+def variable_outside_of_the_scope(strategy):
+    w = dist.Variable(1.0, name="w")
+
+    def train_step(batch):
+        w.assign_add(batch.sum())
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("all_reduce", "'w'")
+def assignment_without_aggregation(strategy):
+    with strategy.scope():
+        w = dist.Variable(1.0, name="w")
+
+    def train_step(batch):
+        w.assign_add(batch.sum())
+
+    data = strategy.experimental_distribute_dataset([BATCH])
+    strategy.run(train_step, args=(next(iter(data)),))
+
+
+@told("train_step", "Strategy.run", "fit")
+def fit_in_a_step(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def train_step(batch):
+        model.fit(batch, batch, verbose=0)
+
+    strategy.run(train_step, args=(BATCH,))
+
+
+@told("call", "jnp.where")
+def if_in_a_layer(strategy):
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            y = self.dense(x)
+            if y.mean() > 0:
+                return y
+            return -y
+
+    with strategy.scope():
+        model = Net()
+        model.compile("sgd", "mse")
+    model.fit(BATCH, BATCH[:, :1], verbose=0)
+
+
+@told("stateful", "RNN")
+def stateful_rnn(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((5, 3), batch_size=8), keras.layers.LSTM(2, stateful=True)]
+        )
+        model.compile("sgd", "mse")
+    model.fit(
+        np.ones((16, 5, 3), np.float32), np.ones((16, 2), np.float32), batch_size=8, verbose=0
+    )
+
+
+# Names and arguments of tf.distribute, and of others
+
+
+@told("experimental_run_v2", "strategy.run")
+def experimental_run_v2(strategy):
+    strategy.experimental_run_v2(lambda x: x, args=(BATCH,))
+
+
+@told("experimental_run", "strategy.run")
+def experimental_run(strategy):
+    strategy.experimental_run(lambda x: x)
+
+
+@told("make_dataset_iterator", "experimental_distribute_dataset")
+def make_dataset_iterator(strategy):
+    strategy.make_dataset_iterator([BATCH])
+
+
+@told("experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
+def old_name_of_datasets_from_function(strategy):
+    strategy.experimental_distribute_datasets_from_function(lambda context: [BATCH])
+
+
+@told("experimental_make_numpy_dataset", "distributary.data.Dataset.from_tensor_slices")
+def numpy_dataset(strategy):
+    strategy.experimental_make_numpy_dataset(BATCH)
+
+
+@told("num_replicas", "num_replicas_in_sync")
+def short_name_of_num_replicas(strategy):
+    return strategy.num_replicas
+
+
+@told("strategy.scope()")
+def with_the_strategy_itself(strategy):
+    with strategy:
+        pass
+
+
+@told("num_gpus", "devices=")
+def num_gpus(strategy):
+    dist.MirroredStrategy(num_gpus=2)
+
+
+@told("devices", "list")
+def number_of_devices(strategy):
+    dist.MirroredStrategy(2)
+
+
+@told("'gpu:0'", "CPU:0 to CPU:7", "jax[cuda")
+def gpu_that_is_not_there(strategy):
+    dist.MirroredStrategy(devices=["gpu:0", "gpu:1"])
+
+
+@told("cuda:0", "GPU:0")
+def cuda_device(strategy):
+    dist.MirroredStrategy(devices=["cuda:0"])
+
+
+@told("cluster_resolver", "ParameterServerStrategy")
+def parameter_servers_without_resolver(strategy):
+    dist.experimental.ParameterServerStrategy()
+
+
+@told("DistributedDataParallel", "MirroredStrategy")
+def distributed_data_parallel(strategy):
+    return dist.DistributedDataParallel
+
+
+@told("init_process_group", "MultiWorkerMirroredStrategy")
+def init_process_group(strategy):
+    dist.init_process_group("nccl")
+
+
+@told("get_rank", "replica_id_in_sync_group")
+def get_rank(strategy):
+    return dist.get_rank()
+
+
+@told("all_reduce", "get_replica_context().all_reduce")
+def all_reduce_of_the_module(strategy):
+    return dist.all_reduce(BATCH)
+
+
+@told("CollectiveHints", "CommunicationOptions")
+def collective_hints(strategy):
+    return dist.experimental.CollectiveHints
+
+
+@told("Strategy", "MirroredStrategy")
+def abstract_strategy(strategy):
+    dist.Strategy()
+
+
+@told("MirroredStrategy")
+def misspelled_strategy(strategy):
+    return dist.MirorredStrategy
+
+
+# Data
+
+
+@told("batch", "experimental_distribute_dataset", "before")
+def batch_of_a_distributed_dataset(strategy):
+    strategy.experimental_distribute_dataset([BATCH]).batch(4)
+
+
+@told("sparse", "toarray")
+def scipy_matrix(strategy):
+    def train_step(batch):
+        return batch
+
+    strategy.run(train_step, args=(scipy.sparse.csr_matrix(BATCH),))
+
+
+@told("devices", "list")
+def string_of_devices(strategy):
+    dist.MirroredStrategy("gpus")
+
+
+@pytest.fixture(scope="module")
+def strategy() -> dist.MirroredStrategy:
+    return dist.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_message_says_what_to_write_instead(name, strategy):
+    mistake, parts = MISTAKES[name]
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the table has the texts)
+        mistake(strategy)
+
+    text = "".join(traceback.format_exception_only(caught.value))
+    assert [part for part in parts if part not in text] == [], text
+    _check_short(text)
+    _check_traceback(caught.value)
+
+
+def _check_short(text: str) -> None:
+    assert len(text.splitlines()) <= 10
+    assert len(text) < 900
+    assert not re.search(r"array\(\[|Array\(\[|tensor\(\[", text), "it prints an array"
+    assert not re.search(r"<\w+Strategy: ", text), "it prints the whole repr of a strategy"
+    ours = text.split("\n-----")[0].partition(": ")[2]
+    if "distributary.errors" in text:
+        sentences = re.split(r"(?<=\w)[.:?] (?=[A-Z])|\. (?=[`A-Z])", ours)
+        assert len(sentences) <= 4, sentences
+
+
+def _check_traceback(error: BaseException) -> None:
+    """Checks that a traceback shows the mistake and few frames of libraries."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [frame.filename for frame in frames]
+    inside = [file for file in files if "/distributary/" in file or "/jax/" in file]
+    inside += [file for file in files if "/keras/src/" in file]
+    assert len(inside) <= 5, "".join(traceback.format_list(frames))
+    assert error.__cause__ is None
+    assert error.__context__ is None or error.__suppress_context__
+    assert __file__ in files[1:]
+
+
+def test_errors_that_are_not_explained_keep_their_type_and_the_users_frames(strategy):
+    def helper(x):
+        return {}["missing"]
+
+    def train_step(batch):
+        return helper(batch)
+
+    with pytest.raises(KeyError, match="missing") as caught:
+        strategy.run(train_step, args=(BATCH,))
+
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1:] == ["train_step", "helper"]
+
+
+def test_all_frames_stay_if_jax_shows_its_own(strategy):
+    def train_step(batch):
+        return float(batch.sum())
+
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with pytest.raises(dist.errors.TracedValueError) as caught:
+            strategy.run(train_step, args=(BATCH,))
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any("/jax/" in file for file in files)
+    assert any("/distributary/" in file for file in files)
+
+
+def test_a_model_outside_of_the_scope_is_told_so_once():
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
+    for model in models:
+        model.compile("sgd", "mse")
+
+    with pytest.warns(dist.errors.DistributaryWarning, match="fit runs on one device") as caught:
+        histories = [model.fit(BATCH, BATCH[:, :1], verbose=0) for model in models]
+
+    (warning,) = caught
+    _check_short(str(warning.message))
+    assert "with strategy.scope():" in str(warning.message)
+    assert warning.filename == __file__
+    assert len(histories) == strategy.num_replicas_in_sync
+
+
+def test_a_second_model_on_one_device_is_no_mistake():
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(BATCH, BATCH[:, :1], verbose=0)
+
+
+def test_is_chief_is_true_in_a_single_process(strategy):
+    with_servers = dist.experimental.local_cluster(workers=1, ps=1)
+    assert strategy.is_chief
+    assert dist.OneDeviceStrategy("CPU:0").is_chief
+    assert dist.get_strategy().is_chief
+    assert dist.experimental.ParameterServerStrategy(with_servers).is_chief
