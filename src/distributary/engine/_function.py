@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 
 import jax
 
+from distributary.autograph import converted
 from distributary.context import current_mode, in_default_context
 from distributary.datasets import Dataset, DatasetIterator
 from distributary.dispatch import progress
@@ -29,6 +30,7 @@ from distributary.tracing import (
     LeaveTrace,
     Origin,
     Subject,
+    TraceScope,
     current_scope,
     refused_if_consumed,
     shorten,
@@ -44,7 +46,7 @@ def function(
     *,
     jit_compile: bool | None = None,
     reduce_retracing: bool = False,
-    autograph: bool = True,
+    autograph: bool | None = None,
 ) -> Any:
     """Compiles a function with everything in it, including several calls of `run` and `reduce`.
 
@@ -64,8 +66,9 @@ def function(
         func: The function. Without it, `function` returns a decorator.
         jit_compile: Accepted for compatibility; the function is always compiled.
         reduce_retracing: Accepted for compatibility; no effect.
-        autograph: Accepted for compatibility. Python control flow is not converted. If it depends
-            on array values, use `jax.lax.cond`, `scan` and `while_loop`.
+        autograph: Whether Python control flow becomes that of JAX, see `distributary.autograph`:
+            True for all of it, False for none, and None if an `if`, `while` or `for` needs the
+            value of an array.
 
     Returns:
         The compiled function, which you can also use as a method.
@@ -77,18 +80,21 @@ def function(
     Source: `tf.function`.
     """
     if func is None:
-        return function
+        return lambda func: function(func, autograph=autograph)
     if not callable(func):
         raise InvalidTypeError(f"function: got {shown(func)}, expected a function.")
-    return Function(func)
+    return Function(func, autograph)
 
 
 @final
 class Function:
     """A compiled function; made by `function`."""
 
-    def __init__(self, python_function: Callable[..., Any]) -> None:
+    def __init__(
+        self, python_function: Callable[..., Any], autograph: bool | None = None
+    ) -> None:
         self.python_function = python_function
+        self._autograph = autograph
         self._programs: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
         self._cache = ProgramCache("distributary.function")
         self._inner = Inner()
@@ -96,8 +102,9 @@ class Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if current_scope() is not None:
-            return self.python_function(*args, **kwargs)
+        scope = current_scope()
+        if scope is not None:
+            return self._in(scope, args, kwargs)
         if any(isinstance(leaf, DistributedInput) for leaf in leaves):
             return self._on_host(args, kwargs)
         mode = current_mode()
@@ -164,6 +171,12 @@ class Function:
         programs[key] = entry
         return entry([*[leaves[i] for i in entry.picks], *feeds.values])
 
+    def _in(self, scope: TraceScope, args: Any, kwargs: Any) -> Any:
+        """Calls the function in a trace."""
+        converts = scope.converts and self._autograph is not False
+        function = converted(self.python_function) if converts else self.python_function
+        return function(*args, **kwargs)
+
     def _on_host(self, args: Any, kwargs: Any) -> Any:
         with self._inner.active():
             return self.python_function(*args, **kwargs)
@@ -182,7 +195,9 @@ class Function:
                 parts[i] = array
             args, kwargs = jax.tree.unflatten(tree, parts)
             with changes_refused((args, kwargs), str(names)):
-                result = self.python_function(*args, **kwargs)
+                scope = current_scope()
+                assert scope is not None
+                result = self._in(scope, args, kwargs)
             if any(isinstance(leaf, _INPUTS) for leaf in jax.tree.leaves(result)):
                 raise LeaveTrace  # a source of data is not data that a program can return
             outs, rebuild = split_result(result, "distributary.function")
@@ -196,7 +211,7 @@ class Function:
             if not is_dynamic(leaf):
                 check_static(leaf, str(names), names.arguments(len(leaves))[i])
         structure = jax.tree.structure(jax.tree.unflatten(tree, data))
-        subject = Subject(self.python_function, structure)
+        subject = Subject(self.python_function, structure, autograph=self._autograph)
         with refused_if_consumed(self.python_function, static, "distributary.function"):
             program = FunctionProgram(flat, avals, feeds, subject)
         # The program runs on the devices of the strategies whose replicas run in the function.

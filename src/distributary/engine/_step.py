@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 import jax
 import numpy as np
 
+from distributary.autograph import converted
 from distributary.context import Mode, ReplicaContext, entered
 from distributary.engine._arguments import (
     changes_refused,
@@ -68,6 +69,9 @@ def call_on_replica(
     """Calls `function` as the code of the replica that is being traced."""
     context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
     mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
+    scope = current_scope()
+    if scope is not None and scope.converts and kind.name is None:
+        function = converted(function)
     with entered(mode):
         return function(*args, **kwargs)
 

@@ -34,7 +34,7 @@ from distributary.tracing._markers import REPLICA_ID, Handle, read_p, sparse_rea
 
 # Code that users do not write, by the names of modules. Where a traceback is shown, these frames
 # are left out.
-_INTERNAL = ("distributary.", "jax.", "jax_", "keras.src.", "contextlib")
+_INTERNAL = ("distributary.", "jax.", "jax_", "keras.src.", "malt.", "contextlib")
 _LIBRARIES = ("site-packages", "dist-packages", "<frozen", ".pyx")
 _MAX_NAMES = 3
 
@@ -50,11 +50,14 @@ class Subject:
             data. None if the function gets the arrays themselves.
         name: Its name in messages if it is not that of the function, such as `model.fit`. The
             arguments are then not its user's, so no message names them.
+        autograph: Whether its Python control flow is converted to that of JAX: always, never, or,
+            with None, if it depends on traced values.
     """
 
     function: Callable[..., Any]
     tree: Any = None
     name: str | None = None
+    autograph: bool | None = None
 
     def nested(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the positional and keyword arguments with `leaves` in place of the data."""

@@ -34,6 +34,7 @@ from distributary.errors import (
     ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
+    TracedValueError,
     UnsupportedError,
 )
 from distributary.topology import REPLICA_AXIS, shard_dim, without_high_primitives
@@ -68,6 +69,7 @@ from distributary.tracing._scope import (
     TraceScope,
     UnevenSizes,
     activate,
+    current_scope,
     location_of,
 )
 from distributary.tracing._stages import Stages, cut, uncut
@@ -125,8 +127,9 @@ def trace(
 ) -> tuple[Any, TraceScope]:
     """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
 
-    The function runs once. It runs again if it created variables, or if a guess about the result of
-    a tape turned out wrong.
+    The function runs once. It runs again if it created variables, if a guess about the result of a
+    tape turned out wrong, or if its Python control flow needs the value of an array: then with this
+    control flow converted.
 
     Args:
         function: From arrays to a flat list of arrays.
@@ -146,6 +149,8 @@ def trace(
     feeding = current_feeding()
     position = 0 if feeding is None else feeding.position
     num_replicas = dict(axis_env).get(REPLICA_AXIS, 1)
+    outer = current_scope()
+    converts = bool(subject.autograph or (outer is not None and outer.converts))
 
     for _ in range(_MAX_TRACES):
         # A cached jaxpr of a nested jit must not be used in another trace: it would hide its
@@ -153,6 +158,7 @@ def trace(
         # jaxprs apart by the names of the axes.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
         scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas)
+        scope.converts = converts
         if feeding is not None:
             feeding.position = position
 
@@ -167,7 +173,13 @@ def trace(
             try:
                 closed = jax.make_jaxpr(begun, axis_env=names)(*args, **kwargs)
             except Exception as error:
-                raise (failures or [error])[0] from None
+                failure = (failures or [error])[0]
+                if converts or not _is_of_control_flow(failure, subject):
+                    for name, reason in scope.unconverted.items():
+                        failure.add_note(f"AutoGraph has not converted {name}: {reason}")
+                    raise failure from None
+                converts = True
+                continue
             finally:  # JAX keeps `begun`, but a program must not keep its function
                 begun.__dict__.clear()
                 subjects.clear()
@@ -198,6 +210,13 @@ def trace(
         f"The function was traced {_MAX_TRACES} times and its gradients came out of another form"
         " each time. Its Python control flow must not depend on earlier traces."
     )
+
+
+def _is_of_control_flow(failure: Exception, subject: Subject) -> bool:
+    """Returns whether a trace may succeed with the control flow of the function converted."""
+    if subject.autograph is False or subject.name is not None:
+        return False
+    return isinstance(failure, TracedValueError)
 
 
 def _begun(

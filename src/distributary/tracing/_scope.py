@@ -100,6 +100,9 @@ class TraceScope:
         self.tapes: dict[int, int] = {}
         # Records of the tapes that were asked for the variables they watch.
         self.asked: list[TapeRecord] = []
+        # Whether Python control flow is converted, and functions for which that is impossible.
+        self.converts = False
+        self.unconverted: dict[str, str] = {}
 
     @property
     def may_create(self) -> bool:

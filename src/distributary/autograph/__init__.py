@@ -1,0 +1,18 @@
+"""Python control flow over traced values, converted to control flow of JAX.
+
+    def step(x):
+        while jnp.max(x) > 1:      # `while` needs the value of x ...
+            x = x / 2
+        return x
+
+becomes, without a change to its file, `jax.lax.while_loop`. `converted` rewrites a function with
+diastatic-malt, which is TensorFlow's AutoGraph without TensorFlow, and `_operators` says what
+`if`, `while`, `for`, `and`, `assert` and others mean. Python values stay Python: a loop over a list
+is unrolled, and `if training:` is decided while the step is traced.
+"""
+
+from distributary.autograph._conversion import converted, do_not_convert
+from distributary.autograph._loops import Range, set_loop_options
+from distributary.autograph._operators import is_traced
+
+__all__ = ["Range", "converted", "do_not_convert", "is_traced", "set_loop_options"]

@@ -1,0 +1,460 @@
+"""Loops over traced values, as loops of JAX.
+
+    total = 0.0
+    for x in xs:             # f32[5,2]
+        total += x.sum()
+
+The block is recorded as a jaxpr from the variables that change (`total`, f32[]) and the row of the
+turn to their new values, and `jax.lax.scan` runs it. Which variables change is found by recording
+the block until nothing new does: a variable that comes out as it went in stays outside of the loop,
+and a number of Python that does not change stays one.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from distributary.autograph._recorded import (
+    Recorded,
+    aval_in,
+    aval_of,
+    cast,
+    flatten,
+    is_number,
+    is_same,
+    is_undefined,
+    is_unreturned,
+    joined,
+    plain,
+    shown_name,
+)
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.tracing import script_line
+
+_Values = Sequence[Any]
+_MAX_RECORDS = 20
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0  # of loops that are being recorded
+
+
+_state = _ThreadState()
+
+
+@final
+class Range:
+    """What `range` returns in converted code if an argument is traced; a loop can run over it.
+
+    Args:
+        start: The first number, int32 `[]`.
+        stop: The end, which is not among the numbers.
+        step: The distance between two numbers; a number of Python that is not zero, or an array.
+    """
+
+    def __init__(self, start: Any, stop: Any, step: Any) -> None:
+        self.start, self.stop, self.step = (
+            jnp.asarray(plain(end)) for end in (start, stop, step)
+        )
+        for end in (self.start, self.stop, self.step):
+            if not jnp.issubdtype(end.dtype, jnp.integer) or end.ndim:
+                raise InvalidTypeError(
+                    f"range: got {shown(end)} at {script_line()}, expected a whole number."
+                )
+
+    def length(self) -> Any:
+        """Returns how many numbers there are, int32 `[]`."""
+        distance = jnp.where(self.step > 0, self.stop - self.start, self.start - self.stop)
+        return jnp.maximum(0, -(-distance // jnp.abs(self.step)))
+
+    def item(self, index: Any) -> Any:
+        """Returns a number, int32 `[]`."""
+        return self.start + index * self.step
+
+    def __iter__(self) -> Any:
+        raise InvalidTypeError(
+            f"range at {script_line()} has a traced end, so only a `for` loop can run over it."
+        )
+
+
+def set_loop_options(
+    parallel_iterations: int | None = None,
+    swap_memory: bool | None = None,
+    maximum_iterations: int | None = None,
+    shape_invariants: Any = None,
+) -> None:
+    """Sets options of the loop in whose block this is the first statement.
+
+    Outside of converted code it does nothing.
+
+    Args:
+        parallel_iterations: No effect.
+        swap_memory: No effect.
+        maximum_iterations: The loop ends after this many turns. JAX can then compute gradients
+            through a `while` loop, which it evaluates this many times.
+        shape_invariants: No effect; shapes cannot change.
+
+    Source: `tf.autograph.experimental.set_loop_options`.
+    """
+
+
+def list_append(target: Any, element: Any) -> Any:
+    """Returns `target` after `target.append(element)`."""
+    if type(target) is list and _state.depth:
+        return [*target, element]  # a recorded block must not change it
+    target.append(element)
+    return target
+
+
+@final
+class _Carry:
+    """The variables of a loop, of which some are its carry.
+
+    Args:
+        names: Their names.
+        before: Their values before the loop.
+        what: The statement, for messages.
+    """
+
+    def __init__(self, names: Sequence[str], before: _Values, what: str) -> None:
+        self._names = names
+        self._what = what
+        self._leaves: list[Any] = []
+        self._trees: list[Any] = []
+        self._name_of: list[str] = []
+        for name, value in zip(names, before, strict=True):
+            leaves, tree = flatten(value)
+            self._leaves += leaves
+            self._trees.append(tree)
+            self._name_of += [name] * len(leaves)
+        self.avals: dict[int, Any] = {
+            i: aval_of(leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)
+        }
+        self.appended: dict[str, int] = {}
+
+    def values(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the values of all variables, given those of the carry."""
+        leaves = list(self._leaves)
+        for i, array in zip(self.avals, arrays, strict=True):
+            leaves[i] = array
+        remaining = iter(leaves)
+        return [
+            jax.tree.unflatten(tree, [next(remaining) for _ in range(tree.num_leaves)])
+            for tree in self._trees
+        ]
+
+    def start(self) -> list[Any]:
+        """Returns the carry before the loop."""
+        return [
+            jnp.zeros(aval.shape, aval.dtype)
+            if is_unreturned(self._leaves[i])
+            else cast(self._leaves[i], aval)
+            for i, aval in self.avals.items()
+        ]
+
+    def record(self, turn: Callable[..., _Values], avals: Sequence[Any], stacks: bool) -> Recorded:
+        """Records the block until the carry is all that changes.
+
+        Args:
+            turn: Returns the values after a turn, given those before it and what the turn gets.
+            avals: Shapes and dtypes of what the turn gets.
+            stacks: Whether lists may grow.
+        """
+        _state.depth += 1
+        try:
+            for _ in range(_MAX_RECORDS):
+                own = len(self.avals)
+                recorded = Recorded(
+                    lambda *arrays: turn(self.values(arrays[:own]), *arrays[own:]),
+                    [*self.avals.values(), *avals],
+                )
+                if self._is_settled(recorded, stacks):
+                    return recorded
+        finally:
+            _state.depth -= 1
+        raise InvalidTypeError(
+            f"The `{self._what}` at {script_line()} changes the dtypes of its variables again and"
+            " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."
+        )
+
+    def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the carry after a turn, and what was appended to lists in it."""
+        leaves, appended = self._after(recorded.values, True)
+        carry = [
+            cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()
+        ]
+        rows = [[outs.get(id(leaf), leaf) for leaf in flatten(more)[0]] for more in appended]
+        return carry, rows
+
+    def finished(self, carry: Sequence[Any], rows: Sequence[Any], recorded: Recorded) -> list[Any]:
+        """Returns the values after the loop.
+
+        Args:
+            carry: The carry after the last turn.
+            rows: What was appended, stacked over the turns.
+            recorded: The block.
+        """
+        values = self.values(carry)
+        appended = self._after(recorded.values, True)[1]
+        grown = iter(zip(rows, appended, strict=True))
+        for k, name in enumerate(self._names):
+            if self.appended.get(name):
+                stacked, more = next(grown)
+                tree = flatten(more)[1]
+                length = len(jax.tree.leaves(stacked)[0])
+                for turn in range(length):
+                    values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
+        return values
+
+    def _after(self, values: _Values, stacks: bool) -> tuple[list[Any], list[list[Any]]]:
+        """Returns the leaves after a turn, and what was appended to each list that grew."""
+        found: list[Any] = []
+        appended: list[list[Any]] = []
+        position = 0
+        for name, value, tree in zip(self._names, values, self._trees, strict=True):
+            count = tree.num_leaves
+            own = self._leaves[position : position + count]
+            leaves, other = flatten(value)
+            length = tree.num_leaves if type(value) is list else 0
+            is_longer = type(value) is list and other != tree and len(value) > _length(tree)
+            if is_longer and flatten(value[: _length(tree)])[1] == tree:
+                more = value[_length(tree) :]
+                leaves = leaves[:length]
+                self.appended[name] = len(more)
+                appended.append(more)
+                self._check_list(name, stacks)
+            elif len(own) == 1 and is_undefined(own[0]):
+                self._define(name, position, leaves, own[0])
+            elif other != tree:
+                raise InvalidTypeError(
+                    f"{shown_name(name)} has another structure after a turn of the `{self._what}`"
+                    f" at {script_line()} than before. Whether there is another turn is known only"
+                    " when the step runs, so keep its structure."
+                )
+            found += leaves
+            position += count
+        return found, appended
+
+    def _check_list(self, name: str, stacks: bool) -> None:
+        if not stacks:
+            raise InvalidTypeError(
+                f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, whose number of"
+                " turns is known only when the step runs. Loop over an array or a range of a fixed"
+                " number, without `break` and `return`, or set items of an array:"
+                " x = x.at[i].set(value)."
+            )
+
+    def _define(self, name: str, position: int, leaves: list[Any], before: Any) -> None:
+        if len(leaves) == 1 and is_undefined(leaves[0]):
+            return
+        if not is_unreturned(before):
+            raise InvalidValueError(
+                f"{shown_name(name)} gets its first value in the `{self._what}` at {script_line()}"
+                " and is used after it. There may be no turn at all, so assign it before the loop."
+            )
+        if len(leaves) != 1:
+            raise InvalidTypeError(
+                f"A `return` in the `{self._what}` at {script_line()} returns several values."
+                " Assign them to variables that have values before the loop, and return them after"
+                " it."
+            )
+
+    def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
+        leaves, _ = self._after(recorded.values, stacks)
+        found = recorded.avals()
+        inputs = dict(zip(self.avals, recorded.inputs, strict=False))
+        changes = False
+        for i, (before, after) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if i in self.avals:
+                if after is inputs[i] or after is before:
+                    continue
+                changes |= self._widen(i, after, found)
+            elif not is_same(before, after) and not (is_unreturned(before) and after is None):
+                self._carry_too(i, before, after, found)
+                changes = True
+        unchanged = [
+            i
+            for i in self.avals
+            if (leaves[i] is inputs.get(i) or leaves[i] is self._leaves[i])
+            and isinstance(self._leaves[i], jax.Array)
+        ]
+        for i in unchanged:
+            del self.avals[i]
+            changes = True
+        self.avals = dict(sorted(self.avals.items()))
+        return not changes
+
+    def _carry_too(self, i: int, before: Any, after: Any, found: dict[int, Any]) -> None:
+        name = self._name_of[i]
+        numbers = [is_number(v) or hasattr(v, "__jax_array__") for v in (before, after)]
+        if is_unreturned(before) and numbers[1]:
+            self.avals[i] = aval_in(found, after)
+            return
+        if not all(numbers):
+            raise InvalidTypeError(
+                f"{shown_name(name)} is {shown(before)} before the `{self._what}` at"
+                f" {script_line()} and {shown(after)} after a turn. Whether there is another turn"
+                " is known only when the step runs, so only numbers and arrays can change."
+            )
+        self.avals[i] = aval_of(plain(before))
+
+    def _widen(self, i: int, after: Any, found: dict[int, Any]) -> bool:
+        """Gives an entry of the carry a dtype for the values before and after a turn."""
+        name, before = self._name_of[i], self.avals[i]
+        if id(after) not in found and not is_number(after) and not hasattr(after, "__jax_array__"):
+            raise InvalidTypeError(
+                f"{shown_name(name)} is an array before the `{self._what}` at {script_line()} and"
+                f" {shown(after)} after a turn. Keep it an array."
+            )
+        aval = aval_in(found, after)
+        if aval.shape != before.shape:
+            raise InvalidValueError(
+                f"{shown_name(name)} has shape {before.shape} before a turn of the `{self._what}` at"
+                f" {script_line()} and {aval.shape} after it. Shapes cannot change in a loop: begin"
+                " with an array of the final shape, or set items of one, x = x.at[i].set(value)."
+            )
+        wider = joined(before, aval)
+        if wider is None:
+            raise InvalidTypeError(
+                f"{shown_name(name)} has dtype {before.dtype} before a turn of the `{self._what}` at"
+                f" {script_line()} and {aval.dtype} after it. Begin with"
+                f" jnp.asarray(value, {aval.dtype}), or convert it with x.astype({before.dtype})."
+            )
+        self.avals[i] = wider
+        return bool(wider.dtype != before.dtype)
+
+
+def _length(tree: Any) -> int:
+    """Returns the number of items of a list with this structure."""
+    return len(tree.children())
+
+
+def while_loop(
+    test: Callable[[], Any],
+    body: Callable[[], Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+    maximum: int | None,
+) -> None:
+    """Runs a `while` loop whose condition is traced.
+
+    Args:
+        test: Returns whether there is another turn, bool `[]`.
+        body: Runs a turn.
+        get_state: Returns the values of the variables.
+        set_state: Gives values to the variables.
+        names: The variables.
+        maximum: The largest number of turns, if there is one.
+    """
+    carry = _Carry(names, get_state(), "while")
+
+    def turn(values: _Values) -> _Values:
+        set_state(values)
+        body()
+        return get_state()
+
+    recorded = carry.record(turn, (), stacks=False)
+
+    def is_going_on(arrays: Sequence[Any]) -> Any:
+        set_state(carry.values(arrays))
+        return jnp.asarray(test(), bool)
+
+    def next_(arrays: Sequence[Any]) -> list[Any]:
+        return carry.after(recorded, recorded.run(arrays))[0]
+
+    if maximum is None:
+        arrays = lax.while_loop(is_going_on, next_, carry.start())
+    else:
+        guarded = lambda arrays, _: (lax.cond(is_going_on(arrays), next_, list, arrays), None)
+        arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
+    set_state(carry.finished(arrays, (), recorded))
+
+
+def for_loop(
+    iterated: Any,
+    body: Callable[[Any], Any],
+    guarded: Callable[[Any], Any] | None,
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+) -> None:
+    """Runs a `for` loop over an array or a `Range`.
+
+    Args:
+        iterated: The array, whose rows are taken, or the range.
+        body: Runs a turn with a row.
+        guarded: The same, if the loop has not ended; None if it does not end early.
+        get_state: Returns the values of the variables.
+        set_state: Gives values to the variables.
+        names: The variables.
+    """
+    if isinstance(iterated, Range):
+        _for_range(iterated, guarded or body, get_state, set_state, names)
+        return
+    rows = plain(iterated)
+    if not rows.ndim:
+        raise InvalidTypeError(
+            f"The `for` at {script_line()} runs over {shown(rows)}, which has no rows. Write"
+            " range(n) or tf.range(n) to count to n."
+        )
+    if not len(rows):
+        return
+    if any(is_undefined(leaf) and not is_unreturned(leaf) for leaf in flatten(get_state())[0]):
+        # The first turn gives them values.
+        body(rows[0])
+        rows = rows[1:]
+        if not len(rows):
+            return
+    carry = _Carry(names, get_state(), "for")
+
+    def turn(values: _Values, row: Any) -> _Values:
+        set_state(values)
+        (guarded or body)(row)
+        return get_state()
+
+    row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+    recorded = carry.record(turn, [row], stacks=guarded is None)
+
+    def next_(arrays: Sequence[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        return carry.after(recorded, recorded.run([*arrays, row]))
+
+    arrays, appended = lax.scan(next_, carry.start(), rows)
+    set_state(carry.finished(arrays, appended, recorded))
+
+
+def _for_range(
+    numbers: Range,
+    body: Callable[[Any], Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+    names: Sequence[str],
+) -> None:
+    carry = _Carry(names, get_state(), "for")
+
+    def turn(values: _Values, number: Any) -> _Values:
+        set_state(values)
+        body(number)
+        return get_state()
+
+    index = jax.ShapeDtypeStruct((), numbers.start.dtype)
+    recorded = carry.record(turn, [index], stacks=False)
+
+    def next_(i: Any, arrays: Sequence[Any]) -> list[Any]:
+        number = numbers.item(i).astype(index.dtype)
+        return carry.after(recorded, recorded.run([*arrays, number]))[0]
+
+    arrays = lax.fori_loop(0, numbers.length(), next_, carry.start())
+    set_state(carry.finished(arrays, (), recorded))
+
+
+def is_iterated(value: Any) -> bool:
+    """Returns whether a `for` loop over a value is a loop of JAX."""
+    return isinstance(value, (Range, jax.Array)) or (
+        hasattr(value, "__jax_array__") and not isinstance(value, Iterable)
+    )

@@ -1,0 +1,378 @@
+"""What statements and operators mean in converted code: as in Python, unless a value is traced.
+
+Their names and arguments are those that diastatic-malt gives to the code it converts. It makes
+
+    if x > 0:                        def if_body():
+        y = x                            nonlocal y
+    else:                    ->          y = x
+        y = -x                       ...
+                                     if_stmt(x > 0, if_body, else_body, get_state, set_state,
+                                             ("y",), 1)
+"""
+
+import builtins
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from distributary.autograph._loops import Range, for_loop, is_iterated, list_append, while_loop
+from distributary.autograph._recorded import choose, is_undefined, plain
+from distributary.errors import InvalidValueError, UnsupportedError, shown
+from distributary.tracing import current_feeding, script_line
+
+__all__ = [
+    "FunctionScope",
+    "and_",
+    "assert_stmt",
+    "for_stmt",
+    "if_exp",
+    "if_stmt",
+    "list_append",
+    "not_",
+    "or_",
+    "overload_of",
+    "while_stmt",
+    "with_function_scope",
+]
+
+_Block = Callable[[], Any]
+_Get = Callable[[], Sequence[Any]]
+_Set = Callable[[Sequence[Any]], None]
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.negation: tuple[Any, Any] = (None, None)  # the last traced `not x`, and x
+
+
+_state = _ThreadState()
+
+
+def is_traced(value: Any) -> bool:
+    """Returns whether there is no value yet, because a step is being traced."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def truth(value: Any, what: str) -> Any:
+    """Returns the truth of a value: bool, or bool `[]` of a traced one.
+
+    Args:
+        value: Any value.
+        what: The statement, for messages.
+    """
+    value = plain(value)
+    if not is_traced(value):
+        return bool(value)
+    if value.size != 1:
+        raise InvalidValueError(
+            f"`{what}` at {script_line()} needs one truth value, but got an array of shape"
+            f" {value.shape}. Reduce it with jnp.all or jnp.any, or choose between the items of"
+            " arrays with jnp.where."
+        )
+    try:
+        return bool(value)  # jax.grad outside of a step knows values
+    except jax.errors.TracerBoolConversionError:
+        return value.reshape(()).astype(bool)
+
+
+def if_stmt(
+    cond: Any,
+    body: _Block,
+    orelse: _Block,
+    get_state: _Get,
+    set_state: _Set,
+    symbol_names: Sequence[str],
+    nouts: int,
+) -> None:
+    """Runs `if cond: body` with `else: orelse`; a traced condition with `jax.lax.cond`."""
+    pred = truth(cond, "if")
+    if isinstance(pred, bool):
+        (body if pred else orelse)()
+        return
+    before = get_state()
+    negation, negated = _state.negation
+
+    def after(block: _Block) -> Callable[[], Sequence[Any]]:
+        def run() -> Sequence[Any]:
+            set_state(before)
+            block()
+            return get_state()[:nouts]
+
+        return run
+
+    names = symbol_names[:nouts]
+    # malt puts `if not do_return:` around what follows a `return`.
+    chosen = choose(
+        pred, after(body), after(orelse), names, negated=negated if negation is cond else None
+    )
+    set_state((*chosen, *before[nouts:]))
+
+
+def while_stmt(
+    test: _Block,
+    body: _Block,
+    get_state: _Get,
+    set_state: _Set,
+    symbol_names: Sequence[str],
+    opts: dict[str, Any],
+) -> None:
+    """Runs `while test: body`; from the first traced condition on with `jax.lax.while_loop`."""
+    while isinstance(going_on := truth(test(), "while"), bool):
+        if not going_on:
+            return
+        body()
+    condition = lambda: truth(test(), "while")
+    maximum = opts.get("maximum_iterations")
+    while_loop(condition, body, get_state, set_state, symbol_names, maximum)
+
+
+def for_stmt(
+    iter_: Any,
+    extra_test: _Block | None,
+    body: Callable[[Any], Any],
+    get_state: _Get,
+    set_state: _Set,
+    symbol_names: Sequence[str],
+    opts: dict[str, Any],
+) -> None:
+    """Runs `for target in iter_: body(target)`; over arrays with `jax.lax.scan`.
+
+    A loop over other values is unrolled. After `break` or `return` under a traced condition, its
+    turns are those of `if not ended: body(target)`.
+    """
+
+    def guarded(target: Any) -> None:
+        assert extra_test is not None
+        if_stmt(
+            extra_test(),
+            lambda: body(target),
+            lambda: None,
+            get_state,
+            set_state,
+            symbol_names,
+            len(symbol_names),
+        )
+
+    if is_iterated(iter_):
+        own = guarded if extra_test is not None else None
+        for_loop(iter_, body, own, get_state, set_state, symbol_names)
+    elif extra_test is None:
+        for target in iter_:
+            body(target)
+    else:
+        _for_until(iter_, extra_test, body, guarded)
+
+
+def _for_until(
+    iter_: Any, extra_test: _Block, body: Callable[[Any], Any], guarded: Callable[[Any], Any]
+) -> None:
+    """Runs a loop over values of Python that can end early."""
+    going_on = truth(extra_test(), "for")
+    if going_on is False:
+        return
+    for target in iter_:
+        (body if going_on is True else guarded)(target)
+        going_on = truth(extra_test(), "for")
+        if going_on is False:
+            return
+        if going_on is not True and not isinstance(iter_, Sequence):
+            error = UnsupportedError(
+                f"The `for` at {script_line()} ends early under a condition that is known only when"
+                f" the step runs, but what it has taken from {shown(iter_)} is gone then. Loop over"
+                " a list or an array, or outside of the step."
+            )
+            feeding = current_feeding()
+            if feeding is None:
+                raise error
+            feeding.leave(error)  # a function can run on the host instead
+
+
+def if_exp(cond: Any, if_true: _Block, if_false: _Block, expr_repr: str) -> Any:
+    """Returns `if_true() if cond else if_false()`."""
+    pred = truth(cond, "if")
+    if isinstance(pred, bool):
+        return (if_true if pred else if_false)()
+    once = lambda block: lambda: [block()]
+    return choose(pred, once(if_true), once(if_false), [expr_repr])[0]
+
+
+def and_(a: _Block, b: _Block) -> Any:
+    """Returns `a() and b()`."""
+    first = a()
+    pred = truth(first, "and")
+    if isinstance(pred, bool):
+        return b() if pred else first
+    return _both(pred, first, b, lambda second: (second, first))
+
+
+def or_(a: _Block, b: _Block) -> Any:
+    """Returns `a() or b()`."""
+    first = a()
+    pred = truth(first, "or")
+    if isinstance(pred, bool):
+        return first if pred else b()
+    return _both(pred, first, b, lambda second: (first, second))
+
+
+def _both(
+    pred: jax.Array, first: Any, b: _Block, ordered: Callable[[Any], tuple[Any, Any]]
+) -> jax.Array:
+    second = plain(b())
+    return jnp.where(pred, *(jnp.reshape(plain(value), ()) for value in ordered(second)))
+
+
+def not_(a: Any) -> Any:
+    """Returns `not a`."""
+    value = truth(a, "not")
+    if isinstance(value, bool):
+        return not value
+    negation = ~value
+    _state.negation = negation, a
+    return negation
+
+
+def assert_stmt(expression: Any, message: Callable[[], Any]) -> None:
+    """Runs `assert expression, message`; a traced condition is checked when the step runs."""
+    holds = truth(expression, "assert")
+    if isinstance(holds, bool):
+        assert holds, message()
+        return
+    text = f"{message()} (the assert at {script_line()})"
+
+    def check(value: Any) -> None:
+        if not value:
+            raise AssertionError(text)
+
+    jax.debug.callback(check, holds)
+
+
+class FunctionScope:
+    """The body of a converted function; malt asks for one."""
+
+    def __init__(self, function_name: str, scope_name: str, options: Any) -> None:
+        self.function_name = function_name
+        self.name = scope_name
+
+    def __enter__(self) -> "FunctionScope":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def ret(self, value: Any, did_return: Any) -> Any:
+        """Returns the result of the function.
+
+        Raises:
+            UnsupportedError: if only some of its paths return a value.
+        """
+        if is_undefined(value):
+            return None
+        if value is not None and is_traced(did_return):
+            raise UnsupportedError(
+                f"{self.function_name}: `return` at {script_line()} depends on a value that is known"
+                " only when the step runs, and another path of the function returns nothing. Return"
+                " a value of the same shape and dtype on every path."
+            )
+        return value
+
+
+def with_function_scope(thunk: Callable[[Any], Any], scope_name: str, options: Any) -> Any:
+    """Returns the result of a lambda."""
+    with FunctionScope("lambda", scope_name, options) as scope:
+        return thunk(scope)
+
+
+def _int(value: Any = 0, *base: Any) -> Any:
+    value = plain(value)
+    return value.astype(int) if is_traced(value) else builtins.int(value, *base)
+
+
+def _float(value: Any = 0.0) -> Any:
+    value = plain(value)
+    return value.astype(float) if is_traced(value) else builtins.float(value)
+
+
+def _bool(value: Any = False) -> Any:
+    return truth(value, "bool()")
+
+
+def _range(*ends: Any) -> Any:
+    if not any(is_traced(plain(end)) for end in ends):
+        return range(*ends)
+    start, stop, step = ((0, *ends, 1), (*ends, 1), ends)[len(ends) - 1]
+    return Range(start, stop, step)
+
+
+def _print(*values: Any, sep: str | None = " ", end: str | None = "\n", **options: Any) -> None:
+    leaves, tree = jax.tree.flatten([plain(value) for value in values])
+    traced = [i for i, leaf in enumerate(leaves) if is_traced(leaf)]
+    if not traced:
+        print(*values, sep=sep, end=end, **options)
+        return
+
+    def show(*arrays: Any) -> None:
+        for i, array in zip(traced, arrays, strict=True):
+            leaves[i] = array
+        print(*jax.tree.unflatten(tree, leaves), sep=sep, end=end, **options)
+
+    jax.debug.callback(show, *(leaves[i] for i in traced))
+
+
+def _extreme(python: Callable[..., Any], of_two: Callable[..., Any]) -> Callable[..., Any]:
+    def extreme(*values: Any, **options: Any) -> Any:
+        values = tuple(plain(value) for value in values)
+        among = values[0] if len(values) == 1 else values
+        if isinstance(among, jax.Array):
+            among = list(among) if among.ndim else [among]
+        if options or not hasattr(among, "__len__") or not any(map(is_traced, among)):
+            return python(*values, **options)
+        result = among[0]
+        for value in among[1:]:
+            result = of_two(result, value)
+        return result
+
+    return extreme
+
+
+def _all(values: Any) -> Any:
+    return _reduced(values, builtins.all, jnp.logical_and, "all()")
+
+
+def _any(values: Any) -> Any:
+    return _reduced(values, builtins.any, jnp.logical_or, "any()")
+
+
+def _reduced(
+    values: Any, python: Callable[..., Any], of_two: Callable[..., Any], what: str
+) -> Any:
+    values = list(values)
+    if not any(map(is_traced, values)):
+        return python(values)
+    result = truth(values[0], what)
+    for value in values[1:]:
+        result = of_two(result, truth(value, what))
+    return result
+
+
+_OVERLOADS: dict[Any, Callable[..., Any]] = {
+    builtins.all: _all,
+    builtins.any: _any,
+    builtins.bool: _bool,
+    builtins.float: _float,
+    builtins.int: _int,
+    builtins.max: _extreme(builtins.max, jnp.maximum),
+    builtins.min: _extreme(builtins.min, jnp.minimum),
+    builtins.print: _print,
+    builtins.range: _range,
+}
+
+
+def overload_of(function: Any) -> Callable[..., Any] | None:
+    """Returns what a builtin function does in converted code; None if it is called as it is."""
+    try:
+        return _OVERLOADS.get(function)
+    except TypeError:  # not hashable
+        return None
