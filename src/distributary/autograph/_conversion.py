@@ -291,11 +291,44 @@ def _transpiler() -> Any:
     )
     from malt.core import unsupported_features_checker
     from malt.impl.api import PyToPy
+    from malt.pyct import cfg, qual_names
+    from malt.pyct.static_analysis import activity, liveness, reaching_definitions, reaching_fndefs
     from malt.pyct.transpiler import GenericTranspiler
 
-    before = (functions, directives, break_statements)
-    between = (continue_statements, return_statements)
-    after = (call_trees, control_flow, conditional_expressions, logical_expressions, variables)
+    class ControlFlow(control_flow.ControlFlowTransformer):
+        """Also takes variables of outer functions out of blocks, whatever comes after them."""
+
+        def _get_block_basic_vars(self, modified: Any, live_in: Any, live_out: Any) -> Any:
+            declared = self._declared() & modified
+            return super()._get_block_basic_vars(modified, live_in, live_out) | declared
+
+        def _get_block_vars(self, node: Any, modified: Any) -> Any:
+            names, undefined, num_outs = super()._get_block_vars(node, modified)
+            declared = self._declared()
+            outs = [v for k, v in enumerate(names) if k < num_outs or v in declared]
+            return outs + [v for v in names if v not in outs], undefined, len(outs)
+
+        def _declared(self) -> Any:
+            scope = self.state[control_flow._Function].scope
+            return frozenset(scope.nonlocals | scope.globals)
+
+    def of_control_flow(node: Any, context: Any) -> Any:
+        graphs = cfg.build(node)
+        node = activity.resolve(qual_names.resolve(node), context, None)
+        for analysis in (reaching_definitions, reaching_fndefs, liveness):
+            node = analysis.resolve(node, context, graphs)
+        return ControlFlow(context).visit(node)
+
+    before = [step.transform for step in (functions, directives, break_statements)]
+    after = [
+        continue_statements.transform,
+        return_statements.transform,
+        call_trees.transform,
+        of_control_flow,
+        conditional_expressions.transform,
+        logical_expressions.transform,
+        variables.transform,
+    ]
 
     class Transpiler(GenericTranspiler):
         """The passes of AutoGraph."""
@@ -306,11 +339,11 @@ def _transpiler() -> Any:
         def transform_ast(self, node: Any, context: Any) -> Any:
             unsupported_features_checker.verify(node)
             node = PyToPy.initial_analysis(self, node, context)
-            for step in before:
-                node = step.transform(node, context)
+            for transform in before:
+                node = transform(node, context)
             node = _Statements(node).visit(node)
-            for step in (*between, *after):
-                node = step.transform(node, context)
+            for transform in after:
+                node = transform(node, context)
             return node
 
     return Transpiler()

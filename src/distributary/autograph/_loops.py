@@ -31,6 +31,7 @@ from distributary.autograph._recorded import (
     joined,
     plain,
     shown_name,
+    zeros,
 )
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import script_line
@@ -151,7 +152,7 @@ class _Carry:
     def start(self) -> list[Any]:
         """Returns the carry before the loop."""
         return [
-            jnp.zeros(aval.shape, aval.dtype)
+            zeros(aval)
             if is_unreturned(self._leaves[i])
             else cast(self._leaves[i], aval)
             for i, aval in self.avals.items()

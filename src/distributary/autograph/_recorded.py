@@ -65,8 +65,18 @@ def joined(first: Any, second: Any) -> Any:
 
 
 def cast(value: Any, aval: Any) -> Any:
-    """Returns a value as an array of a dtype."""
-    return jnp.broadcast_to(jnp.asarray(plain(value), aval.dtype), aval.shape)
+    """Returns a value as an array of a dtype; one of a weak type if `aval` is."""
+    if aval.weak_type:
+        value = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
+        number = jnp.asarray(value)
+        number = number if number.dtype == aval.dtype else number * aval.dtype.type(1).item()
+        return jnp.broadcast_to(number, aval.shape)
+    return jnp.asarray(plain(value), aval.dtype)
+
+
+def zeros(aval: Any) -> Any:
+    """Returns what stands for a result that there is not yet."""
+    return cast(0, aval) if aval.weak_type else jnp.zeros(aval.shape, aval.dtype)
 
 
 def is_same(first: Any, second: Any) -> bool:
@@ -171,7 +181,7 @@ def choose(
         def run() -> list[Any]:
             outs = block.run()
             return [
-                jnp.zeros(want[2].shape, want[2].dtype)
+                zeros(want[2])
                 if is_unreturned(want[which])
                 else cast(outs.get(id(want[which]), want[which]), want[2])
                 for want in wanted
