@@ -214,15 +214,24 @@ class RecoveryOptions:
 @final
 @dataclass(frozen=True)
 class RunOptions:
-    """Switches of `Strategy.run` that only TPUs have in TensorFlow; accepted for compatibility.
+    """Switches of `Strategy.run`.
 
-    They have no effect: XLA compiles every step here. The defaults are those of
-    `tf.distribute.RunOptions`.
+    Those of `tf.distribute.RunOptions` are accepted for compatibility: in TensorFlow only TPUs have
+    them, and here XLA compiles every step.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: No effect.
+        experimental_bucketizing_dynamic_shape: No effect.
+        experimental_xla_options: No effect.
+        autograph: Whether Python control flow of the step becomes that of JAX, see
+            `distributary.autograph`: True for all of it, False for none, and None if an `if`,
+            `while` or `for` needs the value of an array.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
     experimental_bucketizing_dynamic_shape: bool = False
     experimental_xla_options: "XLAOptions | None" = None
+    autograph: bool | None = None
 
 
 @final

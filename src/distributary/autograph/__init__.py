@@ -11,8 +11,18 @@ diastatic-malt, which is TensorFlow's AutoGraph without TensorFlow, and `_operat
 is unrolled, and `if training:` is decided while the step is traced.
 """
 
+from typing import Any
+
 from distributary.autograph._conversion import converted, do_not_convert
-from distributary.autograph._loops import Range, set_loop_options
+from distributary.autograph._loops import Range
 from distributary.autograph._operators import is_traced
 
 __all__ = ["Range", "converted", "do_not_convert", "is_traced", "set_loop_options"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "set_loop_options":  # malt looks for this very function in the code it converts
+        from malt.lang.directives import set_loop_options
+
+        return set_loop_options
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,27 +83,6 @@ class Range:
         )
 
 
-def set_loop_options(
-    parallel_iterations: int | None = None,
-    swap_memory: bool | None = None,
-    maximum_iterations: int | None = None,
-    shape_invariants: Any = None,
-) -> None:
-    """Sets options of the loop in whose block this is the first statement.
-
-    Outside of converted code it does nothing.
-
-    Args:
-        parallel_iterations: No effect.
-        swap_memory: No effect.
-        maximum_iterations: The loop ends after this many turns. JAX can then compute gradients
-            through a `while` loop, which it evaluates this many times.
-        shape_invariants: No effect; shapes cannot change.
-
-    Source: `tf.autograph.experimental.set_loop_options`.
-    """
-
-
 def list_append(target: Any, element: Any) -> Any:
     """Returns `target` after `target.append(element)`."""
     if type(target) is list and _state.depth:

@@ -12,10 +12,11 @@ from distributary.engine._engine import Engine, Programs
 from distributary.engine._function import Function, function
 from distributary.engine._placement import Placement
 from distributary.engine._several_steps import several_steps
-from distributary.engine._step import RUN, UPDATE, StepKind, traced_replica_id
+from distributary.engine._step import RUN, RUNS, UPDATE, StepKind, traced_replica_id
 
 __all__ = [
     "RUN",
+    "RUNS",
     "UPDATE",
     "Engine",
     "Function",

@@ -21,7 +21,7 @@ from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.tracing import ReplicaProgram, Results, Subject, current_scope
 from distributary.values import Mirrored, PerReplica
 
-__all__ = ["RUN", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
+__all__ = ["RUN", "RUNS", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
 
 
 @final
@@ -37,6 +37,7 @@ class StepKind:
         name: Name of the step, for people; None for that of the function.
         caller: Name of what runs it, in messages.
         batch_dim: Dim of a replica's arguments that counts the rows of a batch.
+        autograph: Whether Python control flow is converted, see `Subject`.
         is_loss: Returns whether a result, given its path in the nest of results, is a loss.
     """
 
@@ -47,9 +48,11 @@ class StepKind:
     caller: str = "Strategy.run"
     is_loss: Callable[[Any], bool] | None = None
     batch_dim: int = 0
+    autograph: bool | None = None
 
 
 RUN = StepKind()
+RUNS = {None: RUN, **{autograph: StepKind(autograph=autograph) for autograph in (False, True)}}
 UPDATE = StepKind("update", "shared")
 
 
@@ -70,7 +73,8 @@ def call_on_replica(
     context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
     mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
     scope = current_scope()
-    if scope is not None and scope.converts and kind.name is None:
+    converts = scope is not None and scope.converts and kind.name is None
+    if converts and kind.autograph is not False:
         function = converted(function)
     with entered(mode):
         return function(*args, **kwargs)
@@ -173,7 +177,7 @@ class Step:
             for slot in self._slots
         ]
         tree = jax.tree.structure(jax.tree.unflatten(self._tree, parts))
-        return Subject(self.function, tree, self.kind.name)
+        return Subject(self.function, tree, self.kind.name, self.kind.autograph)
 
     def flat(self, *arrays: Any) -> list[Any]:
         """Runs the step of one replica on its arrays; returns a flat list."""

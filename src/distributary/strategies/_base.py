@@ -11,7 +11,7 @@ from distributary._late import no_attribute
 from distributary._types import MISSING
 from distributary.collectives import ReduceOp, as_reduce_op
 from distributary.context import StrategyScope, require_cross_replica
-from distributary.engine import RUN
+from distributary.engine import RUNS
 from distributary.errors import (
     ContextError,
     DistributaryError,
@@ -136,7 +136,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 same for all replicas. Strings, booleans and other objects become part of the
                 compiled program.
             kwargs: Keyword arguments, treated in the same way.
-            options: No effect.
+            options: Whether Python control flow of `fn` is converted; see `RunOptions`.
 
         Returns:
             The nest that `fn` returns, with a `PerReplica` in place of every array. With one
@@ -164,7 +164,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             )
         require_cross_replica(self, "run")
         try:
-            return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, RUN)
+            kind = RUNS[None if options is None else options.autograph]
+            return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, kind)
         except Exception as error:
             shorten(error)
             raise

@@ -30,7 +30,11 @@ CONTROL_FLOW = frozenset({"scan", "while", "cond"})
 
 
 def evaluate_control_flow(
-    eqns: Sequence[Equation], operands: Arrays, further: _S, evaluate: Evaluate[_S]
+    eqns: Sequence[Equation],
+    operands: Arrays,
+    further: _S,
+    evaluate: Evaluate[_S],
+    while_loop: Callable[..., Any] = lax.while_loop,
 ) -> tuple[Arrays, _S]:
     """Evaluates one equation of `CONTROL_FLOW` of every program, all of them in one.
 
@@ -40,6 +44,7 @@ def evaluate_control_flow(
         operands: The operands of each.
         further: A nest of arrays that goes through the bodies.
         evaluate: Evaluates the bodies.
+        while_loop: Evaluates a `while`, with the arguments of `jax.lax.while_loop`.
 
     Returns:
         The results of each equation, and the new further arrays.
@@ -48,7 +53,7 @@ def evaluate_control_flow(
         case "scan":
             return _scan(eqns, operands, further, evaluate)
         case "while":
-            return _while(eqns, operands, further, evaluate)
+            return _while(eqns, operands, further, evaluate, while_loop)
     return _cond(eqns, operands, further, evaluate)
 
 
@@ -79,7 +84,11 @@ def _scan(
 
 
 def _while(
-    eqns: Sequence[Equation], operands: Arrays, further: _S, evaluate: Evaluate[_S]
+    eqns: Sequence[Equation],
+    operands: Arrays,
+    further: _S,
+    evaluate: Evaluate[_S],
+    while_loop: Callable[..., Any],
 ) -> tuple[Arrays, _S]:
     conditions = [eqn.params["cond_jaxpr"] for eqn in eqns]
     bodies = [eqn.params["body_jaxpr"] for eqn in eqns]
@@ -93,7 +102,8 @@ def _while(
         inputs = [[*c, *carry] for c, carry in zip(of_bodies, carried[0], strict=True)]
         return evaluate(bodies, inputs, carried[1])
 
-    return lax.while_loop(is_going_on, body, (list(carries), further))
+    after: tuple[Arrays, _S] = while_loop(is_going_on, body, (list(carries), further))
+    return after
 
 
 def _cond(

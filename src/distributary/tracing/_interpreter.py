@@ -53,6 +53,7 @@ from distributary.tracing._jaxprs import (
     is_jit,
     leading_to,
     open_jaxpr,
+    sub_jaxprs,
     value_of,
     variables_made,
 )
@@ -66,6 +67,7 @@ from distributary.tracing._markers import (
     tape_p,
     write_p,
 )
+from distributary.tracing._reversible import reversible_while_loop
 
 State: TypeAlias = dict[Handle, Array]
 # The state of some variables, as a nest of arrays for JAX, which cannot sort the keys of a `dict`.
@@ -144,7 +146,11 @@ class _Interpreter:
             self.paused = pauses(eqn, self.tape, self.paused)
 
     def _is_special(self, eqn: Equation) -> bool:
-        return contains(eqn, MARKERS) or any(var in self.cuts for var in eqn.outvars)
+        return (
+            contains(eqn, MARKERS)
+            or any(var in self.cuts for var in eqn.outvars)
+            or (self.tape is not None and _has_while(eqn))
+        )
 
     def _special(self, eqns: Sequence[Equation], index: int, env: Env, state: State) -> None:
         eqn = eqns[index]
@@ -162,7 +168,7 @@ class _Interpreter:
             self._note_pause(eqn)
         elif eqn.primitive is grad_p:
             outs = self._gradient(eqns, index, env)
-        elif not contains(eqn, MARKERS):
+        elif not contains(eqn, MARKERS) and not (self.tape is not None and _has_while(eqn)):
             outs = evaluate_one(eqn, operands)
         else:
             outs = self._nested(eqn, operands, state)
@@ -207,7 +213,8 @@ class _Interpreter:
 
         values = _of(state, written)
         if name in CONTROL_FLOW:
-            (outs,), values = evaluate_control_flow([eqn], [operands], values, evaluate)
+            while_loop = lax.while_loop if self.tape is None else reversible_while_loop
+            (outs,), values = evaluate_control_flow([eqn], [operands], values, evaluate, while_loop)
         elif name in CHECKPOINTS:
             again = jax.checkpoint(
                 lambda inputs, values: evaluate([params["jaxpr"]], inputs, values),
@@ -388,6 +395,15 @@ class _Pullback:
             else:
                 outs.append(groups[name][index])
         return outs
+
+
+def _has_while(eqn: Equation) -> bool:
+    """Returns whether an equation is a `while` loop or has one that it does not keep to itself."""
+    if eqn.primitive.name == "while":
+        return True
+    if not is_jit(eqn) and eqn.primitive.name not in (*CONTROL_FLOW, *CHECKPOINTS):
+        return False
+    return any(_has_while(inner) for sub in sub_jaxprs(eqn) for inner in sub.eqns)
 
 
 def _recorded_for(gradient: Equation, region: Sequence[Equation]) -> list[Equation]:

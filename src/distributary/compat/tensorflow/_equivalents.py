@@ -67,7 +67,7 @@ _ADVICE: dict[str, str] = {
     "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
-    "autograph": "jax.lax.cond, jax.lax.scan and jax.lax.while_loop",
+    "autograph": "tf.function, which converts control flow",
     "foldr": "jax.lax.scan with reverse=True",
     "py_function numpy_function": "jax.pure_callback, or plain Python outside of the step",
     "TensorArray": "the outputs of jax.lax.scan",

@@ -14,7 +14,9 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary.autograph import Range, is_traced
 from distributary.compat.tensorflow._operations import Axes, Shape, TensorLike, array
+from distributary.tracing import current_scope
 from distributary.variables import ShardedVariable, Variable, embedding_lookup
 
 
@@ -39,7 +41,11 @@ def range_(
     delta: ArrayLike = 1,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """`tf.range`."""
+    """`tf.range`; with a traced end, only a loop can take its numbers."""
+    scope = current_scope()
+    ends = (0, start) if limit is None else (start, limit)
+    if scope is not None and scope.converts and any(map(is_traced, (*ends, delta))):
+        return Range(*ends, delta)
     return jnp.arange(*((0, start) if limit is None else (start, limit)), delta, dtype)
 
 

@@ -34,8 +34,8 @@ def function(
     """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
 
     `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
-    `element_spec` of a distributed dataset. The other options have no effect: functions are always
-    compiled, once for every shape.
+    `element_spec` of a distributed dataset. Python control flow is converted, unless `autograph` is
+    False. The other options have no effect: functions are always compiled, once for every shape.
 
     Raises:
         InvalidValueError: if an argument does not have the shape that `input_signature` gives, or
@@ -46,8 +46,8 @@ def function(
     Source: `tf.function`.
     """
     if func is None:
-        return lambda func: function(func, input_signature)
-    compiled = compile_function(func)
+        return lambda func: function(func, input_signature, autograph)
+    compiled = compile_function(func, autograph=autograph)
     if input_signature is None:
         return compiled
 

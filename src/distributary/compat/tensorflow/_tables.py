@@ -76,6 +76,7 @@ TARGETS: dict[str, str] = {
         . distributary.data: TensorSpec
         . {_OWN}._programs:
             cond executing_eagerly function get_logger is_tensor print:print_ while_loop
+        autograph.experimental. distributary.autograph: do_not_convert set_loop_options
         nest. {_OWN}._programs: flatten map_structure pack_sequence_as
         . keras: initializers losses metrics optimizers
 
