@@ -18,6 +18,7 @@ from flax import nnx
 import distributary as dist
 
 BATCH = np.arange(24, dtype=np.float32).reshape(8, 3)
+AS_IT_IS = dist.RunOptions(autograph=False)  # otherwise the control flow is converted
 Mistake = Callable[[dist.Strategy], Any]
 MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {}
 
@@ -42,7 +43,7 @@ def if_of_a_batch(strategy):
             return batch["x"]
         return -batch["x"]
 
-    strategy.run(train_step, args=({"x": BATCH, "y": BATCH},))
+    strategy.run(train_step, args=({"x": BATCH, "y": BATCH},), options=AS_IT_IS)
 
 
 @told("train_step", "`batch`", "jax.lax.while_loop")
@@ -52,7 +53,7 @@ def while_of_a_batch(strategy):
             batch = batch / 2
         return batch
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "`batch`", "Return the value")
@@ -61,7 +62,7 @@ def assert_of_a_batch(strategy):
         assert jnp.isfinite(batch).all()
         return batch.sum()
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "variable 'total'", "jnp.where")
@@ -74,12 +75,12 @@ def if_of_a_variable(strategy):
             return batch
         return 2 * batch
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("update", "`x`", "jnp.where", "jax.lax.cond")
 def if_in_a_function(strategy):
-    @dist.function
+    @dist.function(autograph=False)
     def update(x):
         return x if x.sum() > 0 else -x
 
@@ -91,7 +92,7 @@ def max_of_two_values(strategy):
     def train_step(batch):
         return max(batch.mean(), 1.0)
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "`batch`", "float()", "Return it", "strategy.reduce")
@@ -100,7 +101,7 @@ def float_of_a_loss(strategy):
         loss = (batch**2).mean()
         return float(loss)
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "`batch`", ".item()", "Return it", "strategy.reduce")
@@ -116,7 +117,7 @@ def int_of_a_value(strategy):
     def train_step(batch):
         return int(batch.sum())
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "`num_steps`", "jax.lax.fori_loop")
@@ -126,7 +127,7 @@ def range_of_an_argument(strategy):
             batch = batch * 2
         return batch
 
-    strategy.run(train_step, args=(BATCH, 3))
+    strategy.run(train_step, args=(BATCH, 3), options=AS_IT_IS)
 
 
 @told("train_step", "`size`", "shape")
@@ -246,7 +247,7 @@ def if_of_the_replica_id(strategy):
             return batch
         return 2 * batch
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "the replica id", "experimental_distribute_values_from_function")
@@ -254,7 +255,7 @@ def int_of_the_replica_id(strategy):
     def train_step(batch):
         return batch * int(_id())
 
-    strategy.run(train_step, args=(BATCH,))
+    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
 
 
 @told("train_step", "the replica id", "experimental_distribute_values_from_function")
@@ -893,7 +894,7 @@ def test_errors_that_are_not_explained_keep_their_type_and_the_users_frames(stra
 
 def test_all_frames_stay_if_jax_shows_its_own(strategy):
     def train_step(batch):
-        return float(batch.sum())
+        return batch.sum().item()
 
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")

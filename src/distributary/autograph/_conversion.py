@@ -23,10 +23,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Code of these is not rewritten; neither is the standard library.
 _NOT_CONVERTED = frozenset(
-    "distributary jax jaxlib numpy scipy keras keras_hub keras_rs flax optax orbax chex grain torch"
-    " tensorflow malt".split()
+    {"distributary", "jax", "jaxlib", "numpy", "scipy", "keras", "keras_hub", "keras_rs", "flax"}
+    | {"optax", "orbax", "chex", "grain", "malt", "tensorflow", "torch"}
 )
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_NOT_PLAIN = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Names that malt gives to the functions it makes of blocks.
 _BLOCKS = ("if_body", "else_body", "loop_body", "loop_test", "extra_test", "get_state", "set_state")
 
@@ -74,11 +75,11 @@ def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: Any = None
     if scope is not None and f in (super, eval, locals, globals):
         return _in_original_context(f, args, scope)
     function = f.python_function if hasattr(f, "python_function") else f
-    owner = ()
+    owner: tuple[Any, ...] = ()
     if isinstance(function, types.MethodType):
         owner, function = (function.__self__,), function.__func__
     elif not isinstance(function, (types.FunctionType, type)):
-        call = getattr(type(function), "__call__", None)
+        call = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(call, types.FunctionType):
             owner, function = (function,), call
     if isinstance(function, types.FunctionType) and _is_convertible(function):
@@ -106,7 +107,7 @@ def _is_convertible(function: types.FunctionType) -> bool:
         module in _NOT_CONVERTED
         or hasattr(function, "autograph_info__")  # it is converted already
         or function in _marked
-        or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+        or code.co_flags & _NOT_PLAIN
         or (code.co_filename.startswith(_STANDARD_LIBRARY) and "-packages" not in code.co_filename)
         or code.co_filename.startswith("<frozen")
     )

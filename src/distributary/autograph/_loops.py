@@ -59,9 +59,7 @@ class Range:
     """
 
     def __init__(self, start: Any, stop: Any, step: Any) -> None:
-        self.start, self.stop, self.step = (
-            jnp.asarray(plain(end)) for end in (start, stop, step)
-        )
+        self.start, self.stop, self.step = (jnp.asarray(plain(end)) for end in (start, stop, step))
         for end in (self.start, self.stop, self.step):
             if not jnp.issubdtype(end.dtype, jnp.integer) or end.ndim:
                 raise InvalidTypeError(
@@ -131,9 +129,7 @@ class _Carry:
     def start(self) -> list[Any]:
         """Returns the carry before the loop."""
         return [
-            zeros(aval)
-            if is_unreturned(self._leaves[i])
-            else cast(self._leaves[i], aval)
+            zeros(aval) if is_unreturned(self._leaves[i]) else cast(self._leaves[i], aval)
             for i, aval in self.avals.items()
         ]
 
@@ -148,11 +144,7 @@ class _Carry:
         _state.depth += 1
         try:
             for _ in range(_MAX_RECORDS):
-                own = len(self.avals)
-                recorded = Recorded(
-                    lambda *arrays: turn(self.values(arrays[:own]), *arrays[own:]),
-                    [*self.avals.values(), *avals],
-                )
+                recorded = Recorded(self._applied(turn), [*self.avals.values(), *avals])
                 if self._is_settled(recorded, stacks):
                     return recorded
         finally:
@@ -162,12 +154,14 @@ class _Carry:
             " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."
         )
 
+    def _applied(self, turn: Callable[..., _Values]) -> Callable[..., _Values]:
+        own = len(self.avals)
+        return lambda *arrays: turn(self.values(arrays[:own]), *arrays[own:])
+
     def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """Returns the carry after a turn, and what was appended to lists in it."""
         leaves, appended = self._after(recorded.values, True)
-        carry = [
-            cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()
-        ]
+        carry = [cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()]
         rows = [[outs.get(id(leaf), leaf) for leaf in flatten(more)[0]] for more in appended]
         return carry, rows
 
@@ -223,9 +217,9 @@ class _Carry:
     def _check_list(self, name: str, stacks: bool) -> None:
         if not stacks:
             raise InvalidTypeError(
-                f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, whose number of"
-                " turns is known only when the step runs. Loop over an array or a range of a fixed"
-                " number, without `break` and `return`, or set items of an array:"
+                f"{shown_name(name)} grows in the `{self._what}` at {script_line()}, and how many"
+                " turns there are is known only when the step runs. Loop over an array or a range"
+                " of a fixed number, without `break` and `return`, or set items of an array:"
                 " x = x.at[i].set(value)."
             )
 
@@ -294,15 +288,16 @@ class _Carry:
         aval = aval_in(found, after)
         if aval.shape != before.shape:
             raise InvalidValueError(
-                f"{shown_name(name)} has shape {before.shape} before a turn of the `{self._what}` at"
-                f" {script_line()} and {aval.shape} after it. Shapes cannot change in a loop: begin"
-                " with an array of the final shape, or set items of one, x = x.at[i].set(value)."
+                f"{shown_name(name)} has shape {before.shape} before a turn of the `{self._what}`"
+                f" at {script_line()} and {aval.shape} after it. Shapes cannot change in a loop:"
+                " begin with an array of the final shape, or set items of one,"
+                " x = x.at[i].set(value)."
             )
         wider = joined(before, aval)
         if wider is None:
             raise InvalidTypeError(
-                f"{shown_name(name)} has dtype {before.dtype} before a turn of the `{self._what}` at"
-                f" {script_line()} and {aval.dtype} after it. Begin with"
+                f"{shown_name(name)} has dtype {before.dtype} before a turn of the `{self._what}`"
+                f" at {script_line()} and {aval.dtype} after it. Begin with"
                 f" jnp.asarray(value, {aval.dtype}), or convert it with x.astype({before.dtype})."
             )
         self.avals[i] = wider

@@ -13,7 +13,7 @@ Their names and arguments are those that diastatic-malt gives to the code it con
 import builtins
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -217,11 +217,9 @@ def or_(a: _Block, b: _Block) -> Any:
     return _both(pred, first, b, lambda second: (first, second))
 
 
-def _both(
-    pred: jax.Array, first: Any, b: _Block, ordered: Callable[[Any], tuple[Any, Any]]
-) -> jax.Array:
-    second = plain(b())
-    return jnp.where(pred, *(jnp.reshape(plain(value), ()) for value in ordered(second)))
+def _both(pred: jax.Array, first: Any, b: _Block, ordered: Callable[[Any], tuple[Any, Any]]) -> Any:
+    if_true, if_false = (jnp.reshape(plain(value), ()) for value in ordered(b()))
+    return jnp.where(pred, if_true, if_false)
 
 
 def not_(a: Any) -> Any:
@@ -272,9 +270,9 @@ class FunctionScope:
             return None
         if value is not None and is_traced(did_return):
             raise UnsupportedError(
-                f"{self.function_name}: `return` at {script_line()} depends on a value that is known"
-                " only when the step runs, and another path of the function returns nothing. Return"
-                " a value of the same shape and dtype on every path."
+                f"{self.function_name}: one path of the function at {script_line()} returns a value"
+                " and another one nothing, and which it is depends on a value that is known only"
+                " when the step runs. Return a value of the same shape and dtype on every path."
             )
         return value
 
@@ -310,13 +308,13 @@ def _print(*values: Any, sep: str | None = " ", end: str | None = "\n", **option
     leaves, tree = jax.tree.flatten([plain(value) for value in values])
     traced = [i for i, leaf in enumerate(leaves) if is_traced(leaf)]
     if not traced:
-        print(*values, sep=sep, end=end, **options)
+        builtins.print(*values, sep=sep, end=end, **options)
         return
 
     def show(*arrays: Any) -> None:
         for i, array in zip(traced, arrays, strict=True):
             leaves[i] = array
-        print(*jax.tree.unflatten(tree, leaves), sep=sep, end=end, **options)
+        builtins.print(*jax.tree.unflatten(tree, leaves), sep=sep, end=end, **options)
 
     jax.debug.callback(show, *(leaves[i] for i in traced))
 
@@ -345,9 +343,7 @@ def _any(values: Any) -> Any:
     return _reduced(values, builtins.any, jnp.logical_or, "any()")
 
 
-def _reduced(
-    values: Any, python: Callable[..., Any], of_two: Callable[..., Any], what: str
-) -> Any:
+def _reduced(values: Any, python: Callable[..., Any], of_two: Callable[..., Any], what: str) -> Any:
     values = list(values)
     if not any(map(is_traced, values)):
         return python(values)

@@ -1,7 +1,7 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
@@ -161,20 +161,17 @@ def choose(
     blocks = Recorded(first), Recorded(second)
     avals = blocks[0].avals() | blocks[1].avals()
     wanted: list[tuple[Any, Any, Any]] = []  # what the arrays are after each block, and their aval
-    merged: list[tuple[list[Any], Any]] = []
+    # Of every variable, what is the same after both blocks or a number in `wanted`.
+    merged: list[tuple[list[tuple[Literal["same", "made"], Any]], Any]] = []
     for name, one, two in zip(names, blocks[0].values, blocks[1].values, strict=True):
         pairs, tree = _aligned(name, one, two, what)
-        parts = []
+        parts: list[tuple[Literal["same", "made"], Any]] = []
         for a, b in pairs:
-            if a is True and b is negated:
-                parts.append(lambda outs: True)
-                continue
-            if is_same(a, b):
-                parts.append(lambda outs, a=a: a)
-                continue
-            aval = _common(name, a, b, avals, what)
-            parts.append(lambda outs, k=len(wanted): outs[k])
-            wanted.append((a, b, aval))
+            if is_same(a, b) or (a is True and b is negated):
+                parts.append(("same", a))
+            else:
+                parts.append(("made", len(wanted)))
+                wanted.append((a, b, _common(name, a, b, avals, what)))
         merged.append((parts, tree))
 
     def branch(block: Recorded, which: int) -> Callable[[], list[Any]]:
@@ -190,7 +187,10 @@ def choose(
         return run
 
     outs = jax.lax.cond(pred, branch(blocks[0], 0), branch(blocks[1], 1))
-    return [jax.tree.unflatten(tree, [part(outs) for part in parts]) for parts, tree in merged]
+    return [
+        jax.tree.unflatten(tree, [outs[of] if kind == "made" else of for kind, of in parts])
+        for parts, tree in merged
+    ]
 
 
 def shown_name(name: str) -> str:

@@ -90,9 +90,7 @@ def function(
 class Function:
     """A compiled function; made by `function`."""
 
-    def __init__(
-        self, python_function: Callable[..., Any], autograph: bool | None = None
-    ) -> None:
+    def __init__(self, python_function: Callable[..., Any], autograph: bool | None = None) -> None:
         self.python_function = python_function
         self._autograph = autograph
         self._programs: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()

@@ -52,7 +52,11 @@ class StepKind:
 
 
 RUN = StepKind()
-RUNS = {None: RUN, **{autograph: StepKind(autograph=autograph) for autograph in (False, True)}}
+RUNS: dict[bool | None, StepKind] = {
+    None: RUN,
+    False: StepKind(autograph=False),
+    True: StepKind(autograph=True),
+}
 UPDATE = StepKind("update", "shared")
 
 

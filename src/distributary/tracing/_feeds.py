@@ -322,6 +322,8 @@ def next_of(iterator: Feedable) -> Nest:
             " strategy.run(step, args=(next(iterator),))."
         )
     if not scope.is_outermost():
+        if scope.converts:  # a loop of the function, which can run on the host
+            feeding.leave(_frozen())
         raise _frozen()
     return feeding.give(iterator)
 

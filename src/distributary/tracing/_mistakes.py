@@ -524,7 +524,7 @@ def _tracer_of(error: BaseException) -> Any:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("jax.", "numpy")):
+        if not name.startswith(("jax.", "numpy", "random")):
             return None
         for value in frame.f_locals.values():
             parts = value if isinstance(value, (tuple, list)) else (value,)

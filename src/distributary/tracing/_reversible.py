@@ -43,7 +43,8 @@ def reversible_while_loop(
         after = jax.tree.leaves(turn(jax.tree.unflatten(tree, leaves)))
         return [jnp.asarray(new, old.dtype) for new, old in zip(after, leaves, strict=True)]
 
-    goes_on, read = jax.closure_convert(lambda own: is_going_on(jax.tree.unflatten(tree, own)), first)
+    condition = lambda own: is_going_on(jax.tree.unflatten(tree, own))
+    goes_on, read = jax.closure_convert(condition, first)
     next_, used = jax.closure_convert(next_leaves, first)
 
     def split(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -76,10 +77,10 @@ def reversible_while_loop(
         own, number, distance, kept = lax.while_loop(
             lambda state: goes_on(state[0], *read), keeping, begin
         )
-        return own, (number, distance, kept, used, read)
+        return own, (number, distance, kept, used)
 
     def backward(residuals: Any, cotangents: list[Any]) -> Any:
-        number, distance, kept, used, read = residuals
+        number, distance, kept, used = residuals
 
         def before(turns: Any) -> list[Any]:
             at = turns // distance

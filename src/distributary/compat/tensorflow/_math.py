@@ -40,7 +40,7 @@ def range_(
     limit: ArrayLike | None = None,
     delta: ArrayLike = 1,
     dtype: DTypeLike | None = None,
-) -> Array:
+) -> Array | Range:
     """`tf.range`; with a traced end, only a loop can take its numbers."""
     scope = current_scope()
     ends = (0, start) if limit is None else (start, limit)
