@@ -8,6 +8,7 @@ from distributary._late import late_names
 
 if TYPE_CHECKING:
     from distributary import (
+        autograph,
         checkpoint,
         cluster_resolver,
         config,
@@ -102,6 +103,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "autograph",
     "checkpoint",
     "cluster_resolver",
     "config",

@@ -17,7 +17,7 @@ from distributary.autograph._conversion import converted, do_not_convert
 from distributary.autograph._loops import Range
 from distributary.autograph._operators import is_traced
 
-__all__ = ["Range", "converted", "do_not_convert", "is_traced", "set_loop_options"]
+__all__ = ["do_not_convert", "set_loop_options"]  # for users
 
 
 def __getattr__(name: str) -> Any:
