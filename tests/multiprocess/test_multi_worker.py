@@ -188,7 +188,7 @@ def _check_errors(errors, worker):
 
 # Files, and single operations, are the same for any number of devices.
 @pytest.mark.parametrize(
-    ("num_workers", "devices", "options"), [(2, 2, []), (3, 1, ["sharded", "everything"])]
+    ("num_workers", "devices", "options"), [(2, 2, ["sharded", "everything"]), (3, 1, [])]
 )
 def test_keras_computes_what_it_computes_in_one_process(
     num_workers, devices, options, job, alone, tmp_path

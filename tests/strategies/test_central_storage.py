@@ -73,9 +73,15 @@ def _batches(*sizes):
     return [random.normal(size=(size, SIZE)).astype(np.float32) / 8 for size in sizes]
 
 
-@pytest.mark.parametrize("compute", [COMPUTE, ["CPU:1"]], ids=["3 replicas", "1 replica"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
-@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+@pytest.mark.parametrize(
+    ("memory", "compiled", "compute"),
+    [
+        pytest.param("device", False, COMPUTE, id="device, run, 3 replicas"),
+        pytest.param("pinned_host", True, COMPUTE, id="host, function, 3 replicas"),
+        pytest.param("pinned_host", False, ["CPU:1"], id="host, run, 1 replica"),
+        pytest.param("device", True, ["CPU:1"], id="device, function, 1 replica"),
+    ],
+)
 def test_there_is_one_copy_and_the_optimizer_runs_where_it_lies(
     compute, compiled, memory, monkeypatch
 ):
