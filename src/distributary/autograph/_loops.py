@@ -202,8 +202,8 @@ class _Carry:
                 self.appended[name] = len(more)
                 appended.append(more)
                 self._check_list(name, stacks)
-            elif len(own) == 1 and is_undefined(own[0]):
-                self._define(name, position, leaves, own[0])
+            elif len(own) == 1 and is_undefined(own[0]) and not is_unreturned(own[0]):
+                self._check_defined(name, leaves)
             elif other != tree:
                 raise InvalidTypeError(
                     f"{shown_name(name)} has another structure after a turn of the `{self._what}`"
@@ -223,22 +223,33 @@ class _Carry:
                 " x = x.at[i].set(value)."
             )
 
-    def _define(self, name: str, position: int, leaves: list[Any], before: Any) -> None:
-        if len(leaves) == 1 and is_undefined(leaves[0]):
-            return
-        if not is_unreturned(before):
+    def _check_defined(self, name: str, leaves: list[Any]) -> None:
+        if len(leaves) != 1 or not is_undefined(leaves[0]):
             raise InvalidValueError(
                 f"{shown_name(name)} gets its first value in the `{self._what}` at {script_line()}"
                 " and is used after it. There may be no turn at all, so assign it before the loop."
             )
-        if len(leaves) != 1:
-            raise InvalidTypeError(
-                f"A `return` in the `{self._what}` at {script_line()} returns several values."
-                " Assign them to variables that have values before the loop, and return them after"
-                " it."
-            )
+
+    def _returns_several(self, values: _Values) -> bool:
+        """Gives the result of the function, which there is not yet, the structure of `values`."""
+        position = 0
+        for k, (value, tree) in enumerate(zip(values, self._trees, strict=True)):
+            count = tree.num_leaves
+            leaves, other = flatten(value)
+            if count == 1 and is_unreturned(self._leaves[position]) and other != tree:
+                more = len(leaves) - 1
+                self._leaves[position : position + 1] = [self._leaves[position]] * len(leaves)
+                self._name_of[position : position + 1] = [self._names[k]] * len(leaves)
+                self._trees[k] = other
+                avals = self.avals.items()
+                self.avals = {i + more if i > position else i: aval for i, aval in avals}
+                return True
+            position += count
+        return False
 
     def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
+        if self._returns_several(recorded.values):
+            return False
         leaves, _ = self._after(recorded.values, stacks)
         found = recorded.avals()
         inputs = dict(zip(self.avals, recorded.inputs, strict=False))
