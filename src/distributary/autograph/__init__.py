@@ -13,9 +13,9 @@ is unrolled, and `if training:` is decided while the step is traced.
 
 from typing import Any
 
-from distributary.autograph._conversion import converted, do_not_convert
-from distributary.autograph._loops import Range
-from distributary.autograph._operators import is_traced
+from distributary.autograph._conversion import converted as converted, do_not_convert
+from distributary.autograph._loops import Range as Range
+from distributary.autograph._operators import is_traced as is_traced
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users
 

@@ -313,6 +313,12 @@ def _transpiler() -> Any:
             scope = self.state[control_flow._Function].scope
             return frozenset(scope.nonlocals | scope.globals)
 
+    class ConditionalExpressions(conditional_expressions.ConditionalExpressionTransformer):
+        """Also converts the expressions inside of an expression."""
+
+        def visit_IfExp(self, node: Any) -> Any:  # noqa: N802
+            return super().visit_IfExp(self.generic_visit(node))
+
     def of_control_flow(node: Any, context: Any) -> Any:
         graphs = cfg.build(node)
         node = activity.resolve(qual_names.resolve(node), context, None)
@@ -326,7 +332,7 @@ def _transpiler() -> Any:
         return_statements.transform,
         call_trees.transform,
         of_control_flow,
-        conditional_expressions.transform,
+        lambda node, context: ConditionalExpressions(context).visit(node),
         logical_expressions.transform,
         variables.transform,
     ]

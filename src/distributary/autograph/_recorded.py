@@ -169,6 +169,8 @@ def choose(
         for a, b in pairs:
             if is_same(a, b) or (a is True and b is negated):
                 parts.append(("same", a))
+            elif (a is None and is_unreturned(b)) or (is_unreturned(a) and b is None):
+                parts.append(("same", None))
             else:
                 parts.append(("made", len(wanted)))
                 wanted.append((a, b, _common(name, a, b, avals, what)))

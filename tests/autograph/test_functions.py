@@ -1,0 +1,689 @@
+"""Control flow over traced values computes what Python computes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+CASES = {}
+
+
+def case(*inputs):
+    """Notes a function, with tuples of arguments; Python itself is the reference."""
+
+    def note(function):
+        CASES[function.__name__] = function, inputs
+        return function
+
+    return note
+
+
+NUMBERS = [(-3.0,), (0.0,), (0.5,), (4.0,)]
+ROWS = [(np.array([1.0, -2.0, 3.0, 5.0], np.float32),), (np.array([4.0, 0.5], np.float32),)]
+COUNTS = [(0,), (1,), (6,)]
+
+
+@case(*NUMBERS)
+def if_alone(x):
+    y = x
+    if x > 0:
+        y = x * 2
+    return y
+
+
+@case(*NUMBERS)
+def if_else(x):
+    if x > 1:
+        y, z = x, 1.0
+    else:
+        y, z = -x, 2.0
+    return y, z
+
+
+@case(*NUMBERS)
+def elif_chain(x):
+    if x < -1:
+        y = 1
+    elif x < 0.25:
+        y = 2
+    elif x < 1:
+        y = 3
+    else:
+        y = 4
+    return y
+
+
+@case(*NUMBERS)
+def nested_ifs(x):
+    y = 0.0
+    if x > 0:
+        if x > 1:
+            y = x
+        else:
+            y = 10 * x
+        y = y + 1
+    return y
+
+
+@case(*NUMBERS)
+def early_returns(x):
+    if x > 1:
+        return x
+    if x < -1:
+        return -x
+    return x * 0.0
+
+
+@case(*NUMBERS)
+def return_of_a_nest(x):
+    if x > 0:
+        return {"a": x, "b": [x, 2 * x]}
+    return {"a": -x, "b": [x * 0, x]}
+
+
+@case(*NUMBERS)
+def bare_return(x):
+    found = []
+    if x > 1:
+        return
+    found.append(1)
+
+
+@case(*NUMBERS)
+def conditional_expression(x):
+    return (x if x > 1 else -x) + (1 if x < 0 else 2 if x < 1 else 3)
+
+
+@case(*NUMBERS)
+def logic(x):
+    return (
+        1 if x > 0 and x < 3 else 0,
+        1 if x < 0 or x > 3 else 0,
+        1 if not x > 0 else 0,
+        1 if not (x < 0 or x > 3) and -1 < x <= 4 else 0,
+    )
+
+
+@case(*NUMBERS)
+def logic_with_python_values(x, flag=True, other=None):
+    if flag and x > 0:
+        x = x + 1
+    if other is not None and x > other:
+        x = x + 10
+    if flag or x / 0 > 1:
+        x = x + 100
+    return x
+
+
+@case(*NUMBERS)
+def chained_comparison(x):
+    return 1 if 0 <= x < 1 else 0
+
+
+@case(*NUMBERS)
+def python_decides(x, mode="double"):
+    if mode == "double":
+        return x * 2
+    raise ValueError(mode)
+
+
+@case(*NUMBERS)
+def while_loop(x):
+    turns = 0
+    while x < 10:
+        x = x * x + 1
+        turns += 1
+    return x, turns
+
+
+@case(*NUMBERS)
+def while_with_break_and_continue(x):
+    turns = kept = 0
+    while True:
+        turns += 1
+        x = x + 1
+        if turns > 20:
+            break
+        if turns % 3 == 0:
+            continue
+        kept += 1
+        if x > 5:
+            break
+    return x, turns, kept
+
+
+@case(*NUMBERS)
+def while_with_return(x):
+    while x < 100:
+        x = 2 * abs(x) + 3
+        if x > 50:
+            return x
+    return -x
+
+
+@case(*NUMBERS)
+def while_over_python_values(x):
+    turns = 0
+    while turns < 3:
+        x = x + turns
+        turns += 1
+    return x, turns
+
+
+@case(*NUMBERS)
+def a_number_takes_the_dtype_of_the_loop(x):
+    total = 0
+    for _ in range(3):
+        total = total + 0.5
+    while x > 1:
+        x = x - 1
+        total += x
+    return total
+
+
+@case(*ROWS)
+def for_over_an_array(xs):
+    total = 0.0
+    for x in xs:
+        total += x
+    return total
+
+
+@case(*ROWS)
+def for_with_break_and_continue(xs):
+    total = 0.0
+    for x in xs:
+        if x < 0:
+            continue
+        if x > 4:
+            break
+        total += x
+    return total
+
+
+@case(*ROWS)
+def for_with_return(xs):
+    for x in xs:
+        if x > 2:
+            return x
+    return -1.0
+
+
+@case(*ROWS)
+def for_with_return_of_several(xs):
+    before = 0.0
+    for x in xs:
+        before += x
+        if x > 2:
+            return x, before
+    return 0.0, -1.0
+
+
+@case(*ROWS)
+def the_last_row_stays(xs):
+    for x in xs:
+        y = 2 * x
+    return x, y
+
+
+@case((np.arange(12.0, dtype=np.float32).reshape(4, 3),))
+def for_over_rows_in_rows(table):
+    total = 0.0
+    for row in table:
+        part = 0.0
+        for x in row:
+            if x % 2 == 0:
+                part += x
+        total = total + part * row[0]
+    return total
+
+
+@case(*ROWS)
+def append(xs):
+    kept = []
+    for x in xs:
+        kept.append(x * 2 if x > 0 else x)
+    return sum(kept), kept[0], len(kept)
+
+
+@case(*ROWS)
+def append_twice_to_a_list_with_items(xs):
+    kept, other = [0.0], []
+    for x in xs:
+        kept.append(x)
+        kept.append(-x)
+        other.append((x, 1.0))
+    return kept[0] + kept[1] + kept[4], other[1][0], len(kept)
+
+
+@case(*COUNTS)
+def for_over_range(n):
+    total = 0
+    for i in range(n):
+        if i % 2 == 0:
+            continue
+        total += i
+    return total
+
+
+@case((2, 9, 3), (5, 1, -2), (0, 3, 1), (3, 0, 1))
+def for_over_range_with_steps(start, stop, step):
+    total = 0
+    for i in range(start, stop, step):
+        total = total * 2 + i
+    return total
+
+
+@case(*COUNTS)
+def for_over_range_with_break(n):
+    total = 0
+    for i in range(n):
+        for j in range(i):
+            if i + j > 6:
+                break
+            total += j
+        if total > 5:
+            return total
+    return -total
+
+
+@case(*COUNTS)
+def for_over_python_values(n):
+    total = 0
+    for i, (name, weight) in enumerate(zip("abc", [1, 2, 3], strict=True)):
+        if n > i:
+            total += weight * len(name)
+    for key, value in {"x": 1, "y": 2}.items():
+        if n > 3 and key == "y":
+            total += value
+    return total
+
+
+@case(*COUNTS)
+def break_out_of_a_list(n):
+    total = 0
+    for i in [1, 2, 3, 4]:
+        if i > n:
+            break
+        total += i
+    return total
+
+
+@case(*NUMBERS)
+def builtins_on_values(x):
+    return (
+        max(x, 1.0),
+        min(x, 1.0, -1.0),
+        abs(x),
+        int(x),
+        float(x),
+        1 if any([x > 0, x < -1]) else 0,
+        1 if all([x > 0, x < 1]) else 0,
+        1 if bool(x > 0) else 0,
+    )
+
+
+@case(*NUMBERS)
+def asserts_that_hold(x):
+    assert x < 100, f"{x} is too large"
+    assert x < 100
+    return x
+
+
+@case(*NUMBERS)
+def functions_that_are_called(x):
+    def inner(y, *more, scale=2.0, **options):
+        if y > 0:
+            return y * scale + len(more) + len(options)
+        return y
+
+    return inner(x) + inner(x, 1, 2, scale=3.0, a=1) + _elsewhere(x)
+
+
+def _elsewhere(x):
+    while x > 1:
+        x = x / 2
+    return x
+
+
+@case(*NUMBERS)
+def variables_of_outer_functions(x):
+    total = 0.0
+
+    def add(y):
+        nonlocal total
+        if y > 0:
+            total = total + y
+
+    for i in range(3):
+        add(x - i)
+    return total
+
+
+@case(*NUMBERS)
+def recursion(x, depth=3):
+    if depth == 0:
+        return x
+    if x > 0:
+        x = x - 1
+    return recursion(x, depth - 1)
+
+
+@case(*NUMBERS)
+def lambdas_and_partials(x):
+    clipped = lambda y: y if y < 1 else 1.0
+    scaled = functools.partial(_scaled, scale=3.0)
+    return clipped(x), scaled(x)
+
+
+def _scaled(x, scale):
+    if x > 0:
+        return x * scale
+    return x
+
+
+@case(*NUMBERS)
+def comprehensions_and_generators(x):
+    return sum(y * 2 for y in [x, 1.0]) + sum([y if y > 0 else 0.0 for y in (x, -x)])
+
+
+def _doubled(function):
+    @functools.wraps(function)
+    def call(*args):
+        return 2 * function(*args)
+
+    return call
+
+
+@_doubled
+def _decorated(x):
+    if x > 1:
+        return x
+    return 0.0 * x
+
+
+@case(*NUMBERS)
+def decorated_functions(x):
+    return _decorated(x)
+
+
+class _Base:
+    def scale(self, x):
+        return x * 2
+
+
+class _Derived(_Base):
+    bias = 1.0
+
+    def scale(self, x):
+        if x > 0:
+            return super().scale(x) + self.bias
+        return x
+
+    def __call__(self, x):
+        while x < 20:
+            x = self.scale(x) + 5
+        return x
+
+    @staticmethod
+    def clipped(x):
+        return x if x < 1 else 1.0
+
+    @property
+    def half(self):
+        return 0.5
+
+
+@case(*NUMBERS)
+def methods_and_objects(x):
+    made = _Derived()
+    return made(x), made.scale(x), made.clipped(x) * made.half
+
+
+@case(*NUMBERS)
+def attributes_and_items(x):
+    class Record:
+        value = 0.0
+
+    record, table = Record(), {"a": 1.0, "b": 2.0}
+    if x > 0:
+        record.value = x
+        table["a"] = table["a"] + x
+    while x > 0.25:
+        table["b"] = table["b"] * 2
+        x = x / 2
+    return record.value, table["a"], table["b"]
+
+
+@case(*NUMBERS)
+def with_and_try(x):
+    try:
+        with np.errstate(all="ignore"):
+            if x > 0:
+                x = x + 1
+    finally:
+        y = 2
+    return x * y
+
+
+@case((3.0,))
+def deleted_names(x):
+    y = x
+    if y > 0:
+        z = y
+    else:
+        z = -y
+    del y
+    return z
+
+
+@case(*NUMBERS)
+def objects_stay_objects(x, name="a", function=math.floor):
+    label = name
+    if x > 0:
+        x = x + function(2.5)
+    return x * (label == "a")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_python(name):
+    function, inputs = CASES[name]
+    compiled = dist.function(function, autograph=True)
+
+    for values in inputs:
+        expected = function(*values)
+        got = compiled(*(jnp.asarray(v, jnp.asarray(v).dtype) for v in values))
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+def test_only_functions_that_need_it_are_converted():
+    traces = []
+
+    @dist.function
+    def plain(x):
+        traces.append(1)
+        return x + 1
+
+    @dist.function
+    def flows(x):
+        traces.append(1)
+        return x if x > 0 else -x
+
+    plain(1.0)
+    assert len(traces) == 1
+    assert float(flows(-2.0)) == 2.0
+    assert len(traces) == 3  # as it is, then converted
+
+
+def test_functions_that_are_marked_run_as_they_are():
+    @dist.autograph.do_not_convert
+    def unconverted(x):
+        return x if x > 0 else -x
+
+    @dist.function
+    def calls(x):
+        return unconverted(x)
+
+    with pytest.raises(dist.errors.TracedValueError, match=r"calls: `if` at test_functions.py"):
+        calls(1.0)
+
+
+def test_a_function_without_source_says_so():
+    space = {}
+    exec("def no_source(x):\n    return x if x > 0 else -x", space)
+
+    with pytest.raises(dist.errors.TracedValueError) as caught:
+        dist.function(space["no_source"])(1.0)
+
+    assert any("AutoGraph has not converted no_source" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("autograph", [None, True])
+def test_gradients_are_those_of_control_flow_by_hand(autograph):
+    w = dist.Variable(1.5)
+    xs = np.array([1.0, -2.0, 3.0], np.float32)
+
+    @dist.function(autograph=autograph)
+    def gradients(xs, n):
+        with dist.GradientTape(persistent=True) as tape:
+            tape.watch(xs)
+            chosen = looped = 0.0
+            for x in xs:
+                if x > 0:
+                    chosen += w * x
+                else:
+                    chosen += w * w * x
+                looped += x * w
+            while looped < n:
+                looped = looped * w
+        return [*tape.gradient(chosen, [w, xs]), *tape.gradient(looped, [w, xs])]
+
+    def chosen(w, xs):
+        return jnp.sum(jnp.where(xs > 0, w * xs, w * w * xs))
+
+    def looped(w, xs, turns):
+        return jnp.sum(xs * w) * w**turns
+
+    turns = next(k for k in range(99) if looped(1.5, xs, k) >= 20)
+    expected = [
+        *jax.grad(chosen, (0, 1))(1.5, xs),
+        *jax.grad(looped, (0, 1))(1.5, xs, turns),
+    ]
+    got = gradients(xs, jnp.float32(20))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 64, 65, 130, 300])
+def test_gradients_of_long_loops(turns):
+    w = dist.Variable(1.01)
+
+    @dist.function
+    def gradients(x, n):
+        with dist.GradientTape() as tape:
+            tape.watch(x)
+            y, i = x, 0
+            while i < n:
+                y = y * w + 0.01 * jnp.sin(y)
+                i += 1
+        return y, *tape.gradient(y, [w, x])
+
+    def by_hand(w, x):
+        return jax.lax.fori_loop(0, turns, lambda _, y: y * w + 0.01 * jnp.sin(y), x)
+
+    expected = by_hand(1.01, 0.7), *jax.grad(by_hand, (0, 1))(1.01, 0.7)
+    np.testing.assert_allclose(gradients(jnp.float32(0.7), jnp.int32(turns)), expected, rtol=1e-4)
+
+
+def test_the_largest_number_of_turns():
+    @dist.function
+    def doubled(x):
+        while x < 100:
+            dist.autograph.set_loop_options(maximum_iterations=4)
+            x = 2 * x
+        return x
+
+    assert float(doubled(1.0)) == 16
+    assert float(doubled(40.0)) == 160
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_steps_of_replicas(num_replicas):
+    strategy = dist.MirroredStrategy([f"CPU:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        total = dist.Variable(0.0, aggregation=dist.VariableAggregation.SUM)
+        largest = dist.Variable(-1.0, synchronization=dist.VariableSynchronization.ON_READ)
+    batches = [np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)]
+
+    def step(xs):
+        context = dist.get_replica_context()
+        own = 0.0
+        for x in xs:
+            if x > 1:
+                own += x
+            if x > largest.value():
+                largest.assign(x)
+        if context.replica_id_in_sync_group == 0:
+            own += 1000
+        if context.all_reduce("SUM", own) > 1010:
+            own = context.all_reduce("SUM", own)
+        total.assign_add(own)
+        return own
+
+    dataset = dist.data.Dataset.from_generator(lambda: iter(batches))
+    expected, running = [], 0.0
+    for xs, values in zip(batches, strategy.experimental_distribute_dataset(dataset), strict=True):
+        got = strategy.experimental_local_results(strategy.run(step, (values,)))
+        parts = np.array_split(xs, num_replicas)
+        owns = [part[part > 1].sum() + (1000 if i == 0 else 0) for i, part in enumerate(parts)]
+        if sum(owns) > 1010:
+            owns = [sum(owns)] * num_replicas
+        running += sum(owns)
+        np.testing.assert_allclose(got, owns)
+        np.testing.assert_allclose(total.numpy(), running)
+        expected.append(owns)
+    assert max(float(v) for v in strategy.experimental_local_results(largest)) == 7
+
+
+def test_an_assertion_that_fails_when_the_step_runs():
+    @dist.function
+    def checked(x):
+        assert x > 0, f"x was {1 + 1}"
+        return x
+
+    assert float(checked(1.0)) == 1
+    with pytest.raises(Exception, match=r"x was 2 .the assert at test_functions.py"):
+        jax.block_until_ready(checked(-1.0))
+        jax.effects_barrier()
+
+
+def test_print_shows_the_values(capfd):
+    @dist.function
+    def printed(x):
+        if x > 0:
+            print("x is", x, {"twice": 2 * x}, sep=":")
+        return x
+
+    printed(2.0)
+    printed(-2.0)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[0].startswith("x is:2.0:")
+
+
+def test_elements_are_taken_once():
+    iterator = iter(dist.data.Dataset.range(20))
+
+    @dist.function
+    def total(n):
+        found = 0
+        for _ in range(n):
+            found += next(iterator)
+        return found
+
+    assert [int(total(n)) for n in (3, 2, 0, 4)] == [3, 7, 0, 26]

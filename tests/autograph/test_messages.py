@@ -1,0 +1,175 @@
+"""What cannot be converted is refused with the user's line and variable."""
+
+import re
+import traceback
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+CASES = {}
+
+
+def told(error, *parts, argument=1.0):
+    """Notes a function with the error that it gets, and what the message must contain."""
+
+    def note(function):
+        CASES[function.__name__] = function, error, parts, argument
+        return function
+
+    return note
+
+
+@told(ValueError, "`y` has shape (2,) after one branch of the `if` at", "(3,) after the other")
+def shapes_of_branches(x):
+    if x > 0:
+        y = jnp.zeros(2)
+    else:
+        y = jnp.zeros(3)
+    return y
+
+
+@told(TypeError, "`y` has dtype float32 after one branch", "int32 after the other", "x.astype")
+def dtypes_of_branches(x):
+    if x > 0:
+        y = jnp.zeros(2)
+    else:
+        y = jnp.zeros(2, int)
+    return y
+
+
+@told(TypeError, "`y` is", "'b' after the other", "only numbers and arrays can differ")
+def objects_of_branches(x):
+    if x > 0:
+        y = "a"
+    else:
+        y = "b"
+    return y
+
+
+@told(TypeError, "`y` is", "the same structure in both")
+def structures_of_branches(x):
+    if x > 0:
+        y = (x, x)
+    else:
+        y = (x,)
+    return y
+
+
+@told(ValueError, "`y` has a value after one branch of the `if` at", "assign it in both")
+def a_name_of_one_branch(x):
+    if x > 0:
+        y = x
+    return y
+
+
+@told(
+    dist.errors.UnsupportedError, "one path of the function at", "Return a value of the same shape"
+)
+def a_result_of_one_path(x):
+    if x > 0:
+        return x
+
+
+@told(ValueError, "`x` has shape () before a turn of the `while` at", "(2,) after it")
+def shapes_of_turns(x):
+    while jnp.max(x) > 0:
+        x = jnp.stack([jnp.max(x), -1.0])
+    return x
+
+
+@told(TypeError, "`n` has dtype int32 before a turn of the `while` at", "float32 after it")
+def dtypes_of_turns(x):
+    n = jnp.int32(1)
+    while x > n:
+        n = n + jnp.float32(0.5)
+    return n
+
+
+@told(ValueError, "`y` gets its first value in the `while` at", "assign it before the loop")
+def a_name_of_a_loop(x):
+    while x > 0:
+        y = x
+        x = x - 1
+    return y
+
+
+@told(TypeError, "`rows` grows in the `while` at", "x.at[i].set(value)")
+def a_list_that_grows(x):
+    rows = []
+    while x > 0:
+        rows.append(x)
+        x = x - 1
+    return rows
+
+
+@told(TypeError, "`name` is 'a' before the `while` at", "only numbers and arrays can change")
+def objects_of_turns(x):
+    name = "a"
+    while x > 0:
+        name = "b"
+        x = x - 1
+    return name
+
+
+@told(
+    ValueError,
+    "`if` at",
+    "needs one truth value",
+    "shape (3,)",
+    "jnp.where",
+    argument=np.zeros(3, np.float32),
+)
+def an_array_as_a_condition(x):
+    if x > 0:
+        x = -x
+    return x
+
+
+@told(TypeError, "The `for` at", "has no rows")
+def a_number_as_rows(x):
+    total = 0.0
+    for y in x:
+        total += y
+    return total
+
+
+@told(TypeError, "range: got", "expected a whole number")
+def a_range_of_a_fraction(x):
+    total = 0.0
+    for i in range(x):
+        total += i
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_message_names_the_line_and_the_variable(name):
+    function, error, parts, argument = CASES[name]
+
+    with pytest.raises(error) as caught:
+        dist.function(function, autograph=True)(argument)
+
+    text = str(caught.value)
+    assert [part for part in parts if part not in text] == [], text
+    assert re.search(r"test_messages.py:\d+", text), text
+    frames = traceback.extract_tb(caught.tb)
+    own = [frame for frame in frames if frame.name == name]
+    assert own
+    assert all(frame.filename == __file__ and frame.line for frame in own)
+    assert not any("malt" in frame.filename for frame in frames)
+
+
+def test_elements_that_are_gone_are_refused_in_a_step():
+    def step(x):
+        total = 0.0
+        for y in (value for value in [1.0, 2.0]):
+            if y > x:
+                break
+            total += y
+        return total
+
+    with pytest.raises(dist.errors.UnsupportedError, match=r"The `for` at .* ends early"):
+        dist.OneDeviceStrategy("CPU:0").run(step, (1.0,))
+    assert float(dist.function(step)(1.0)) == 1  # a function can run on the host
