@@ -1,4 +1,7 @@
-"""Uses an installed distributary where nothing but its dependencies is installed."""
+"""Uses an installed distributary where nothing but its dependencies is installed.
+
+If more is installed, the arguments name it, as modules: `smoke.py grpc keras`.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -10,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import distributary as dist
+import distributary.compat.tensorflow as tf
 
 place = Path(dist.__file__)
 assert "site-packages" in place.parts, place
@@ -53,8 +57,12 @@ cluster = {"worker": ["127.0.0.1:2222"], "ps": ["127.0.0.1:2223"]}
 for use, module, package in (
     (lambda: dist.Server(cluster, job_name="ps", task_index=0), "grpc", "grpcio>="),
     (lambda: dist.experimental.ray_cluster(workers=1, ps=1), "ray", "ray>="),
+    (lambda: tf.keras, "keras", "keras>="),
 ):
-    assert importlib.util.find_spec(module) is None, f"{module} is installed"
+    is_installed = importlib.util.find_spec(module) is not None
+    assert is_installed == (module in sys.argv), f"{module} {is_installed=}"
+    if is_installed:
+        continue
     assert f"'{package}" in message_of(use), message_of(use)
 
 command = Path(sys.executable).with_name("distributary")

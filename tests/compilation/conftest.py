@@ -33,7 +33,7 @@ def _installed(module: str) -> bool:
 def run_program() -> Callable[..., str]:
     """A function that runs a program with arguments and stdin, and returns its stdout."""
     if not (_installed("libtpu") and _installed("jax_plugins.xla_cuda13")):
-        pytest.skip("needs pip install 'distributary[compile]'")
+        pytest.skip("needs pip install -e '.[compile]'")
 
     # The programs run in their folder, where relative folders of the path are not.
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -183,10 +183,11 @@ def test_workers_are_killed_while_others_work(new_job):
 def test_a_closure_that_ends_its_workers_is_an_error(new_job):
     job = new_job()
     job.run()
-    killed = []
+    killed, all_scheduled = [], threading.Event()
 
     def fault(source, target, message, deliver):
         if message.kind == "run" and 20 in map(int, message.arrays):
+            all_scheduled.wait()  # or `schedule` raises the error
             killed.append(target)
             job.cluster.kill(target)
             job.cluster.restart(target)
@@ -195,6 +196,7 @@ def test_a_closure_that_ends_its_workers_is_an_error(new_job):
 
     job.cluster.fault = fault
     values = job.schedule(100)
+    all_scheduled.set()
     with pytest.raises(UnavailableError) as caught:
         job.coordinator.join()
 

@@ -726,6 +726,8 @@ _RANDOM_LAYERS = {
             "RandomTranslation": lambda: kl.RandomTranslation(0.5, 0.5),
             "RandomZoom": lambda: kl.RandomZoom(0.5),
             "SpatialDropout2D": lambda: kl.SpatialDropout2D(0.5),
+            # Keras 3.16; last, because the others take the seeds after it.
+            **({"Mosaic": lambda: kl.Mosaic()} if hasattr(kl, "Mosaic") else {}),
         },
         np.tile(_RANDOM.uniform(0.2, 1.0, size=(4, 4, 4, 3)).astype(np.float32), (2, 1, 1, 1)),
     ),

@@ -14,7 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from distributary.context import register_scope_listener
-from distributary.errors import DistributaryWarning, MissingPackageError, UnsupportedError, shown
+from distributary.errors import (
+    DistributaryWarning,
+    MissingPackageError,
+    UnsupportedError,
+    pip_install,
+    shown,
+)
 from distributary.tracing import register_around_traces
 from distributary.variables import (
     ForeignVariable,
@@ -69,7 +75,7 @@ def import_keras() -> Any:
         if error.name != "keras":
             raise
         raise MissingPackageError(
-            "Keras is not installed. Install it: pip install 'distributary[keras]'."
+            f"Keras is not installed. Install it: {pip_install('keras')}"
         ) from error
     connect()
     return keras
