@@ -44,6 +44,18 @@ with tempfile.TemporaryDirectory() as directory:
     np.testing.assert_array_equal(weights, trained)
 
 
+@dist.function
+def collatz(n):
+    steps = 0
+    while n != 1:
+        n = n // 2 if n % 2 == 0 else 3 * n + 1
+        steps += 1
+    return steps
+
+
+assert int(collatz(27)) == 111
+
+
 def message_of(use):
     try:
         use()
