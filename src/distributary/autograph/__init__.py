@@ -11,18 +11,12 @@ diastatic-malt, which is TensorFlow's AutoGraph without TensorFlow, and `_operat
 is unrolled, and `if training:` is decided while the step is traced.
 """
 
-from typing import Any
-
-from distributary.autograph._conversion import converted as converted, do_not_convert
+from distributary.autograph._conversion import (
+    converted as converted,
+    do_not_convert,
+    set_loop_options,
+)
 from distributary.autograph._loops import Range as Range
 from distributary.autograph._operators import is_traced as is_traced
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users
-
-
-def __getattr__(name: str) -> Any:
-    if name == "set_loop_options":  # malt looks for this very function in the code it converts
-        from malt.lang.directives import set_loop_options
-
-        return set_loop_options
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -43,6 +43,25 @@ def do_not_convert(func: _F) -> _F:
     return func
 
 
+def set_loop_options(
+    parallel_iterations: int | None = None,
+    swap_memory: bool | None = None,
+    maximum_iterations: int | None = None,
+    shape_invariants: Any = None,
+) -> None:
+    """Sets options of the loop whose first statement this is, if the loop is converted.
+
+    Args:
+        parallel_iterations: No effect.
+        swap_memory: No effect.
+        maximum_iterations: The most turns of a `while` loop. It is evaluated this many times then,
+            and its gradients need no turn to be computed again.
+        shape_invariants: No effect: shapes stay the same in all turns.
+
+    Source: `tf.autograph.experimental.set_loop_options`.
+    """
+
+
 _marked: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -292,7 +311,8 @@ def _transpiler() -> Any:
     )
     from malt.core import unsupported_features_checker
     from malt.impl.api import PyToPy
-    from malt.pyct import cfg, qual_names
+    from malt.lang import directives as lang
+    from malt.pyct import anno, cfg, qual_names
     from malt.pyct.static_analysis import activity, liveness, reaching_definitions, reaching_fndefs
     from malt.pyct.transpiler import GenericTranspiler
 
@@ -313,6 +333,18 @@ def _transpiler() -> Any:
             scope = self.state[control_flow._Function].scope
             return frozenset(scope.nonlocals | scope.globals)
 
+    class Directives(directives.DirectivesTransformer):
+        """Knows `set_loop_options`."""
+
+        def visit_Expr(self, node: Any) -> Any:  # noqa: N802
+            made = super().visit_Expr(node)
+            called = getattr(getattr(made, "value", None), "func", None)
+            known = called and anno.getanno(called, directives.STATIC_VALUE, default=None)
+            if known is not set_loop_options:
+                return made
+            self._process_statement_directive(made.value, lang.set_loop_options)
+            return None
+
     class ConditionalExpressions(conditional_expressions.ConditionalExpressionTransformer):
         """Also converts the expressions inside of an expression."""
 
@@ -326,7 +358,11 @@ def _transpiler() -> Any:
             node = analysis.resolve(node, context, graphs)
         return ControlFlow(context).visit(node)
 
-    before = [step.transform for step in (functions, directives, break_statements)]
+    before = [
+        functions.transform,
+        lambda node, context: Directives(context).visit(node),
+        break_statements.transform,
+    ]
     after = [
         continue_statements.transform,
         return_statements.transform,

@@ -162,27 +162,15 @@ def trace(
         if feeding is not None:
             feeding.position = position
 
-        import_what_registers()
-        failures: list[Exception] = []
-        subjects = [subject]
-        begun = _begun(function, subjects, scope, failures)
-        with ExitStack() as stack:
-            for around in _around_traces:
-                stack.enter_context(around())
-            stack.enter_context(activate(scope))
-            try:
-                closed = jax.make_jaxpr(begun, axis_env=names)(*args, **kwargs)
-            except Exception as error:
-                failure = (failures or [error])[0]
-                if converts or not _is_of_control_flow(failure, subject):
-                    for name, reason in scope.unconverted.items():
-                        failure.add_note(f"AutoGraph has not converted {name}: {reason}")
-                    raise failure from None
-                converts = True
-                continue
-            finally:  # JAX keeps `begun`, but a program must not keep its function
-                begun.__dict__.clear()
-                subjects.clear()
+        try:
+            closed = _traced_once(function, subject, scope, names, args, kwargs)
+        except TracedValueError as failure:
+            if converts or subject.autograph is False or subject.name is not None:
+                for name, reason in scope.unconverted.items():
+                    failure.add_note(f"AutoGraph has not converted {name}: {reason}")
+                raise
+            converts = True
+            continue
         eqns = closed.jaxpr.eqns
         _check_no_write_lost(eqns, scope)
         used = {
@@ -212,11 +200,30 @@ def trace(
     )
 
 
-def _is_of_control_flow(failure: Exception, subject: Subject) -> bool:
-    """Returns whether a trace may succeed with the control flow of the function converted."""
-    if subject.autograph is False or subject.name is not None:
-        return False
-    return isinstance(failure, TracedValueError)
+def _traced_once(
+    function: Callable[..., Sequence[Array]],
+    subject: Subject,
+    scope: TraceScope,
+    axis_env: Sequence[tuple[str, int]],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Returns the jaxpr of one trace; errors speak of the user's function."""
+    import_what_registers()
+    failures: list[Exception] = []
+    subjects = [subject]
+    begun = _begun(function, subjects, scope, failures)
+    with ExitStack() as stack:
+        for around in _around_traces:
+            stack.enter_context(around())
+        stack.enter_context(activate(scope))
+        try:
+            return jax.make_jaxpr(begun, axis_env=axis_env)(*args, **kwargs)
+        except Exception as error:
+            raise (failures or [error])[0] from None
+        finally:  # JAX keeps `begun`, but a program must not keep its function
+            begun.__dict__.clear()
+            subjects.clear()
 
 
 def _begun(
