@@ -261,6 +261,18 @@ def append_twice_to_a_list_with_items(xs):
     return kept[0] + kept[1] + kept[4], other[1][0], len(kept)
 
 
+@case(*NUMBERS)
+def append_in_branches(x):
+    kept = [1.0]
+    if x > 0:
+        kept.append(x)
+    else:
+        kept.append(-2 * x)
+    for y in [1.0, 2.0]:
+        kept.append(y if x > y else x)
+    return kept[1] + 10 * kept[2], len(kept)
+
+
 @case(*COUNTS)
 def for_over_range(n):
     total = 0

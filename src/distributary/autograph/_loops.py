@@ -10,7 +10,6 @@ the block until nothing new does: a variable that comes out as it went in stays 
 and a number of Python that does not change stays one.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -25,6 +24,7 @@ from distributary.autograph._recorded import (
     cast,
     flatten,
     is_number,
+    is_recording,
     is_same,
     is_undefined,
     is_unreturned,
@@ -38,14 +38,6 @@ from distributary.tracing import script_line
 
 _Values = Sequence[Any]
 _MAX_RECORDS = 20
-
-
-class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.depth = 0  # of loops that are being recorded
-
-
-_state = _ThreadState()
 
 
 @final
@@ -83,8 +75,8 @@ class Range:
 
 def list_append(target: Any, element: Any) -> Any:
     """Returns `target` after `target.append(element)`."""
-    if type(target) is list and _state.depth:
-        return [*target, element]  # a recorded block must not change it
+    if type(target) is list and is_recording():
+        return [*target, element]  # the list of the other branch or turn must not change
     target.append(element)
     return target
 
@@ -141,14 +133,10 @@ class _Carry:
             avals: Shapes and dtypes of what the turn gets.
             stacks: Whether lists may grow.
         """
-        _state.depth += 1
-        try:
-            for _ in range(_MAX_RECORDS):
-                recorded = Recorded(self._applied(turn), [*self.avals.values(), *avals])
-                if self._is_settled(recorded, stacks):
-                    return recorded
-        finally:
-            _state.depth -= 1
+        for _ in range(_MAX_RECORDS):
+            recorded = Recorded(self._applied(turn), [*self.avals.values(), *avals])
+            if self._is_settled(recorded, stacks):
+                return recorded
         raise InvalidTypeError(
             f"The `{self._what}` at {script_line()} changes the dtypes of its variables again and"
             " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."

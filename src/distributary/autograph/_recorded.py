@@ -1,5 +1,6 @@
 """Blocks of converted code, recorded as jaxprs, and the values of variables after them."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
@@ -91,6 +92,19 @@ def is_same(first: Any, second: Any) -> bool:
         return False
 
 
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.depth = 0  # of blocks that are being recorded
+
+
+_state = _ThreadState()
+
+
+def is_recording() -> bool:
+    """Returns whether this thread records a block, which may run several times or not at all."""
+    return _state.depth > 0
+
+
 @final
 class Recorded:
     """The jaxpr of a block that sets variables.
@@ -116,7 +130,11 @@ class Recorded:
             self._picks[:] = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
             return [*self._picks]
 
-        self._closed = jax.make_jaxpr(flat)(*avals)
+        _state.depth += 1
+        try:
+            self._closed = jax.make_jaxpr(flat)(*avals)
+        finally:
+            _state.depth -= 1
 
     def avals(self) -> dict[int, Any]:
         """Returns shapes and dtypes of the arrays among the values, by identity."""
