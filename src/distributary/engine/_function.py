@@ -171,7 +171,7 @@ class Function:
 
     def _in(self, scope: TraceScope, args: Any, kwargs: Any) -> Any:
         """Calls the function in a trace."""
-        converts = scope.converts and self._autograph is not False
+        converts = scope.converts if self._autograph is None else self._autograph
         function = converted(self.python_function) if converts else self.python_function
         return function(*args, **kwargs)
 

@@ -76,9 +76,11 @@ def call_on_replica(
     """Calls `function` as the code of the replica that is being traced."""
     context = ReplicaContext(strategy, traced_replica_id) if kind.role == "replica" else None
     mode = Mode(strategy, "update" if kind.role == "alone" else kind.role, context)
-    scope = current_scope()
-    converts = scope is not None and scope.converts and kind.name is None
-    if converts and kind.autograph is not False:
+    converts = kind.autograph
+    if converts is None:
+        scope = current_scope()
+        converts = scope is not None and scope.converts and kind.name is None
+    if converts:
         function = converted(function)
     with entered(mode):
         return function(*args, **kwargs)
