@@ -761,6 +761,11 @@ def num_gpus(strategy):
     dist.MirroredStrategy(num_gpus=2)
 
 
+@told("'device'", 'OneDeviceStrategy takes device="GPU:0"')
+def one_device_without_a_device(strategy):
+    dist.OneDeviceStrategy()
+
+
 @told("devices", "list")
 def number_of_devices(strategy):
     dist.MirroredStrategy(2)

@@ -82,6 +82,10 @@ def _linear(strategy):
     return w, total, mean, steps, metric, step
 
 
+@pytest.mark.skipif(
+    jax.__version__.startswith("0.11."),
+    reason="XLA of JAX 0.11 crashes in a step that returns an empty array and another",
+)
 @pytest.mark.parametrize("limits", [None, Limits()], ids=["objects", "frames"])
 def test_devices_share_even_and_uneven_batches(limits):
     strategy = _strategy(1, limits)
