@@ -1,5 +1,6 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
+import gc
 import random
 import re
 import traceback
@@ -931,6 +932,7 @@ def test_a_model_outside_of_the_scope_is_told_so_once():
 
 
 def test_a_second_model_on_one_device_is_no_mistake():
+    gc.collect()  # strategies of other tests, which have no model
     strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
