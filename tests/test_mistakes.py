@@ -1,6 +1,5 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
-import gc
 import random
 import re
 import traceback
@@ -931,9 +930,7 @@ def test_a_model_outside_of_the_scope_is_told_so_once():
     assert len(histories) == strategy.num_replicas_in_sync
 
 
-def test_a_second_model_on_one_device_is_no_mistake():
-    gc.collect()  # strategies of other tests, which have no model
-    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_a_second_model_on_one_device_is_no_mistake(strategy):
     with strategy.scope():
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])

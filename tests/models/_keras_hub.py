@@ -56,7 +56,7 @@ _T5_GEMMA = {
     }.items()
 } | {"vocabulary_size": 16, "cross_attention_hidden_size": 16}
 _RESNET = {
-    "input_conv_filters": [8],
+    "input_conv_filters": [64],
     "input_conv_kernel_sizes": [3],
     "stackwise_num_filters": [64, 64, 64],
     "stackwise_num_blocks": [1, 1, 1],
@@ -325,7 +325,6 @@ def _efficient_net() -> Any:
         stackwise_force_input_filters=[0, 0],
         stackwise_nores_option=[False, False],
         dropout=0.0,
-        num_features=32,
         input_shape=_IMAGE,
     )
 
@@ -377,6 +376,9 @@ def _csp_net() -> Any:
         stackwise_strides=2,
         stackwise_num_filters=[8, 16],
         block_type="dark_block",
+        bottle_ratio=1.0,
+        block_ratio=1.0,
+        expand_ratio=1.0,
         stage_type="csp",
         stem_padding="same",
         down_growth=True,
@@ -396,7 +398,7 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
     "AlbertBackbone": without_dropout(models.AlbertBackbone, **_SHORT, embedding_dim=16),
     "BASNetBackbone": lambda: models.BASNetBackbone(
         image_encoder=models.ResNetBackbone(
-            input_conv_filters=[8],
+            input_conv_filters=[64],
             input_conv_kernel_sizes=[3],
             stackwise_num_filters=[64, 64, 64, 64],
             stackwise_num_blocks=[1, 1, 1, 1],

@@ -26,8 +26,9 @@ loaded. A run is **equal** if
 {settings}
 
 In the tables, `=` is an equal run, and `≠` is one that differs after a warning that says why: the
-last column has the reason. An empty cell was not run. The columns "loss" and "weights" have the
-largest differences of a row.
+last column has the reason. `≈` is a run that differs by at most ten times as much as one device
+does from itself, if its initial weights change in the last bit. An empty cell was not run. The
+columns "loss" and "weights" have the largest differences of a row.
 
 ## What is the same in all rows
 
@@ -43,6 +44,7 @@ largest differences of a row.
 _COUNTED = {
     "equal": "equal",
     "differs, as it said": "different, with a warning that says why",
+    "differs, as one device": "different, as one device is from itself",
     "differs": "different without a reason",
     "fails": "failed",
 }
@@ -101,4 +103,5 @@ def write(path: Path, results: Path) -> int:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
-    return {"equal": "=", "differs, as it said": "≠"}.get(row["result"], f"**{row['result']}**")
+    signs = {"equal": "=", "differs, as it said": "≠", "differs, as one device": "≈"}
+    return signs.get(row["result"], f"**{row['result']}**")

@@ -163,6 +163,9 @@ def _run_model(case: Case, setting: Setting, given: Outcome | None) -> Outcome:
         with scope:
             model = case.build()
             normalizing = _normalizing(model)
+            for layer in model._flatten_layers():  # some models set rates of their own
+                if isinstance(layer, keras.layers.Dropout):
+                    layer.rate = 0.0
             if strategy is not None and setting.synchronizes:
                 for layer in normalizing:
                     layer.synchronized = True
@@ -474,6 +477,32 @@ def _row(case: Case | Loop, name: str, found: Outcome | str, expected: Outcome) 
     }
 
 
+def _control(
+    case: Case | Loop, row: dict[str, Any], expected: Outcome, folder: str
+) -> dict[str, str]:
+    """Returns the reason why a run differs, if one device differs as much by rounding alone.
+
+    The control run begins with weights that differ in the last bit.
+    """
+    initial = [
+        np.nextafter(value, np.float32(np.inf)) if value.dtype == np.float32 else value
+        for value in expected.initial
+    ]
+    found = _in_processes(case, _ALONE, expected._replace(initial=initial), folder)
+    control = _row(case, "one device", found, expected)
+    limits = dict.fromkeys(("loss", "evaluate"), _LOSS_TOLERANCE)
+    limits |= dict.fromkeys(("weights", "predict"), _WEIGHT_TOLERANCE)
+    beyond = [name for name, limit in limits.items() if row.get(name, 0) > limit]
+    if control["result"] == "fails" or any(row[name] > 10 * control[name] for name in beyond):
+        return {}
+    apart = ", ".join(f"{name} {control[name]:.0e}" for name in beyond)
+    return {
+        "result": "differs, as one device",
+        "reason": f"amplifies rounding: one device differs by {apart} after a change of its"
+        " weights in the last bit",
+    }
+
+
 def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -496,6 +525,8 @@ def _rows_of(case: Case | Loop, names: list[str]) -> Iterator[dict[str, Any]]:
             began = time.monotonic()
             found = _in_processes(case, SETTINGS[name], expected, folder)
             row = _row(case, name, found, expected)
+            if row["result"] == "differs":
+                row |= _control(case, row, expected, folder)
             yield {**row, "seconds": round(time.monotonic() - began, 1), "alone": seconds}
 
 
