@@ -546,6 +546,24 @@ def test_functions_that_are_marked_run_as_they_are():
         calls(1.0)
 
 
+def test_functions_in_functions_keep_their_own_option():
+    @dist.function(autograph=False)
+    def inner(x):
+        return x if x > 0 else -x
+
+    @dist.function(autograph=True)
+    def converted(x):
+        return x if x > 0 else -x
+
+    @dist.function(autograph=True)
+    def outer(x):
+        return inner(x)
+
+    with pytest.raises(dist.errors.TracedValueError, match="needs a value"):
+        outer(1.0)
+    assert float(dist.function(lambda x: converted(x), autograph=False)(-2.0)) == 2
+
+
 def test_a_function_without_source_says_so():
     space = {}
     exec("def no_source(x):\n    return x if x > 0 else -x", space)

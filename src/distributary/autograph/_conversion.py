@@ -93,7 +93,7 @@ def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: Any = None
         return overload(*args, **kwargs)
     if scope is not None and f in (super, eval, locals, globals):
         return _in_original_context(f, args, scope)
-    function = f.python_function if hasattr(f, "python_function") else f
+    function = f
     owner: tuple[Any, ...] = ()
     if isinstance(function, types.MethodType):
         owner, function = (function.__self__,), function.__func__
