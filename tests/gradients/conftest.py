@@ -9,11 +9,11 @@ import distributary as dist
 
 
 class Place:
-    """Runs a function where it is traced, on variables of one strategy of two replicas."""
+    """Runs a function in one of three ways, on variables of one strategy of two replicas."""
 
-    def __init__(self, strategy: dist.Strategy, inside_run: bool):
+    def __init__(self, strategy: dist.Strategy, way: str):
         self.strategy = strategy
-        self._inside_run = inside_run
+        self.way = way
 
     def variable(self, value: Any, **kwargs: Any) -> dist.Variable:
         with self.strategy.scope():
@@ -21,16 +21,23 @@ class Place:
 
     def __call__(self, step: Callable[..., Any], *args: Any) -> Any:
         """The result of `step(*args)`, of replica 0."""
-        if not self._inside_run:
+        if self.way == "eager":
+            return step(*args)
+        if self.way == "function":
             return dist.function(step)(*args)
         return self.strategy.experimental_local_results(self.strategy.run(step, args))[0]
 
 
-@pytest.fixture(params=["run", "function"])
+@pytest.fixture(params=["run", "function", "eager"])
 def place(request, strategy_of) -> Place:
-    return Place(strategy_of(2), request.param == "run")
+    return Place(strategy_of(2), request.param)
+
+
+@pytest.fixture(params=["run", "function"])
+def traced(request, strategy_of) -> Place:
+    return Place(strategy_of(2), request.param)
 
 
 @pytest.fixture
 def run(strategy_of) -> Place:
-    return Place(strategy_of(2), inside_run=True)
+    return Place(strategy_of(2), "run")

@@ -103,7 +103,7 @@ def test_a_dense_read_after_the_tape_does_not_matter(place, table):
     assert total == TABLE.sum()
 
 
-def test_nested_jit_keeps_rows(place, table):
+def test_nested_jit_keeps_rows(traced, table):
     @jax.jit
     def embed(ids):
         return jnp.sum(table.sparse_read(ids) ** 2)
@@ -111,7 +111,7 @@ def test_nested_jit_keeps_rows(place, table):
     def loss(ids):
         return embed(ids) + 3.0 * embed(ids)
 
-    gradient = place(_gradient(loss, table), IDS)
+    gradient = traced(_gradient(loss, table), IDS)
 
     rows = TABLE[[4, 1, 4]]
     _slices(gradient, np.concatenate([2 * rows, 6 * rows]), [4, 1, 4, 4, 1, 4])
@@ -176,14 +176,14 @@ def test_persistent_tape(place, table):
     np.testing.assert_array_equal(of_rows, 2 * TABLE[[4, 1, 4]])
 
 
-def test_second_gradient_counts_reads_that_only_the_first_depends_on(place, table):
+def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced, table):
     def step(ids):
         with dist.GradientTape(persistent=True) as tape:
             a = jnp.sum(table.sparse_read(ids))
             b = jnp.sum(table.sparse_read(ids[:2]) ** 2)
         return tape.gradient(a, table), tape.gradient(b, table)
 
-    first, second = place(step, IDS)
+    first, second = traced(step, IDS)
 
     _slices(first, [[1, 1], [1, 1], [1, 1], [0, 0], [0, 0]], [4, 1, 4, 4, 1])
     _slices(second, [[0, 0], [0, 0], [0, 0], *2 * TABLE[[4, 1]]], [4, 1, 4, 4, 1])

@@ -290,10 +290,10 @@ def test_watched_variables_lists_what_was_read(place):
     assert seen == [["v:0"]]
 
 
-def test_watched_variables_of_a_jit_that_jax_had_cached(place):
-    v = place.variable(2.0)
+def test_watched_variables_of_a_jit_that_jax_had_cached(traced):
+    v = traced.variable(2.0)
     forward = jax.jit(lambda x: jnp.sum(v * x))
-    place(lambda x: forward(x), X)
+    traced(lambda x: forward(x), X)
 
     def step(x):
         before = forward(x)
@@ -301,7 +301,7 @@ def test_watched_variables_of_a_jit_that_jax_had_cached(place):
             loss = forward(x) * before
         return tape.gradient(loss, tape.watched_variables())
 
-    assert place(step, X) == (6.0 * 12.0,)
+    assert traced(step, X) == (6.0 * 12.0,)
 
 
 # Order of gradients
@@ -549,12 +549,14 @@ def test_reset_forgets(place):
 # Misuse
 
 
-def test_outside_of_a_traced_function_the_tape_says_where_it_works():
-    with (
-        pytest.raises(ContextError, match=r"inside Strategy\.run or distributary\.function"),
-        dist.GradientTape(),
-    ):
-        pass
+def test_inside_a_raw_jit_the_tape_says_where_it_works():
+    @jax.jit
+    def step(x):
+        with dist.GradientTape():
+            return x
+
+    with pytest.raises(ContextError, match=r"raw jax\.jit.*distributary\.function"):
+        step(1.0)
 
 
 def test_second_gradient_of_a_tape_that_is_not_persistent(place):

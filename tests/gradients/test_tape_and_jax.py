@@ -470,8 +470,8 @@ def test_update_of_a_source_after_the_forward_pass(place):
     assert v.numpy() == 100.0
 
 
-def test_reading_a_source_after_assigning_it_is_refused(place):
-    v = place.variable(2.0, name="weights")
+def test_reading_a_source_after_assigning_it_is_refused(traced):
+    v = traced.variable(2.0, name="weights")
 
     def step():
         with dist.GradientTape() as tape:
@@ -480,7 +480,7 @@ def test_reading_a_source_after_assigning_it_is_refused(place):
         return tape.gradient(loss, v)
 
     with pytest.raises(UnsupportedError, match="'weights' is assigned and then read again while"):
-        place(step)
+        traced(step)
 
 
 def test_gradient_of_a_value_after_another_variable_was_assigned(place):

@@ -431,3 +431,28 @@ def test_dropped_models_are_collected(strategy_of):
     gc.collect()
 
     assert reference() is None
+
+
+class _Penalized(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.5 * keras.ops.sum(inputs))
+        return inputs
+
+
+def test_losses_that_layers_add_are_those_of_the_step(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), _Penalized()])
+
+    def step(x):
+        model(x)  # the second call begins anew
+        model(x)
+        return sum(model.losses)
+
+    losses = strategy.run(step, args=(dist.PerReplica([_ROWS[:4], _ROWS[4:8]]),))
+    in_function = dist.function(step)(_ROWS[:4])
+
+    expected = [0.5 * _ROWS[:4].sum(), 0.5 * _ROWS[4:8].sum()]
+    np.testing.assert_allclose(losses.values, expected, rtol=1e-5)
+    np.testing.assert_allclose(in_function, expected[0], rtol=1e-5)
+    assert model.losses == []  # no traced value stays behind

@@ -689,7 +689,7 @@ _BACKBONES: dict[str, Callable[[], Any]] = {
     "XLMRobertaBackbone": without_dropout(models.XLMRobertaBackbone, **_SHORT),
     "XLNetBackbone": without_dropout(models.XLNetBackbone, **_HEADS),
     "XceptionBackbone": lambda: models.XceptionBackbone(
-        stackwise_conv_filters=[[8, 16], [16, 16], [16, 32]],
+        stackwise_conv_filters=[[8, 16], [16, 24], [16, 32]],
         stackwise_pooling=[False, True, False],
         image_shape=_IMAGE,
     ),
@@ -710,7 +710,10 @@ _INPUTS: dict[str, dict[str, Any]] = {
         "boxes": lambda random, shape: random.uniform(0.2, 0.8, shape),
         "box_labels": lambda random, shape: np.ones(shape),
     },
-    "SAMBackbone": {"labels": lambda random, shape: np.ones(shape)},
+    "SAMBackbone": {
+        "labels": lambda random, shape: np.ones(shape),
+        "masks": lambda random, shape: np.zeros(shape),
+    },
     "StableDiffusion3Backbone": {"num_steps": lambda random, shape: np.full(shape, 2)},
 }
 

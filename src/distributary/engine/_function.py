@@ -32,6 +32,7 @@ from distributary.tracing import (
     Subject,
     TraceScope,
     current_scope,
+    is_recording,
     refused_if_consumed,
     shorten,
 )
@@ -103,6 +104,8 @@ class Function:
         scope = current_scope()
         if scope is not None:
             return self._in(scope, args, kwargs)
+        if is_recording():  # a tape outside of a trace differentiates what it sees
+            return self.python_function(*args, **kwargs)
         if any(isinstance(leaf, DistributedInput) for leaf in leaves):
             return self._on_host(args, kwargs)
         mode = current_mode()

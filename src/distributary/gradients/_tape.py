@@ -1,6 +1,7 @@
-"""`tf.GradientTape` for traced functions."""
+"""`tf.GradientTape`, in traced functions and outside of them."""
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -16,7 +17,8 @@ from distributary.errors import (
     UnsupportedError,
     shown,
 )
-from distributary.tracing import TapeRecord, TraceScope, current_scope
+from distributary.topology import inside_jax_trace
+from distributary.tracing import EagerRecord, TapeRecord, TraceScope, current_scope
 from distributary.values import IndexedSlices
 from distributary.variables import ForeignVariable, Variable, as_variable
 
@@ -35,16 +37,17 @@ class UnconnectedGradients(enum.Enum):
 class GradientTape:
     """A recorder of a computation that then differentiates it.
 
-    Use it inside `Strategy.run` and `distributary.function`. It costs nothing at run time: the
-    recorded part is differentiated by `jax.vjp` while the step is traced. Trainable variables are
-    watched automatically. Gradients are those of the replica; nothing is summed over replicas.
+    Inside `Strategy.run` and `distributary.function` it costs nothing at run time: the recorded
+    part is differentiated by `jax.vjp` while the step is traced. Gradients are those of the
+    replica; nothing is summed over replicas. Elsewhere, every operation of JAX is computed at once
+    and recorded, as in TensorFlow. Trainable variables are watched automatically.
 
     Args:
         persistent: Whether `gradient` may be called more than once.
         watch_accessed_variables: Whether trainable variables are watched automatically.
 
     Raises:
-        ContextError: if you enter it outside of a traced function.
+        ContextError: if you enter it inside a raw `jax.jit`.
 
     Source: `tf.GradientTape`.
     """
@@ -54,6 +57,7 @@ class GradientTape:
         self._watch_accessed_variables = watch_accessed_variables
         self._scope: TraceScope | None = None
         self._record: TapeRecord | None = None
+        self._eager: EagerRecord | None = None
         self._recording = False
         self._used = False
         self._watched: list[Any] = []
@@ -62,17 +66,16 @@ class GradientTape:
         if self._recording:
             raise InvalidValueError("GradientTape: the tape is already recording.")
         scope = current_scope()
-        if scope is not None and scope is self._scope and (self._persistent or not self._used):
+        has_recorded = self._eager is not None if scope is None else scope is self._scope
+        if has_recorded and (self._persistent or not self._used):
             raise UnsupportedError(
                 "GradientTape: the tape is entered a second time, and would forget what it recorded"
                 " before. Record everything in one `with` block, or use another tape."
             )
-        if scope is None:
+        if scope is None and inside_jax_trace():
             raise ContextError(
-                "GradientTape records only inside Strategy.run or distributary.function, where the"
-                " code is traced. Put the training step into a function and call it with"
-                " strategy.run(step, args=...), or decorate it with @distributary.function. For"
-                " plain arrays jax.grad works anywhere."
+                "GradientTape does not record inside a raw jax.jit. Use distributary.function or"
+                " Strategy.run in place of jax.jit, or jax.grad in place of the tape."
             )
         self._start(scope)
         return self
@@ -81,19 +84,28 @@ class GradientTape:
         if self._recording:
             self._stop()
 
-    def _start(self, scope: TraceScope) -> None:
+    def _start(self, scope: TraceScope | None) -> None:
         self._scope = scope
-        self._record = scope.new_tape()
-        scope.mark_tape(self._record.number, "start")
-        scope.recording.append(self._record)
+        if scope is None:
+            self._eager = EagerRecord()
+            self._eager.start()
+        else:
+            self._record = scope.new_tape()
+            scope.mark_tape(self._record.number, "start")
+            scope.recording.append(self._record)
         self._recording = True
         self._used = False
 
     def _stop(self) -> None:
-        assert self._scope is not None
-        assert self._record is not None
-        self._scope.recording.remove(self._record)
-        self._scope.mark_tape(self._record.number, "stop")
+        self._pause()
+        if self._scope is not None and self._record is not None:
+            self._scope.mark_tape(self._record.number, "stop")
+
+    def _pause(self) -> None:
+        if self._eager is not None:
+            self._eager.stop()
+        if self._scope is not None and self._record is not None:
+            self._scope.recording.remove(self._record)
         self._recording = False
 
     def watch(self, tensor: Nest) -> None:
@@ -116,10 +128,12 @@ class GradientTape:
 
     def watched_variables(self) -> tuple[Variable, ...]:
         """Returns the variables watched and read so far."""
-        if self._record is None or self._scope is None:
-            return ()
-        self._scope.asked.append(self._record)
-        read = [handle.cell() for handle in self._record.watched]
+        read: list[Any] = []
+        if self._eager is not None:
+            read = [as_variable(variable) for variable in self._eager.variables()]
+        elif self._record is not None and self._scope is not None:
+            self._scope.asked.append(self._record)
+            read = [handle.cell() for handle in self._record.watched]
         watched = [v for v in read if v is not None and self._watches(v)]
         return tuple([v.variable if isinstance(v, ForeignVariable) else v for v in watched])
 
@@ -135,28 +149,38 @@ class GradientTape:
         Raises:
             UnsupportedError: while another tape would have to record the block.
         """
-        if not self._recording or self._scope is None or self._record is None:
+        if not self._recording:
             raise ContextError("GradientTape.stop_recording: the tape is not recording.")
-        if len(self._scope.recording) > 1:
+        scope, record = self._scope, self._record
+        if scope is None or record is None:
+            assert self._eager is not None
+            self._pause()
+            try:
+                yield
+            finally:
+                if self._persistent or not self._used:
+                    self._eager.start()
+                    self._recording = True
+            return
+        if len(scope.recording) > 1:
             raise UnsupportedError(
                 "GradientTape.stop_recording is not possible while another tape records too. Use"
                 " jax.lax.stop_gradient on the values that are to count as constant."
             )
-        self._scope.mark_tape(self._record.number, "pause")
-        self._scope.recording.remove(self._record)
-        self._recording = False
+        scope.mark_tape(record.number, "pause")
+        self._pause()
         try:
             yield
         finally:
             # A gradient taken inside the block has ended a tape that is not persistent.
             if self._persistent or not self._used:
-                self._scope.recording.append(self._record)
-                self._scope.mark_tape(self._record.number, "resume")
+                scope.recording.append(record)
+                scope.mark_tape(record.number, "resume")
                 self._recording = True
 
     def reset(self) -> None:
         """Forgets everything recorded so far and starts again."""
-        if self._scope is None or not self._recording:
+        if not self._recording:
             raise ContextError("GradientTape.reset: the tape is not recording.")
         scope = self._scope
         self._stop()
@@ -189,23 +213,90 @@ class GradientTape:
 
         Source: `tf.GradientTape.gradient`.
         """
+        self._use("gradient")
+        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
+        return self._gradient(target, sources, output_gradients, zero)
+
+    def jacobian(
+        self,
+        target: jax.Array,
+        sources: Nest,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Nest:
+        """Returns the Jacobians of `target`: arrays `[*target.shape, *source.shape]`.
+
+        The result is a nest like `sources`, with None for those without influence. A gradient is
+        computed for every element of `target`. The last two arguments have no effect.
+
+        Raises:
+            ContextError, InvalidTypeError: as `gradient` does.
+
+        Source: `tf.GradientTape.jacobian`.
+        """
+        self._use("jacobian")
+        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
+        shape = jnp.shape(target)
+        seeds = jnp.eye(math.prod(shape), dtype=_target(target).dtype).reshape(-1, *shape)
+        rows = [self._gradient(target, sources, seed, zero) for seed in seeds]
+        return jax.tree.map(lambda *parts: _stacked(parts, shape), *rows, is_leaf=_is_gradient)
+
+    def batch_jacobian(
+        self,
+        target: jax.Array,
+        source: jax.Array,
+        unconnected_gradients: UnconnectedGradients | str = UnconnectedGradients.NONE,
+        parallel_iterations: int | None = None,
+        experimental_use_pfor: bool = True,
+    ) -> Any:
+        """Returns the Jacobians of the rows of `target`, each by its own row of `source`.
+
+        Args:
+            target: Array `[batch, ...]`; its rows depend on their own rows of `source` alone.
+            source: Array `[batch, ...]`.
+            unconnected_gradients: As in `gradient`.
+            parallel_iterations: Has no effect.
+            experimental_use_pfor: Has no effect.
+
+        Returns:
+            Array `[batch, *target.shape[1:], *source.shape[1:]]`.
+
+        Raises:
+            ContextError, InvalidTypeError: as `gradient` does.
+
+        Source: `tf.GradientTape.batch_jacobian`.
+        """
+        self._use("batch_jacobian")
+        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
+        num_rows, *shape = jnp.shape(target)
+        of_row = jnp.eye(math.prod(shape), dtype=_target(target).dtype).reshape(-1, 1, *shape)
+        rows = [
+            self._gradient(target, source, jnp.broadcast_to(seed, (num_rows, *shape)), zero)
+            for seed in of_row
+        ]
+        made = _stacked(rows, tuple(shape))
+        return made if made is None else jnp.moveaxis(made, len(shape), 0)
+
+    def _use(self, method: str) -> None:
+        """Checks that the tape may be asked now, and ends it if it is not persistent."""
         scope, record = self._scope, self._record
-        if scope is None or record is None or current_scope() is not scope:
+        if current_scope() is not scope or (record is None and self._eager is None):
             raise ContextError(
-                "GradientTape.gradient: the tape recorded nothing in this function. Use it inside"
-                " the function that ran `with GradientTape() as tape:`, within Strategy.run or"
-                " distributary.function."
+                f"GradientTape.{method}: the tape recorded nothing in this function. Call {method}"
+                " in the function that has `with GradientTape() as tape:`."
             )
         if self._used and not self._persistent:
             raise ContextError(
-                "GradientTape.gradient was called a second time. Use"
+                f"GradientTape.{method}: the tape is asked a second time. Use"
                 " GradientTape(persistent=True) for several gradients of one tape."
             )
         self._used = True
-        zero = UnconnectedGradients(unconnected_gradients) is UnconnectedGradients.ZERO
         if self._recording and not self._persistent:
             self._stop()
 
+    def _gradient(self, target: Nest, sources: Nest, output_gradients: Nest, zero: bool) -> Nest:
+        scope, record = self._scope, self._record
         targets = [_target(leaf) for leaf in jax.tree.leaves(target)]
         seeds = _seeds(output_gradients, targets)
         leaves, tree = jax.tree.flatten(sources, is_leaf=lambda x: x is None)
@@ -216,8 +307,13 @@ class GradientTape:
             for source in differentiated
             if source is not None and not isinstance(source, jax.Array)
         }
-        handles = [variable._handle for variable in variables.values()]
-        results = scope.gradient(record, targets, seeds, arrays, handles)
+        if scope is None or record is None:
+            assert self._eager is not None
+            read = [_read_as(variable) for variable in variables.values()]
+            results: Sequence[Any] = self._eager.gradient(targets, seeds, arrays, read)
+        else:
+            handles = [variable._handle for variable in variables.values()]
+            results = scope.gradient(record, targets, seeds, arrays, handles)
         of_arrays = iter(results[: len(arrays)])
         of_variables = dict(zip(variables, results[len(arrays) :], strict=True))
         gradients = []
@@ -226,6 +322,8 @@ class GradientTape:
             gradient = next(of_arrays) if is_array else of_variables.get(id(source))
             if isinstance(gradient, tuple):
                 gradient = IndexedSlices(gradient[0], gradient[1], leaf.shape)
+            elif gradient is not None and gradient.dtype != leaf.dtype:
+                gradient = gradient.astype(leaf.dtype)  # a variable that is read in half precision
             if gradient is None and zero:
                 gradient = jnp.zeros(jnp.shape(leaf), leaf.dtype)
             gradients.append(gradient)
@@ -245,6 +343,23 @@ class GradientTape:
             f"GradientTape.gradient: source {shown(leaf)} is a {type(leaf).__name__}, expected"
             " variables and arrays."
         )
+
+
+def _is_gradient(value: object) -> bool:
+    return value is None or isinstance(value, IndexedSlices)
+
+
+def _stacked(rows: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    """Returns gradients as one array whose first dims have `shape`; None if there are none."""
+    if any(row is None for row in rows):
+        return None
+    dense = [jnp.asarray(row) for row in rows]
+    return jnp.stack(dense).reshape(*shape, *dense[0].shape)
+
+
+def _read_as(variable: Variable | ForeignVariable) -> Any:
+    """Returns the object that is noted when a variable is read."""
+    return variable.variable if isinstance(variable, ForeignVariable) else variable
 
 
 def _target(leaf: object) -> jax.Array:

@@ -98,7 +98,7 @@ def _around_trace() -> AbstractContextManager[object]:
         return nullcontext()
     from distributary.keras_bridge._custom_loops import TracedVariables
 
-    return TracedVariables()
+    return TracedVariables(collect_losses=True)
 
 
 def _can_be_imported() -> bool:

@@ -182,8 +182,9 @@ class StepFunction:
 
         def stacked(array: Any) -> Any:
             if count == 1:
-                return array.reshape(num_own, -1, *array.shape[1:])
-            split = array.reshape(count, num_own, -1, *array.shape[2:])
+                return array.reshape(num_own, len(array) // num_own, *array.shape[1:])
+            rows_each = array.shape[1] // num_own
+            split = array.reshape(count, num_own, rows_each, *array.shape[2:])
             return split.swapaxes(0, 1)
 
         value = PerReplica.from_stacked(jax.tree.map(stacked, rows), self._num_replicas)

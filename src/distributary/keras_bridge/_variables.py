@@ -29,7 +29,7 @@ from distributary.topology import (
     put_sharded,
     shard_dim,
 )
-from distributary.tracing import describe_value
+from distributary.tracing import describe_value, is_recording, noted_read
 from distributary.variables import ShardedVariable, Variable, colocated_with
 
 # The classes that keep the values of Keras variables on servers.
@@ -157,7 +157,8 @@ def value(original: property) -> property:
     def value(self: Any) -> Any:
         kept = self._value
         if not isinstance(kept, ON_SERVERS):
-            return whole_value(self, read(self))
+            current = whole_value(self, read(self))
+            return noted_read(self, current) if is_recording() else current
         scope = get_stateless_scope() if in_stateless_scope() else None
         current = None if scope is None else scope.get_current_value(self)
         if current is None:

@@ -23,7 +23,7 @@ from distributary.inputs import InputContext, StepStatistics, ValueContext
 from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
-from distributary.tracing import name_of, shorten
+from distributary.tracing import is_recording, name_of, shorten
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
@@ -143,7 +143,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             replica, the arrays themselves.
 
         Raises:
-            ContextError: inside another `run` or another strategy's scope.
+            ContextError: inside another `run` or another strategy's scope, or in the block of a
+                `GradientTape` that is not inside a traced function.
             InvalidValueError: if `args` is not a list or tuple.
             InvalidTypeError: if `fn` returns something that cannot leave a compiled program.
             ReplicaDivergenceError: if copies of a mirrored variable would differ.
@@ -163,6 +164,11 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 f" belong together into one tuple: strategy.run({name_of(fn)}, args=(x, y))."
             )
         require_cross_replica(self, "run")
+        if is_recording():
+            raise ContextError(
+                f"Strategy.run({name_of(fn)}) inside of a GradientTape: a compiled step is not"
+                " recorded. Open the tape in the step, and return or apply its gradients there."
+            )
         try:
             kind = RUNS[None if options is None else options.autograph]
             return self._extended.engine.run(fn, tuple(args), dict(kwargs) if kwargs else {}, kind)

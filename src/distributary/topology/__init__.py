@@ -15,6 +15,7 @@ from distributary.topology._discovery import (
     replica_devices,
 )
 from distributary.topology._jax_private import (
+    alias_of,
     all_params,
     backends_started,
     coordination_client,
@@ -22,6 +23,7 @@ from distributary.topology._jax_private import (
     inside_jax_trace,
     is_left_over,
     origins_of_tracer,
+    recorded_by,
     scan_counts,
     uncommitted,
     without_high_primitives,
@@ -73,6 +75,7 @@ __all__ = [
     "SHARE_VARIABLE",
     "ProgramKind",
     "Target",
+    "alias_of",
     "all_params",
     "backends_started",
     "canonical_name",
@@ -108,6 +111,7 @@ __all__ = [
     "put_replicated",
     "put_sharded",
     "put_stacked",
+    "recorded_by",
     "replica_devices",
     "requested_cpu_devices",
     "resolve_device",

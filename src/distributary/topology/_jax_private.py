@@ -8,8 +8,9 @@ Other modules also use `jax.extend.core` and `jax.interpreters`, which JAX docum
 extend it; the same file tests that all names are there.
 """
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +64,9 @@ _array = private("jax._src.array:ArrayImpl", _copy_of)
 _put_batched = private("jax._src.interpreters.pxla:batched_device_put", _put_parts)
 _LOWER = "jax._src.interpreters.partial_eval:lower_jaxpr2"
 _lower = private(_LOWER, None)
+_Trace = private("jax._src.core:Trace", None)
+_take_trace = private("jax._src.core:take_current_trace", None)
+_set_trace = private("jax._src.core:set_current_trace", None)
 
 
 def inside_jax_trace() -> bool:
@@ -176,6 +180,109 @@ def coordination_client() -> Any:
     if _distributed is None and jax.distributed.is_initialized():
         raise no_private_name("jax._src.distributed:global_state")
     return getattr(_distributed, "client", None)
+
+
+class _Recording(_Trace or object):  # type: ignore[misc]
+    """A trace that computes each operation at once, in the trace around it, and reports it."""
+
+    def __init__(self, around: Any, report: Callable[..., None]) -> None:
+        super().__init__()
+        self._around = around
+        self._report = report
+
+    def stage_value(self, value: Any) -> Any:
+        with _set_trace(self._around):
+            return self._around.stage_value(value)
+
+    def process_primitive(self, primitive: Any, operands: Any, params: Any, /) -> Any:
+        with _set_trace(self._around):
+            results = primitive.bind(*operands, **params)
+        call = functools.partial(primitive.bind, **params)
+        try:
+            key = primitive, tuple(sorted(params.items()))
+            hash(key)
+        except TypeError:
+            key = None
+        if primitive.multiple_results:
+            self._report(call, key, operands, results)
+        else:
+            self._report(lambda *operands: [call(*operands)], key, operands, [results])
+        return results
+
+    def process_custom_jvp_call(
+        self, primitive: Any, fun: Any, jvp: Any, operands: Any, /, **params: Any
+    ) -> Any:
+        return self._of_functions(
+            "process_custom_jvp_call", primitive, (fun, jvp), operands, params
+        )
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, operands: Any, /, **params: Any
+    ) -> Any:
+        functions = fun, fwd, bwd
+        return self._of_functions("process_custom_vjp_call", primitive, functions, operands, params)
+
+    def _of_functions(
+        self, name: str, primitive: Any, functions: Any, operands: Any, params: Any
+    ) -> Any:
+        """Computes an operation whose functions can be called only once: as its jaxpr."""
+
+        def traced(*operands: Any) -> Any:
+            with _take_trace() as trace:
+                return getattr(trace, name)(primitive, *functions, operands, **params)
+
+        key = None
+        if _is_of_library(functions[0]):
+            key = (_identity(functions[0]), *map(jax.typeof, operands))
+        held = [] if key is None else _held(key)
+        with _set_trace(self._around):
+            if held:
+                results = traced(*operands)
+            else:
+                held.append(jex_core.jaxpr_as_fun(jax.make_jaxpr(traced)(*operands)))
+                results = held[0](*operands)
+        (call,) = held
+        self._report(call, key, operands, results)
+        return results
+
+
+def _is_of_library(function: Any) -> bool:
+    """Returns whether a function is one of JAX or Keras, which do the same in every call."""
+    module = getattr(getattr(function, "f", None), "__module__", None) or ""
+    return module.startswith(("jax.", "keras."))
+
+
+@functools.lru_cache(maxsize=256)
+def _held(key: Any) -> list[Any]:
+    """Returns a list for the function that is made once for a key."""
+    return []
+
+
+def _identity(function: Any) -> Any:
+    return function.f, function.transforms, function.params
+
+
+@contextlib.contextmanager
+def recorded_by(report: Callable[..., None]) -> Iterator[None]:
+    """Reports every operation that JAX computes in the block, outside of `jit`.
+
+    Args:
+        report: Gets a function that computes the operation again and returns a list, a key that is
+            equal for functions that do the same (None if not known), the operands and the results.
+    """
+    if None in (_Trace, _take_trace, _set_trace):
+        raise no_private_name("jax._src.core:Trace")
+    with _take_trace() as around, _set_trace(_Recording(around, report)):
+        yield
+
+
+def alias_of(array: jax.Array) -> jax.Array:
+    """Returns another array object for the same memory."""
+    parts: Any = array
+    made: jax.Array = _array(
+        parts.aval, parts.sharding, parts._arrays, committed=parts._committed, _skip_checks=True
+    )
+    return made
 
 
 def uncommitted(array: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from distributary.tracing._divergence import (
     is_of_devices,
     is_sum_of_replicas,
 )
+from distributary.tracing._eager import EagerRecord, is_recording, noted_read, noted_rows
 from distributary.tracing._feeds import (
     Feeds,
     LeaveTrace,
@@ -91,6 +92,7 @@ __all__ = [
     "AnyJaxpr",
     "Array",
     "Atom",
+    "EagerRecord",
     "Equation",
     "Feeds",
     "FunctionProgram",
@@ -125,6 +127,7 @@ __all__ = [
     "is_in_first_stage",
     "is_jit",
     "is_of_devices",
+    "is_recording",
     "is_sum_of_replicas",
     "iterator_of",
     "jaxpr_of",
@@ -132,6 +135,8 @@ __all__ = [
     "leaked_at",
     "name_of",
     "next_of",
+    "noted_read",
+    "noted_rows",
     "open_jaxpr",
     "opened",
     "outside_of_trace",

@@ -147,6 +147,15 @@ def _kinds(eqns: Sequence[Equation], gradient_index: int) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
+def reached_inputs(jaxpr: Jaxpr) -> list[bool]:
+    """Returns for every input whether an output has a gradient with respect to it."""
+    bits = {var: 1 << i for i, var in enumerate(jaxpr.invars) if _is_differentiable(var)}
+    env = dict(bits)
+    _Flow(bits, set(), tape=0).run(jaxpr.eqns, env, {})
+    reached = _union(env, jaxpr.outvars)
+    return [bool(reached >> i & 1) for i in range(len(jaxpr.invars))]
+
+
 def pauses(eqn: Equation, tape: int, paused: bool) -> bool:
     """Returns whether `tape` is in `stop_recording` after `eqn`; before it was `paused`."""
     if eqn.primitive is tape_p and eqn.params["tape"] == tape:

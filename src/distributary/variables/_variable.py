@@ -34,6 +34,8 @@ from distributary.tracing import (
     TraceScope,
     check_not_frozen,
     current_scope,
+    noted_read,
+    noted_rows,
 )
 from distributary.values import (
     Array,
@@ -284,7 +286,7 @@ class Variable(Assignable):
             self._check_strategy("read")
             return self._read_traced(scope)
         check_not_frozen(self._name, "read")
-        return self._read_eager()
+        return noted_read(self, self._read_eager())
 
     def numpy(self) -> np.ndarray:
         """Returns a copy of the value as a NumPy array.
@@ -320,7 +322,10 @@ class Variable(Assignable):
         if not self._shape:
             raise InvalidValueError(f"Variable {self._name!r} is a scalar and has no rows to read.")
         scope = current_scope()
-        if scope is None or (scope.kind == "function" and self._handle.per_replica):
+        if scope is None:
+            check_not_frozen(self._name, "read")
+            return noted_rows(self, self._read_eager(), ids)
+        if scope.kind == "function" and self._handle.per_replica:
             return jnp.take(self.value(), ids, axis=0)
         self._check_strategy("read")
         return scope.sparse_read(self._handle, ids)

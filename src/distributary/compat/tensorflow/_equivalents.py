@@ -147,6 +147,8 @@ _ADVICE: dict[str, str] = {
     "dynamic_partition": "a boolean mask, x[mask], outside of the step",
     "dynamic_stitch": "x.at[indices].set(values)",
     "linalg": "jax.numpy.linalg and jax.scipy.linalg",
+    "keras.backend": "keras.ops, which has nearly the same names",
+    "keras": "keras, in which TensorFlow adds nothing of this name",
     "saturate_cast": "tf.clip_by_value and tf.cast",
     "scatter_nd": "jax.numpy.zeros(shape).at[indices].add(updates)",
     "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",

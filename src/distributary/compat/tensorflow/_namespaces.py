@@ -59,6 +59,9 @@ def install() -> None:
     """Makes every module importable, as in `from distributary.compat.tensorflow.nn import relu`."""
     for name in (*TARGETS, *OPERATIONS, *CONSTANTS):
         space = name.rpartition(".")[0]
-        while space and f"{_ROOT}.{space}" not in sys.modules:
+        # `keras.py` makes its own, when Keras is imported.
+        while (
+            space and space.partition(".")[0] != "keras" and f"{_ROOT}.{space}" not in sys.modules
+        ):
             sys.modules[f"{_ROOT}.{space}"] = Namespace(space)
             space = space.rpartition(".")[0]

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias, final
 
 import jax
@@ -34,8 +35,21 @@ Shape: TypeAlias = tuple[int, ...] | np.ndarray
 
 
 @functools.cache
+def keras_of_tensorflow() -> ModuleType:
+    """Imports and returns what TensorFlow calls `tf.keras`, which `import keras` alone is not.
+
+    Source: `tensorflow.keras`.
+    """
+    keras = import_keras()
+    try:
+        return importlib.import_module("keras._tf_keras.keras")
+    except ModuleNotFoundError:  # the name is private; Keras itself lacks the older names only
+        return keras
+
+
+@functools.cache
 def resolve(path: str) -> Any:
-    """Returns the object with a full name such as `"jax.numpy.sum"`.
+    """Returns the object with a full name such as `"jax.numpy.sum"`; "tf_keras" is `tf.keras`.
 
     The first name of Keras imports it, to run on JAX.
 
@@ -44,8 +58,11 @@ def resolve(path: str) -> Any:
         MissingPackageError: if the name is one of Keras and Keras is not installed.
     """
     top, *names = path.split(".")
-    found = import_keras() if top == "keras" else importlib.import_module(top)
-    module = top
+    if top == "tf_keras":
+        found = keras_of_tensorflow()
+    else:
+        found = import_keras() if top == "keras" else importlib.import_module(top)
+    module = found.__name__
     for name in names:
         if not hasattr(found, name):
             importlib.import_module(f"{module}.{name}")

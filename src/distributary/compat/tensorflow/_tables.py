@@ -78,7 +78,12 @@ TARGETS: dict[str, str] = {
             cond executing_eagerly function get_logger is_tensor print:print_ while_loop
         autograph.experimental. distributary.autograph: do_not_convert set_loop_options
         nest. {_OWN}._programs: flatten map_structure pack_sequence_as
-        . keras: initializers losses metrics optimizers
+        . tf_keras: initializers losses metrics optimizers
+        keras.backend. keras.backend:
+            backend clear_session epsilon floatx get_uid image_data_format is_keras_tensor
+            result_type set_epsilon set_floatx set_image_data_format standardize_dtype
+        keras.backend. tf_keras.backend: cast_to_floatx
+        keras.backend. {_OWN}._keras_backend: batch_get_value batch_set_value
 
         data. distributary.data:
             AUTOTUNE Dataset INFINITE_CARDINALITY Iterator:DatasetIterator Options TFRecordDataset
@@ -182,6 +187,42 @@ OPERATIONS: dict[str, Operation] = {
             sparse_softmax_cross_entropy_with_logits
         random. {_OWN}._random:
             categorical normal shuffle stateless_normal stateless_uniform truncated_normal uniform
+
+        keras.backend. jax.numpy(x):
+            abs cos exp flatten:ravel int_shape:shape log ndim round sign sin sqrt square tanh
+            transpose
+        jax.numpy(x,y):
+            dot equal greater greater_equal less less_equal maximum minimum not_equal
+        jax.numpy(x,a): pow:power
+        jax.numpy(x;axis=None,keepdims=False): all any max mean min prod std sum var
+        jax.numpy(x;axis=-1): argmax argmin expand_dims
+        jax.numpy(x;axis=0): cumprod cumsum stack
+        jax.numpy(x;axis): squeeze
+        jax.numpy(x;min_value:min,max_value:max): clip
+        jax.numpy(x;shape): reshape
+        jax.numpy(x;n:reps): tile
+        jax.numpy(x;rep:repeats,axis): repeat_elements:repeat
+        jax.numpy(x;pattern:axes): permute_dimensions:transpose
+        jax.numpy(x;dtype=None): ones_like zeros_like
+        jax.numpy(;shape,dtype=None): ones zeros
+        jax.numpy(;size:N,dtype=None): eye
+        jax.numpy(start;stop=None,step=1,dtype='int32'): arange
+        jax.numpy(condition,then_expression,else_expression): switch:where
+        jax.nn(x): sigmoid softplus softsign:soft_sign
+        jax.nn(x;axis=-1): softmax
+        jax.nn(x;alpha=1.0): elu
+        jax.nn(indices;num_classes): one_hot
+        jax.lax(variables): stop_gradient
+        keras.activations(x;alpha=0.0:negative_slope,max_value=None,threshold=0.0): relu
+        keras.ops(target,output;from_logits=False): binary_crossentropy
+        keras.ops(target,output;from_logits=False,axis=-1):
+            categorical_crossentropy sparse_categorical_crossentropy
+        keras.ops(x): hard_sigmoid
+        {_OWN}._math: cast constant l2_normalize shape
+        {_OWN}._keras_backend:
+            concatenate count_params dtype get_value set_value update update_add update_sub
+            variable
+        {_OWN}._random: random_normal:normal random_uniform:uniform truncated_normal
         """
     )
 }

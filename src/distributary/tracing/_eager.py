@@ -1,0 +1,275 @@
+"""Records what JAX computes outside of a trace, so that a tape can differentiate it.
+
+    with tf.GradientTape() as tape:
+        y = w * w                      mul a a -> b       (`w` was read as a)
+        z = tf.sin(y) + 1              sin b -> c, add c 1.0 -> d
+
+Each operation is computed at once, and recorded with the arrays that it takes and gives. `gradient`
+follows the records from the sources to the targets, and differentiates a function that does the
+same again. The second time that the same operations are recorded, as in the next turn of a training
+loop, this function is compiled.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from distributary.topology import alias_of, recorded_by
+from distributary.tracing._connectivity import reached_inputs
+
+
+class _Operation(NamedTuple):
+    call: Callable[..., Any]
+    key: Any  # equal for calls that do the same; None if that is not known
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+class _Read(NamedTuple):
+    """A read of a variable: an array, and the numbers of its rows if only those were read."""
+
+    array: jax.Array
+    ids: jax.Array | None = None
+    shape: tuple[int, ...] = ()
+
+
+def _joined(parts: Sequence[tuple[Any, _Read]]) -> Any:
+    """Returns the sum of the gradients of several reads; a pair if all are of rows."""
+    if not parts:
+        return None
+    rows = [
+        (part.reshape(-1, *read.shape[1:]), jnp.ravel(read.ids))
+        for part, read in parts
+        if read.ids is not None
+    ]
+    if len(rows) == len(parts):
+        return tuple(map(jnp.concatenate, zip(*rows, strict=True)))
+    dense = [part for part, read in parts if read.ids is None]
+    total = sum(dense[1:], dense[0])
+    for part, ids in rows:
+        total = total.at[ids].add(part)
+    return total
+
+
+class _State(threading.local):
+    """What this thread records: in any order, tapes begin and end."""
+
+    def __init__(self) -> None:
+        self.records: list[EagerRecord] = []
+        self.context: Any = None
+
+
+_state = _State()
+
+
+@final
+class EagerRecord:
+    """The operations of one tape."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        # By the identity of a variable: the variable, and how it was read.
+        self._reads: dict[int, tuple[Any, list[_Read]]] = {}
+
+    def start(self) -> None:
+        """Starts to record what this thread computes."""
+        if not _state.records:
+            _state.context = recorded_by(_report)
+            _state.context.__enter__()
+        _state.records.append(self)
+
+    def stop(self) -> None:
+        """Ends recording."""
+        _state.records.remove(self)
+        if not _state.records:
+            _state.context.__exit__(None, None, None)
+
+    def note(self, operation: _Operation) -> None:
+        """Records an operation."""
+        self._operations.append(operation)
+
+    def note_read(self, variable: Any, read: "_Read") -> None:
+        """Notes that a variable was read."""
+        self._reads.setdefault(id(variable), (variable, []))[1].append(read)
+
+    def variables(self) -> list[Any]:
+        """Returns the variables that were read."""
+        return [variable for variable, _ in self._reads.values()]
+
+    def gradient(
+        self,
+        targets: Sequence[jax.Array],
+        seeds: Sequence[jax.Array],
+        arrays: Sequence[jax.Array],
+        variables: Sequence[Any],
+    ) -> list[Any]:
+        """Returns the gradients for arrays and variables; None for those without influence.
+
+        If only rows of a variable were read, the result is a pair: of rows, and of their numbers.
+        """
+        groups = [[_Read(array)] for array in arrays]
+        groups += [self._reads.get(id(variable), (None, []))[1] for variable in variables]
+        sources = {id(read.array): read.array for group in groups for read in group}
+        gradients = self._of_arrays([*sources.values()], targets, seeds)
+        found = dict(zip(sources, gradients, strict=True))
+        results = []
+        for group in groups:
+            parts = [(found[id(read.array)], read) for read in group]
+            results.append(_joined([(part, read) for part, read in parts if part is not None]))
+        return results
+
+    def _of_arrays(
+        self, sources: Sequence[jax.Array], targets: Sequence[jax.Array], seeds: Sequence[jax.Array]
+    ) -> Sequence[Any]:
+        """Returns the gradients for arrays that are different objects."""
+        path = self._path(sources, targets)
+        program = _Program(path, sources, targets)
+        known = None if program.key is None else _known(program.key)
+        if known is None or known.reached is None:
+            reached = reached_inputs(jax.make_jaxpr(program.again)(*program.sources).jaxpr)
+            function = program.gradients(reached)
+            if known is not None:
+                known.reached = reached
+        else:
+            reached = known.reached
+            if known.compiled is None:
+                known.compiled = jax.jit(program.gradients(reached))
+            function = known.compiled
+        gradients = iter(function(program.sources, program.constants, list(seeds)))
+        return [next(gradients) if is_reached else None for is_reached in reached]
+
+    def _path(self, sources: Sequence[Any], targets: Sequence[Any]) -> list[_Operation]:
+        """Returns the operations between sources and targets."""
+        active = {id(source) for source in sources}
+        forward = []
+        for operation in self._operations:
+            if any(id(x) in active for x in operation.inputs):
+                forward.append(operation)
+                active.update(map(id, operation.outputs))
+        needed = {id(target) for target in targets}
+        path = []
+        for operation in reversed(forward):
+            if any(id(x) in needed for x in operation.outputs):
+                path.append(operation)
+                needed.update(id(x) for x in operation.inputs if id(x) in active)
+        return path[::-1]
+
+
+class _Program:
+    """A function of the sources that does again what was recorded.
+
+    A source that is itself a result is an input that is zero and added to the result, so that
+    gradients pass through it.
+
+    Attributes:
+        key: Equal for programs that do the same; None if that is not known.
+        sources: The inputs.
+        constants: Arrays that do not depend on the sources.
+    """
+
+    def __init__(
+        self, path: Sequence[_Operation], sources: Sequence[Any], targets: Sequence[Any]
+    ) -> None:
+        self.constants: list[Any] = []
+        places: dict[int, int] = {}  # constants have negative numbers
+
+        def place_of(value: Any) -> int:
+            if id(value) not in places:
+                self.constants.append(value)
+                places[id(value)] = -len(self.constants)
+            return places[id(value)]
+
+        made = {id(output) for operation in path for output in operation.outputs}
+        self.sources = [jnp.zeros_like(s) if id(s) in made else s for s in sources]
+        added = {id(source): i for i, source in enumerate(sources) if id(source) in made}
+        places.update((id(s), i) for i, s in enumerate(sources) if id(s) not in made)
+        self._steps: list[tuple[Callable[..., Any], list[int], list[tuple[int, int | None]]]] = []
+        count = len(sources)
+        for operation in path:
+            operands = [place_of(value) for value in operation.inputs]
+            results = []
+            for output in operation.outputs:
+                places[id(output)] = count
+                results.append((count, added.get(id(output))))
+                count += 1
+            self._steps.append((operation.call, operands, results))
+        self._ends = [place_of(target) for target in targets]
+        keys = [operation.key for operation in path]
+        what = tuple([(tuple(places), str(results)) for _, places, results in self._steps])
+        dtypes = tuple([getattr(x, "dtype", type(x)) for x in (*sources, *self.constants)])
+        self.key = None if None in keys else (tuple(keys), what, dtypes, tuple(self._ends))
+
+    def again(self, *sources: Any, constants: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the targets."""
+        own = self.constants if constants is None else constants
+        values: dict[int, Any] = dict(enumerate(sources))
+        values.update((-i, constant) for i, constant in enumerate(own, start=1))
+        for call, operands, results in self._steps:
+            made = call(*[values[place] for place in operands])
+            for (number, added), value in zip(results, made, strict=True):
+                values[number] = value if added is None else value + values[added]
+        return [values[end] for end in self._ends]
+
+    def gradients(self, wanted: Sequence[bool]) -> Callable[..., Any]:
+        """Returns a function of sources, constants and weights of the targets."""
+
+        def function(sources: Any, constants: Any, weights: Any) -> Any:
+            def of_wanted(*given: Any) -> Any:
+                rest = iter(given)
+                inputs = [
+                    next(rest) if is_wanted else source
+                    for source, is_wanted in zip(sources, wanted, strict=True)
+                ]
+                return self.again(*inputs, constants=constants)
+
+            given = [s for s, is_wanted in zip(sources, wanted, strict=True) if is_wanted]
+            return jax.vjp(of_wanted, *given)[1](weights)
+
+        return function
+
+
+class _Known:
+    """What is known of a program that was asked for before."""
+
+    reached: list[bool] | None = None
+    compiled: Callable[..., Any] | None = None
+
+
+@functools.lru_cache(maxsize=128)
+def _known(key: Any) -> _Known:
+    return _Known()
+
+
+def _report(call: Any, key: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    operation = _Operation(call, key, inputs, outputs)
+    for record in _state.records:
+        record.note(operation)
+
+
+def is_recording() -> bool:
+    """Returns whether a tape records what this thread computes."""
+    return bool(_state.records)
+
+
+def noted_read(variable: Any, array: jax.Array) -> jax.Array:
+    """Returns the value that a variable is read as, which tapes know as such."""
+    if not _state.records:
+        return array
+    # A new object: variables that were assigned from one array are different sources.
+    return _noted(variable, _Read(alias_of(array)))
+
+
+def noted_rows(variable: Any, array: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the rows of a table that are read, which tapes know as such."""
+    rows = jnp.take(array, ids, axis=0)
+    return _noted(variable, _Read(rows, ids, array.shape)) if _state.records else rows
+
+
+def _noted(variable: Any, read: _Read) -> jax.Array:
+    for record in _state.records:
+        record.note_read(variable, read)
+    return read.array
