@@ -103,7 +103,9 @@ def test_a_dense_read_after_the_tape_does_not_matter(place, table):
     assert total == TABLE.sum()
 
 
-def test_nested_jit_keeps_rows(traced, table):
+def test_nested_jit_keeps_rows(traced):
+    table = traced.variable(TABLE)
+
     @jax.jit
     def embed(ids):
         return jnp.sum(table.sparse_read(ids) ** 2)
@@ -176,7 +178,9 @@ def test_persistent_tape(place, table):
     np.testing.assert_array_equal(of_rows, 2 * TABLE[[4, 1, 4]])
 
 
-def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced, table):
+def test_second_gradient_counts_reads_that_only_the_first_depends_on(traced):
+    table = traced.variable(TABLE)
+
     def step(ids):
         with dist.GradientTape(persistent=True) as tape:
             a = jnp.sum(table.sparse_read(ids))

@@ -87,19 +87,17 @@ def _loop(
     optimizer: Callable[[], Any],
     x: Callable[[np.random.Generator], Any],
     y: Callable[[np.random.Generator], Any] = _labels,
-    around: Callable[[Any], Any] = lambda parameters: parameters,
-    inside: Callable[[Any], Any] = lambda parameters: parameters,
 ) -> Loop:
     def parts() -> tuple[Any, Any, Any]:
         return nnx.split(network(nnx.Rngs(0)), (nnx.Param, nnx.LoRAParam), ...)
 
     def initial() -> Any:
         _, parameters, _ = parts()
-        return around(jax.tree.map(np.asarray, nnx.to_pure_dict(parameters)))
+        return jax.tree.map(np.asarray, nnx.to_pure_dict(parameters))
 
     def loss(parameters: Any, x: Any, y: Any) -> Any:
         definition, empty, rest = parts()
-        nnx.replace_by_pure_dict(empty, inside(parameters))
+        nnx.replace_by_pure_dict(empty, parameters)
         out = nnx.merge(definition, empty, rest)(x)
         if y.ndim > 1:
             return jnp.sum(jnp.mean((out - y) ** 2, tuple(range(1, out.ndim))))
@@ -139,12 +137,3 @@ def cases() -> Iterator[Loop]:
         "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1, 0.9), 3),
     }.items():
         yield _loop(f"optax {name}", "optax", _mlp, build, _numbers(8))
-    yield _loop(
-        "optax lookahead",
-        "optax",
-        _mlp,
-        lambda: optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
-        _numbers(8),
-        around=lambda tree: optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, tree)),
-        inside=lambda parameters: parameters.fast,
-    )
