@@ -23,30 +23,36 @@ arrays that are not in the table have the same name in `jax.numpy` or `keras.ops
 
 def _tables():
     targets = TARGETS | {name: operation.target for name, operation in OPERATIONS.items()}
-    named = {name: (target, _shown(target)) for name, target in targets.items()}
-    for name, value in CONSTANTS.items():
-        shown = f"the dtype {value}" if isinstance(value, np.dtype) else repr(value)
-        named[name] = (shown, shown)
     same: dict[str, list[str]] = {}
-    for name in sorted(named, key=lambda name: (name.rpartition(".")[0], name.lower())):
-        same.setdefault(named[name][0], []).append(name)
-    there = [f"| {_code(names)} | {named[names[0]][1]} |" for names in same.values()]
+    notes: dict[str, list[str]] = {}
+    for name in sorted({*targets, *CONSTANTS}, key=lambda name: (_module(name), name.lower())):
+        note = _note(targets.get(name, ""))
+        if note:
+            notes.setdefault(note, []).append(f"`tf.{name}`")
+        else:
+            same.setdefault(_module(name), []).append(f"`{name.rpartition('.')[2]}`")
+    modules = [f"| `tf.{module}`".replace(".`", "`") + f" | {', '.join(names)} |"
+               for module, names in same.items()]  # fmt: skip
+    special = [f"| {', '.join(names)} | {note} |" for note, names in notes.items()]
     others = [f"| `tf.{name}` | {advice} |" for name, advice in EQUIVALENTS.items()]
-    rows = [_HEADING, "| TensorFlow | what it is |", "| --- | --- |", *there, _ABOUT_OTHERS]
-    return "\n".join([*rows, "| TensorFlow | in its place |", "| --- | --- |", *others, ""])
+    rows = [_HEADING, "| module | names |", "| --- | --- |", *modules]
+    rows += ["", "These differ, or need a word:", "", "| TensorFlow | here |", "| --- | --- |"]
+    rows += [*special, _ABOUT_OTHERS, "| TensorFlow | in its place |", "| --- | --- |", *others]
+    return "\n".join([*rows, ""])
 
 
-def _code(names):
-    return ", ".join(f"`tf.{name}`" for name in names)
+def _module(name):
+    return name.rpartition(".")[0]
 
 
-def _shown(target):
-    """A public object's name; what a function of the package itself says about itself."""
+def _note(target):
+    """What a function of the package says about itself; "" if it is TensorFlow's."""
     if not target.startswith(_OWN):
-        return f"`{target}`"
-    summary = resolve(target).__doc__.partition("\n")[0].rstrip(".")
-    _, _, special = summary.partition("`: ") if summary.startswith("`tf.") else ("", "", summary)
-    return special or "the same, on arrays of JAX"
+        return ""
+    summary = (resolve(target).__doc__ or "").partition("\n")[0].rstrip(".")
+    if summary.startswith("`tf."):
+        _, _, summary = summary.partition("`: ")
+    return summary
 
 
 def test_the_page_has_the_tables_of_the_package():

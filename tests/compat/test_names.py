@@ -48,14 +48,14 @@ def test_names_are_public_ones_of_distributary():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("map_fn", "jax.lax.map"),
-        ("sort", "jax.numpy.sort"),
+        ("foldr", "jax.lax.scan"),
+        ("diff", "jax.numpy.diff"),
         ("math.erfc", "jax.lax.erfc"),
         ("nn.ctc_loss", "keras.ops.ctc_loss"),
-        ("image", "keras.ops.image"),
+        ("image.rot90", "keras.ops.image"),
         ("linalg.svd", "jax.numpy.linalg"),
         ("saved_model", "model.export"),
-        ("config.threading", "PJRT_NPROC"),
+        ("config.threading.get_inter_op_parallelism_threads", "PJRT_NPROC"),
         ("distribute.experimental.rpc", "schedule"),
         ("no_such_name", "docs/migrating.md"),
     ],

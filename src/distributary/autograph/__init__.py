@@ -17,6 +17,9 @@ from distributary.autograph._conversion import (
     set_loop_options,
 )
 from distributary.autograph._loops import Range as Range
-from distributary.autograph._operators import is_traced as is_traced
+from distributary.autograph._operators import (
+    check_when_run as check_when_run,
+    is_traced as is_traced,
+)
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users

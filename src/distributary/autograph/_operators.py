@@ -238,11 +238,15 @@ def assert_stmt(expression: Any, message: Callable[[], Any]) -> None:
     if isinstance(holds, bool):
         assert holds, message()
         return
-    text = f"{message()} (the assert at {script_line()})"
+    check_when_run(holds, AssertionError(f"{message()} (the assert at {script_line()})"))
+
+
+def check_when_run(holds: Any, error: Exception) -> None:
+    """Raises the error when the step runs, unless a traced condition holds."""
 
     def check(value: Any) -> None:
         if not value:
-            raise AssertionError(text)
+            raise error
 
     jax.debug.callback(check, holds)
 

@@ -13,7 +13,7 @@ from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program, progress
 from distributary.errors import InvalidValueError
-from distributary.variables import KeptCopy
+from distributary.variables import KeptCopy, build_foreign
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class Checkpoint:
             save_path: The path that `save` or `latest_checkpoint` returned. None does nothing, so
                 `restore(manager.latest_checkpoint)` also works at the start of a new training.
             partial: True to leave names alone that are only here or only in the checkpoint. False
-                makes them an error.
+                makes them an error. Objects of which this `Checkpoint` has nothing are always left
+                alone; without True, the log says so.
 
         Returns:
             A status that knows which names were left alone. Everything else is already restored,
@@ -263,11 +264,17 @@ class _Plan:
         self, objects: Mapping[str, Any], path: Path, partial: bool, stack: contextlib.ExitStack
     ) -> None:
         self.saved = saved = read(path)
-        leaves, self._rebuild = find_leaves(objects)
         entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
         self._entries = entries
+        leaves, self._rebuild = find_leaves(objects)
+        waiting = {name.partition("/")[0] for name in entries if name not in leaves}
+        built = [build_foreign(objects[n], objects.values()) for n in waiting if n in objects]
+        if any(built):
+            leaves, self._rebuild = find_leaves(objects)
         self.missing = [name for name in leaves if name not in entries]
         self.unexpected = [name for name in entries if name not in leaves]
+        #: Objects of which nothing is here.
+        self.others = {name.partition("/")[0] for name in self.unexpected} - objects.keys()
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
         self._check(path, partial, present)
         # Variables with a value per replica are not loaded by keepers: they are combined here.
@@ -290,7 +297,8 @@ class _Plan:
             for name, leaf in present.items()
             if (problem := leaf.problem(self._entries[name])) is not None
         ]
-        differ = bool(self.missing or self.unexpected)
+        unexpected = [n for n in self.unexpected if n.partition("/")[0] not in self.others]
+        differ = bool(self.missing or unexpected)
         if problems or (differ and not partial):
             left_alone = ([], []) if partial else (self.missing, self.unexpected)
             lines = [
@@ -299,13 +307,15 @@ class _Plan:
             ]
             if differ:
                 lines.append(
-                    "Build the same objects with all their variables first (a Keras optimizer with"
-                    " optimizer.build(model.trainable_variables)), or pass partial=True to restore"
-                    " what is in both."
+                    "Build the same objects with all their variables first, or pass partial=True to"
+                    " restore what is in both."
                 )
             raise InvalidValueError("\n".join(lines))
         if differ:
             _log.info("%s: left alone: %s", path, ", ".join(self.missing + self.unexpected))
+        if self.others and not partial:
+            names = ", ".join(sorted(self.others))
+            _log.warning("%s also holds %s, which this Checkpoint does not have.", path, names)
 
     def set_states(self, undo: contextlib.ExitStack) -> None:
         """Restores the states of iterators and generators; leaving `undo` takes this back."""

@@ -21,7 +21,7 @@ from distributary.datasets._file_names import (
 )
 from distributary.datasets._foreign import foreign
 from distributary.datasets._iterables import generated, signature_of
-from distributary.datasets._iterator import DatasetIterator
+from distributary.datasets._iterator import DatasetIterator, shown_number
 from distributary.datasets._mapping import Cache, Filter, Map, call
 from distributary.datasets._nodes import MAX_SEED, Node
 from distributary.datasets._numpy_files import numpy_files
@@ -444,7 +444,7 @@ class Dataset:
 
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
-        return self._node.cardinality()
+        return shown_number(self._node.cardinality())
 
     @property
     def element_spec(self) -> Any:

@@ -27,6 +27,8 @@ def file_names(given: FilePaths, what: str) -> tuple[str, ...]:
         given = [given]
     elif isinstance(given, np.ndarray):
         given = given.tolist() if given.ndim else [given.item()]
+    elif hasattr(given, "as_numpy_iterator"):  # a dataset of names, read once
+        given = [np.asarray(name).item() for name in given.as_numpy_iterator()]
     try:
         names = tuple(os.fsdecode(name) for name in given)
     except TypeError:

@@ -4,13 +4,15 @@ import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, final
 
+import numpy as np
+
 from distributary._types import Nest
 from distributary.datasets._nodes import Node
 from distributary.datasets._streams import Stream
 from distributary.datasets._structure import Array, map_arrays
-from distributary.errors import InvalidValueError, OutOfRangeError
+from distributary.errors import InvalidValueError
 from distributary.topology import inside_jax_trace
-from distributary.tracing import next_of
+from distributary.tracing import at_end, next_of
 
 if TYPE_CHECKING:
     from distributary.datasets._dataset import Dataset
@@ -22,6 +24,11 @@ def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
     """Makes loops over datasets get `show(array)` for every array; None gives the arrays again."""
     global _show
     _show = show
+
+
+def shown_number(number: int) -> Any:
+    """Returns a number as `show_arrays_by` shows arrays."""
+    return number if _show is None else _show(np.asarray(number))
 
 
 class PassIterator(abc.ABC):
@@ -51,12 +58,7 @@ class PassIterator(abc.ABC):
         Raises:
             OutOfRangeError: at the end; it is also a `StopIteration`.
         """
-        try:
-            return next(self)
-        except OutOfRangeError:
-            raise
-        except StopIteration:
-            raise OutOfRangeError("The dataset has no more elements.") from None
+        return next(self)
 
     def get_next_as_optional(self) -> "Optional":
         """Returns the next element as an `Optional`, which has no value at the end."""
@@ -140,7 +142,10 @@ class DatasetIterator(PassIterator):
         else:
             if self._stream is None:
                 self._stream = self._node.stream((self._number,))
-            element = next(self._stream)
+            try:
+                element = next(self._stream)
+            except StopIteration:
+                raise at_end() from None
             if self._show is not None:
                 element = map_arrays(self._show, element)
         self._position += 1

@@ -32,7 +32,7 @@ from distributary.inputs._coworkers import signature
 from distributary.inputs._statistics import Loop, StepCounts
 from distributary.inputs._step_data import StepData
 from distributary.topology import local_copy
-from distributary.tracing import refuse_in_trace, user_stacklevel
+from distributary.tracing import at_end, refuse_in_trace, user_stacklevel
 from distributary.values import PerReplica, same_structure, stack_components
 
 Array: TypeAlias = np.ndarray | jax.Array
@@ -321,7 +321,10 @@ class DistributedIterator(PassIterator, DistributedInput):
             job_programs.begin(_NEXT)
         if self._steps is None:
             self._start(self._dataset._source.stream((self._number,)))
-        values = self._take() if self._agreed is None else self._agreed.next(self._take)
+        try:
+            values = self._take() if self._agreed is None else self._agreed.next(self._take)
+        except StopIteration:
+            raise at_end() from None
         self._position += 1
         self._loop.batch_is_there()
         if self._join is _per_replica:  # otherwise it is `fit` that iterates, and counts itself

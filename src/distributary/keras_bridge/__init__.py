@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from distributary.errors import (
 from distributary.tracing import register_around_traces
 from distributary.variables import (
     ForeignVariable,
+    register_foreign_builder,
     register_foreign_objects,
     register_foreign_variables,
 )
@@ -124,6 +125,15 @@ def _resolve(value: Any) -> ForeignVariable | None:
     return resolve(value)
 
 
+def _build(value: Any, others: Iterable[Any]) -> bool:
+    """Builds an optimizer whose state a checkpoint has; see `_state`."""
+    if not _uses_jax():
+        return False
+    from distributary.keras_bridge._state import build_optimizer
+
+    return build_optimizer(value, others)
+
+
 def _parts_of(value: Any) -> Mapping[str, Any] | None:
     """Returns the objects that hold the state of a Keras object, for checkpoints."""
     if not _uses_jax():
@@ -171,4 +181,5 @@ register_scope_listener(_ScopeListener())
 register_scope_listener(_Quiet())
 register_around_traces(_around_trace)
 register_foreign_objects(_parts_of)
+register_foreign_builder(_build)
 register_foreign_variables(_resolve)

@@ -32,6 +32,20 @@ def parts_of(value: Any) -> dict[str, Any] | None:
     return None
 
 
+def build_optimizer(value: Any, others: Iterable[Any]) -> bool:
+    """Builds an optimizer for the only model among the other objects of a checkpoint.
+
+    An optimizer gets its state in the first step, and a checkpoint is restored before that.
+    """
+    models = [other for other in others if isinstance(other, keras.Model) and other.built]
+    if not isinstance(value, keras.optimizers.Optimizer) or value.built or len(models) != 1:
+        return False
+    strategy = strategy_of(models[0])
+    with nullcontext() if strategy is None else strategy.scope():
+        value.build(models[0].trainable_variables)
+    return True
+
+
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
         sync_state(layer)

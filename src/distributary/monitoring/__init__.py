@@ -4,12 +4,14 @@ from distributary.monitoring._dashboard import Dashboard, StatisticsLogger, dash
 from distributary.monitoring._numbers import numbers_of
 from distributary.monitoring._profile import profile
 from distributary.monitoring._server import Answer, HttpServer
+from distributary.monitoring._summaries import Summaries
 
 __all__ = [
     "Answer",
     "Dashboard",
     "HttpServer",
     "StatisticsLogger",
+    "Summaries",
     "dashboard",
     "numbers_of",
     "profile",

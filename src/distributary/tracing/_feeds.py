@@ -27,7 +27,13 @@ import numpy as np
 from jax import Array
 
 from distributary._types import Nest
-from distributary.errors import ContextError, InvalidTypeError, InvalidValueError, shown
+from distributary.errors import (
+    ContextError,
+    InvalidTypeError,
+    InvalidValueError,
+    OutOfRangeError,
+    shown,
+)
 from distributary.tracing._markers import Handle
 from distributary.tracing._scope import current_scope, is_outside_of_trace, outside_of_trace
 
@@ -195,7 +201,7 @@ class Feeds:
         scope = current_scope()
         assert scope is not None
         if event.outcome is END:
-            raise StopIteration
+            raise at_end()
         if not event.handles:
             event.handles = [
                 Handle(None, f"element {self.position} of a dataset", np.shape(value), dtype)
@@ -244,6 +250,11 @@ class Feeds:
         # The code that made an iterator keeps it. A dataset may be made by the function itself.
         captured = weakref.ref(of) if begins_pass is None else lambda: of
         return Origin("captured", captured=captured, begins_pass=begins_pass)
+
+
+def at_end() -> OutOfRangeError:
+    """Returns the error of an iterator that has no more elements."""
+    return OutOfRangeError("The dataset has no more elements.")
 
 
 def _begun(origin: Origin, dataset: Iterated) -> _Event:

@@ -12,7 +12,9 @@ from distributary.variables._enums import VariableAggregation, VariableSynchroni
 from distributary.variables._foreign import (
     ForeignVariable,
     as_variable,
+    build_foreign,
     foreign_parts,
+    register_foreign_builder,
     register_foreign_objects,
     register_foreign_variables,
 )

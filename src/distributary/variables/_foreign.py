@@ -1,6 +1,6 @@
 """Variables of other libraries, as programs and tapes see them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distributary._late import import_what_registers
@@ -47,6 +47,7 @@ class ForeignVariable:
 
 _resolvers: list[Callable[[Any], ForeignVariable | None]] = []
 _openers: list[Callable[[Any], Mapping[str, Any] | None]] = []
+_builders: list[Callable[[Any, Iterable[Any]], bool]] = []
 
 
 def register_foreign_variables(resolve: Callable[[Any], ForeignVariable | None]) -> None:
@@ -73,6 +74,20 @@ def register_foreign_objects(parts_of: Callable[[Any], Mapping[str, Any] | None]
     builds the same object.
     """
     _openers.append(parts_of)
+
+
+def register_foreign_builder(build: Callable[[Any, Iterable[Any]], bool]) -> None:
+    """Adds a library: `build(object, others)` makes the state of an object that waits for it.
+
+    It may depend on the other objects of a checkpoint. Returns whether there is new state.
+    """
+    _builders.append(build)
+
+
+def build_foreign(value: Any, others: Iterable[Any]) -> bool:
+    """Makes the state of another library's object, if it waits for it and can be known."""
+    import_what_registers()
+    return any(build(value, others) for build in _builders)
 
 
 def foreign_parts(value: Any) -> Mapping[str, Any] | None:

@@ -11,14 +11,14 @@ from distributary.compat.tensorflow._tables import targets_of
 _ELSEWHERE = targets_of(
     """
     . jax:
-        autodiff:jvp custom_gradient:custom_vjp grad_pass_through:custom_vjp hessians:hessian
+        autodiff:jvp grad_pass_through:custom_vjp hessians:hessian
         init_scope:ensure_compile_time_eval matrix_square_root:scipy.linalg.sqrtm
         name_scope:named_scope no_gradient:custom_vjp profiler random.create_rng_state:random.key
-        random.fold_in random.split raw_ops:lax recompute_grad:checkpoint vectorized_map:vmap
+        random.fold_in random.split raw_ops:lax recompute_grad:checkpoint
         xla:jit config.experimental.enable_tensor_float_32_execution:default_matmul_precision
     . jax.lax:
-        bitcast:bitcast_convert_type case:switch complex foldl:scan map_fn:map
-        math.cumulative_logsumexp:cumlogsumexp scan switch_case:switch truncatediv:div
+        bitcast:bitcast_convert_type case:switch complex
+        math.cumulative_logsumexp:cumlogsumexp switch_case:switch truncatediv:div
         truncatemod:rem
     . jax.numpy:
         acosh:arccosh asinh:arcsinh atanh:arctanh broadcast_dynamic_shape:broadcast_shapes
@@ -27,11 +27,9 @@ _ELSEWHERE = targets_of(
         math.invert_permutation:argsort math.reduce_euclidean_norm:linalg.norm
     math. jax.scipy.special:
         bessel_i0:i0 bessel_i0e:i0e bessel_i1:i1 bessel_i1e:i1e igamma:gammainc igammac:gammaincc
-        lbeta:betaln lgamma:gammaln
+        lbeta:betaln
     math. jax.ops:
-        segment_max segment_min segment_prod segment_sum unsorted_segment_max:segment_max
-        unsorted_segment_min:segment_min unsorted_segment_prod:segment_prod
-        unsorted_segment_sum:segment_sum
+        segment_prod unsorted_segment_prod:segment_prod
     nn. keras.ops:
         avg_pool:average_pool conv1d:conv conv2d_transpose:conv_transpose conv3d:conv
         convolution:conv ctc_loss depth_to_space depthwise_conv2d:depthwise_conv max_pool
@@ -64,36 +62,27 @@ _ELSEWHERE = targets_of(
 # Advice for names after `tf.`; several of them may share it.
 _ADVICE: dict[str, str] = {
     # Programs and control flow.
-    "Module": "a keras.Layer, or a class that keeps tf.Variable objects",
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
     "autograph": "tf.function, which converts control flow",
     "foldr": "jax.lax.scan with reverse=True",
     "py_function numpy_function": "jax.pure_callback, or plain Python outside of the step",
     "TensorArray": "the outputs of jax.lax.scan",
-    "control_dependencies group": "nothing: assignments of a step keep the order of the program",
     "inside_function": "not tf.executing_eagerly()",
     "variable_creator_scope": "strategy.scope()",
-    "device": "jax.default_device, or the devices of a strategy",
-    "Assert assert_equal assert_greater assert_less": (
+    "assert_equal assert_greater assert_less": (
         "an assert on what the step returns, or checkify of JAX"
     ),
     "debugging": "an assert on what the step returns, numpy.testing, or checkify of JAX",
-    "assert_rank ensure_shape": "an assert on the shape, which is known while a step is traced",
-    "rank": "x.ndim, which is known while a step is traced",
-    "TensorShape": "a tuple, which shapes of arrays are",
+    "assert_rank": "an assert on the shape, which is known while a step is traced",
     "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
     "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
     "get_static_value": "numpy.asarray outside of the step",
     "timestamp": "time.time outside of the step",
-    "config.run_functions_eagerly": "jax.disable_jit for functions without a strategy; steps of a"
-    " strategy are always compiled",
     "config.functions_run_eagerly": "not needed: steps of a strategy are always compiled",
     "config.optimizer": "the environment variable XLA_FLAGS",
     "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
-    "config.set_soft_device_placement config.get_soft_device_placement": (
-        "nothing: arrays are where their program runs"
-    ),
+    "config.get_soft_device_placement": ("nothing: arrays are where their program runs"),
     "config.experimental.enable_op_determinism": (
         "the environment variable XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     ),
@@ -119,7 +108,6 @@ _ADVICE: dict[str, str] = {
     "as_string": "str in Dataset.map or outside of the step",
     "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
-    "sequence_mask": "jax.numpy.arange(maxlen) < lengths[:, None]",
     "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
@@ -148,18 +136,12 @@ _ADVICE: dict[str, str] = {
     "dynamic_stitch": "x.at[indices].set(values)",
     "linalg": "jax.numpy.linalg and jax.scipy.linalg",
     "keras.backend": "keras.ops, which has nearly the same names",
-    "keras": "keras, in which TensorFlow adds nothing of this name",
     "saturate_cast": "tf.clip_by_value and tf.cast",
-    "scatter_nd": "jax.numpy.zeros(shape).at[indices].add(updates)",
     "sets": "jax.numpy.intersect1d, union1d and setdiff1d outside of the step",
     "signal": "jax.numpy.fft, jax.scipy.signal, keras.ops.stft",
-    "slice": "x[begin:end], or jax.lax.dynamic_slice",
     "strided_slice": "x[begin:end:step]",
-    "tensor_scatter_nd_add": "x.at[indices].add(updates)",
-    "tensor_scatter_nd_sub": "x.at[indices].add(-updates)",
     "tensor_scatter_nd_max": "x.at[indices].max(updates)",
     "tensor_scatter_nd_min": "x.at[indices].min(updates)",
-    "tensor_scatter_nd_update": "x.at[indices].set(updates)",
     "unique_with_counts": "jax.numpy.unique with return_counts=True",
     "math.erfcinv": "jax.scipy.special.erfinv of 1 - x",
     "math.multiply_no_nan": "jax.numpy.where(y == 0, 0, x * y)",

@@ -1,11 +1,14 @@
 """Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
 
+import contextlib
 import functools
 import inspect
 import logging
+import math
 import sys
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, final
 
 import jax
 import numpy as np
@@ -14,8 +17,9 @@ from distributary._types import Nest
 from distributary.compat.tensorflow._operations import TensorLike, array, plain, tensor
 from distributary.datasets import TensorSpec
 from distributary.engine import function as compile_function
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from distributary.inputs import PerReplicaSpec
+from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
 from distributary.values import PerReplica
 
@@ -199,6 +203,159 @@ def is_tensor(x: object) -> bool:
 def get_logger() -> logging.Logger:
     """`tf.get_logger`: the logger of distributary."""
     return logging.getLogger("distributary")
+
+
+@contextlib.contextmanager
+def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
+    """`tf.device`: where new arrays are made; has no effect in a step."""
+    name = device_name if isinstance(device_name, str) else None
+    if current_scope() is not None or not name:
+        yield
+        return
+    with jax.default_device(resolve_device(name)):
+        yield
+
+
+@final
+class TensorShape(tuple[int | None, ...]):
+    """`tf.TensorShape`: a tuple of sizes, None for one that is not known."""
+
+    def __new__(cls, dims: Any = ()) -> "TensorShape":
+        return super().__new__(cls, dims if isinstance(dims, Iterable) else (dims,))
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self)
+
+    ndims = rank
+    dims = property(list)
+
+    def as_list(self) -> list[int | None]:
+        """Returns the sizes."""
+        return list(self)
+
+    def concatenate(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes of both."""
+        return TensorShape((*self, *other))
+
+    def is_compatible_with(self, other: Iterable[int | None]) -> bool:
+        """Returns whether some array has both shapes."""
+        sizes = tuple(other)
+        pairs = zip(self, sizes, strict=False)
+        return len(self) == len(sizes) and all(a == b or None in (a, b) for a, b in pairs)
+
+    def is_fully_defined(self) -> bool:
+        """Returns whether all sizes are known."""
+        return None not in self
+
+    def num_elements(self) -> int | None:
+        """Returns the number of elements; None if it is not known."""
+        return math.prod(size for size in self if size is not None) if None not in self else None
+
+
+@contextlib.contextmanager
+def no_dependencies(control_inputs: Any = None) -> Iterator[None]:
+    """`tf.control_dependencies`: has no effect, as programs keep their order."""
+    yield
+
+
+def group(*inputs: Any, **kwargs: Any) -> None:
+    """`tf.group`: has no effect, as everything in a step runs."""
+
+
+def no_op(name: str | None = None) -> None:
+    """`tf.no_op`."""
+
+
+def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]:
+    """`tf.identity_n`."""
+    return [array(value) for value in input]
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Has no effect: JAX decides by itself."""
+
+
+def run_functions_eagerly(run_eagerly: bool) -> None:
+    """`tf.config.run_functions_eagerly`: True is refused, because steps are always compiled."""
+    if run_eagerly:
+        raise UnsupportedError(
+            "tf.config.run_functions_eagerly(True): functions of a strategy are always compiled."
+            " Print inside of them with tf.print or jax.debug.print, or call the Python function."
+        )
+
+
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
+    """`tf.test.is_gpu_available`: starts JAX."""
+    return bool(local_devices_of("GPU"))
+
+
+def gpu_device_name() -> str:
+    """`tf.test.gpu_device_name`: "" without a GPU."""
+    return "/device:GPU:0" if is_gpu_available() else ""
+
+
+def is_built_with_cuda() -> bool:
+    """`tf.test.is_built_with_cuda`: whether JAX can use GPUs here."""
+    return is_gpu_available()
+
+
+@final
+class ConfigProto:
+    """`tf.compat.v1.ConfigProto`: takes any settings; none has an effect."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.gpu_options = types.SimpleNamespace()
+        self.__dict__.update(settings)
+
+
+def as_text(bytes_or_text: str | bytes, encoding: str = "utf-8") -> str:
+    """`tf.compat.as_text`."""
+    return bytes_or_text if isinstance(bytes_or_text, str) else bytes_or_text.decode(encoding)
+
+
+def as_bytes(bytes_or_text: str | bytes, encoding: str = "utf-8") -> bytes:
+    """`tf.compat.as_bytes`."""
+    return bytes_or_text if isinstance(bytes_or_text, bytes) else bytes_or_text.encode(encoding)
+
+
+class Module:
+    """`tf.Module`: an object that knows the variables and modules in its attributes."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = type(self).__name__.lower() if name is None else name
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The variables in attributes, and in lists, dicts and modules there."""
+        found = (part for part in _parts_of(self) if not isinstance(part, Module))
+        return tuple({id(part): part for part in found}.values())
+
+    @property
+    def trainable_variables(self) -> tuple[Any, ...]:
+        """The variables that are trainable."""
+        return tuple([variable for variable in self.variables if variable.trainable])
+
+    @property
+    def submodules(self) -> tuple["Module", ...]:
+        """The modules below this one."""
+        return tuple([part for part in _parts_of(self) if isinstance(part, Module)])
+
+
+def _parts_of(module: Any) -> Iterator[Any]:
+    """Yields the variables and modules below a module, in the order of the names of attributes."""
+    leaves = jax.tree.leaves(
+        dict(sorted(vars(module).items())), is_leaf=lambda x: isinstance(x, Module)
+    )
+    for leaf in leaves:
+        if isinstance(leaf, Module):
+            yield leaf
+            yield from _parts_of(leaf)
+        elif hasattr(leaf, "trainable_variables"):  # a layer or model of Keras
+            yield from leaf.variables
+        elif hasattr(leaf, "assign"):
+            yield leaf
 
 
 def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:

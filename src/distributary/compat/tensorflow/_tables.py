@@ -74,8 +74,26 @@ TARGETS: dict[str, str] = {
         . numpy: DType:dtype as_dtype:dtype dtypes.DType:dtype dtypes.as_dtype:dtype
         . jax: Tensor:Array
         . distributary.data: TensorSpec
+        . {_OWN}._arrays: custom_gradient
         . {_OWN}._programs:
-            cond executing_eagerly function get_logger is_tensor print:print_ while_loop
+            Module TensorShape cond device executing_eagerly function get_logger is_tensor
+            no_op print:print_ while_loop control_dependencies:no_dependencies group identity_n
+        compat. {_OWN}._programs: as_bytes as_str:as_text as_text v1.ConfigProto:ConfigProto
+        config. {_OWN}._programs:
+            run_functions_eagerly set_soft_device_placement:nothing optimizer.set_jit:nothing
+            threading.set_inter_op_parallelism_threads:nothing
+            threading.set_intra_op_parallelism_threads:nothing
+        test. {_OWN}._programs: gpu_device_name is_built_with_cuda is_gpu_available
+        io. {_OWN}._io: TFRecordWriter read_file write_file
+        io.gfile. {_OWN}._io:
+            GFile:gfile copy exists glob isdir join listdir makedirs mkdir remove rename rmtree
+            stat walk
+        summary. {_OWN}._summary:
+            create_file_writer experimental.get_step:get_step experimental.set_step:set_step flush
+            histogram image record_if scalar should_record_summaries text
+        debugging. {_OWN}._checks:
+            assert_shapes disable_check_numerics enable_check_numerics
+            set_log_device_placement
         autograph.experimental. distributary.autograph: do_not_convert set_loop_options
         nest. {_OWN}._programs: flatten map_structure pack_sequence_as
         . tf_keras: initializers losses metrics optimizers
@@ -105,7 +123,16 @@ TARGETS: dict[str, str] = {
             DeviceAssignment DeviceOrderMode TPUSystemMetadata Topology initialize_tpu_system
             shutdown_tpu_system
         errors. distributary.errors:
-            CancelledError OutOfRangeError UnavailableError UnimplementedError:UnsupportedError
+            AbortedError:UnavailableError CancelledError DataLossError:CheckpointError
+            FailedPreconditionError:ContextError InvalidArgumentError:InvalidValueError
+            OpError:DistributaryError OutOfRangeError UnavailableError
+            UnimplementedError:UnsupportedError
+        errors. builtins:
+            AlreadyExistsError:FileExistsError DeadlineExceededError:TimeoutError
+            NotFoundError:FileNotFoundError PermissionDeniedError:PermissionError
+        errors. jax.errors:
+            InternalError:JaxRuntimeError ResourceExhaustedError:JaxRuntimeError
+            UnknownError:JaxRuntimeError
 
         nn. {_OWN}._nn: compute_average_loss scale_regularization_loss
         nn. distributary: embedding_lookup
@@ -156,10 +183,31 @@ OPERATIONS: dict[str, Operation] = {
         jax.numpy(input;multiples:reps): tile
         jax.numpy(a;perm=None:axes): transpose
         jax.numpy(condition,x,y): where
+        jax.numpy(input;shift,axis): roll
+        jax.numpy(input;shape): broadcast_to
+        jax.numpy(input): rank:ndim
+        {_OWN}._arrays:
+            argsort foldl map_fn meshgrid scan scatter_nd sequence_mask slice:slice_ sort
+            tensor_scatter_nd_add tensor_scatter_nd_sub tensor_scatter_nd_update unique
+            vectorized_map strings.to_number:to_number
         {_OWN}._math:
             add_n argmax argmin boolean_mask cast clip_by_global_norm clip_by_norm concat constant
             dtypes.cast:cast einsum gather gather_nd matmul norm pad range:range_ reduce_mean shape
             size split unstack
+
+        image. {_OWN}._arrays:
+            convert_image_dtype:as_image flip_left_right flip_up_down per_image_standardization
+            resize
+        . {_OWN}._checks: Assert:assert_ ensure_shape
+        debugging. {_OWN}._checks:
+            Assert:assert_ assert_all_finite assert_equal assert_greater assert_greater_equal
+            assert_less assert_less_equal assert_near assert_negative assert_non_negative
+            assert_none_equal assert_positive assert_rank assert_type check_numerics
+        math. jax.scipy.special(x): lgamma:gammaln digamma
+        jax.ops(data,segment_ids): segment_sum segment_max segment_min
+        jax.ops(data,segment_ids;num_segments):
+            unsorted_segment_sum:segment_sum unsorted_segment_max:segment_max
+            unsorted_segment_min:segment_min
 
         math. {_EVERYWHERE}
         jax.numpy(x): ceil expm1 is_finite:isfinite is_inf:isinf is_nan:isnan log log1p reciprocal

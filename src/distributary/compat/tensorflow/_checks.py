@@ -1,0 +1,154 @@
+"""`tf.debugging` and its like: checks of shapes, and of values where they are known.
+
+Inside a step, values are known when the program runs. A check that fails there ends the step with a
+`JaxRuntimeError` that carries the text.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike, DTypeLike
+
+from distributary.autograph import check_when_run, is_traced
+from distributary.errors import InvalidValueError, shown
+
+
+def _require(condition: Any, message: str | None, text: str) -> None:
+    holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
+    if is_traced(holds):
+        check_when_run(holds, error)
+    elif not holds:
+        raise error
+
+
+def _comparison(name: str, compare: Callable[[Any, Any], Any]) -> Callable[..., None]:
+    def assertion(
+        x: ArrayLike, y: ArrayLike, message: str | None = None, summarize: int | None = None
+    ) -> None:
+        text = f"tf.debugging.{name}: does not hold for {shown(x)} and {shown(y)}."
+        _require(compare(x, y), message, text)
+
+    assertion.__name__ = name
+    assertion.__doc__ = f"`tf.debugging.{name}`: for all elements."
+    return assertion
+
+
+assert_equal = _comparison("assert_equal", jnp.equal)
+assert_greater = _comparison("assert_greater", jnp.greater)
+assert_greater_equal = _comparison("assert_greater_equal", jnp.greater_equal)
+assert_less = _comparison("assert_less", jnp.less)
+assert_less_equal = _comparison("assert_less_equal", jnp.less_equal)
+assert_none_equal = _comparison("assert_none_equal", jnp.not_equal)
+
+
+def assert_near(
+    x: ArrayLike,
+    y: ArrayLike,
+    rtol: float | None = None,
+    atol: float | None = None,
+    message: str | None = None,
+    summarize: int | None = None,
+) -> None:
+    """`tf.debugging.assert_near`: with tolerances of 10 units in the last place by default."""
+    unit = 10 * float(jnp.finfo(jnp.result_type(float, x)).eps)
+    near = jnp.isclose(x, y, unit if rtol is None else rtol, unit if atol is None else atol)
+    _require(near, message, f"tf.debugging.assert_near: {shown(x)} is not near {shown(y)}.")
+
+
+def assert_positive(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
+    """`tf.debugging.assert_positive`."""
+    assert_greater(x, 0, message)
+
+
+def assert_negative(x: ArrayLike, message: str | None = None, summarize: int | None = None) -> None:
+    """`tf.debugging.assert_negative`."""
+    assert_less(x, 0, message)
+
+
+def assert_non_negative(
+    x: ArrayLike, message: str | None = None, summarize: int | None = None
+) -> None:
+    """`tf.debugging.assert_non_negative`."""
+    assert_greater_equal(x, 0, message)
+
+
+def assert_all_finite(x: Array, message: str | None = None) -> Array:
+    """`tf.debugging.assert_all_finite`: returns the array."""
+    _require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
+    return x
+
+
+def check_numerics(tensor: Array, message: str) -> Array:
+    """`tf.debugging.check_numerics`: returns the array."""
+    return assert_all_finite(tensor, message)
+
+
+def assert_(condition: ArrayLike, data: Sequence[Any], summarize: int | None = None) -> None:
+    """`tf.Assert`: shows `data` if the condition does not hold."""
+    _require(condition, None, f"tf.Assert: {list(data)}")
+
+
+def assert_rank(x: Array, rank: int, message: str | None = None) -> None:
+    """`tf.debugging.assert_rank`."""
+    if x.ndim != rank:
+        raise InvalidValueError(
+            message
+            or f"tf.debugging.assert_rank: an array has shape {x.shape}, expected {rank} dims."
+        )
+
+
+def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -> None:
+    """`tf.debugging.assert_type`."""
+    if tensor.dtype != jax.dtypes.canonicalize_dtype(tf_type):
+        raise TypeError(message or f"tf.debugging.assert_type: {tensor.dtype} is not {tf_type}.")
+
+
+def assert_shapes(
+    shapes: Sequence[tuple[Array, Sequence[Any]]], data: Any = None, message: str | None = None
+) -> None:
+    """`tf.debugging.assert_shapes`: pairs of arrays and shapes; equal names are equal sizes."""
+    pairs = shapes.items() if isinstance(shapes, dict) else shapes
+    sizes: dict[str, int] = {}
+    for x, names in pairs:
+        own = np.shape(x)
+        fits = len(own) == len(names)
+        for size, name in zip(own, names, strict=False):
+            if isinstance(name, str) and not name.isdigit():
+                fits &= sizes.setdefault(name, size) == size
+            else:
+                fits &= name is None or int(name) == size
+        if not fits:
+            raise InvalidValueError(
+                message
+                or f"tf.debugging.assert_shapes: an array has shape {own}, expected"
+                f" {tuple(names)} where {sizes}."
+            )
+
+
+def ensure_shape(x: Array, shape: Any) -> Array:
+    """`tf.ensure_shape`: returns the array; None stands for any size."""
+    wanted = tuple(shape)
+    fits = len(wanted) == x.ndim and all(
+        size is None or size == own for size, own in zip(wanted, x.shape, strict=True)
+    )
+    if not fits:
+        raise InvalidValueError(f"tf.ensure_shape: {x.shape} is not {wanted}.")
+    return x
+
+
+def enable_check_numerics(stack_height_limit: int = 30, path_length_limit: int = 50) -> None:
+    """`tf.debugging.enable_check_numerics`: switches `jax_debug_nans` on."""
+    jax.config.update("jax_debug_nans", True)
+
+
+def disable_check_numerics() -> None:
+    """`tf.debugging.disable_check_numerics`: switches `jax_debug_nans` off."""
+    jax.config.update("jax_debug_nans", False)
+
+
+def set_log_device_placement(enabled: bool) -> None:
+    """`tf.debugging.set_log_device_placement`: has no effect."""

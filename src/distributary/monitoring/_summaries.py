@@ -1,0 +1,162 @@
+"""Summaries for TensorBoard, with the functions of `tf.summary`, written by tensorboardX."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self, final
+
+import jax
+import numpy as np
+
+from distributary.context import get_replica_context, in_cross_replica_context
+from distributary.errors import InvalidValueError, MissingPackageError
+
+
+@final
+class Summaries:
+    """The functions of `tf.summary`.
+
+    Values are written to the writer whose `as_default` was entered last, and without one nowhere.
+    In a step, they are written when the step runs; of several replicas, the first one writes.
+
+    Raises:
+        MissingPackageError: without tensorboardX.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise MissingPackageError(
+                "Summaries for TensorBoard need TensorFlow or tensorboardX. Install the smaller one"
+                " with `pip install tensorboardX`."
+            )
+        self._current: list[tuple[_Writer, Any]] = []
+        self._conditions: list[Callable[[], bool]] = []
+        self._step: Any = None
+
+    def create_file_writer(
+        self,
+        logdir: str,
+        max_queue: int | None = None,
+        flush_millis: int | None = None,
+        filename_suffix: str | None = None,
+        name: str | None = None,
+    ) -> "_Writer":
+        """Returns a writer of an event file in a folder."""
+        return _Writer(logdir, self._current, filename_suffix or "")
+
+    def set_step(self, step: Any) -> None:
+        """Sets the step of what is written without one: a number or a variable."""
+        self._step = step
+
+    def get_step(self) -> Any:
+        """Returns what `set_step` has set."""
+        return self._step
+
+    def should_record_summaries(self) -> bool:
+        """Returns whether something would be written now."""
+        return bool(self._current) and all(condition() for condition in self._conditions)
+
+    def flush(self, writer: "_Writer | None" = None) -> None:
+        """Writes everything to the file: of a writer, or of the current one."""
+        for one in [writer] if writer is not None else [w for w, _ in self._current[-1:]]:
+            one.flush()
+
+    @contextmanager
+    def record_if(self, condition: bool | Callable[[], bool]) -> Iterator[None]:
+        """Writes only what the block writes while the condition holds."""
+        self._conditions.append(condition if callable(condition) else lambda: bool(condition))
+        try:
+            yield
+        finally:
+            self._conditions.pop()
+
+    def scalar(self, name: str, data: Any, step: Any = None, description: Any = None) -> None:
+        """Writes a number."""
+        self._write("add_scalar", name, data, step, float)
+
+    def histogram(
+        self, name: str, data: Any, step: Any = None, buckets: Any = None, description: Any = None
+    ) -> None:
+        """Writes the distribution of an array."""
+        self._write("add_histogram", name, data, step)
+
+    def image(
+        self, name: str, data: Any, step: Any = None, max_outputs: int = 3, description: Any = None
+    ) -> None:
+        """Writes images `[number, height, width, channels]` with values from 0 to 1."""
+        self._write("add_images", name, data[:max_outputs], step, dataformats="NHWC")
+
+    def text(self, name: str, data: Any, step: Any = None, description: Any = None) -> None:
+        """Writes text."""
+        self._write("add_text", name, np.asarray(data), step, lambda text: str(text.item()))
+
+    def _write(
+        self,
+        method: str,
+        name: str,
+        data: Any,
+        step: Any,
+        convert: Callable[[Any], Any] = np.asarray,
+        **options: Any,
+    ) -> None:
+        if not self.should_record_summaries():
+            return
+        writer, default_step = self._current[-1]
+        chosen = (step, default_step, self._step)
+        number = next((_value(one) for one in chosen if one is not None), None)
+        if number is None:
+            raise InvalidValueError(
+                f"Summary {name!r} has no step. Pass step=, or set one with"
+                " tf.summary.experimental.set_step."
+            )
+
+        def write(number: Any, data: Any, replica: Any = 0) -> None:
+            if replica == 0:
+                getattr(writer.events, method)(name, convert(data), int(number), **options)
+
+        values = [number, _value(data)]
+        if not any(isinstance(value, jax.core.Tracer) for value in values):
+            if in_cross_replica_context() or _replica() == 0:
+                write(*values)
+            return
+        if not in_cross_replica_context():
+            values.append(_replica())
+        jax.debug.callback(write, *values)
+
+
+def _value(value: Any) -> Any:
+    """Returns the array of a variable, and anything else unchanged."""
+    return value.__jax_array__() if hasattr(value, "__jax_array__") else value
+
+
+def _replica() -> Any:
+    context = get_replica_context()
+    return 0 if context is None else context.replica_id_in_sync_group
+
+
+@final
+class _Writer:
+    def __init__(self, folder: str, current: list[tuple["_Writer", Any]], suffix: str) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.events = SummaryWriter(folder, filename_suffix=suffix)
+        self._current = current
+
+    @contextmanager
+    def as_default(self, step: Any = None) -> Iterator[Self]:
+        self._current.append((self, step))
+        try:
+            yield self
+        finally:
+            self._current.pop()
+
+    def set_as_default(self, step: Any = None) -> None:
+        self._current.append((self, step))
+
+    def flush(self) -> None:
+        jax.effects_barrier()  # what steps have still to write
+        self.events.flush()
+
+    def close(self) -> None:
+        jax.effects_barrier()
+        self.events.close()
