@@ -1,6 +1,5 @@
 """Mistakes that people make in their first hour, and what they are told."""
 
-import random
 import re
 import traceback
 import warnings
@@ -233,62 +232,10 @@ def key_of_a_dict(strategy):
     strategy.run(train_step, args=(BATCH,))
 
 
-# The id of a replica
-
-
-def _id() -> Any:
-    return dist.get_replica_context().replica_id_in_sync_group
-
-
-@told("train_step", "the replica id", "jnp.where(replica_id == 0", "strategy.is_chief")
-def if_of_the_replica_id(strategy):
+@told("train_step", "the seed", "jax.random.fold_in(key, seed)")
+def generator_from_the_data(strategy):
     def train_step(batch):
-        if _id() == 0:
-            return batch
-        return 2 * batch
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
-
-
-@told("train_step", "the replica id", "experimental_distribute_values_from_function")
-def int_of_the_replica_id(strategy):
-    def train_step(batch):
-        return batch * int(_id())
-
-    strategy.run(train_step, args=(BATCH,), options=AS_IT_IS)
-
-
-@told("train_step", "the replica id", "experimental_distribute_values_from_function")
-def list_by_the_replica_id(strategy):
-    values = [1.0, 2.0]
-
-    def train_step(batch):
-        return batch * values[_id()]
-
-    strategy.run(train_step, args=(BATCH,))
-
-
-@told("train_step", "the seed", "jax.random.fold_in(key, replica_id)")
-def generator_from_the_replica_id(strategy):
-    def train_step(batch):
-        return batch + np.random.default_rng(_id()).normal()
-
-    strategy.run(train_step, args=(BATCH,))
-
-
-@told("train_step", "the replica id", "jax.random.fold_in(key, replica_id)")
-def seed_from_the_replica_id(strategy):
-    def train_step(batch):
-        np.random.seed(_id())
-        return batch
-
-    strategy.run(train_step, args=(BATCH,))
-
-
-@told("train_step", "the replica id", "jax.random.fold_in(key, replica_id)")
-def python_seed_from_the_replica_id(strategy):
-    def train_step(batch):
-        return batch + random.Random(int(_id())).random()
+        return batch + np.random.default_rng(batch[0].astype(int)).normal()
 
     strategy.run(train_step, args=(BATCH,))
 

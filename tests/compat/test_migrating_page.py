@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from distributary.compat.tensorflow._equivalents import EQUIVALENTS
 from distributary.compat.tensorflow._operations import resolve
 from distributary.compat.tensorflow._tables import CONSTANTS, OPERATIONS, TARGETS

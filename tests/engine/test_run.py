@@ -410,7 +410,7 @@ def test_values_from_a_function(strategy_of):
 def test_python_results_that_differ_between_replicas_are_refused(strategy_of):
     uneven = dist.PerReplica([jnp.ones(2), jnp.ones(3)])
 
-    with pytest.raises(ValueError, match=r"\[2\] on one replica .* and \[3\] on another"):
+    with pytest.raises(ValueError, match=r"\[2\] on one replica and \[3\] on another"):
         strategy_of(2).run(lambda x: x.shape[0], (uneven,))
 
 

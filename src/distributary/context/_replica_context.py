@@ -11,8 +11,6 @@ from distributary.errors import ContextError, InvalidTypeError, shown
 from distributary.options import CommunicationOptions
 
 if TYPE_CHECKING:
-    import jax
-
     from distributary.collectives import ReduceOp
     from distributary.strategies import Strategy
 
@@ -30,7 +28,7 @@ class ReplicaContext:
     def __init__(
         self,
         strategy: "Strategy",
-        replica_id_in_sync_group: "int | Callable[[], jax.Array]",
+        replica_id_in_sync_group: "int | Callable[[], Any]",
         *,
         averages_gradients: bool = False,
         has_whole_batch: bool = False,
@@ -56,8 +54,10 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Any:
         """Number of this replica, 0 to `num_replicas_in_sync - 1`, as an int32 scalar `[]`.
 
-        The step is traced once for all replicas, so this is a traced value: branch on it with
-        `jnp.where` or `jax.lax.cond`. Outside of `run` it is the Python int 0.
+        The step is traced once for all replicas, so this is a traced value. If its Python code
+        needs the number, as an index or a seed, the step is traced for every replica, which takes
+        longer to compile; all replicas have to call the same collectives in the same order.
+        Outside of `run` it is the Python int 0.
         """
         if callable(self._replica_id):
             self._check_current("replica_id_in_sync_group")

@@ -207,9 +207,13 @@ class Step:
         return outs
 
     def _check_constants(self, result: Any) -> None:
-        """Refuses Python values that differ between the replicas of an uneven batch."""
-        if len(self.avals) == 1:
+        """Refuses Python values that differ between replicas that are traced one by one."""
+        scope = current_scope()
+        replica = None if scope is None else scope.replica
+        if len(self.avals) == 1 and (replica is None or self._num_replicas == 1):
             return
+        if replica == 0:
+            self._constants = None
         kinds = (bool, int, float, complex, str, bytes)
         constants = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, kinds)]
         if self._constants is None:
@@ -217,7 +221,7 @@ class Step:
         elif self._constants != constants:
             raise ReplicaMismatchError(
                 f"{self.title}: the function returned the Python values {self._constants}"
-                f" on one replica of an uneven batch and {constants} on another. Return arrays,"
+                f" on one replica and {constants} on another. Return arrays,"
                 " jnp.asarray(value), for what differs between replicas."
             )
 

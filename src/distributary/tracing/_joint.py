@@ -76,13 +76,20 @@ def evaluate_jointly(
             return [result for result in results if result is not None]
         names = {request[0].primitive.name for request in waiting}
         if len(waiting) < len(replicas) or len(names) > 1:
+            at = [
+                f"replica {i} {'ends' if request is None else f'waits in {_name(request[0])}'}"
+                for i, request in enumerate(requests)
+            ]
             raise ReplicaMismatchError(
-                "The replicas of an uneven batch do not run the same collectives: one waits in"
-                f" {', '.join(sorted(names))} and another does not get there. Do not let Python"
-                " branches on the batch size decide whether all_reduce, all_gather or an"
-                " aggregating assignment runs."
+                f"The replicas do not run the same collectives: {', '.join(at)}. Do not let Python"
+                " branches on the replica id or on the size of an uneven batch decide whether"
+                " all_reduce, all_gather or an aggregating assignment runs."
             )
         replies = _join([r[0] for r in waiting], [r[1] for r in waiting])
+
+
+def _name(eqn: Equation) -> str:
+    return eqn.primitive.name
 
 
 def _replica(program: AnyJaxpr, args: Sequence[Array]) -> Replica:

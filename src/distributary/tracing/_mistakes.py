@@ -122,8 +122,6 @@ class _Case:
         names = [*dict.fromkeys(self.depends)]
         if not names:
             return "the value of an array"
-        if self.is_of_replica_id:
-            return _REPLICA_ID
         rest = len(names) - _MAX_NAMES
         shown = names if rest <= 0 else [*names[:_MAX_NAMES], f"{rest} more"]
         last = shown.pop()
@@ -138,17 +136,8 @@ class _Case:
             f" replicas. {remedy}"
         )
 
-    @property
-    def is_of_replica_id(self) -> bool:
-        return _REPLICA_ID in self.depends
-
 
 _REPLICA_ID = "the replica id"
-_PER_REPLICA = (
-    "Look values up with jnp.asarray(values)[replica_id], pass them in args as"
-    " strategy.experimental_distribute_values_from_function(...), or draw random numbers with"
-    " jax.random.fold_in(key, replica_id)."
-)
 
 
 def _of_bool(case: _Case) -> str:
@@ -167,12 +156,6 @@ def _of_bool(case: _Case) -> str:
         name = function[1]
         other = {"max": "maximum", "min": "minimum", "sorted": "sort"}.get(name, name)
         return case.needs(f"{name}()", f"Write jnp.{other} instead.")
-    if case.is_of_replica_id:
-        return case.needs(
-            "`if`",
-            "Write jnp.where(replica_id == 0, a, b), or jax.lax.cond with functions. What one"
-            " process does, such as saving or printing, comes after run: if strategy.is_chief.",
-        )
     word = re.search(r"\b(if|and|or|not)\b", case.line)
     return case.needs(
         f"`{word[1] if word else 'if'}`",
@@ -202,11 +185,9 @@ def _of_number(case: _Case) -> str:
             " jnp.where(condition, a, b) with three arguments.",
         )
     if ".item()" in case.line or "item()" in text:
-        return case.needs(".item()", _PER_REPLICA if case.is_of_replica_id else _after(case))
+        return case.needs(".item()", _after(case))
     converted = re.search(r"`(\w+)` function", text)
     name = converted[1] if converted else "float"
-    if case.is_of_replica_id:
-        return case.needs(f"{name}()", _PER_REPLICA)
     if name == "int":
         return case.needs(
             "int()",
@@ -217,8 +198,6 @@ def _of_number(case: _Case) -> str:
 
 
 def _of_index(case: _Case) -> str:
-    if case.is_of_replica_id:
-        return case.needs("the index", _PER_REPLICA)
     if "range(" in case.line:
         return case.needs(
             "range()",
@@ -260,8 +239,6 @@ def _of_mask(case: _Case) -> str:
 def _of_numpy(case: _Case) -> str:
     called = re.search(r"\bnp\.((?:\w+\.)*\w+)\(", case.line)
     library = _library(case.error)
-    if case.is_of_replica_id:
-        return case.needs(f"np.{called[1]}" if called else library, _PER_REPLICA)
     if called and called[1] in ("array", "asarray"):
         remedy = "Write jnp.asarray, or leave it out: the value is an array of JAX already."
     elif library == "NumPy":
@@ -303,7 +280,9 @@ def _of_hash(case: _Case) -> str:
 
 
 def _of_seed(case: _Case) -> str:
-    return case.needs("the seed of a generator", _PER_REPLICA)
+    return case.needs(
+        "the seed of a generator", "Draw with jax.random and a key: jax.random.fold_in(key, seed)."
+    )
 
 
 def _of_items(case: _Case) -> str:
@@ -512,7 +491,7 @@ def _depends(
     for eqn in eqns:
         if eqn.primitive in (read_p, sparse_read_p):
             names.append(_name_of_handle(eqn.params["handle"]))
-    return (_REPLICA_ID,) if _REPLICA_ID in names else tuple(names)
+    return tuple(names)
 
 
 def _name_of_handle(handle: Handle) -> str:

@@ -124,6 +124,7 @@ def trace(
     uneven: UnevenSizes | None = None,
     is_for_workers: bool = False,
     subject: Subject | None = None,
+    replica: int | None = None,
 ) -> tuple[Any, TraceScope]:
     """Runs `function` on tracers and returns its jaxpr, with markers, and the scope of the trace.
 
@@ -139,6 +140,7 @@ def trace(
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the program runs on devices of other processes.
         subject: What its user knows the function as; None for the function itself.
+        replica: Number of the replica, if its Python code may look at that.
 
     Raises:
         TracedValueError: if Python code of the function needs the value of an array.
@@ -157,7 +159,7 @@ def trace(
         # assignments and tapes from this record, and the strategy it depends on. JAX keeps these
         # jaxprs apart by the names of the axes.
         names = [*axis_env, (f"trace {next(_traces)}", 1)]
-        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas)
+        scope = TraceScope(kind, known, uneven, is_for_workers, num_replicas, replica)
         scope.converts = converts
         if feeding is not None:
             feeding.position = position
@@ -220,7 +222,9 @@ def _traced_once(
         try:
             return jax.make_jaxpr(begun, axis_env=axis_env)(*args, **kwargs)
         except Exception as error:
-            raise (failures or [error])[0] from None
+            failure = (failures or [error])[0]
+            failure.__dict__["reads_replica_id"] = scope.reads_replica_id
+            raise failure from None
         finally:  # JAX keeps `begun`, but a program must not keep its function
             begun.__dict__.clear()
             subjects.clear()
@@ -471,40 +475,54 @@ class ReplicaProgram:
         self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
     ) -> list[Pure]:
         num_replicas = self._num_replicas
-        if num_replicas > 1 and not self.uneven:
-            closed, scope = trace(
-                function,
-                avals[0],
-                "replica",
-                self._axis_env,
-                subject=self._subject,
-            )
-            pures = [purify(closed, scope, avals[0], self._axis_env)]
-            self.describe = _description_of([closed])
-            check_on_cores(pures[0].jaxpr, self._mesh)
-        else:
-            pures = self._trace_each(function, avals)
+        try:
+            pures = self._trace_any(function, avals)
+        except Exception as error:
+            if num_replicas == 1 or not getattr(error, "reads_replica_id", False):
+                raise
+            try:
+                pures = self._trace_each(function, [*avals] * (num_replicas // len(avals)), True)
+            except (ContextError, ReplicaMismatchError, TracedValueError):
+                raise  # the numbers do not help, or are why the replicas do not fit together
+            except Exception:
+                raise error from None
+            self.uneven = True
         for i, pure in enumerate(pures):
             if pure.num_outs != pures[0].num_outs:
                 raise ReplicaMismatchError(
-                    f"The function returns {pure.num_outs} arrays on replica {i} of an uneven batch"
-                    f" and {pures[0].num_outs} on replica 0. Do not let Python branches on the"
-                    " batch size decide what it returns."
+                    f"The function returns {pure.num_outs} arrays on replica {i} and"
+                    f" {pures[0].num_outs} on replica 0. Do not let Python branches on the replica"
+                    " id or on the size of an uneven batch decide what it returns."
                 )
             for handle in set(pure.written) ^ set(pures[0].written):
                 raise ReplicaMismatchError(
-                    f"Variable {handle.name!r} is assigned on some replicas of an uneven batch and"
-                    " not on others. Do not let Python branches on the batch size decide whether"
-                    " it is assigned; assign it on every replica."
+                    f"Variable {handle.name!r} is assigned on some replicas and not on others. Do"
+                    " not let Python branches on the replica id or on the size of an uneven batch"
+                    " decide whether it is assigned; assign it on every replica."
                 )
         if num_replicas > 1:
             _check_divergence(pures, self._varying_args, num_replicas)
         return pures
 
-    def _trace_each(
+    def _trace_any(
         self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
     ) -> list[Pure]:
-        """Traces every replica of an uneven batch, or the only one."""
+        """Traces one replica for all, if that is enough."""
+        if self._num_replicas == 1 or self.uneven:
+            return self._trace_each(function, avals, self._num_replicas == 1)
+        closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
+        self.describe = _description_of([closed])
+        pure = purify(closed, scope, avals[0], self._axis_env)
+        check_on_cores(pure.jaxpr, self._mesh)
+        return [pure]
+
+    def _trace_each(
+        self,
+        function: Callable[..., Sequence[Array]],
+        avals: Sequence[Sequence[Any]],
+        shows_number: bool,
+    ) -> list[Pure]:
+        """Traces every replica: of an uneven batch, or whose Python looks at its number."""
         uneven = UnevenSizes(len(avals))
         feeding = current_feeding()
         position = 0 if feeding is None else feeding.position
@@ -518,7 +536,13 @@ class ReplicaProgram:
                     feeding.position = position
                 try:
                     closed, scope = trace(
-                        function, own, "replica", self._axis_env, uneven, subject=self._subject
+                        function,
+                        own,
+                        "replica",
+                        self._axis_env,
+                        uneven,
+                        subject=self._subject,
+                        replica=replica if shows_number else None,
                     )
                 except SizesMissing:
                     stopped = True
@@ -530,9 +554,9 @@ class ReplicaProgram:
                 return pures
             if not uneven.settle():
                 raise ReplicaMismatchError(
-                    "The replicas of an uneven batch do not call all_gather equally often. Do not"
-                    " let Python branches on the batch size decide whether it runs, and do not call"
-                    " one jax.jit function with all_gather in it on several arrays."
+                    "The replicas do not call all_gather equally often. Do not let Python branches"
+                    " on the replica id or on the size of an uneven batch decide whether it runs,"
+                    " and do not call one jax.jit function with all_gather in it on several arrays."
                 )
 
     def __call__(

@@ -18,6 +18,7 @@ from typing import Any, Literal, final
 
 import jax
 import jax.extend
+import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from distributary.errors import ContextError, ReplicaMismatchError, UnsupportedError
@@ -75,6 +76,7 @@ class TraceScope:
         uneven: Sizes that the replicas of an uneven batch agreed on, else None.
         is_for_workers: Whether the program runs on devices of other processes.
         num_replicas: Number of replicas whose program is traced.
+        replica: Number of the only replica that is traced, if its Python code may look at that.
     """
 
     def __init__(
@@ -84,8 +86,11 @@ class TraceScope:
         uneven: "UnevenSizes | None" = None,
         is_for_workers: bool = False,
         num_replicas: int = 1,
+        replica: int | None = None,
     ) -> None:
         self.kind = kind
+        self.replica = replica
+        self.reads_replica_id = False
         self.num_replicas = num_replicas
         self._jax_trace: Any = None
         self.uneven = uneven
@@ -125,8 +130,11 @@ class TraceScope:
                 tape.note_read(handle, None)
         return read_p.bind(handle=handle, aval=handle.aval(self.kind == "replica"))
 
-    def replica_id(self) -> Array:
+    def replica_id(self) -> Array | np.generic:
         """Returns the replica's number, int32 `[]`."""
+        self.reads_replica_id = True
+        if self.replica is not None:
+            return np.int32(self.replica)
         return read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
 
     def sparse_read(self, handle: Handle, ids: Array) -> Array:

@@ -1,7 +1,7 @@
 """The aggregations of variables, applied to arrays."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def across_replicas(
     value: _Change,
     aggregation: VariableAggregation,
     num_replicas: int,
-    replica_id: Callable[[], jax.Array],
+    replica_id: Callable[[], Any],
 ) -> _Change:
     """Combines the replicas' values or rows in a replica program; every replica gets the result."""
     if aggregation is VariableAggregation.NONE or num_replicas == 1:
@@ -29,9 +29,7 @@ def across_replicas(
     return _reduce(ReduceOp.from_variable_aggregation(aggregation), value, num_replicas)
 
 
-def _of_first(
-    value: jax.Array, num_replicas: int, replica_id: Callable[[], jax.Array]
-) -> jax.Array:
+def _of_first(value: jax.Array, num_replicas: int, replica_id: Callable[[], Any]) -> jax.Array:
     """Returns replica 0's value on every replica: a sum of this value and zeros."""
     number = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
     own = jnp.where(replica_id() == 0, number, jnp.zeros_like(number))

@@ -63,3 +63,16 @@ print(
         strategy.experimental_local_results(strategy.run(step_with_merge, (tf.constant(2.0),)))[0]
     ),
 )
+
+
+# A number of a replica in Python.
+def names():
+    ctx = tf.distribute.get_replica_context()
+    number = int(ctx.replica_id_in_sync_group)
+    table = ["even", "odd"]
+    scale = {"even": 1.0, "odd": 1.0}[table[number % 2]]
+    seed = [number, 7]
+    return scale * len(seed) * tf.ones([2])
+
+
+print("python", strategy.reduce("MEAN", strategy.run(names), axis=None).numpy())

@@ -1,0 +1,175 @@
+"""Steps whose Python code looks at the number of the replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.errors import (
+    ContextError,
+    ReplicaDivergenceError,
+    ReplicaMismatchError,
+    TracedValueError,
+)
+
+_ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
+
+
+def _number():
+    return dist.get_replica_context().replica_id_in_sync_group
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_an_index_a_key_and_a_seed(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    names = ["a", "b", "c", "d"]
+    scales = {"a": 1.0, "b": 10.0, "c": 100.0, "d": 1000.0}
+
+    def step(x):
+        number = int(_number())
+        noise = np.random.default_rng([number, 3]).normal(size=3).astype(np.float32)
+        return scales[names[number]] * x + noise
+
+    batch = dist.PerReplica([_ROWS[i] for i in range(num_replicas)])
+    results = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
+
+    for i, result in enumerate(results):
+        noise = np.random.default_rng([i, 3]).normal(size=3)
+        np.testing.assert_allclose(result, 10.0**i * _ROWS[i] + noise, rtol=1e-6)
+
+
+@pytest.mark.parametrize("autograph", [None, False])
+def test_branches_of_python_and_shapes_that_differ(autograph, strategy_of):
+    strategy = strategy_of(2)
+
+    def step():
+        if _number() == 0:
+            return jnp.ones(2)
+        return jnp.ones(3) * 2
+
+    results = strategy.run(step, options=dist.RunOptions(autograph=autograph))
+
+    first, second = strategy.experimental_local_results(results)
+    np.testing.assert_array_equal(first, [1.0, 1.0])
+    np.testing.assert_array_equal(second, [2.0, 2.0, 2.0])
+
+
+def test_collectives_variables_and_gradients(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        w = dist.Variable([1.0, 2.0, 3.0])
+        steps = dist.Variable(
+            0.0, synchronization=dist.VariableSynchronization.ON_READ,
+            aggregation=dist.VariableAggregation.SUM, trainable=False,
+        )  # fmt: skip
+
+    def step(x):
+        weight = [2.0, 5.0][_number()]
+        with dist.GradientTape() as tape:
+            loss = weight * jnp.sum(w * x)
+        context = dist.get_replica_context()
+        gradient = context.all_reduce("SUM", tape.gradient(loss, w))
+        w.assign_sub(0.1 * gradient)
+        steps.assign_add(weight)
+        return context.all_gather(x[None] * weight, axis=0)
+
+    for turn in range(2):
+        batch = dist.PerReplica([_ROWS[0] + turn, _ROWS[1] + turn])
+        before = w.numpy()
+        gathered = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
+
+        parts = [2.0 * (_ROWS[0] + turn), 5.0 * (_ROWS[1] + turn)]
+        np.testing.assert_allclose(w.numpy(), before - 0.1 * sum(parts), rtol=1e-5)
+        for value in gathered:
+            np.testing.assert_allclose(value, parts)
+    assert float(steps.value()) == 14.0
+
+
+def test_an_uneven_batch(strategy_of):
+    strategy = strategy_of(2)
+
+    def step(x):
+        return jnp.sum(x) * (1 + int(_number()))
+
+    batch = dist.PerReplica([_ROWS[:2], _ROWS[2:3]])
+    results = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
+
+    np.testing.assert_allclose(results, [_ROWS[:2].sum(), 2 * _ROWS[2:3].sum()])
+
+
+def test_inside_a_function_and_compiled_once(strategy_of):
+    strategy = strategy_of(2)
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        return x * [1.0, 3.0][_number()]
+
+    @dist.function
+    def run(x):
+        return strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None)
+
+    assert [float(run(jnp.float32(x))) for x in (1.0, 2.0)] == [4.0, 8.0]
+    count = len(traces)
+    assert float(run(jnp.float32(3.0))) == 12.0
+    assert len(traces) == count
+
+
+def test_a_variable_that_would_differ_is_refused(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0)
+
+    def step():
+        v.assign([1.0, 2.0][_number()])
+
+    with pytest.raises(ReplicaDivergenceError, match="'Variable'"):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize("autograph", [None, False])
+def test_collectives_that_not_all_replicas_call_are_refused(autograph, strategy_of):
+    strategy = strategy_of(2)
+
+    def step(x):
+        if int(_number()) == 0:
+            x = dist.get_replica_context().all_reduce("SUM", x)
+        return x
+
+    options = dist.RunOptions(autograph=autograph)
+    message = "control flow" if autograph is None else "replica 0 waits in psum, replica 1 ends"
+    with pytest.raises((ContextError, ReplicaMismatchError), match=message):
+        strategy.run(step, args=(jnp.ones(3),), options=options)
+
+
+def test_python_values_that_differ_are_refused(strategy_of):
+    strategy = strategy_of(2)
+
+    with pytest.raises(ReplicaMismatchError, match=r"returned the Python values .*'a'.* and .*'b'"):
+        strategy.run(lambda: {"name": ["a", "b"][_number()], "x": jnp.ones(1)})
+
+
+def test_what_needs_more_than_the_number_says_so(strategy_of):
+    strategy = strategy_of(2)
+
+    def step(x):
+        return [1.0, 2.0, 3.0][int(_number()) + int(x)]
+
+    with pytest.raises(TracedValueError, match="needs a value computed from `x`"):
+        strategy.run(step, args=(dist.PerReplica([jnp.float32(0), jnp.float32(1)]),))
+
+
+def test_the_number_stays_traced_where_python_does_not_look_at_it(strategy_of):
+    strategy = strategy_of(2)
+    seen = []
+
+    def step():
+        seen.append(_number())
+        return jnp.where(_number() == 0, 1.0, 2.0)
+
+    results = strategy.run(step)
+
+    assert isinstance(seen[0], jax.core.Tracer)
+    assert len(seen) == 1
+    np.testing.assert_array_equal(results.values, [1.0, 2.0])
