@@ -173,3 +173,22 @@ def test_the_number_stays_traced_where_python_does_not_look_at_it(strategy_of):
     assert isinstance(seen[0], jax.core.Tracer)
     assert len(seen) == 1
     np.testing.assert_array_equal(results.values, [1.0, 2.0])
+
+
+def test_numbers_in_a_merge_call_are_those_of_all_replicas(strategy_of):
+    strategy = strategy_of(2)
+
+    def summed(strategy, *values):
+        return [strategy.extended.reduce_to("SUM", value, value) for value in values]
+
+    def step():
+        number = int(_number())  # Python looks at it
+        scale = [1.0, 10.0][number]
+        context = dist.get_replica_context()
+        return context.merge_call(summed, args=(_number(), scale, np.float32(scale)))
+
+    results = strategy.run(step)
+
+    for replica in (0, 1):
+        own = [strategy.experimental_local_results(result)[replica] for result in results]
+        assert [float(value) for value in own] == [1.0, 11.0, 11.0]

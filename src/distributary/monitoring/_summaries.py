@@ -7,6 +7,7 @@ from typing import Any, Self, final
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from distributary.context import get_replica_context, in_cross_replica_context
 from distributary.errors import InvalidValueError, MissingPackageError
@@ -31,7 +32,7 @@ class Summaries:
             )
         self._current: list[tuple[_Writer, Any]] = []
         self._conditions: list[Callable[[], bool]] = []
-        self._step: Any = None
+        self._step: object = None
 
     def create_file_writer(
         self,
@@ -44,7 +45,7 @@ class Summaries:
         """Returns a writer of an event file in a folder."""
         return _Writer(logdir, self._current, filename_suffix or "")
 
-    def set_step(self, step: Any) -> None:
+    def set_step(self, step: object) -> None:
         """Sets the step of what is written without one: a number or a variable."""
         self._step = step
 
@@ -70,23 +71,37 @@ class Summaries:
         finally:
             self._conditions.pop()
 
-    def scalar(self, name: str, data: Any, step: Any = None, description: Any = None) -> None:
+    def scalar(
+        self, name: str, data: ArrayLike, step: object = None, description: object = None
+    ) -> None:
         """Writes a number."""
         self._write("add_scalar", name, data, step, float)
 
     def histogram(
-        self, name: str, data: Any, step: Any = None, buckets: Any = None, description: Any = None
+        self,
+        name: str,
+        data: Any,
+        step: object = None,
+        buckets: object = None,
+        description: object = None,
     ) -> None:
         """Writes the distribution of an array."""
         self._write("add_histogram", name, data, step)
 
     def image(
-        self, name: str, data: Any, step: Any = None, max_outputs: int = 3, description: Any = None
+        self,
+        name: str,
+        data: Any,
+        step: object = None,
+        max_outputs: int = 3,
+        description: object = None,
     ) -> None:
         """Writes images `[number, height, width, channels]` with values from 0 to 1."""
         self._write("add_images", name, data[:max_outputs], step, dataformats="NHWC")
 
-    def text(self, name: str, data: Any, step: Any = None, description: Any = None) -> None:
+    def text(
+        self, name: str, data: ArrayLike, step: object = None, description: object = None
+    ) -> None:
         """Writes text."""
         self._write("add_text", name, np.asarray(data), step, lambda text: str(text.item()))
 
@@ -94,8 +109,8 @@ class Summaries:
         self,
         method: str,
         name: str,
-        data: Any,
-        step: Any,
+        data: ArrayLike,
+        step: object,
         convert: Callable[[Any], Any] = np.asarray,
         **options: Any,
     ) -> None:
@@ -110,7 +125,7 @@ class Summaries:
                 " tf.summary.experimental.set_step."
             )
 
-        def write(number: Any, data: Any, replica: Any = 0) -> None:
+        def write(number: int, data: np.ndarray, replica: int = 0) -> None:
             if replica == 0:
                 getattr(writer.events, method)(name, convert(data), int(number), **options)
 
@@ -143,14 +158,14 @@ class _Writer:
         self._current = current
 
     @contextmanager
-    def as_default(self, step: Any = None) -> Iterator[Self]:
+    def as_default(self, step: object = None) -> Iterator[Self]:
         self._current.append((self, step))
         try:
             yield self
         finally:
             self._current.pop()
 
-    def set_as_default(self, step: Any = None) -> None:
+    def set_as_default(self, step: object = None) -> None:
         self._current.append((self, step))
 
     def flush(self) -> None:

@@ -682,9 +682,17 @@ class StrategyExtended:
     ) -> Any:
         num_replicas = self.num_replicas
 
+        scope = current_scope()
+        shows_number = num_replicas > 1 and scope is not None and scope.replica is not None
+        numbers = (int, float, complex, np.ndarray, np.generic)
+
         def merged(leaf: Any) -> Any:
-            traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(leaf))
-            if num_replicas > 1 and traced and not isinstance(leaf, DistributedValues):
+            # Python may have made a number from that of the replica.
+            is_own = shows_number and isinstance(leaf, numbers) and not isinstance(leaf, bool)
+            if is_own:
+                leaf = jnp.asarray(leaf)
+            is_own |= any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(leaf))
+            if num_replicas > 1 and is_own and not isinstance(leaf, DistributedValues):
                 return PerReplica.from_local(leaf, num_replicas)
             return leaf
 

@@ -190,7 +190,7 @@ class _Recording(_Trace or object):  # type: ignore[misc]
         self._around = around
         self._report = report
 
-    def stage_value(self, value: Any) -> Any:
+    def stage_value(self, value: object) -> Any:
         with _set_trace(self._around):
             return self._around.stage_value(value)
 

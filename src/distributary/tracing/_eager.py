@@ -12,19 +12,20 @@ loop, this function is compiled.
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
+from distributary._types import Nest
 from distributary.topology import alias_of, recorded_by
 from distributary.tracing._connectivity import reached_inputs
 
 
 class _Operation(NamedTuple):
     call: Callable[..., Any]
-    key: Any  # equal for calls that do the same; None if that is not known
+    key: Hashable  # equal for calls that do the same; None if that is not known
     inputs: Sequence[Any]
     outputs: Sequence[Any]
 
@@ -92,7 +93,7 @@ class EagerRecord:
         """Records an operation."""
         self._operations.append(operation)
 
-    def note_read(self, variable: Any, read: "_Read") -> None:
+    def note_read(self, variable: object, read: "_Read") -> None:
         """Notes that a variable was read."""
         self._reads.setdefault(id(variable), (variable, []))[1].append(read)
 
@@ -177,7 +178,7 @@ class _Program:
         self.constants: list[Any] = []
         places: dict[int, int] = {}  # constants have negative numbers
 
-        def place_of(value: Any) -> int:
+        def place_of(value: object) -> int:
             if id(value) not in places:
                 self.constants.append(value)
                 places[id(value)] = -len(self.constants)
@@ -217,7 +218,7 @@ class _Program:
     def gradients(self, wanted: Sequence[bool]) -> Callable[..., Any]:
         """Returns a function of sources, constants and weights of the targets."""
 
-        def function(sources: Any, constants: Any, weights: Any) -> Any:
+        def function(sources: Nest, constants: Nest, weights: Nest) -> Any:
             def of_wanted(*given: Any) -> Any:
                 rest = iter(given)
                 inputs = [
@@ -240,11 +241,13 @@ class _Known:
 
 
 @functools.lru_cache(maxsize=128)
-def _known(key: Any) -> _Known:
+def _known(key: Hashable) -> _Known:
     return _Known()
 
 
-def _report(call: Any, key: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def _report(
+    call: Callable[..., Any], key: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> None:
     operation = _Operation(call, key, inputs, outputs)
     for record in _state.records:
         record.note(operation)
@@ -255,7 +258,7 @@ def is_recording() -> bool:
     return bool(_state.records)
 
 
-def noted_read(variable: Any, array: jax.Array) -> jax.Array:
+def noted_read(variable: object, array: jax.Array) -> jax.Array:
     """Returns the value that a variable is read as, which tapes know as such."""
     if not _state.records:
         return array
@@ -263,13 +266,13 @@ def noted_read(variable: Any, array: jax.Array) -> jax.Array:
     return _noted(variable, _Read(alias_of(array)))
 
 
-def noted_rows(variable: Any, array: jax.Array, ids: jax.Array) -> jax.Array:
+def noted_rows(variable: object, array: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the rows of a table that are read, which tapes know as such."""
     rows = jnp.take(array, ids, axis=0)
     return _noted(variable, _Read(rows, ids, array.shape)) if _state.records else rows
 
 
-def _noted(variable: Any, read: _Read) -> jax.Array:
+def _noted(variable: object, read: _Read) -> jax.Array:
     for record in _state.records:
         record.note_read(variable, read)
     return read.array

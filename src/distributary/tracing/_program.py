@@ -478,7 +478,8 @@ class ReplicaProgram:
         try:
             pures = self._trace_any(function, avals)
         except Exception as error:
-            if num_replicas == 1 or not getattr(error, "reads_replica_id", False):
+            is_known = isinstance(error, (ReplicaDivergenceError, ReplicaMismatchError))
+            if num_replicas == 1 or is_known or not getattr(error, "reads_replica_id", False):
                 raise
             try:
                 pures = self._trace_each(function, [*avals] * (num_replicas // len(avals)), True)

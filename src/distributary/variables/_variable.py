@@ -289,7 +289,7 @@ class Variable(Assignable):
         return noted_read(self, self._read_eager())
 
     def numpy(self) -> np.ndarray:
-        """Returns a copy of the value as a NumPy array.
+        """Returns a copy of the value as a NumPy array, a number for a scalar, as TensorFlow does.
 
         Raises:
             UnsupportedError: inside a traced function.
@@ -301,9 +301,9 @@ class Variable(Assignable):
             )
         check_not_frozen(self._name, "read")
         try:
-            return np.array(self._peek())
+            return np.array(self._peek())[()]
         except RuntimeError:  # a step in another thread has just donated the buffer
-            return np.array(self._read_eager())
+            return np.array(self._read_eager())[()]
 
     def sparse_read(self, indices: ArrayLike) -> jax.Array:
         """Returns rows of the variable, `[*indices.shape, *shape[1:]]`.

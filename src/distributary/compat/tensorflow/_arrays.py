@@ -58,9 +58,11 @@ def unique(x: Array, out_idx: DTypeLike = np.int32) -> Unique:
     return Unique(x[np.sort(first)], jnp.asarray(rank[places], out_idx))
 
 
-def sequence_mask(lengths: Array, maxlen: Any = None, dtype: DTypeLike = np.bool_) -> Array:
+def sequence_mask(
+    lengths: Array, maxlen: ArrayLike | None = None, dtype: DTypeLike = np.bool_
+) -> Array:
     """`tf.sequence_mask`; inside a step, `maxlen` is required."""
-    size = int(np.max(lengths)) if maxlen is None else int(maxlen)
+    size = int(np.max(lengths if maxlen is None else maxlen))
     return (jnp.arange(size) < lengths[..., None]).astype(dtype)
 
 
@@ -95,20 +97,20 @@ def meshgrid(*args: ArrayLike, indexing: str = "xy") -> list[Array]:
 
 def map_fn(
     fn: Callable[[Any], Any],
-    elems: Any,
-    dtype: Any = None,
+    elems: Nest,
+    dtype: object = None,
     parallel_iterations: int | None = None,
     back_prop: bool = True,
     swap_memory: bool = False,
     infer_shape: bool = True,
-    fn_output_signature: Any = None,
+    fn_output_signature: object = None,
 ) -> Any:
     """`tf.map_fn`: one compiled loop over dim 0."""
     return jax.lax.map(fn, jax.tree.map(jnp.asarray, elems))
 
 
 def vectorized_map(
-    fn: Callable[[Any], Any], elems: Any, fallback_to_while_loop: bool = True, warn: bool = True
+    fn: Callable[[Any], Any], elems: Nest, fallback_to_while_loop: bool = True, warn: bool = True
 ) -> Any:
     """`tf.vectorized_map`: over dim 0, all elements at once."""
     return jax.vmap(fn)(jax.tree.map(jnp.asarray, elems))
@@ -116,8 +118,8 @@ def vectorized_map(
 
 def scan(
     fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any = None,
+    elems: Nest,
+    initializer: Nest = None,
     parallel_iterations: int = 10,
     back_prop: bool = True,
     swap_memory: bool = False,
@@ -134,7 +136,7 @@ def scan(
         parts = (lambda a, b: (b, a[None])) if reverse else (lambda a, b: (a[None], b))
         return jax.tree.map(lambda a, b: jnp.concatenate(parts(a, b)), first, results)
 
-    def step(carry: Any, element: Any) -> tuple[Any, Any]:
+    def step(carry: Nest, element: Nest) -> tuple[Any, Any]:
         result = fn(carry, element)
         return result, result
 
@@ -144,8 +146,8 @@ def scan(
 
 def foldl(
     fn: Callable[[Any, Any], Any],
-    elems: Any,
-    initializer: Any = None,
+    elems: Nest,
+    initializer: Nest = None,
     parallel_iterations: int = 10,
     back_prop: bool = True,
     swap_memory: bool = False,
@@ -167,7 +169,7 @@ def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Nest) -> tuple[Nest, Nest]:
         return f(*args)[0], args
 
-    def backward(args: Any, upstream: Any) -> tuple[Any, ...]:
+    def backward(args: Nest, upstream: Nest) -> tuple[Any, ...]:
         parts = upstream if isinstance(upstream, (list, tuple)) else (upstream,)
         gradients = f(*args)[1](*parts)
         return tuple(gradients) if isinstance(gradients, (list, tuple)) else (gradients,)
@@ -180,7 +182,7 @@ def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
     return with_gradient
 
 
-def to_number(input: Any, out_type: DTypeLike = np.float32) -> np.ndarray:
+def to_number(input: ArrayLike, out_type: DTypeLike = np.float32) -> np.ndarray:
     """`tf.strings.to_number`: outside of steps, for example in `Dataset.map`."""
     return np.asarray(input).astype(str).astype(out_type)[()]
 

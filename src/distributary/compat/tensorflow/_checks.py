@@ -17,7 +17,7 @@ from distributary.autograph import check_when_run, is_traced
 from distributary.errors import InvalidValueError, shown
 
 
-def _require(condition: Any, message: str | None, text: str) -> None:
+def _require(condition: ArrayLike, message: str | None, text: str) -> None:
     holds, error = jnp.all(jnp.asarray(condition)), InvalidValueError(message or text)
     if is_traced(holds):
         check_when_run(holds, error)
@@ -108,7 +108,7 @@ def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -
 
 
 def assert_shapes(
-    shapes: Sequence[tuple[Array, Sequence[Any]]], data: Any = None, message: str | None = None
+    shapes: Sequence[tuple[Array, Sequence[Any]]], data: object = None, message: str | None = None
 ) -> None:
     """`tf.debugging.assert_shapes`: pairs of arrays and shapes; equal names are equal sizes."""
     pairs = shapes.items() if isinstance(shapes, dict) else shapes
@@ -129,7 +129,7 @@ def assert_shapes(
             )
 
 
-def ensure_shape(x: Array, shape: Any) -> Array:
+def ensure_shape(x: Array, shape: Sequence[int | None]) -> Array:
     """`tf.ensure_shape`: returns the array; None stands for any size."""
     wanted = tuple(shape)
     fits = len(wanted) == x.ndim and all(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from distributary.compat.tensorflow._math import concat
 from distributary.compat.tensorflow._operations import array
@@ -45,7 +45,7 @@ def get_value(x: Any) -> np.ndarray:
     return np.array(array(x))[()]
 
 
-def set_value(x: Any, value: Any) -> None:
+def set_value(x: Any, value: ArrayLike) -> None:
     """`tf.keras.backend.set_value`: assigns a value to a variable, such as a learning rate."""
     x.assign(np.asarray(value, _keras.backend.standardize_dtype(x.dtype)))
 

@@ -220,7 +220,7 @@ def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
 class TensorShape(tuple[int | None, ...]):
     """`tf.TensorShape`: a tuple of sizes, None for one that is not known."""
 
-    def __new__(cls, dims: Any = ()) -> "TensorShape":
+    def __new__(cls, dims: int | Iterable[int | None] | None = ()) -> "TensorShape":
         return super().__new__(cls, dims if isinstance(dims, Iterable) else (dims,))
 
     @property
@@ -255,12 +255,12 @@ class TensorShape(tuple[int | None, ...]):
 
 
 @contextlib.contextmanager
-def no_dependencies(control_inputs: Any = None) -> Iterator[None]:
+def no_dependencies(control_inputs: object = None) -> Iterator[None]:
     """`tf.control_dependencies`: has no effect, as programs keep their order."""
     yield
 
 
-def group(*inputs: Any, **kwargs: Any) -> None:
+def group(*inputs: object, **kwargs: object) -> None:
     """`tf.group`: has no effect, as everything in a step runs."""
 
 
@@ -273,7 +273,7 @@ def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]
     return [array(value) for value in input]
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args: object, **kwargs: object) -> None:
     """Has no effect: JAX decides by itself."""
 
 
@@ -286,7 +286,7 @@ def run_functions_eagerly(run_eagerly: bool) -> None:
         )
 
 
-def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: Any = None) -> bool:
+def is_gpu_available(cuda_only: bool = False, min_cuda_compute_capability: object = None) -> bool:
     """`tf.test.is_gpu_available`: starts JAX."""
     return bool(local_devices_of("GPU"))
 
@@ -305,7 +305,7 @@ def is_built_with_cuda() -> bool:
 class ConfigProto:
     """`tf.compat.v1.ConfigProto`: takes any settings; none has an effect."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         self.gpu_options = types.SimpleNamespace()
         self.__dict__.update(settings)
 
