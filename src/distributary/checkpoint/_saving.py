@@ -221,7 +221,7 @@ def _stored(variables: Mapping[str, SavedVariable]) -> dict[str, jax.Array | np.
 
 def _stored_array(variable: SavedVariable) -> Any:
     if isinstance(variable, ShardedVariable):
-        return variable.numpy()
+        return np.asarray(variable)
     if shard_dim(variable._handle.parts) is not None:
         return fetch_whole(variable._value, variable.shape)
     return variable._value

@@ -33,8 +33,7 @@ class ArrayOperators:
         return self.value()
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        return np.asarray(self.numpy(), dtype)  # `numpy` gives a number for a scalar
 
     if TYPE_CHECKING:
         __hash__: ClassVar[None]  # type: ignore[assignment]
