@@ -1,9 +1,7 @@
 """Jobs of several worker processes on this machine."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +12,7 @@ from typing import IO, Any
 
 import pytest
 
+from distributary.launch._worker import free_addresses
 from tests.forks import Fork
 
 _PROGRAMS = Path(__file__).parent / "programs"
@@ -36,12 +35,8 @@ class Job:
     """Worker processes that run one program, with `TF_CONFIG` each."""
 
     def __init__(self, num_workers: int) -> None:
-        # Taken together, so that they differ; free again when the workers start.
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(num_workers)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            self.addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        # Not ports of the range from which the connections of other tests get theirs.
+        self.addresses = free_addresses("127.0.0.1", num_workers)
         self._processes: dict[Any, tuple[Fork | subprocess.Popen[bytes], IO[str]]] = {}
 
     def start(

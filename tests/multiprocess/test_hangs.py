@@ -16,8 +16,10 @@ def test_a_worker_that_hangs_is_named_with_the_place(name, job):
     for worker in range(2):
         workers.start("hangs", worker, name)
 
-    for ended in workers.wait():
-        assert ended.code == WorkerLostError.exit_code, ended.output
+    all_ended = workers.wait()
+
+    assert [ended.code for ended in all_ended] == [WorkerLostError.exit_code] * 2, all_ended
+    for ended in all_ended:
         said = [line for line in ended.output.splitlines() if line.startswith("distributary: ")]
         assert len(said) == 1, ended.output
         address = workers.addresses[1]
