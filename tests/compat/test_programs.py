@@ -61,6 +61,58 @@ def test_input_signature_of_a_method_is_without_self():
     assert Model.scaled.__doc__ == "Doc."
 
 
+def test_a_concrete_function_takes_arrays_of_its_shapes():
+    class Model:
+        def __init__(self):
+            self.factor = tf.Variable(2.0)
+
+        @tf.function
+        def scaled(self, x, power=1, shift=0.0):
+            return self.factor * x**power + shift
+
+    model = Model()
+    spec = tf.TensorSpec([None, 2], tf.float32)
+
+    squared = model.scaled.get_concrete_function(spec, power=2)
+
+    np.testing.assert_array_equal(squared([[1, 2], [3, 4]]), [[2, 8], [18, 32]])
+    np.testing.assert_array_equal(squared(x=tf.ones((1, 2))), [[2, 2]])
+    model.factor.assign(3.0)
+    np.testing.assert_array_equal(squared(tf.ones((1, 2))), [[3, 3]])
+    assert squared.structured_input_signature[0][1:] == (spec, 2)
+    assert squared.name == "scaled"
+    with pytest.raises(InvalidValueError, match=r"scaled: .*shape \(3,\)"):
+        squared(tf.ones(3))
+    with pytest.raises(TypeError, match="get_concrete_function of scaled: missing"):
+        model.scaled.get_concrete_function(y=spec)
+
+    of_signature = tf.function(lambda a, b: a - b, input_signature=[spec, spec])
+    np.testing.assert_array_equal(
+        of_signature.get_concrete_function()(tf.ones((1, 2)), b=tf.zeros((1, 2))), [[1, 1]]
+    )
+    counted = tf.function(lambda x: x + 1)
+    for shape in (2, 3, 2):
+        counted(tf.zeros(shape))
+    assert counted.experimental_get_tracing_count() == 2
+
+
+def test_variables_take_the_arguments_of_tensorflow(strategy_of):
+    with strategy_of(2).scope():
+        variable = tf.Variable(
+            [1.0], name="v", validate_shape=False, caching_device=None, shape=tf.TensorShape([None])
+        )
+
+    assert isinstance(variable, tf.Variable)
+    assert isinstance(variable, dist.Variable)
+    assert not isinstance(tf.constant(1.0), tf.Variable)
+    assert variable.get_shape() == (1,)
+    assert tf.Variable(0, False).trainable is False
+    variable.scatter_add(tf.IndexedSlices([2.0], [0]), use_locking=False, name="add")
+    np.testing.assert_array_equal(variable.sparse_read([0], name="read"), [3.0])
+    with pytest.raises(InvalidValueError, match="constraint"):
+        tf.Variable(1.0, constraint=lambda v: v)
+
+
 def test_print_shows_values_in_steps_and_outside(strategy_of, capfd):
     strategy = strategy_of(2)
     variable = tf.Variable([1.0, 2.0])

@@ -326,3 +326,49 @@ def test_rows_out_of_range_are_read_as_nan(strategy_of):
 def test_rows_are_read_by_integers(strategy_of):
     with pytest.raises(TypeError, match="'w': sparse_read needs integer indices, got float32"):
         dist.Variable(_initial(), name="w").sparse_read([0.5])
+
+
+def test_slices_at_positions_change():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    variable = dist.Variable(array)
+    places = [[2, 1], [0, 3], [2, 1]]
+
+    variable.scatter_nd_add(places, [1.0, 2.0, 3.0])
+    np.add.at(array, tuple(np.transpose(places)), [1, 2, 3])
+    np.testing.assert_array_equal(variable, array)
+    variable.scatter_nd_sub([[1]], [[1.0, 2.0, 3.0, 4.0]], name="by row")
+    array[1] -= [1, 2, 3, 4]
+    np.testing.assert_array_equal(variable, array)
+    variable.scatter_nd_update([[0, 0], [1, 1]], np.array([7, 8]))
+    array[[0, 1], [0, 1]] = [7, 8]
+    np.testing.assert_array_equal(variable, array)
+    variable.batch_scatter_update(
+        dist.IndexedSlices([[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]], [[3, 0], [1, 2], [0, 3]])
+    )
+    array[[[0], [1], [2]], [[3, 0], [1, 2], [0, 3]]] = [[5, 6], [7, 8], [9, 10]]
+    np.testing.assert_array_equal(variable, array)
+
+    np.testing.assert_array_equal(variable.gather_nd([[2, 3], [0, 1]]), array[[2, 0], [3, 1]])
+    np.testing.assert_array_equal(variable.gather_nd([[1]]), array[[1]])
+    with pytest.raises(ValueError, match=r"updates of shape \(1,\) for slices of shape \(2,\)"):
+        variable.scatter_nd_add([[0, 0], [1, 1]], [1.0])
+    with pytest.raises(TypeError, match="array of integers"):
+        variable.scatter_nd_add([[0.0, 0.0]], [1.0])
+    with pytest.raises(TypeError, match="complex"):
+        variable.scatter_nd_add([[0, 0]], [1j])
+
+
+def test_slices_of_replicas_are_rows_that_the_aggregation_combines(strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = dist.Variable(jnp.zeros((3, 2)), aggregation=SUM)
+
+    strategy.run(
+        lambda rows: variable.scatter_nd_add([[1]], rows[None]),
+        args=(dist.PerReplica([jnp.array([1.0, 2.0]), jnp.array([10.0, 20.0])]),),
+    )
+
+    np.testing.assert_array_equal(variable, [[0, 0], [11, 22], [0, 0]])
+    with pytest.raises(dist.errors.UnsupportedError, match=r"only along dim 0, but .* 2 dims"):
+        variable.scatter_nd_add([[1, 0]], [1.0])
+    np.testing.assert_array_equal(variable, [[0, 0], [11, 22], [0, 0]])

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from distributary.coordinator._messages import JSON
 from distributary.datasets import WorkerShare
-from distributary.engine import Function
 from distributary.errors import DistributaryError
 from distributary.inputs import DistributedInput, InputContext, StepCounts
 
@@ -199,8 +198,8 @@ def _attribute(module: types.ModuleType | None, qualified_name: str) -> Any:
 
 
 def _plain(function: object) -> Any:
-    """Returns the Python function of a `distributary.function`: data is made without compiling."""
-    return function.python_function if isinstance(function, Function) else function
+    """Returns the Python function of a compiled one: data is made without compiling."""
+    return getattr(function, "python_function", function)
 
 
 def _import(name: str) -> types.ModuleType:

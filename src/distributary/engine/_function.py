@@ -93,6 +93,8 @@ class Function:
 
     def __init__(self, python_function: Callable[..., Any], autograph: bool | None = None) -> None:
         self.python_function = python_function
+        #: How often the Python function was traced.
+        self.num_traces = 0
         self._autograph = autograph
         self._programs: weakref.WeakKeyDictionary[Any, _Programs] = weakref.WeakKeyDictionary()
         self._cache = ProgramCache("distributary.function")
@@ -191,6 +193,7 @@ class Function:
         results: list[Callable[..., Any]] = []
 
         def flat(*arrays: Any) -> list[Any]:
+            self.num_traces += 1
             parts = list(static)
             for i, array in zip(picks, arrays, strict=True):
                 parts[i] = array

@@ -89,7 +89,9 @@ class Assignable(ArrayOperators):
         """Subtracts `delta`; otherwise like `assign`."""
         return self._change("assign_sub", delta, read_value)
 
-    def scatter_add(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_add(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Adds rows: `self[indices[i]] += values[i]`. Rows with equal indices add up.
 
         In `run`, the rows of all replicas are first combined by the aggregation: SUM and MEAN
@@ -98,6 +100,8 @@ class Assignable(ArrayOperators):
 
         Args:
             sparse_delta: `IndexedSlices` of the variable's row shape.
+            use_locking: Has no effect.
+            name: Has no effect.
 
         Returns:
             The same as `assign`.
@@ -112,29 +116,45 @@ class Assignable(ArrayOperators):
         """
         return self._change("scatter_add", sparse_delta, True)
 
-    def scatter_sub(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_sub(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Subtracts rows; otherwise like `scatter_add`."""
         return self._change("scatter_sub", sparse_delta, True)
 
-    def scatter_mul(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_mul(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Multiplies rows; otherwise like `scatter_add`."""
         return self._change("scatter_mul", sparse_delta, True)
 
-    def scatter_div(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_div(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Divides rows; otherwise like `scatter_add`."""
         return self._change("scatter_div", sparse_delta, True)
 
-    def scatter_min(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_min(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Keeps the smaller of row and value; otherwise like `scatter_add`."""
         return self._change("scatter_min", sparse_delta, True)
 
-    def scatter_max(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_max(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Keeps the larger of row and value; otherwise like `scatter_add`."""
         return self._change("scatter_max", sparse_delta, True)
 
-    def scatter_update(self, sparse_delta: "IndexedSlices") -> Any:
+    def scatter_update(
+        self, sparse_delta: "IndexedSlices", use_locking: bool = False, name: str | None = None
+    ) -> Any:
         """Sets rows; if indices are equal, any one wins. Otherwise like `scatter_add`."""
         return self._change("scatter_update", sparse_delta, True)
+
+    def get_shape(self) -> tuple[int, ...]:
+        """Returns `shape`."""
+        return self._shape
 
     def _change(self, kind: str, value: "ArrayInput | IndexedSlices", read_value: bool) -> Any:
         """Carries out the method `kind`, one of those above."""

@@ -305,7 +305,7 @@ class Variable(Assignable):
         except RuntimeError:  # a step in another thread has just donated the buffer
             return np.array(self._read_eager())[()]
 
-    def sparse_read(self, indices: ArrayLike) -> jax.Array:
+    def sparse_read(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
         """Returns rows of the variable, `[*indices.shape, *shape[1:]]`.
 
         If a variable is only read this way, the gradient with respect to it is an `IndexedSlices`.
@@ -313,6 +313,7 @@ class Variable(Assignable):
 
         Args:
             indices: Integer numbers of rows along dim 0.
+            name: Has no effect.
         """
         ids = jnp.asarray(indices)
         if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -329,6 +330,92 @@ class Variable(Assignable):
             return jnp.take(self.value(), ids, axis=0)
         self._check_strategy("read")
         return scope.sparse_read(self._handle, ids)
+
+    def batch_scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Any:
+        """Sets slices whose leading dims are a batch: `self[b, indices[b, i]] = values[b, i]`.
+
+        Args:
+            sparse_delta: `IndexedSlices` with indices `[*batch, n]`, values `[*batch, n, ...]`.
+            use_locking: Has no effect.
+            name: Has no effect.
+
+        Returns:
+            The same as `assign`.
+
+        Raises:
+            UnsupportedError: if a strategy keeps the variable.
+
+        Source: `tf.Variable.batch_scatter_update`.
+        """
+        indices = jnp.asarray(sparse_delta.indices)
+        batch = jnp.indices(indices.shape, sparse=True)[:-1]
+        return self._scatter_at("update", (*batch, indices), sparse_delta.values)
+
+    def scatter_nd_add(
+        self, indices: ArrayLike, updates: ArrayInput, name: str | None = None
+    ) -> Any:
+        """Adds slices: `self[indices[i]] += updates[i]`.
+
+        Args:
+            indices: Integer positions `[*n, k]`: the last dim numbers the first k dims of the
+                variable.
+            updates: Array `[*n, *shape[k:]]`.
+            name: Has no effect.
+
+        Returns:
+            The same as `assign`.
+
+        Raises:
+            UnsupportedError: if a strategy keeps the variable and k is not 1.
+
+        Source: `tf.Variable.scatter_nd_add`.
+        """
+        return self._scatter_at("add", _positions(indices), updates)
+
+    def scatter_nd_sub(
+        self, indices: ArrayLike, updates: ArrayInput, name: str | None = None
+    ) -> Any:
+        """Subtracts slices; otherwise like `scatter_nd_add`."""
+        return self._scatter_at("sub", _positions(indices), updates)
+
+    def scatter_nd_update(
+        self, indices: ArrayLike, updates: ArrayInput, name: str | None = None
+    ) -> Any:
+        """Sets slices; otherwise like `scatter_nd_add`."""
+        return self._scatter_at("update", _positions(indices), updates)
+
+    def gather_nd(self, indices: ArrayLike, name: str | None = None) -> jax.Array:
+        """Returns the slices at `indices` `[*n, k]`, `[*n, *shape[k:]]`.
+
+        Slices out of range are NaN, or the dtype's extreme value for integers.
+
+        Source: `tf.Variable.gather_nd`.
+        """
+        return self.value().at[_positions(indices)].get(mode="fill")
+
+    def _scatter_at(self, kind: str, positions: tuple[Any, ...], updates: ArrayInput) -> Any:
+        if len(positions) == 1:
+            rows = array_of(updates, f"Variable {self._name!r}: scatter_{kind}")
+            return self._change(f"scatter_{kind}", IndexedSlices(rows, positions[0]), True)
+        if type(self) is not Variable:  # replicas or workers would overwrite each other's changes
+            raise UnsupportedError(
+                f"Variable {self._name!r}: a strategy keeps it, so that you can scatter only along"
+                f" dim 0, but the indices number {len(positions)} dims. Read it, change the array"
+                " with .at[...] and assign it."
+            )
+        what = f"Variable {self._name!r}: scatter"
+        array = array_of(updates, what)
+        self._check_dtype(what, array.dtype)
+        slices = *np.broadcast_shapes(*map(np.shape, positions)), *self._shape[len(positions) :]
+        if tuple(array.shape) != slices:
+            raise InvalidValueError(
+                f"{what} got updates of shape {tuple(array.shape)} for slices of shape {slices}."
+            )
+        place = self.value().at[positions]
+        changed = {"add": place.add, "sub": place.subtract, "update": place.set}[kind]
+        return self.assign(changed(jnp.asarray(array, self._dtype)))
 
     def _read_traced(self, scope: TraceScope) -> jax.Array:
         return scope.read(self._handle)
@@ -557,6 +644,16 @@ class Variable(Assignable):
         return self._component_text(self.name, self._peek())
 
     __str__ = __repr__
+
+
+def _positions(indices: ArrayLike) -> tuple[Any, ...]:
+    """Returns an index of arrays for indices `[*n, k]`."""
+    ids = jnp.asarray(indices)
+    if not jnp.issubdtype(ids.dtype, jnp.integer) or not ids.ndim:
+        raise InvalidTypeError(
+            f"Indices of slices are an array of integers [..., k], got {ids.dtype}{[*ids.shape]}."
+        )
+    return tuple(jnp.moveaxis(ids, -1, 0))
 
 
 @final

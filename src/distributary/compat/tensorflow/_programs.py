@@ -1,8 +1,6 @@
 """Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
 
 import contextlib
-import functools
-import inspect
 import logging
 import math
 import sys
@@ -15,105 +13,9 @@ import numpy as np
 
 from distributary._types import Nest
 from distributary.compat.tensorflow._operations import TensorLike, array, plain, tensor
-from distributary.datasets import TensorSpec
-from distributary.engine import function as compile_function
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError
-from distributary.inputs import PerReplicaSpec
+from distributary.errors import UnsupportedError
 from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
-from distributary.values import PerReplica
-
-
-def function(
-    func: Callable[..., Any] | None = None,
-    input_signature: Sequence[Nest] | None = None,
-    autograph: bool = True,
-    jit_compile: bool | None = None,
-    reduce_retracing: bool = False,
-    experimental_implements: str | None = None,
-    experimental_autograph_options: object = None,
-    experimental_attributes: object = None,
-    experimental_follow_type_hints: bool | None = None,
-) -> Any:
-    """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
-
-    `input_signature` converts arguments to its dtypes and checks their shapes. It can contain the
-    `element_spec` of a distributed dataset. Python control flow is converted, unless `autograph` is
-    False. The other options have no effect: functions are always compiled, once for every shape.
-
-    Raises:
-        InvalidValueError: if an argument does not have the shape that `input_signature` gives, or
-            has another number of components.
-        InvalidTypeError: if an argument is not a `PerReplica` although `input_signature` has the
-            spec of one.
-
-    Source: `tf.function`.
-    """
-    if func is None:
-        return lambda func: function(func, input_signature, autograph)
-    compiled = compile_function(func, autograph=autograph)
-    if input_signature is None:
-        return compiled
-
-    parameters = inspect.signature(func)
-    num_own = int(next(iter(parameters.parameters), "") == "self")
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = parameters.bind(*args, **kwargs).args
-        except TypeError as error:
-            raise TypeError(f"tf.function {func.__name__}{parameters}: {error}") from None
-        own, given = given[:num_own], given[num_own:]
-        if len(given) != len(input_signature):
-            raise InvalidValueError(
-                f"tf.function {func.__name__}: {len(given)} arguments, but input_signature has"
-                f" {len(input_signature)}."
-            )
-        is_spec = lambda node: isinstance(node, (TensorSpec, PerReplicaSpec))
-        convert = lambda spec, value: _converted(func.__name__, spec, value)
-        converted = jax.tree.map(convert, tuple(input_signature), given, is_leaf=is_spec)
-        return compiled(*own, *converted)
-
-    return checked
-
-
-def _converted(name: str, spec: TensorSpec | PerReplicaSpec, value: Nest) -> Any:
-    if isinstance(spec, PerReplicaSpec):
-        return _converted_components(name, spec, value)
-    made = array(value, spec.dtype)
-    if not spec.accepts(made):
-        raise InvalidValueError(
-            f"tf.function {name}: an argument has shape {made.shape}, but input_signature says"
-            f" {spec}."
-        )
-    return made
-
-
-def _converted_components(name: str, spec: PerReplicaSpec, value: Nest) -> Any:
-    specs = spec.value_specs
-    if not isinstance(value, PerReplica):
-        raise InvalidTypeError(
-            f"tf.function {name}: an argument is {value!r}, but input_signature has the spec of a"
-            f" PerReplica with {len(specs)} components. Pass an element of the distributed dataset."
-        )
-    # A stacked value, [replica, *shape], has the components of all workers; others of this one.
-    is_stacked = value.form == "stacked"
-    num_components = value.num_replicas if is_stacked else len(value.values)
-    if num_components % len(specs) or (num_components != len(specs) and not is_stacked):
-        raise InvalidValueError(
-            f"tf.function {name}: an argument is a PerReplica with {num_components} components, but"
-            f" input_signature has {len(specs)}."
-        )
-    parts = [value.payload] * len(specs) if is_stacked else value.values
-    for own, part in zip(specs, parts, strict=True):
-        shape = np.shape(part)[is_stacked:]
-        if not own.accepts(jax.ShapeDtypeStruct(shape, own.dtype)):
-            raise InvalidValueError(
-                f"tf.function {name}: a component of an argument has shape {shape}, but"
-                f" input_signature says {own}."
-            )
-    return jax.tree.map(lambda leaf: array(leaf, specs[0].dtype), value)
 
 
 def print_(

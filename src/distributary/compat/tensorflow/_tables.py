@@ -69,14 +69,16 @@ TARGETS: dict[str, str] = {
         types.experimental.distributed. distributary: Mirrored PerReplica
 
         . distributary:
-            GradientTape IndexedSlices UnconnectedGradients Variable VariableAggregation
+            GradientTape IndexedSlices UnconnectedGradients VariableAggregation
             VariableSynchronization
+        . {_OWN}._variables: Variable
         . numpy: DType:dtype as_dtype:dtype dtypes.DType:dtype dtypes.as_dtype:dtype
         . jax: Tensor:Array
         . distributary.data: TensorSpec
         . {_OWN}._arrays: custom_gradient
+        . {_OWN}._functions: function
         . {_OWN}._programs:
-            Module TensorShape cond device executing_eagerly function get_logger is_tensor
+            Module TensorShape cond device executing_eagerly get_logger is_tensor
             no_op print:print_ while_loop control_dependencies:no_dependencies group identity_n
         compat. {_OWN}._programs: as_bytes as_str:as_text as_text v1.ConfigProto:ConfigProto
         config. {_OWN}._programs:
