@@ -1,9 +1,10 @@
 """`Dataset`: the method names of tf.data on NumPy arrays."""
 
 import functools
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -20,7 +21,16 @@ from distributary.datasets._file_names import (
     matching_files,
 )
 from distributary.datasets._foreign import foreign
-from distributary.datasets._iterables import generated, signature_of
+from distributary.datasets._generated import (
+    Generated,
+    Mixture,
+    chosen,
+    groups,
+    scanned,
+    unique,
+    windows,
+)
+from distributary.datasets._iterables import RandomAccess, generated, signature_of
 from distributary.datasets._iterator import DatasetIterator, shown_number
 from distributary.datasets._mapping import Cache, Filter, Map, call
 from distributary.datasets._nodes import MAX_SEED, Node
@@ -42,7 +52,8 @@ from distributary.datasets._order import (
 )
 from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Concatenate, Interleave, Zip
-from distributary.datasets._structure import map_arrays
+from distributary.datasets._streams import Stream
+from distributary.datasets._structure import columns_of, map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import iterator_of
 
@@ -206,6 +217,57 @@ class Dataset:
                 )
         return Dataset(Zip(tuple(leaf._node for leaf in leaves), tree))
 
+    @staticmethod
+    def counter(start: int = 0, step: int = 1, name: str | None = None) -> "Dataset":
+        """Makes an endless dataset of `start`, `start + step`, ..."""
+        start, step = _int("counter", "start", start), _int("counter", "step", step)
+        return Dataset.range(1).repeat().enumerate().map(lambda i, _: start + i * step)
+
+    @staticmethod
+    def sample_from_datasets(
+        datasets: "Sequence[Dataset]",
+        weights: Sequence[float] | np.ndarray | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+        rerandomize_each_iteration: bool | None = None,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Takes each element from one of several datasets, which is drawn.
+
+        Args:
+            datasets: Datasets with elements of one structure.
+            weights: Number per dataset to which its probability is proportional; None for equal
+                ones.
+            seed: Seed; None draws one from NumPy's global generator.
+            stop_on_empty_dataset: Whether the end of one dataset is the end; otherwise the others
+                go on.
+            rerandomize_each_iteration: No effect: every pass draws anew.
+            name: No effect.
+        """
+        nodes = _nodes("sample_from_datasets", datasets)
+        shares = np.ones(len(nodes)) if weights is None else np.asarray(weights, np.float64)
+        if shares.shape != (len(nodes),) or not (shares >= 0).all() or not shares.any():
+            raise InvalidValueError(
+                f"sample_from_datasets: weights is {shown(weights)}, expected {len(nodes)} numbers,"
+                " one per dataset, of which none is negative and one is positive."
+            )
+        if seed is not None:
+            seed = _int("sample_from_datasets", "seed", seed, minimum=0)
+        drawn = tuple(shares.tolist())
+        return Dataset(Mixture(nodes, drawn, stop_on_empty_dataset, _draw(), seed))
+
+    @staticmethod
+    def choose_from_datasets(
+        datasets: "Sequence[Dataset]",
+        choice_dataset: "Dataset",
+        stop_on_empty_dataset: bool = True,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Takes each element from the dataset whose number `choice_dataset` gives."""
+        nodes = _nodes("choose_from_datasets", [choice_dataset, *datasets])
+        choose = functools.partial(chosen, bool(stop_on_empty_dataset))
+        return Dataset(Generated(nodes, choose, "choose_from_datasets"))
+
     # Order
 
     def take(self, count: int, name: str | None = None) -> "Dataset":
@@ -313,7 +375,107 @@ class Dataset:
         """Makes a dataset of every element, and gives the elements of one after the other."""
         return self.interleave(map_func, cycle_length=1)
 
+    def take_while(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
+        """Keeps the elements before the first for which `predicate` returns False."""
+        _callable("take_while", "predicate", predicate)
+        holds = functools.partial(call, predicate)
+        generate = functools.partial(itertools.takewhile, holds)
+        return Dataset(Generated((self._node,), generate, "take_while"))
+
+    def unique(self, name: str | None = None) -> "Dataset":
+        """Keeps each element where it comes first."""
+        return Dataset(Generated((self._node,), unique, "unique"))
+
+    def window(
+        self,
+        size: int,
+        shift: int | None = None,
+        stride: int = 1,
+        drop_remainder: bool = False,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Makes a dataset of each `size` elements that follow each other.
+
+        Args:
+            size: Number of elements of a window.
+            shift: Number of elements between the beginnings of two windows; None means `size`.
+            stride: Number of elements between two elements of a window.
+            drop_remainder: Whether to drop the windows at the end that have fewer elements.
+            name: No effect.
+
+        Returns:
+            A dataset whose elements are datasets: for elements that are nests, a nest of datasets.
+            `flat_map(lambda window: window.batch(size))` makes arrays of them.
+        """
+        size = _int("window", "size", size, minimum=1)
+        shift = size if shift is None else _int("window", "shift", shift, minimum=1)
+        stride = _int("window", "stride", stride, minimum=1)
+
+        def generate(elements: Stream) -> Iterator[Nest]:
+            for window in windows(size, shift, stride, drop_remainder, elements):
+                columns, tree = columns_of(window)
+                yield tree.unflatten([_dataset_of(column) for column in columns])
+
+        lost = (size - 1) * stride if drop_remainder else 0
+        count = lambda total: max(0, -(-(total - lost) // shift))
+        label = f"window({size}, {shift}, {stride}, {drop_remainder})"
+        return Dataset(Generated((self._node,), generate, label, count))
+
+    def group_by_window(
+        self,
+        key_func: Callable[..., Any],
+        reduce_func: "Callable[[Any, Dataset], Dataset]",
+        window_size: int | None = None,
+        window_size_func: Callable[[Any], Any] | None = None,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Collects elements by a key, and makes a dataset of each group.
+
+        Args:
+            key_func: Function from an element to an integer.
+            reduce_func: Function from a key and a dataset of up to `window_size` elements with
+                that key to a dataset, whose elements come next.
+            window_size: Number of elements of a group.
+            window_size_func: Function from a key to that number, in place of `window_size`.
+            name: No effect.
+        """
+        if (window_size is None) == (window_size_func is None):
+            raise InvalidValueError(
+                f"group_by_window: window_size is {window_size} and window_size_func is"
+                f" {shown(window_size_func)}. Give one of them."
+            )
+        if window_size is not None:
+            window_size = _int("group_by_window", "window_size", window_size, minimum=1)
+        key_of = functools.partial(call, key_func)
+
+        def size_of(key: int) -> int:
+            size = window_size_func(np.int64(key)) if window_size_func else window_size
+            return int(np.asarray(size))
+
+        def generate(elements: Stream) -> Iterator[Nest]:
+            for key, group in groups(key_of, size_of, elements):
+                yield key, _dataset_of(group)
+
+        return Dataset(Generated((self._node,), generate, "group_by_window")).flat_map(reduce_func)
+
     # Elements
+
+    def scan(
+        self,
+        initial_state: Nest,
+        scan_func: Callable[[Any, Any], tuple[Nest, Nest]],
+        name: str | None = None,
+    ) -> "Dataset":
+        """Applies a function that hands a state from one element to the next.
+
+        Args:
+            initial_state: Nest of arrays.
+            scan_func: Function from a state and an element to the new state and an output.
+            name: No effect.
+        """
+        _callable("scan", "scan_func", scan_func)
+        generate = functools.partial(scanned, initial_state, scan_func)
+        return Dataset(Generated((self._node,), generate, "scan", lambda size: size))
 
     def map(
         self,
@@ -388,6 +550,60 @@ class Dataset:
         padding = (padded_shapes, padding_values)
         return Dataset(Batch(self._node, size, bool(drop_remainder), padding))
 
+    def bucket_by_sequence_length(
+        self,
+        element_length_func: Callable[..., Any],
+        bucket_boundaries: Sequence[int],
+        bucket_batch_sizes: Sequence[int],
+        padded_shapes: Nest = None,
+        padding_values: Nest = None,
+        pad_to_bucket_boundary: bool = False,
+        no_padding: bool = False,
+        drop_remainder: bool = False,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Makes batches of elements of similar lengths.
+
+        Args:
+            element_length_func: Function from an element to its length.
+            bucket_boundaries: Upper bounds of the lengths of all buckets but the last, exclusive.
+            bucket_batch_sizes: Batch size of each bucket; one more than boundaries.
+            padded_shapes: Like that of `padded_batch`.
+            padding_values: Like those of `padded_batch`.
+            pad_to_bucket_boundary: Whether to pad sizes that `padded_shapes` leaves open to the
+                boundary less 1, instead of the longest of the batch. Then no element may be as
+                long as the last boundary.
+            no_padding: Whether elements of a batch have the same shapes, so that `batch` does.
+            drop_remainder: Whether to drop what does not fill a batch.
+            name: No effect.
+        """
+        bounds, sizes = [*bucket_boundaries], [*bucket_batch_sizes]
+        if len(sizes) != len(bounds) + 1 or sorted(set(bounds)) != bounds:
+            raise InvalidValueError(
+                f"bucket_by_sequence_length: bucket_boundaries is {bounds}, bucket_batch_sizes is"
+                f" {sizes}. Give boundaries that increase, and one more batch size than boundaries."
+            )
+
+        def bucket_of(*element: Nest) -> int:
+            return int(np.searchsorted(bounds, np.asarray(element_length_func(*element)), "right"))
+
+        def batch(bucket: Any, elements: Dataset) -> Dataset:
+            size = sizes[bucket]
+            if no_padding:
+                return elements.batch(size, drop_remainder)
+            shapes = padded_shapes
+            if pad_to_bucket_boundary:
+                if bucket == len(bounds):
+                    raise InvalidValueError(
+                        "bucket_by_sequence_length: an element is as long as the last boundary,"
+                        f" {bounds[-1]}, so that there is no length to pad to. Filter long"
+                        " elements, or add a boundary."
+                    )
+                shapes = _filled(shapes, elements.element_spec, bounds[bucket] - 1)
+            return elements.padded_batch(size, shapes, padding_values, drop_remainder)
+
+        return self.group_by_window(bucket_of, batch, window_size_func=sizes.__getitem__)
+
     def unbatch(self, name: str | None = None) -> "Dataset":
         """Splits batches into their rows."""
         return Dataset(Unbatch(self._node))
@@ -441,6 +657,20 @@ class Dataset:
     def reduce(self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any]) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
         return functools.reduce(reduce_func, self, initial_state)
+
+    def get_single_element(self, name: str | None = None) -> Nest:
+        """Returns the only element.
+
+        Raises:
+            InvalidValueError: if there are none, or several.
+        """
+        elements = [*self.take(2)]
+        if len(elements) != 1:
+            raise InvalidValueError(
+                f"get_single_element: the dataset {self._node.describe()} has"
+                f" {'no elements' if not elements else 'more than one element'}, expected one."
+            )
+        return elements[0]
 
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
@@ -497,6 +727,36 @@ class Dataset:
         return f"<distributary.data.Dataset: {self._node.describe()}>"
 
 
+def _dataset_of(elements: Sequence[Nest]) -> Dataset:
+    return Dataset(RandomAccess(elements))
+
+
+def _nodes(what: str, datasets: Sequence[Any]) -> tuple[Node, ...]:
+    for number, dataset in enumerate(datasets):
+        if not isinstance(dataset, Dataset):
+            raise InvalidTypeError(
+                f"{what}: dataset {number} is {shown(dataset)}, expected a Dataset. Make one of it"
+                " with Dataset.from_source."
+            )
+    if not datasets:
+        raise InvalidValueError(f"{what}: datasets is empty, expected at least one.")
+    return tuple(dataset.node for dataset in datasets)
+
+
+def _filled(shapes: Nest, spec: Nest, size: int) -> Nest:
+    """Returns shapes to pad to, with `size` for the dims that are open."""
+    if shapes is None:
+        shapes = jax.tree.map(lambda leaf: [None] * len(leaf.shape), spec)
+    is_shape = lambda node: (
+        isinstance(node, (list, tuple)) and all(dim is None or isinstance(dim, int) for dim in node)
+    )
+    return jax.tree.map(
+        lambda shape: [size if dim in (None, -1) else dim for dim in shape],
+        shapes,
+        is_leaf=is_shape,
+    )
+
+
 def _draw() -> int:
     return int(np.random.randint(0, MAX_SEED, dtype=np.int64))
 
@@ -519,7 +779,7 @@ def _num_threads(what: str, num_parallel_calls: int | None) -> int | None:
     return calls
 
 
-def _int(what: str, name: str, value: Any, minimum: int) -> int:
+def _int(what: str, name: str, value: Any, minimum: float = -math.inf) -> int:
     is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_number:
         raise InvalidTypeError(f"{what}: {name} is {shown(value)}, expected an int.")

@@ -78,8 +78,8 @@ def as_array(leaf: object) -> Any:
         InvalidTypeError: for leaves that are not data.
         InvalidValueError: for lists of lists of different lengths.
     """
-    if isinstance(leaf, (np.ndarray, jax.Array)):
-        return leaf
+    if isinstance(leaf, (np.ndarray, jax.Array)) or hasattr(leaf, "as_numpy_iterator"):
+        return leaf  # the latter is a dataset: a window of another one
     if isinstance(leaf, bytes):  # dtype S would drop zero bytes at the end
         return np.array(leaf, dtype=object)
     if isinstance(leaf, list) and leaf and all(isinstance(item, bytes) for item in leaf):
@@ -123,11 +123,11 @@ def stack(elements: Sequence[Nest]) -> Block:
         InvalidValueError: if structures or shapes differ.
         InvalidTypeError: if dtypes differ.
     """
-    columns, tree = _columns(elements)
+    columns, tree = columns_of(elements)
     return tree.unflatten([_stack_leaves(column) for column in columns])
 
 
-def _columns(elements: Sequence[Nest]) -> tuple[list[tuple[Any, ...]], PyTreeDef]:
+def columns_of(elements: Sequence[Nest]) -> tuple[list[tuple[Any, ...]], PyTreeDef]:
     """Returns for every leaf its values in all elements, and the structure that they share."""
     rows, trees = zip(*map(flatten, elements), strict=True)
     for number, own in enumerate(trees):
@@ -170,7 +170,7 @@ def pad_and_stack(elements: Sequence[Nest], shapes: Nest, values: Nest) -> Block
         shapes: For every leaf the sizes to pad to, None for the largest in the batch; or None.
         values: For every leaf the padding value, or one value for all; None for 0 and "".
     """
-    columns, tree = _columns(elements)
+    columns, tree = columns_of(elements)
     per_leaf_shapes = _per_leaf(shapes, tree, "padded_shapes", are_shapes=True)
     per_leaf_values = _per_leaf(values, tree, "padding_values")
     return tree.unflatten(map(_pad_and_stack_leaves, columns, per_leaf_shapes, per_leaf_values))

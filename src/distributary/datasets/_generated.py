@@ -1,0 +1,149 @@
+"""Operations whose elements depend on those before them: windows, scans, mixtures."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from distributary._types import Nest
+from distributary.datasets._nodes import Node, Random
+from distributary.datasets._options import UNKNOWN_CARDINALITY, combined
+from distributary.datasets._streams import IteratedStream, Path, Stream
+from distributary.datasets._structure import as_array, flatten, kept
+from distributary.errors import InvalidTypeError, InvalidValueError, shown
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Generated(Node):
+    """What a generator makes of the streams of some datasets.
+
+    `generate` keeps no state between passes.
+    """
+
+    parts: tuple[Node, ...]
+    generate: Callable[..., Iterator[Nest]]
+    text: str
+    count: Callable[[int], int] | None = None
+    in_memory = False
+    pattern = "{text}"
+
+    def cardinality(self) -> int:
+        size = self.parts[0].cardinality()
+        if self.count is None:
+            return size if size == 0 else UNKNOWN_CARDINALITY
+        return self.count(size) if size >= 0 else size
+
+    def elements(self, path: Path) -> Stream:
+        return IteratedStream(self.generate(*(part.stream(path) for part in self.parts)))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Mixture(Random):
+    """Elements of several datasets, each from one that is drawn."""
+
+    parts: tuple[Node, ...]
+    weights: tuple[float, ...]
+    stop_on_empty: bool
+    drawn: int
+    seed: int | None = None
+    pattern = "sample_from_datasets({weights}, {seed})"
+
+    def cardinality(self) -> int:
+        sizes = [part.cardinality() for part in self.parts]
+        if self.stop_on_empty and any(size >= 0 for size in sizes):
+            return UNKNOWN_CARDINALITY
+        return combined(sizes, sum)
+
+    def elements(self, path: Path) -> Stream:
+        return IteratedStream(self._drawn(path))
+
+    def _drawn(self, path: Path) -> Iterator[Nest]:
+        random = np.random.default_rng(self.seed_of(path))
+        streams = [part.stream(path) for part in self.parts]
+        weights = np.array(self.weights)
+        while weights.any():
+            number = int(random.choice(len(streams), p=weights / weights.sum()))
+            try:
+                yield next(streams[number])
+            except StopIteration:
+                if self.stop_on_empty:
+                    return
+                weights[number] = 0
+
+    def trait(self, name: Any) -> bool | None:
+        return False if name == "alike" else super().trait(name)
+
+
+def chosen(stop_on_empty: bool, choices: Stream, *streams: Stream) -> Iterator[Nest]:
+    """Yields the next element of the stream that each choice numbers."""
+    for choice in choices:
+        number = int(np.asarray(choice))
+        if not 0 <= number < len(streams):
+            raise InvalidValueError(
+                f"choose_from_datasets: choice_dataset has {number}, but there are {len(streams)}"
+                " datasets."
+            )
+        try:
+            yield next(streams[number])
+        except StopIteration:
+            if stop_on_empty:
+                return
+
+
+def unique(elements: Stream) -> Iterator[Nest]:
+    """Yields each element where it comes first."""
+    seen: set[Hashable] = set()
+    for element in elements:
+        leaves, tree = flatten(element)
+        arrays = [np.asarray(as_array(leaf)) for leaf in leaves]
+        key = (tree, *((a.dtype, a.shape, tuple(a.reshape(-1).tolist())) for a in arrays))
+        if key not in seen:
+            seen.add(key)
+            yield element
+
+
+def scanned(state: Nest, scan_func: Callable[..., Any], elements: Stream) -> Iterator[Nest]:
+    """Yields the outputs of a function that also gives the state for its next call."""
+    for element in elements:
+        result = scan_func(state, element)
+        if type(result) not in (tuple, list) or len(result) != 2:
+            raise InvalidTypeError(
+                f"scan: scan_func returned {shown(result)}, expected (new_state, output_element)."
+            )
+        state, output = kept(tuple(result))
+        yield output
+
+
+def windows(
+    size: int, shift: int, stride: int, drop_remainder: bool, elements: Stream
+) -> Iterator[Sequence[Nest]]:
+    """Yields lists of `size` elements; a window begins `shift` elements after the one before."""
+    span = (size - 1) * stride + 1
+    held: list[Nest] = []
+    while True:
+        held += itertools.islice(elements, span - len(held))
+        if not held or (drop_remainder and len(held) < span):
+            return
+        yield held[::stride]
+        if len(held) < shift:
+            held += itertools.islice(elements, shift - len(held))
+        del held[:shift]
+
+
+def groups(
+    key_func: Callable[[Nest], Any], size_of: Callable[[int], int], elements: Stream
+) -> Iterator[tuple[np.int64, Sequence[Nest]]]:
+    """Yields keys and as many elements of that key as `size_of` says; at the end, what is left."""
+    held: dict[int, list[Nest]] = {}
+    for element in elements:
+        key = int(np.asarray(key_func(element)))
+        group = held.setdefault(key, [])
+        group.append(element)
+        if len(group) >= size_of(key):
+            yield np.int64(key), held.pop(key)
+    for key in sorted(held):
+        yield np.int64(key), held[key]
