@@ -21,7 +21,7 @@ _ELSEWHERE = targets_of(
         math.cumulative_logsumexp:cumlogsumexp switch_case:switch truncatediv:div
         truncatemod:rem
     . jax.numpy:
-        acosh:arccosh asinh:arcsinh atanh:arctanh broadcast_dynamic_shape:broadcast_shapes
+        broadcast_dynamic_shape:broadcast_shapes
         broadcast_static_shape:broadcast_shapes eig:linalg.eig eigvals:linalg.eigvals
         histogram_fixed_width:histogram histogram_fixed_width_bins:digitize
         math.invert_permutation:argsort math.reduce_euclidean_norm:linalg.norm
@@ -35,11 +35,8 @@ _ELSEWHERE = targets_of(
         convolution:conv ctc_loss depth_to_space depthwise_conv2d:depthwise_conv max_pool
         separable_conv2d:separable_conv softsign space_to_depth
     . keras:
-        constant_initializer:initializers.Constant feature_column:utils.FeatureSpace
-        ones_initializer:initializers.Ones quantization:quantizers
-        random_normal_initializer:initializers.RandomNormal
-        random_uniform_initializer:initializers.RandomUniform
-        tpu.experimental.embedding:layers.Embedding zeros_initializer:initializers.Zeros
+        feature_column:utils.FeatureSpace quantization:quantizers
+        tpu.experimental.embedding:layers.Embedding
     . tf:
         queue:data.Dataset.prefetch random.set_global_generator:random.set_seed realdiv:divide
         scalar_mul:multiply sysconfig:config.list_physical_devices
@@ -104,15 +101,17 @@ _ADVICE: dict[str, str] = {
     "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
     "audio": "soundfile or scipy.io.wavfile in Dataset.map",
     "strings": "methods of Python's str in Dataset.map",
-    "string": "object arrays of NumPy; strings do not go to devices",
     "as_string": "str in Dataset.map or outside of the step",
     "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
-    "train.Example train.Feature": (
-        "tf.data.TFRecordDataset, and the package protobuf to parse its records"
+    "train.SequenceExample io.parse_sequence_example": (
+        "tf.train.Example, with FixedLenSequenceFeature for each sequence"
+    ),
+    "io.VarLenFeature io.RaggedFeature io.SparseFeature": (
+        "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),
     "train.ExponentialMovingAverage": "use_ema=True of Keras optimizers",
     "train.CheckpointOptions": "tf.train.Checkpoint without options",

@@ -87,6 +87,11 @@ TARGETS: dict[str, str] = {
             threading.set_intra_op_parallelism_threads:nothing
         test. {_OWN}._programs: gpu_device_name is_built_with_cuda is_gpu_available
         io. {_OWN}._io: TFRecordWriter read_file write_file
+        io. {_OWN}._examples:
+            FixedLenFeature FixedLenSequenceFeature decode_image decode_jpeg decode_png decode_raw
+            encode_jpeg encode_png parse_example parse_single_example
+        image. {_OWN}._examples: decode_image decode_jpeg decode_png encode_jpeg encode_png
+        train. {_OWN}._examples: BytesList Example Feature Features FloatList Int64List
         io.gfile. {_OWN}._io:
             GFile:gfile copy exists glob isdir join listdir makedirs mkdir remove rename rmtree
             stat walk
@@ -99,6 +104,10 @@ TARGETS: dict[str, str] = {
         autograph.experimental. distributary.autograph: do_not_convert set_loop_options
         nest. {_OWN}._programs: flatten map_structure pack_sequence_as
         . tf_keras: initializers losses metrics optimizers
+        . tf_keras.initializers:
+            constant_initializer:Constant ones_initializer:Ones
+            random_normal_initializer:RandomNormal random_uniform_initializer:RandomUniform
+            zeros_initializer:Zeros
         keras.backend. keras.backend:
             backend clear_session epsilon floatx get_uid image_data_format is_keras_tensor
             result_type set_epsilon set_floatx set_image_data_format standardize_dtype
@@ -212,6 +221,13 @@ OPERATIONS: dict[str, Operation] = {
             unsorted_segment_min:segment_min
 
         math. {_EVERYWHERE}
+        jax.numpy(x):
+            acosh:arccosh asinh:arcsinh atanh:arctanh rint
+        jax.numpy(input): angle conj real imag
+        jax.scipy.special(x): erfc
+        jax.scipy.special(x,y): xlogy xlog1py
+        jax.nn(logits;axis=-1): log_softmax softmax
+        jax.nn(features): softsign:soft_sign
         jax.numpy(x): ceil expm1 is_finite:isfinite is_inf:isinf is_nan:isnan log log1p reciprocal
         jax.numpy(x,y): floordiv:floor_divide floormod:mod logical_xor mod
         jax.numpy(x;axis=0): cumprod
@@ -289,6 +305,8 @@ CONSTANTS: dict[str, Any] = {
     **{f"{space}{name}": jnp.dtype(name) for space in ("", "dtypes.") for name in _DTYPES.split()},
     "bool": jnp.dtype(bool),
     "dtypes.bool": jnp.dtype(bool),
+    "string": jnp.dtype(object),
+    "dtypes.string": jnp.dtype(object),
     "double": jnp.dtype("float64"),
     "half": jnp.dtype("float16"),
 }

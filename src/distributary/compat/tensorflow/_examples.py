@@ -1,0 +1,303 @@
+"""`tf.train.Example` and `tf.io.parse_example`: records of named features; images of files.
+
+They run outside of steps, for example in `Dataset.map`.
+"""
+
+import functools
+import importlib
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError, shown
+
+# Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
+_LISTS = {
+    "BytesList": "TYPE_BYTES",
+    "FloatList": "TYPE_FLOAT",
+    "Int64List": "TYPE_INT64",
+}
+_KINDS = ("bytes_list", "float_list", "int64_list")
+
+
+@final
+@dataclass(frozen=True)
+class FixedLenFeature:
+    """A feature with as many values as `shape` has.
+
+    Args:
+        shape: Shape of the array.
+        dtype: Dtype; `tf.string` for bytes.
+        default_value: What a record without the feature has; None makes that an error.
+
+    Source: `tf.io.FixedLenFeature`.
+    """
+
+    shape: Sequence[int]
+    dtype: DTypeLike
+    default_value: ArrayLike | None = None
+
+
+@final
+@dataclass(frozen=True)
+class FixedLenSequenceFeature:
+    """A feature with any number of arrays of a shape; `parse_example` pads the shorter ones.
+
+    Args:
+        shape: Shape of one array.
+        dtype: Dtype; `tf.string` for bytes.
+        allow_missing: Whether a record may be without the feature.
+        default_value: What to pad with; None means 0 or empty bytes.
+
+    Source: `tf.io.FixedLenSequenceFeature`.
+    """
+
+    shape: Sequence[int]
+    dtype: DTypeLike
+    allow_missing: bool = False
+    default_value: Any = None
+
+
+def parse_single_example(
+    serialized: Any,
+    features: Mapping[str, Any],
+    example_names: object = None,
+    name: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the features of a serialized `tf.train.Example`, as arrays.
+
+    Args:
+        serialized: Bytes of one record.
+        features: For each name a `FixedLenFeature` or a `FixedLenSequenceFeature`.
+        example_names: No effect.
+        name: No effect.
+
+    Raises:
+        InvalidValueError: if the record is not an Example, a feature is missing or has another
+            number of values.
+        InvalidTypeError: if a feature has values of another type.
+
+    Source: `tf.io.parse_single_example`.
+    """
+    return _parsed(_bytes(serialized), features)
+
+
+def parse_example(
+    serialized: Any,
+    features: Mapping[str, Any],
+    example_names: object = None,
+    name: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
+
+    Otherwise like `parse_single_example`.
+
+    Source: `tf.io.parse_example`.
+    """
+    rows = [_parsed(_bytes(one), features) for one in np.asarray(serialized, object).reshape(-1)]
+    return {key: _stacked([row[key] for row in rows], features[key]) for key in features}
+
+
+def _stacked(arrays: list[np.ndarray], feature: Any) -> np.ndarray:
+    longest = max((array.shape for array in arrays), default=())
+    if isinstance(feature, FixedLenFeature):
+        return np.stack(arrays)
+    default = feature.default_value
+    if default is None:
+        default = b"" if np.dtype(feature.dtype) == object else 0
+    result = np.full((len(arrays), *longest), default, feature.dtype)
+    for row, array in zip(result, arrays, strict=True):
+        row[: len(array)] = array
+    return result
+
+
+def _bytes(serialized: Any) -> bytes:
+    value = serialized.item() if isinstance(serialized, np.ndarray) else serialized
+    if not isinstance(value, bytes):
+        raise InvalidTypeError(
+            f"parse_example: got {shown(serialized)}, expected the bytes of a record. Parse"
+            " outside of steps, for example in Dataset.map."
+        )
+    return value
+
+
+def _parsed(record: bytes, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    try:
+        found = _messages()["Example"].FromString(record).features.feature
+    except Exception as error:  # DecodeError is a class of the protobuf that is installed
+        raise InvalidValueError(
+            f"parse_example: a record of {len(record)} bytes is not a tf.train.Example."
+        ) from error
+    return {key: _values(key, found.get(key), feature) for key, feature in features.items()}
+
+
+def _values(key: str, found: Any, feature: Any) -> np.ndarray:
+    if not isinstance(feature, (FixedLenFeature, FixedLenSequenceFeature)):
+        raise InvalidTypeError(
+            f"parse_example: feature {key!r} is described by {shown(feature)}. Use"
+            " FixedLenFeature, or FixedLenSequenceFeature(shape, dtype, allow_missing=True) in"
+            " place of features of sparse tensors."
+        )
+    dtype = np.dtype(feature.dtype)
+    is_sequence = isinstance(feature, FixedLenSequenceFeature)
+    kind = None if found is None else found.WhichOneof("kind")
+    if kind is None:
+        if isinstance(feature, FixedLenSequenceFeature):
+            default: Any = np.zeros((0, *feature.shape)) if feature.allow_missing else None
+        else:
+            default = feature.default_value
+        if default is None:
+            raise InvalidValueError(
+                f"parse_example: a record has no feature {key!r}. Give FixedLenFeature a"
+                " default_value, or FixedLenSequenceFeature allow_missing=True."
+            )
+        missing = np.asarray(default, dtype)
+        return missing if is_sequence else np.broadcast_to(missing, tuple(feature.shape))
+    expected = {"O": "bytes_list", "f": "float_list"}.get(dtype.kind, "int64_list")
+    if kind != expected:
+        raise InvalidTypeError(
+            f"parse_example: feature {key!r} has a {kind}, but {dtype} needs a {expected}."
+        )
+    values = getattr(found, kind).value
+    shape = (-1, *feature.shape) if is_sequence else tuple(feature.shape)
+    size = math.prod(feature.shape)
+    if len(values) != size and not (is_sequence and len(values) % size == 0):
+        raise InvalidValueError(
+            f"parse_example: feature {key!r} has {len(values)} values, but its shape"
+            f" {tuple(feature.shape)} has {size}."
+        )
+    return np.array(values, dtype).reshape(shape)
+
+
+@functools.cache
+def _messages() -> dict[str, Any]:
+    """Returns the protobuf classes by their names in `tf.train`."""
+    descriptors = _package("google.protobuf.descriptor_pb2", "protobuf")
+    field = descriptors.FieldDescriptorProto
+    file = descriptors.FileDescriptorProto(
+        name="distributary/example.proto", package="tensorflow", syntax="proto3"
+    )
+
+    def add(parent: Any, label: int, number: int, field_name: str, kind: str) -> Any:
+        type_name = {} if kind.startswith("TYPE_") else {"type_name": f".tensorflow.{kind}"}
+        of_type = getattr(field, kind if not type_name else "TYPE_MESSAGE")
+        return parent.field.add(
+            name=field_name, number=number, label=label, type=of_type, **type_name
+        )
+
+    one, many = field.LABEL_OPTIONAL, field.LABEL_REPEATED
+    for list_name, kind in _LISTS.items():
+        add(file.message_type.add(name=list_name), many, 1, "value", kind)
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    for number, (list_name, own) in enumerate(zip(_LISTS, _KINDS, strict=True), 1):
+        add(feature, one, number, own, list_name).oneof_index = 0
+    features = file.message_type.add(name="Features")
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    add(entry, one, 1, "key", "TYPE_STRING")
+    add(entry, one, 2, "value", "Feature")
+    add(features, many, 1, "feature", "Features.FeatureEntry")
+    add(file.message_type.add(name="Example"), one, 1, "features", "Features")
+    pool = _package("google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
+    pool.Add(file)
+    factory = _package("google.protobuf.message_factory", "protobuf")
+    found = [pool.FindMessageTypeByName(f"tensorflow.{own.name}") for own in file.message_type]
+    return {one.name: factory.GetMessageClass(one) for one in found}
+
+
+def __getattr__(name: str) -> Any:
+    if name in (*_LISTS, "Feature", "Features", "Example"):
+        return _messages()[name]
+    raise AttributeError(name)
+
+
+def _package(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingPackageError(
+            f"tf.io and tf.train need {package} for this: pip install {package}"
+        ) from None
+
+
+def decode_raw(
+    input_bytes: Any,
+    out_type: DTypeLike,
+    little_endian: bool = True,
+    fixed_length: int | None = None,
+    name: str | None = None,
+) -> np.ndarray:
+    """`tf.io.decode_raw`: the bytes of a string as numbers, `[n]`."""
+    dtype = np.dtype(out_type).newbyteorder("<" if little_endian else ">")
+    data = _bytes(input_bytes)
+    if fixed_length is not None:
+        data = data[:fixed_length].ljust(fixed_length, b"\0")
+    return np.frombuffer(data, dtype).astype(out_type)
+
+
+def decode_image(
+    contents: Any,
+    channels: int | None = None,
+    dtype: DTypeLike = np.uint8,
+    name: str | None = None,
+    expand_animations: bool = True,
+) -> np.ndarray:
+    """`tf.io.decode_image`: `[height, width, channels]`, by Pillow.
+
+    Other decoders of JPEG can differ by a few levels. Images have 8 bits per channel; `channels`
+    is 1, 3 or 4, or 0 for what the file has. Of animations you get the first frame.
+    """
+    modes = {1: "L", 3: "RGB", 4: "RGBA"}
+    image = _package("PIL.Image", "pillow").open(io.BytesIO(_bytes(contents)))
+    mode = modes.get(channels or len(image.getbands()))
+    if (channels and mode is None) or image.mode.startswith("I"):
+        raise InvalidValueError(
+            f"decode_image: channels is {channels} for an image of mode {image.mode}; expected 0,"
+            " 1, 3 or 4 channels of 8 bits."
+        )
+    pixels = np.asarray(image.convert(mode or "RGB"))
+    pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    wanted = np.dtype(dtype)
+    return pixels if wanted == np.uint8 else (pixels / 255).astype(wanted)
+
+
+def decode_jpeg(contents: Any, channels: int = 0, **options: object) -> np.ndarray:
+    """`tf.io.decode_jpeg`: like `decode_image`; the other options have no effect."""
+    return decode_image(contents, channels)
+
+
+def decode_png(
+    contents: Any, channels: int = 0, dtype: DTypeLike = np.uint8, name: str | None = None
+) -> np.ndarray:
+    """`tf.io.decode_png`: like `decode_image`."""
+    return decode_image(contents, channels, dtype)
+
+
+def encode_jpeg(image: ArrayLike, quality: int = 95, **options: object) -> bytes:
+    """`tf.io.encode_jpeg`: the bytes of an image of uint8; the other options have no effect."""
+    return _encoded(image, "JPEG", quality=quality)
+
+
+def encode_png(image: ArrayLike, compression: int = -1, name: str | None = None) -> bytes:
+    """`tf.io.encode_png`: the bytes of an image of uint8."""
+    return _encoded(image, "PNG")
+
+
+def _encoded(image: ArrayLike, kind: str, **options: Any) -> bytes:
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8:
+        raise InvalidTypeError(
+            f"An image of dtype {pixels.dtype} cannot be encoded, expected uint8. Use"
+            " tf.image.convert_image_dtype(image, tf.uint8)."
+        )
+    pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    file = io.BytesIO()
+    _package("PIL.Image", "pillow").fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()

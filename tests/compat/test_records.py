@@ -1,0 +1,98 @@
+"""Records of named features and images; TensorFlow 2.21 gives the same bytes and values."""
+
+import numpy as np
+import pytest
+
+import distributary.compat.tensorflow as tf
+from distributary.errors import InvalidTypeError, InvalidValueError
+
+# What TensorFlow serializes for `_record(2)`.
+_RECORDED = bytes.fromhex(
+    "0a570a0b0a02696412051a030a01020a0e0a046e616d6512060a040a026e320a210a03736571121a1a180a16feff"
+    "ffffffffffffff01ffffffffffffffffff0100010a150a01781210120e0a0c0000803f000000c06f12833a"
+)
+_FEATURES = {
+    "id": tf.io.FixedLenFeature([], tf.int64),
+    "x": tf.io.FixedLenFeature([3], tf.float32),
+    "name": tf.io.FixedLenFeature([], tf.string),
+    "seq": tf.io.FixedLenSequenceFeature([], tf.int64, allow_missing=True),
+    "gone": tf.io.FixedLenFeature([2], tf.float32, default_value=[1.0, 2.0]),
+}
+
+
+def _record(number):
+    feature = {
+        "id": tf.train.Feature(int64_list=tf.train.Int64List(value=[number])),
+        "x": tf.train.Feature(float_list=tf.train.FloatList(value=[number / 2, -number, 1e-3])),
+        "name": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"n%d" % number])),
+        "seq": tf.train.Feature(int64_list=tf.train.Int64List(value=range(-number, number))),
+    }
+    example = tf.train.Example(features=tf.train.Features(feature=feature))
+    return example.SerializeToString(deterministic=True)
+
+
+def test_records_are_those_of_tensorflow():
+    assert _record(2) == _RECORDED
+
+
+def test_features_of_a_file_of_records(tmp_path):
+    path = str(tmp_path / "records")
+    with tf.io.TFRecordWriter(path) as writer:
+        for number in (1, 2):
+            writer.write(_record(number))
+    records = tf.data.TFRecordDataset(path)
+
+    single = [*records.map(lambda record: tf.io.parse_single_example(record, _FEATURES))]
+    (batch,) = records.batch(2).map(lambda record: tf.io.parse_example(record, _FEATURES))
+
+    assert [element["name"].item() for element in single] == [b"n1", b"n2"]
+    assert [element["seq"].tolist() for element in single] == [[-1, 0], [-2, -1, 0, 1]]
+    x = np.array([[0.5, -1, 1e-3], [1, -2, 1e-3]], np.float32)
+    np.testing.assert_array_equal([element["x"] for element in single], x)
+    np.testing.assert_array_equal(batch["x"], x)
+    np.testing.assert_array_equal(batch["id"], [1, 2])
+    np.testing.assert_array_equal(batch["seq"], [[-1, 0, 0, 0], [-2, -1, 0, 1]])
+    np.testing.assert_array_equal(batch["gone"], [[1, 2], [1, 2]])
+    assert batch["x"].dtype == np.float32
+    assert batch["id"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("record", "feature", "error", "message"),
+    [
+        (b"no record", {"id": _FEATURES["id"]}, InvalidValueError, "9 bytes is not a tf.train.E"),
+        (_RECORDED, {"y": _FEATURES["id"]}, InvalidValueError, "no feature 'y'.*default_value"),
+        (_RECORDED, {"x": _FEATURES["id"]}, InvalidTypeError, "'x' has a float_list, but int64"),
+        (_RECORDED, {"x": tf.io.FixedLenFeature([2], tf.float32)}, ValueError, "has 3 values.*2"),
+        (_RECORDED, {"x": tf.float32}, InvalidTypeError, "FixedLenSequenceFeature.*allow_missing"),
+        ("text", {"id": _FEATURES["id"]}, InvalidTypeError, "expected the bytes of a record"),
+    ],
+    ids=["other", "missing", "type", "size", "description", "text"],
+)
+def test_what_does_not_fit_is_an_error(record, feature, error, message):
+    with pytest.raises(error, match=message):
+        tf.io.parse_single_example(record, feature)
+
+
+def test_images_of_files():
+    image = np.arange(60, dtype=np.uint8).reshape(4, 5, 3) * 3
+
+    png = tf.io.encode_png(image)
+
+    np.testing.assert_array_equal(tf.io.decode_png(png), image)
+    np.testing.assert_array_equal(
+        tf.image.decode_image(png, dtype=tf.float32)[0, 0] * 255, [0, 3, 6]
+    )
+    assert tf.io.decode_png(png, channels=1)[:2, :2, 0].tolist() == [[2, 11], [47, 56]]
+    smooth = np.broadcast_to(np.arange(0, 160, 10, dtype=np.uint8)[:, None, None], (16, 16, 3))
+    decoded = tf.io.decode_jpeg(tf.io.encode_jpeg(smooth), channels=3)
+    np.testing.assert_allclose(decoded.astype(int), smooth, atol=4)
+    with pytest.raises(InvalidTypeError, match="dtype float32 cannot be encoded"):
+        tf.io.encode_png(np.zeros((2, 2, 3), np.float32))
+
+
+def test_bytes_as_numbers():
+    assert tf.io.decode_raw(b"\x01\x02\x03\x04", tf.int16).tolist() == [513, 1027]
+    big = tf.io.decode_raw(b"\x01\x02\x03\x04", tf.int16, little_endian=False)
+    assert big.tolist() == [258, 772]
+    assert tf.io.decode_raw(b"\x01", tf.uint8, fixed_length=2).tolist() == [1, 0]
