@@ -159,6 +159,7 @@ def test_a_server_started_by_hand_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("DISTRIBUTARY_TOKEN", raising=False)
     worker, ps = free_addresses("127.0.0.1", 2)
     spec = {"worker": [worker], "ps": [ps]}
+    monkeypatch.setenv("TF_CONFIG", "{}")
     with pytest.raises(ClusterError, match=f"Listening at {ps} without a secret"):
         dist.Server(spec, "ps")
     monkeypatch.setenv("DISTRIBUTARY_TOKEN", "short")

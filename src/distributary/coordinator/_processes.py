@@ -17,7 +17,7 @@ from distributary.coordinator._messages import Message
 from distributary.coordinator._permissions import IDENTIFY
 from distributary.coordinator._sessions import Task
 from distributary.coordinator._sources import ScriptEndError, describe, is_reimporting
-from distributary.coordinator._token import Token, credentials_of
+from distributary.coordinator._token import Token, credentials_of, token_of_this_process
 from distributary.errors import ClusterError, InvalidTypeError, InvalidValueError
 from distributary.job import package_versions
 
@@ -119,7 +119,7 @@ def connect(peers: list[Peer], environ: Mapping[str, str]) -> Cluster:
     Raises:
         ClusterError: see `cluster_of`.
     """
-    credentials = credentials_of("chief", environ)
+    credentials = credentials_of("chief", environ) or token_of_this_process()
     num_devices = meet(peers, credentials, connect_seconds(environ))
     tasks = {peer: grpc_task(peer, credentials) for peer in peers}
     workers, servers = (

@@ -22,7 +22,7 @@ from distributary.coordinator._permissions import RoleCheck
 from distributary.coordinator._processes import connect_seconds, grpc_task, tasks_of
 from distributary.coordinator._sources import find, is_reimporting
 from distributary.coordinator._statistics import lines_of, metrics_server
-from distributary.coordinator._token import Token, credentials_of
+from distributary.coordinator._token import Token, credentials_of, token_of_this_process
 from distributary.coordinator._worker import new_service
 from distributary.errors import ClusterError, ContextError, InvalidTypeError, InvalidValueError
 from distributary.topology import backends_started, prepare_local_devices
@@ -66,7 +66,8 @@ class Server:
     - If `DISTRIBUTARY_CERTS` names a folder made by `distributary certs`, connections are
       encrypted, and only tasks of the job can connect.
     - Without certificates, the address must be a loopback address, and only tasks with the same
-      secret in `DISTRIBUTARY_TOKEN` can connect. `distributary launch` makes the secret.
+      secret in `DISTRIBUTARY_TOKEN` can connect. `distributary launch` makes the secret. Without one
+      and without `TF_CONFIG`, only a chief in the same process can connect.
 
     Args:
         server_or_cluster_def: The cluster: a `ClusterSpec`, a dict as for `ClusterSpec`, a cluster
@@ -210,6 +211,9 @@ class TaskServer:
         insecure: bool,
     ) -> None:
         credentials = credentials_of(task_type, environ)
+        if credentials is None and not insecure and "TF_CONFIG" not in environ:
+            # Without TF_CONFIG, the chief may be in this process. Another one is refused.
+            credentials = token_of_this_process(make=True)
         if not backends_started():
             # Programs run on CPUs; if JAX saw the GPUs, it would take their memory.
             jax.config.update("jax_platforms", "cpu")

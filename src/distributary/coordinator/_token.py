@@ -20,7 +20,7 @@ from distributary.coordinator._certificates import CERTIFICATES_VARIABLE, Creden
 from distributary.errors import ClusterError
 from distributary.job import is_proof, new_challenge, proof
 
-__all__ = ["Challenges", "Token", "credentials_of"]
+__all__ = ["Challenges", "Token", "credentials_of", "token_of_this_process"]
 
 _MIN_CHARACTERS = 16
 _MAX_CHALLENGES = 4096
@@ -115,6 +115,20 @@ class Challenges:
         """Uses up a challenge; returns whether it is one that was given and not used before."""
         with self._lock:
             return self._open.pop(challenge, self) is None
+
+
+_of_this_process: list[Token] = []
+
+
+def token_of_this_process(make: bool = False) -> Token | None:
+    """Returns the secret of servers that share a process with their chief, as in tutorials.
+
+    Args:
+        make: Whether to make one if there is none yet.
+    """
+    if make and not _of_this_process:
+        _of_this_process.append(Token.new())
+    return _of_this_process[0] if _of_this_process else None
 
 
 def credentials_of(task_type: str, environ: Mapping[str, str]) -> Credentials | Token | None:
