@@ -66,8 +66,8 @@ class Server:
     - If `DISTRIBUTARY_CERTS` names a folder made by `distributary certs`, connections are
       encrypted, and only tasks of the job can connect.
     - Without certificates, the address must be a loopback address, and only tasks with the same
-      secret in `DISTRIBUTARY_TOKEN` can connect. `distributary launch` makes the secret. Without one
-      and without `TF_CONFIG`, only a chief in the same process can connect.
+      secret in `DISTRIBUTARY_TOKEN` can connect. `distributary launch` makes the secret. Without
+      one and without `TF_CONFIG`, only a chief in the same process can connect.
 
     Args:
         server_or_cluster_def: The cluster: a `ClusterSpec`, a dict as for `ClusterSpec`, a cluster
