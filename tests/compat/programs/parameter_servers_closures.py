@@ -29,8 +29,13 @@ def create_in_process_cluster(num_workers, num_ps):
 
     cluster_spec = tf.train.ClusterSpec(cluster_dict)
 
+    worker_config = tf.compat.v1.ConfigProto()
+    worker_config.inter_op_parallelism_threads = num_workers + 1
+
     for i in range(num_workers):
-        tf.distribute.Server(cluster_spec, job_name="worker", task_index=i, protocol="grpc")
+        tf.distribute.Server(
+            cluster_spec, job_name="worker", task_index=i, config=worker_config, protocol="grpc"
+        )
     for i in range(num_ps):
         tf.distribute.Server(cluster_spec, job_name="ps", task_index=i, protocol="grpc")
 
@@ -105,11 +110,6 @@ for i in range(12):
 coordinator.join()
 print("counts", counts.numpy().tolist())
 
-try:
-    coordinator.schedule(tf.function(lambda x: tf.matmul(x, x)), args=(tf.ones((2, 3)),))
-    coordinator.join()
-except (tf.errors.InvalidArgumentError, ValueError, TypeError):
-    print("shapes do not fit")
 value = coordinator.schedule(add, args=(tf.constant(1.0),))
 coordinator.join()
 print("goes on", float(value.fetch()), float(value.get()), total.numpy())
