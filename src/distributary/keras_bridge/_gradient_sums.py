@@ -13,6 +13,7 @@ from jax import lax
 
 from distributary.collectives import ReduceOp
 from distributary.context import current_mode, get_strategy
+from distributary.keras_bridge._optimizers import as_keras, dense
 from distributary.keras_bridge._replica import (
     has_own_means,
     in_optimizer,
@@ -59,16 +60,24 @@ def _combined(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
 
 
 def combining(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Combines the gradients that a method gets; inside another optimizer, they already are."""
+    """Combines the gradients that a method gets; inside another optimizer, they already are.
+
+    Variables of ours become such of Keras.
+    """
     signature = inspect.signature(original)
 
     def method(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        variables = given.get("trainable_variables")
+        if variables is not None:
+            given["trainable_variables"] = [as_keras(variable) for variable in variables]
+            pairs = zip(given["grads"], given["trainable_variables"], strict=False)
+            given["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
         if not _must_combine():
-            return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
+            return original(**given)
         with optimizing():
-            given.arguments["grads"] = _combined(args[0], given.arguments["grads"])
-            return original(*given.args, **given.kwargs)
+            given["grads"] = _combined(args[0], given["grads"])
+            return original(**given)
 
     return method
 

@@ -61,7 +61,9 @@ def joined(variables: Sequence[Any]) -> StateList | None:
     Returns:
         The list, or None if there are no variables or one of them does not store its array itself.
     """
-    if not variables or not all(variable._stores_array for variable in variables):
+    if not variables or not all(
+        getattr(variable, "_stores_array", False) for variable in variables
+    ):
         return None
     for variable in variables:
         variable._slot[0]._dissolve()

@@ -3,8 +3,6 @@
 import os
 import socket
 
-import numpy as np
-
 import distributary.compat.tensorflow as tf
 
 NUM_PS = 1
