@@ -1,10 +1,12 @@
 """The code of one replica in a step of `fit`, `evaluate` or `predict`."""
 
+import inspect
 from contextlib import nullcontext
 from typing import Any, Literal, final
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from distributary._types import Nest
@@ -15,8 +17,10 @@ from distributary.keras_bridge._custom_loops import assign_agreed, is_kept_as_su
 from distributary.keras_bridge._replica import (
     agreed_state,
     has_own_means,
+    in_trainer,
     is_summed,
     mean_over_rows,
+    run_replica,
     sole_replica,
     sums,
     trainer_replica,
@@ -58,10 +62,18 @@ class ModelStep:
         # The sums of metrics, which the logs need, are assigned, too, so that they are summed once.
         # In a loop, the next step adds to the replica's own part.
         self._assigns_sums = not in_loop
+        method = getattr(trainer, f"{kind}_step")
+        #: The method, if it takes only the batch: it reads and assigns the variables itself, as
+        #: methods for TensorFlow do.
+        self.stateful = method if _takes_only_data(method) else None
 
     def alone(self, data: Nest) -> Nest:
         """Runs the step on a whole batch; returns the logs or predictions."""
-        return self._run(data, None)
+        if self.stateful is None:
+            return self._run(data, None)
+        is_sole = self._strategy.num_replicas_in_sync == 1 and not keeps_on_servers(self._strategy)
+        with sole_replica(self._strategy) if is_sole else nullcontext():
+            return self.stateful(data)
 
     def of_replica(self, data: Nest) -> Nest:
         """Runs the step of one of several replicas on its part of a batch.
@@ -69,10 +81,16 @@ class ModelStep:
         Returns:
             The logs of the whole batch, or the predictions for the part.
         """
-        with trainer_replica(self._strategy, num_rows(data)) as context:
-            out = self._run(data, context)
+        if self.stateful is None:
+            replica = trainer_replica(self._strategy, num_rows(data))
+        else:  # as in `Strategy.run`, for which such methods scale their losses
+            replica = run_replica(self._strategy)
+        with replica as context:
+            out = self._run(data, context) if self.stateful is None else self.stateful(data)
             if self._kind != "predict":
-                return logs_of_all(context, out)
+                return (
+                    logs_of_all(context, out) if self.stateful is None else self._logs(context, out)
+                )
             if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(out)):
                 raise InvalidTypeError(
                     f"{self._trainer.name}.predict_step returned a scalar. Under"
@@ -80,6 +98,24 @@ class ModelStep:
                     " parts are joined along dim 0: return arrays with one entry per example."
                 )
             return context.all_gather(out, axis=0) if self.gathers else out
+
+    def _logs(self, context: ReplicaContext, logs: Nest) -> Nest:
+        """Returns the logs of a method that assigns variables itself, for the whole batch."""
+        if not isinstance(logs, dict):
+            return logs_of_all(context, logs)
+        variables = self._trainer.metrics_variables
+        values = [variable.value for variable in variables]
+        summed = [i for i, variable in enumerate(variables) if is_kept_as_sum(variable)]
+        totals = context.all_reduce(ReduceOp.SUM, [values[i] for i in summed]) if summed else []
+        for i, value in zip(summed, totals, strict=True):
+            values[i] = value
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            results = self._trainer.get_metrics_result()
+        nested = [log if isinstance(log, dict) else {name: log} for name, log in logs.items()]
+        flat = {name: log for own in nested for name, log in own.items()}
+        others = {name: log for name, log in flat.items() if name not in results}
+        of_all = logs_of_all(context, others)
+        return {name: results[name] if name in results else of_all[name] for name in flat}
 
     def call(self, state: list[list[Any]], data: Nest) -> tuple[Nest, tuple[Any, ...]]:
         """Calls the method of the model; returns its output and the new state, see `PARTS`."""
@@ -159,13 +195,22 @@ def variables_of_part(trainer: Any, part: str) -> list[Any]:
     return variables
 
 
+def _takes_only_data(method: Any) -> bool:
+    """Returns whether a method has one parameter, the batch, and none for the state."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
 def logs_of_all(context: ReplicaContext, logs: Nest) -> Nest:
     """Turns logs of one replica into those of the whole batch; results of metrics already are."""
     leaves, tree = jax.tree.flatten(logs)
-    own = [i for i, leaf in enumerate(leaves) if not sums().is_of_all(leaf)]
+    own = [i for i, leaf in enumerate(leaves) if not (in_trainer() and sums().is_of_all(leaf))]
     numbers = [jnp.asarray(leaves[i]) for i in own]
     numbers = [x.astype(jnp.float32) if x.dtype == bool else x for x in numbers]
-    if has_own_means():
+    if in_trainer() and has_own_means():
         means = mean_over_rows(context, numbers)
     else:
         means = context.all_reduce(ReduceOp.MEAN, numbers) if own else []

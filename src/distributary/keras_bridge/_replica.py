@@ -107,6 +107,14 @@ def trainer_replica(strategy: Any, num_rows: int) -> Iterator[ReplicaContext]:
             _state.sums, _state.weight, _state.is_scaled = before
 
 
+@contextmanager
+def run_replica(strategy: Any) -> Iterator[ReplicaContext]:
+    """Runs the block as the code of one replica of `Strategy.run`."""
+    context = ReplicaContext(strategy, traced_replica_id)
+    with entered(Mode(strategy, "replica", context)):
+        yield context
+
+
 def weight_of_rows() -> Any:
     """Returns this replica's number of rows over the mean of all; 1 unless a batch is uneven."""
     return _state.weight

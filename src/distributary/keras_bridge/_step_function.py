@@ -197,6 +197,8 @@ class StepFunction:
         # Operations of a single worker need arrays of its own. All workers compute the same.
         if self._num_replicas > 1 and self._share.num_workers == 1:
             batch = jax.device_put(batch, self._placement.home or self._placement.of_variables)
+        if self._step.stateful is not None:
+            return self._step.alone(batch)
         variables = self._step.variables()
         with sole_replica(self._strategy):
             state = [[variable.value for variable in part] for part in variables]

@@ -70,7 +70,7 @@ with strategy.scope():
     gan = GAN(dense_net([8, 1], 4), dense_net([8, 4], 3), 3)
     gan.compile(
         d_optimizer=tf.keras.optimizers.SGD(0.1),
-        g_optimizer=tf.keras.optimizers.SGD(0.1, momentum=0.9),
+        g_optimizer=tf.keras.optimizers.SGD(0.2),
         loss_fn=tf.keras.losses.BinaryCrossentropy(from_logits=True),
     )
 dataset = tf.data.Dataset.from_tensor_slices((real, noise)).batch(16)

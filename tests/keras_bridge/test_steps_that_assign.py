@@ -1,0 +1,72 @@
+"""Models whose `train_step` takes only the batch and assigns variables itself, as in TensorFlow."""
+
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+
+_RANDOM = np.random.default_rng(0)
+_X = _RANDOM.normal(size=(22, 3)).astype(np.float32)
+_Y = (_X.sum(1, keepdims=True) > 0).astype(np.float32)
+_WEIGHTS = [_RANDOM.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4,), (4, 1), (1,))]
+
+
+class Stateful(keras.Sequential):
+    """Does by hand what `fit` does, with the metrics of `compile` and one of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with dist.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return self._updated(y, y_pred)
+
+    def test_step(self, data):
+        x, y = data
+        return self._updated(y, self(x, training=False))
+
+    def predict_step(self, data):
+        return 2 * self(keras.utils.unpack_x_y_sample_weight(data)[0], training=False)
+
+    def _updated(self, y, y_pred):
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(keras.ops.mean((y - y_pred) ** 2))
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def _trained(kind, strategy=None, **options):
+    layers = [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+    scope = dist.get_strategy() if strategy is None else strategy
+    with scope.scope():
+        model = kind(layers)
+        model.set_weights(_WEIGHTS)
+        model.compile(
+            keras.optimizers.Adam(0.05), "mse", metrics=["mae"], weighted_metrics=[], **options
+        )
+    history = model.fit(_X, _Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    results = model.evaluate(_X, _Y, batch_size=8, verbose=0, return_dict=True)
+    return model.get_weights(), history["mae"], results["mae"], model.predict(_X, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*do not divide by 3 replicas")
+@pytest.mark.parametrize(
+    ("num_replicas", "options"),
+    [(1, {}), (2, {}), (3, {}), (2, {"steps_per_execution": 2}), (2, {"run_eagerly": True})],
+    ids=["1", "2", "3", "several steps", "eager"],
+)
+def test_fit_gives_the_same_as_the_steps_of_keras(num_replicas, options, strategy_of):
+    found = _trained(Stateful, strategy_of(num_replicas), **options)
+
+    weights, mae, evaluated, predicted = _trained(keras.Sequential)
+    for own, expected in zip(found[0], weights, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[1], mae, rtol=1e-4)
+    np.testing.assert_allclose(found[2], evaluated, rtol=1e-4)
+    np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-4, atol=1e-5)
