@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distributary.data import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, TensorSpec
+from distributary.data import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
+    Options,
+    TensorSpec,
+)
 from distributary.errors import InvalidTypeError, InvalidValueError
 
 _LISTS = [[0], [1, 2, 3, 4], [5, 6, 7], [7, 8, 9, 10, 11], [13, 14, 15, 16, 19, 20], [21, 22]]
@@ -191,3 +197,15 @@ def test_the_only_element():
         with pytest.raises(InvalidValueError, match=f"range.*{expected}"):
             Dataset.range(count).get_single_element()
     assert _lists(Dataset.counter(5, -2).take(3)) == [5, 3, 1]
+
+
+def test_options_without_effect_are_taken_and_others_refused():
+    options = Options()
+    options.experimental_deterministic = False
+    options.threading.private_threadpool_size = 4
+    options.experimental_optimization.apply_default_optimizations = True
+    options.autotune.enabled = False
+
+    assert _lists(Dataset.range(3).with_options(options)) == [0, 1, 2]
+    with pytest.raises(AttributeError, match=r"no option 'determinism'; it has .*deterministic"):
+        options.determinism = True

@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import ClassVar, Final, final
 
 from distributary.errors import InvalidTypeError
@@ -83,6 +84,11 @@ class Options(_Checked):
     Attributes:
         experimental_distribute: `DistributeOptions`.
         deterministic: No effect: the order of elements is always the same.
+        experimental_deterministic: No effect.
+        experimental_slack: No effect.
+        autotune: No effect; takes any attribute, as the next two do.
+        threading: No effect: `map` and `interleave` say how many threads they use.
+        experimental_optimization: No effect.
 
     Source: `tf.data.Options`.
     """
@@ -91,7 +97,20 @@ class Options(_Checked):
         default_factory=DistributeOptions, init=False
     )
     deterministic: bool | None = field(default=None, init=False)
-    _types: ClassVar = {"experimental_distribute": DistributeOptions, "deterministic": bool}
+    experimental_deterministic: bool | None = field(default=None, init=False, repr=False)
+    experimental_slack: bool | None = field(default=None, init=False, repr=False)
+    autotune: SimpleNamespace = field(default_factory=SimpleNamespace, init=False, repr=False)
+    threading: SimpleNamespace = field(default_factory=SimpleNamespace, init=False, repr=False)
+    experimental_optimization: SimpleNamespace = field(
+        default_factory=SimpleNamespace, init=False, repr=False
+    )
+    _types: ClassVar = {
+        "experimental_distribute": DistributeOptions,
+        **dict.fromkeys(
+            ("deterministic", "experimental_deterministic", "experimental_slack"), bool
+        ),
+        **dict.fromkeys(("autotune", "threading", "experimental_optimization"), SimpleNamespace),
+    }
 
     def merge(self, other: "Options") -> "Options":
         """Returns these options, overridden by everything that is set in `other`."""
