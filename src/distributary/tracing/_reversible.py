@@ -44,8 +44,16 @@ def reversible_while_loop(
         return [jnp.asarray(new, old.dtype) for new, old in zip(after, leaves, strict=True)]
 
     condition = lambda own: is_going_on(jax.tree.unflatten(tree, own))
-    goes_on, read = jax.closure_convert(condition, first)
-    next_, used = jax.closure_convert(next_leaves, first)
+    # All arrays around become arguments: `jax.closure_convert` leaves whole numbers where they are.
+    goes_on, read = _closed(condition, first)
+    next_, around = _closed(next_leaves, first)
+    varied = [jnp.issubdtype(jnp.result_type(array), jnp.inexact) for array in around]
+    used = [array for array, f in zip(around, varied, strict=True) if f]
+    fixed = [array for array, f in zip(around, varied, strict=True) if not f]
+
+    def all_around(used: list[Any], fixed: list[Any]) -> list[Any]:
+        parts = iter(used), iter(fixed)
+        return [next(parts[not f]) for f in varied]
 
     def split(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         pairs = list(zip(leaves, is_float, strict=True))
@@ -56,10 +64,15 @@ def reversible_while_loop(
         return [next(parts[not f]) for f in is_float]
 
     @jax.custom_vjp
-    def loop(first: list[Any], used: Any, read: Any) -> list[Any]:
-        return lax.while_loop(lambda own: goes_on(own, *read), lambda own: next_(own, *used), first)
+    def loop(first: list[Any], used: Any, fixed: Any, read: Any) -> list[Any]:
+        around = all_around(used, fixed)
+        return lax.while_loop(
+            lambda own: goes_on(own, read)[0], lambda own: next_(own, around), first
+        )
 
-    def forward(first: list[Any], used: Any, read: Any) -> Any:
+    def forward(first: list[Any], used: Any, fixed: Any, read: Any) -> Any:
+        around = all_around(used, fixed)
+
         def keeping(state: Any) -> Any:
             own, number, distance, kept = state
             is_full = number == _NUM_KEPT * distance
@@ -70,27 +83,30 @@ def reversible_while_loop(
                 rows.at[number // distance].set(leaf) for rows, leaf in zip(kept, own, strict=True)
             ]
             kept = lax.cond(number % distance == 0, keep, list, kept)
-            return next_(own, *used), number + 1, distance, kept
+            return next_(own, around), number + 1, distance, kept
 
         memory = [jnp.zeros((_NUM_KEPT, *leaf.shape), leaf.dtype) for leaf in first]
         begin = first, jnp.int32(0), jnp.int32(1), memory
         own, number, distance, kept = lax.while_loop(
-            lambda state: goes_on(state[0], *read), keeping, begin
+            lambda state: goes_on(state[0], read)[0], keeping, begin
         )
-        return own, (number, distance, kept, used)
+        return own, (number, distance, kept, used, fixed)
 
     def backward(residuals: Any, cotangents: list[Any]) -> Any:
-        number, distance, kept, used = residuals
+        number, distance, kept, used, fixed = residuals
+        around = all_around(used, fixed)
 
         def before(turns: Any) -> list[Any]:
             at = turns // distance
             own = [rows[at] for rows in kept]
-            return lax.fori_loop(at * distance, turns, lambda _, own: next_(own, *used), own)
+            return lax.fori_loop(at * distance, turns, lambda _, own: next_(own, around), own)
 
         def back(state: Any) -> Any:
             turns, of_values, of_used = state
             floats, others = split(before(turns - 1))
-            after = lambda floats, used: split(next_(joined(floats, others), *used))[0]
+            after = lambda floats, used: split(
+                next_(joined(floats, others), all_around(used, fixed))
+            )[0]
             of_values, more = jax.vjp(after, floats, used)[1](of_values)
             return turns - 1, of_values, jax.tree.map(jnp.add, of_used, more)
 
@@ -98,7 +114,16 @@ def reversible_while_loop(
         begin = number, split(cotangents)[0], zeros
         _, of_values, of_used = lax.while_loop(lambda state: state[0] > 0, back, begin)
         none = [np.zeros(rows.shape[1:], jax.dtypes.float0) for rows in split(kept)[1]]
-        return joined(of_values, none), of_used, None
+        return joined(of_values, none), of_used, None, None
 
     loop.defvjp(forward, backward)
-    return jax.tree.unflatten(tree, loop(first, used, read))
+    return jax.tree.unflatten(tree, loop(first, used, fixed, read))
+
+
+def _closed(
+    function: Callable[[list[Any]], Any], example: list[Any]
+) -> tuple[Callable[[list[Any], list[Any]], list[Any]], list[Any]]:
+    """Returns a function of its arguments and of the arrays around it, and these arrays."""
+    closed = jax.make_jaxpr(function)(example)
+    run = lambda own, around: jax.core.eval_jaxpr(closed.jaxpr, around, *own)
+    return run, closed.consts

@@ -1,0 +1,241 @@
+"""Kinds of control flow, each over every kind of value, its gradients, variables and replicas.
+
+Python itself is the reference: the same function, not converted, on concrete values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+FLOWS = {}
+
+
+def flow(function):
+    """Notes a kind of control flow: `step` gives the next value, `test` looks at one."""
+    FLOWS[function.__name__] = function
+    return function
+
+
+@flow
+def if_alone(x, n, step, test):
+    if test(x):
+        x = step(x)
+    return x
+
+
+@flow
+def if_else(x, n, step, test):
+    if test(x):
+        y = step(x)
+    else:
+        y = step(step(x))
+    return y
+
+
+@flow
+def elif_with_not(x, n, step, test):
+    if not test(x):
+        return step(x)
+    elif n > 2:
+        x = step(step(step(x)))
+    else:
+        x = step(step(x))
+    return x
+
+
+@flow
+def expression_with_and(x, n, step, test):
+    return step(x) if test(x) and n > 2 else x
+
+
+@flow
+def expression_with_or(x, n, step, test):
+    return step(x) if n > 100 or test(x) else step(step(x))
+
+
+@flow
+def while_loop(x, n, step, test):
+    while n > 0:
+        x = step(x)
+        n = n - 1
+    return x
+
+
+@flow
+def while_with_break(x, n, step, test):
+    i = 0
+    while i < 5:
+        if i >= n:
+            break
+        x = step(x)
+        i += 1
+    return x, i
+
+
+@flow
+def while_with_continue_and_else(x, n, step, test):
+    i = 0
+    while i < n:
+        i += 1
+        if i == 2:
+            continue
+        x = step(x)
+    return x
+
+
+@flow
+def for_over_a_range(x, n, step, test):
+    for i in jnp.arange(4):
+        if i < n:
+            x = step(x)
+    return x
+
+
+@flow
+def for_with_break(x, n, step, test):
+    count = 0
+    for i in jnp.arange(6):
+        if i >= n:
+            break
+        count += 1
+        x = step(x)
+    return x, count
+
+
+@flow
+def for_with_early_return(x, n, step, test):
+    for i in jnp.arange(3):
+        x = step(x)
+        if i >= n:
+            return x
+    return step(x)
+
+
+@flow
+def for_over_a_list(x, n, step, test):
+    seen = []
+    for own in [1, 2, 3]:
+        if own <= n:
+            x = step(x)
+        seen.append(own)
+    return x, len(seen)
+
+
+@flow
+def nested_loops(x, n, step, test):
+    for i in jnp.arange(2):
+        j = 0
+        while j < n:
+            if test(x):
+                x = step(x)
+            j += i + 1
+    return x
+
+
+@flow
+def inner_function(x, n, step, test):
+    def twice(value):
+        if n > 1:
+            value = step(value)
+        return step(value)
+
+    while n > 2:
+        x = twice(x)
+        n -= 1
+    return twice(x)
+
+
+def _plus(x):
+    return jax.tree.map(lambda leaf: leaf * 2 + 1, x)
+
+
+def _is_small(x):
+    return sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(x)) < 20
+
+
+KINDS = {
+    "float32": np.float32(1.5),
+    "int32": np.int32(3),
+    "bfloat16": np.asarray(0.5, jnp.bfloat16),
+    "complex64": np.complex64(1 + 2j),
+    "vector": np.array([1.0, -2.0, 0.5], np.float32),
+    "empty": np.zeros((0, 2), np.float32),
+    "tuple": (np.float32(1.0), np.int32(-4)),
+    "dict": {"a": np.ones((2, 2), np.float32), "b": [np.float32(2.0)]},
+}
+COUNTS = (0, 1, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FLOWS)
+def test_values(name, kind):
+    function, x = FLOWS[name], jax.tree.map(jnp.asarray, KINDS[kind])
+
+    compiled = dist.function(lambda x, n: function(x, n, _plus, _is_small), autograph=True)
+
+    for n in COUNTS:
+        expected = function(x, n, _plus, _is_small)
+        got = compiled(x, jnp.int32(n))
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert jnp.asarray(a).dtype == jnp.asarray(b).dtype
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_gradients(name):
+    function, x = FLOWS[name], jnp.array([0.3, -0.7])
+    w = dist.Variable(1.25)
+
+    def loss(x, w, n):
+        result = function(x, n, lambda value: jnp.tanh(value * w) + value, _is_small)
+        return jnp.sum(jax.tree.leaves(result)[0] ** 2)
+
+    @dist.function(autograph=True)
+    def gradients(x, n):
+        with dist.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(x, w, n)
+        return value, tape.gradient(value, [x, w])
+
+    for n in COUNTS:
+        value, found = gradients(x, jnp.int32(n))
+        reference = functools.partial(loss, n=n)
+        expected = jax.grad(reference, (0, 1))(x, jnp.float32(1.25))
+        np.testing.assert_allclose(value, reference(x, 1.25), rtol=1e-5)
+        for own, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(0.0 if own is None else own, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_variables_of_replicas(name, strategy_of):
+    function = FLOWS[name]
+    strategy = strategy_of(2)
+    with strategy.scope():
+        own = dist.Variable(0, synchronization=dist.VariableSynchronization.ON_READ)
+        last = dist.Variable(0.0, aggregation=dist.VariableAggregation.MEAN)
+
+    def counted(value):
+        own.assign_add(1)
+        return value * 2 + 1
+
+    def step(x, n):
+        last.assign(jax.tree.leaves(function(x, n, counted, _is_small))[0])
+
+    options = dist.RunOptions(autograph=True)
+    numbers, counts = [1.0, -3.0], [1, 3]
+    args = dist.PerReplica([jnp.float32(x) for x in numbers]), dist.PerReplica(counts)
+    strategy.run(step, args=args, options=options)
+
+    calls, results = [], []
+    for x, n in zip(numbers, counts, strict=True):
+        made = []
+        results.append(function(x, n, lambda v, made=made: made.append(v) or v * 2 + 1, _is_small))
+        calls.append(len(made))
+    assert [int(component.value()) for component in own.values] == calls
+    np.testing.assert_allclose(last, np.mean([jax.tree.leaves(r)[0] for r in results]), rtol=1e-6)
