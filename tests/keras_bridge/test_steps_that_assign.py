@@ -1,5 +1,7 @@
 """Models whose `train_step` takes only the batch and assigns variables itself, as in TensorFlow."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -43,8 +45,7 @@ class Stateful(keras.Sequential):
 
 def _trained(kind, strategy=None, **options):
     layers = [keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-    scope = dist.get_strategy() if strategy is None else strategy
-    with scope.scope():
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = kind(layers)
         model.set_weights(_WEIGHTS)
         model.compile(
@@ -70,3 +71,16 @@ def test_fit_gives_the_same_as_the_steps_of_keras(num_replicas, options, strateg
     np.testing.assert_allclose(found[1], mae, rtol=1e-4)
     np.testing.assert_allclose(found[2], evaluated, rtol=1e-4)
     np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_without_a_strategy_one_device_runs_the_steps(enters):
+    # As `strategy = tf.distribute.get_strategy()` where there is no TPU, or no strategy at all.
+    with dist.get_strategy().scope() if enters else contextlib.nullcontext():
+        found = _trained(Stateful)
+
+    weights, mae, evaluated, predicted = _trained(keras.Sequential)
+    for own, expected in zip(found[0], weights, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose([*found[1], found[2]], [*mae, evaluated], rtol=1e-5)
+    np.testing.assert_allclose(found[3], 2 * predicted, rtol=1e-5, atol=1e-6)

@@ -62,10 +62,10 @@ class ModelStep:
         # The sums of metrics, which the logs need, are assigned, too, so that they are summed once.
         # In a loop, the next step adds to the replica's own part.
         self._assigns_sums = not in_loop
-        method = getattr(trainer, f"{kind}_step")
         #: The method, if it takes only the batch: it reads and assigns the variables itself, as
         #: methods for TensorFlow do.
-        self.stateful = method if _takes_only_data(method) else None
+        is_stateful = takes_only_data(trainer, kind)
+        self.stateful = getattr(trainer, f"{kind}_step") if is_stateful else None
 
     def alone(self, data: Nest) -> Nest:
         """Runs the step on a whole batch; returns the logs or predictions."""
@@ -195,10 +195,10 @@ def variables_of_part(trainer: Any, part: str) -> list[Any]:
     return variables
 
 
-def _takes_only_data(method: Any) -> bool:
-    """Returns whether a method has one parameter, the batch, and none for the state."""
+def takes_only_data(trainer: Any, kind: Kind) -> bool:
+    """Returns whether a model's step has one parameter, the batch, and none for the state."""
     try:
-        parameters = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(getattr(trainer, f"{kind}_step")).parameters.values()
     except (TypeError, ValueError):
         return False
     return [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]

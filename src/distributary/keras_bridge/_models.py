@@ -20,10 +20,10 @@ from distributary.context import (
 from distributary.errors import ContextError, DistributaryWarning, shown
 from distributary.keras_bridge._calls import begin_call
 from distributary.keras_bridge._data import Call, batches_of, current_call
-from distributary.keras_bridge._model_step import Kind
+from distributary.keras_bridge._model_step import PARTS, Kind, takes_only_data
 from distributary.keras_bridge._step_function import StepFunction
 from distributary.keras_bridge._variables import keeps_on_servers, place, place_in_parts
-from distributary.strategies import unused_strategies
+from distributary.strategies import OneDeviceStrategy, unused_strategies
 from distributary.tracing import explained, shorten, user_stacklevel
 
 # Strategies that have a model already: a further one outside of their scope is on purpose.
@@ -126,7 +126,11 @@ def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
         if strategy is None:
             if what == "fit":
                 _warn_outside(self)
-            return original(self, *args, **kwargs)
+            if not any(takes_only_data(self, kind) for kind in PARTS):
+                return original(self, *args, **kwargs)
+            # Keras on JAX cannot call steps that are written for TensorFlow; the engine can.
+            _give(self, strategy := OneDeviceStrategy(jax.local_devices()[0]))
+            self.train_function = self.test_function = self.predict_function = None
         check_same_strategy(strategy, f"{self.name}.{what}")
         if what in ("fit", "evaluate", "predict") and strategy.extended.num_workers > 1:
             begin_call(self, original, args, kwargs)
