@@ -67,7 +67,7 @@ class Engine:
         self._num_replicas = placement.num_replicas
         self.cache = ProgramCache("Strategy.run")
         self._fusible: ByIdentity[list[bool]] = ByIdentity(list)
-        self._warned_of: set[str | None] = set()  # relations of rows, and models
+        self._warned_of: set[tuple[bool, str]] = set()  # by kind; places of rows, and models
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, kind: StepKind
@@ -222,27 +222,28 @@ class Engine:
     def _program(self, step: Step, is_for_workers: bool = False) -> ReplicaProgram:
         program = self._replica_program(step, is_for_workers)
         if self._num_replicas > 1 and step.kind.role != "alone":
-            self._warn_of_relation(program, step)
+            self._warn_of_rows(program, step)
         return program
 
-    def _warn_of_relation(self, program: ReplicaProgram, step: Step) -> None:
-        """Warns once if a loss relates rows of the batch; a replica has only its own rows."""
-        from distributary.rows import relation_of_replica, relation_warning
+    def _warn_of_rows(self, program: ReplicaProgram, step: Step) -> None:
+        """Warns once if a loss or a layer needs the rows of all replicas; each has only its own."""
+        from distributary.rows import findings_of_replica, warning_of
 
         first = program.pures[0]
-        relation = relation_of_replica(
+        findings = findings_of_replica(
             first.jaxpr, program.is_batch, len(first.captures), step.losses, step.kind.batch_dim
         )
         caller = step.kind.caller
-        # A model is warned about once, a loop once for each relation.
-        subject = relation if step.kind.name is None else caller
-        if relation is not None and subject not in self._warned_of:
-            self._warned_of.add(subject)
-            warnings.warn(
-                relation_warning(caller, relation, self._num_replicas),
-                DistributaryWarning,
-                stacklevel=user_stacklevel(),
-            )
+        for finding in findings:
+            # A model is warned about once, a loop once for each place.
+            subject = finding.is_of_loss, finding.where if step.kind.name is None else caller
+            if subject not in self._warned_of:
+                self._warned_of.add(subject)
+                warnings.warn(
+                    warning_of(finding, caller, self._num_replicas),
+                    DistributaryWarning,
+                    stacklevel=user_stacklevel(),
+                )
 
     def _replica_program(self, step: Step, is_for_workers: bool) -> ReplicaProgram:
         avals, placement, kind = step.avals, self._placement, step.kind

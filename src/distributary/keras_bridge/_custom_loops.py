@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
 from distributary.errors import ContextError, shown
-from distributary.keras_bridge._replica import in_optimizer
+from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
+from distributary.rows import STATE
 from distributary.topology import shard_dim
 from distributary.tracing import Handle, current_scope
-from distributary.variables import ForeignVariable, VariableAggregation, across_replicas
+from distributary.variables import ForeignVariable, across_replicas
 
 
 @final
@@ -164,18 +165,17 @@ def _agreed(variable: Any, stand_in: KerasVariable, value: Any) -> Any:
     """
     context = current_mode().replica_context
     assert context is not None
-    aggregation = VariableAggregation[variable.aggregation.upper()]
+    aggregation = aggregation_of_state(variable, value)
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-    if aggregation in (VariableAggregation.NONE, VariableAggregation.MEAN):
-        aggregation = VariableAggregation.MEAN if is_float else VariableAggregation.NONE
 
     def combined(own: Any) -> Any:
-        return across_replicas(
-            own,
-            aggregation,
-            stand_in._layout.num_replicas,
-            lambda: context.replica_id_in_sync_group,
-        )
+        with jax.named_scope(STATE):
+            return across_replicas(
+                own,
+                aggregation,
+                stand_in._layout.num_replicas,
+                lambda: context.replica_id_in_sync_group,
+            )
 
     scope = current_scope()
     if scope is None or not is_float or not keeps_on_servers(stand_in.strategy):

@@ -18,7 +18,9 @@ from distributary.context import (
     in_default_context,
 )
 from distributary.engine import traced_replica_id
+from distributary.errors import InvalidValueError
 from distributary.keras_bridge._variables import keeps_on_servers
+from distributary.rows import STATE
 from distributary.tracing import current_scope
 from distributary.variables import VariableAggregation, across_replicas
 from distributary.xla_cpu import JOINABLE
@@ -225,6 +227,7 @@ def agreed_state(
 ) -> list[Any]:
     """Makes changed state the same on all replicas: the mean of floats, else replica 0's values.
 
+    An aggregation `"only_first_replica"` of a variable takes replica 0's value of floats, too.
     Values that the step did not change (the same object before and after) are returned unchanged.
     So are the states of seed generators, which advance in the same way on all replicas.
 
@@ -240,13 +243,35 @@ def agreed_state(
         for i, variable in enumerate(variables)
         if before[i] is not after[i] and variable.name != "seed_generator_state"
     ]
-    floats = [i for i in changed if jnp.issubdtype(after[i].dtype, jnp.inexact)]
-    means = mean_over_rows(context, [after[i] for i in floats])
-    for i, mean in zip(floats, means, strict=True):
-        result[i] = mean
-    for i in set(changed) - set(floats):
-        result[i] = of_first_replica(context, after[i])
+    aggregations = {i: aggregation_of_state(variables[i], after[i]) for i in changed}
+    floats = [i for i in changed if aggregations[i] is VariableAggregation.MEAN]
+    with jax.named_scope(STATE):
+        means = mean_over_rows(context, [after[i] for i in floats])
+        for i, mean in zip(floats, means, strict=True):
+            result[i] = mean
+        for i in set(changed) - set(floats):
+            result[i] = of_first_replica(context, after[i])
     return result
+
+
+def aggregation_of_state(variable: Any, value: Any) -> VariableAggregation:
+    """Returns how the values that replicas assign to a layer's state become one.
+
+    Raises:
+        InvalidValueError: if the variable's aggregation is `"sum"`.
+    """
+    if variable.aggregation == "sum":
+        # Keras makes `assign_add` an `assign` of the new value, so what to add is not known.
+        raise InvalidValueError(
+            f"Variable {variable.path!r} has aggregation 'sum', but a layer assigns its value, and"
+            " the replicas' values hold what was there before. Create it without an aggregation,"
+            " and add up the replicas before you assign it:"
+            " distributary.get_replica_context().all_reduce('SUM', value)."
+        )
+    if variable.aggregation == "only_first_replica":
+        return VariableAggregation.ONLY_FIRST_REPLICA
+    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+    return VariableAggregation.MEAN if is_float else VariableAggregation.NONE
 
 
 def of_first_replica(context: ReplicaContext, value: Any) -> Any:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from distributary._late import late_names
-from distributary.rows._scopes import OWN_STATISTICS
+from distributary.rows._scopes import OWN_STATISTICS, STATE
 
 if TYPE_CHECKING:
-    from distributary.rows._relations import relation_of_replica, relation_warning
+    from distributary.rows._relations import findings_of_replica, warning_of
     from distributary.rows._row_wise import (
         adds_rows,
         bind_rows,
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWN_STATISTICS",
+    "STATE",
     "adds_rows",
     "bind_rows",
+    "findings_of_replica",
     "numbers_of_other_rows",
-    "relation_of_replica",
-    "relation_warning",
     "row_operands",
     "rows_between",
     "takes_rows",
+    "warning_of",
     "with_rows",
     "with_sparse_gradients",
 ]
@@ -37,7 +38,7 @@ if not TYPE_CHECKING:  # or type checkers accept any name
     __getattr__ = late_names(
         __name__,
         {
-            "_relations": "relation_of_replica relation_warning",
+            "_relations": "findings_of_replica warning_of",
             "_row_wise": (
                 "adds_rows bind_rows numbers_of_other_rows row_operands rows_between takes_rows"
                 " with_rows"

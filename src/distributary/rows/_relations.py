@@ -37,6 +37,7 @@ of data may be mixed with random other rows: that is augmentation, and random an
 
 import functools
 import logging
+import math
 import os
 import re
 import sys
@@ -45,7 +46,7 @@ from typing import NamedTuple, final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 from distributary.rows._layouts import BATCH, Dim, Rows, plain, tags_of
 from distributary.rows._rules import (
@@ -62,7 +63,7 @@ from distributary.rows._rules import (
     is_independent,
     of_rows,
 )
-from distributary.rows._scopes import OWN_STATISTICS
+from distributary.rows._scopes import OWN_STATISTICS, STATE
 from distributary.tracing import (
     OUTSIDE,
     AnyJaxpr,
@@ -88,6 +89,17 @@ _RANDOM = frozenset(
 _IDENTITIES = frozenset(
     """
     copy_p device_put optimization_barrier push pvary reshard sharding_constraint start_of_sum
+    """.split()  # noqa: SIM905
+)
+# Operations that add up rows, and those that keep a row what it is but for a factor.
+_ADDS = frozenset(
+    """
+    conv_general_dilated dot_general reduce_sum scatter-add scatter_add
+    """.split()  # noqa: SIM905
+)
+_SCALES = frozenset(
+    """
+    broadcast_in_dim convert_element_type div expand_dims mul reshape squeeze transpose
     """.split()  # noqa: SIM905
 )
 _MAX_ROUNDS = 4
@@ -117,14 +129,26 @@ class _Context(NamedTuple):
         )
 
 
-def relation_of_replica(
+class Finding(NamedTuple):
+    """What one replica computes from its own rows, and one device from those of the batch.
+
+    Attributes:
+        is_of_loss: Whether a loss relates rows; else, a layer keeps a sum over rows.
+        where: The operation, its layer and its line.
+    """
+
+    is_of_loss: bool
+    where: str
+
+
+def findings_of_replica(
     jaxpr: Jaxpr,
     is_batch: Sequence[bool],
     num_captures: int,
     losses: Iterable[int] = (),
     dim: int = 0,
-) -> str | None:
-    """Returns where the loss in the program of one replica relates rows of its batch, if it does.
+) -> list[Finding]:
+    """Returns where the loss in a replica's program relates rows, and where a layer keeps a sum.
 
     Args:
         jaxpr: The program.
@@ -143,28 +167,39 @@ def relation_of_replica(
         else:
             inputs.append(CONSTANT if batch or i < num_captures else _input(v))
     if len(sizes) != 1 or sizes == {1}:
-        return None  # these are no parts of one batch, or have one row
-    analysis = _Analysis()
+        return []  # these are no parts of one batch, or have one row
+    analysis = _Analysis(sizes.pop())
     try:
         outs = analysis.jaxpr(jaxpr, inputs, _Context())
     except Exception:
         # No result depends on this analysis, so an equation that a newer JAX writes in another way
         # must not end a training.
         _log.warning("Whether the loss relates rows could not be checked.", exc_info=True)
-        return None
+        return []
     origins = [*[outs[i].origin for i in losses], analysis.origin]
     found = next((origin for origin in origins if origin is not None), None)
-    if found is None:
-        return None
     # An equation of the loss tells a reader more than one of its gradient.
-    is_gradient = any("transpose(" in str(eqn.source_info.name_stack) for eqn in found)
-    return _described(analysis.first if is_gradient and analysis.first else found)
+    if found and any("transpose(" in str(eqn.source_info.name_stack) for eqn in found):
+        found = analysis.first or found
+    return [
+        Finding(is_of_loss, _described(origin))
+        for is_of_loss, origin in ((True, found), (False, analysis.kept_sum))
+        if origin is not None
+    ]
 
 
-def relation_warning(name: str, where: str, num_replicas: int) -> str:
-    """Returns the warning that a loss of `name` relates rows, at the place `where` describes."""
+def warning_of(finding: Finding, name: str, num_replicas: int) -> str:
+    """Returns the warning of what is found in a step of `name`."""
+    if not finding.is_of_loss:
+        return (
+            f"{name}: a layer keeps a sum over rows of the batch, by {finding.where}. Each of the"
+            f" {num_replicas} replicas adds up its own rows alone, so the layer keeps about"
+            f" 1/{num_replicas} of the sum on one device. Add up the replicas before you assign it,"
+            " distributary.get_replica_context().all_reduce('SUM', value), or divide it by the"
+            " number of rows."
+        )
     return (
-        f"{name}: the loss relates rows of the batch to each other, by {where}. Each of the"
+        f"{name}: the loss relates rows of the batch to each other, by {finding.where}. Each of the"
         f" {num_replicas} replicas does so with its own rows alone, so this is another loss than on"
         " one device. Compute it on the rows of all replicas: wrap the function that relates them,"
         " distributary.global_batch_loss(function)."
@@ -194,11 +229,17 @@ class _Analysis:
         origin: Place of the first relation that reached a gradient which replicas combine.
         first: Place of the first relation in differentiated code, which need not be part of such a
             gradient.
+        kept_sum: Place of the first sum over rows that became state of a layer.
+
+    Args:
+        num_rows: Number of rows of this replica's batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.origin: tuple[Equation, ...] | None = None
         self.first: tuple[Equation, ...] | None = None
+        self.kept_sum: tuple[Equation, ...] | None = None
+        self._num_rows = num_rows
         self._control_flow = {
             "scan": self._scan,
             "while": self._while,
@@ -214,6 +255,9 @@ class _Analysis:
 
     def _equation(self, context: _Context, eqn: Equation, operands: list[Value]) -> list[Value]:
         context = context.at(eqn)
+        if self.kept_sum is None and STATE in str(eqn.source_info.name_stack):
+            sums = [v for v in operands if v.kind == SUM and not (v.averaged or v.gradient)]
+            self.kept_sum = next((v.summed for v in sums), None)
         if context.own_statistics:
             operands = [
                 _TRAINED if value.kind == SUM else value._replace(mixed=False) for value in operands
@@ -248,7 +292,9 @@ class _Analysis:
         made = of_rows(eqn, operands)
         if made is RELATION:
             return [self._relation(eqn, operands, context)] * num_outs
-        return self._with_flags(made if isinstance(made, list) else [made] * num_outs, operands)
+        values = made if isinstance(made, list) else [made] * num_outs
+        values = self._with_flags(values, operands)
+        return [self._with_sums(eqn, operands, value, context) for value in values]
 
     def _independent(self, eqn: Equation, operands: list[Value]) -> Value:
         name = eqn.primitive.name
@@ -274,6 +320,40 @@ class _Analysis:
                 value = value._replace(hidden=hidden)
             result.append(value._replace(**flags))
         return result
+
+    def _with_sums(
+        self, eqn: Equation, operands: list[Value], value: Value, context: _Context
+    ) -> Value:
+        """Returns the value with where its rows are added up, and whether it is a mean of them."""
+        name = eqn.primitive.name
+        of_sums = [operand for operand in operands if operand.kind == SUM]
+        is_mean = any(operand.averaged for operand in of_sums)
+        if name in _SCALES or name in _ADDS:
+            is_mean = is_mean or any(operand.averaged for operand in operands)
+        is_mean = is_mean or self._divides(eqn, of_sums)
+        if value.kind == ROWS:
+            return value._replace(summed=None, averaged=is_mean and not of_sums)
+        if value.kind != SUM:
+            return value
+        summed = next((operand.summed for operand in of_sums if operand.summed), None)
+        if summed is None and not of_sums and name in _ADDS:
+            summed = (*context.calls, eqn)
+        return value._replace(summed=summed, averaged=is_mean)
+
+    def _divides(self, eqn: Equation, of_sums: list[Value]) -> bool:
+        """Returns whether an equation divides by the number of rows, or of the elements in them."""
+        scale = next((atom for atom in eqn.invars if isinstance(atom, Literal)), None)
+        if scale is None or jnp.ndim(scale.val) or eqn.primitive.name not in ("div", "mul"):
+            return False
+        number = abs(float(scale.val))
+        if eqn.primitive.name == "mul":
+            # Other small factors, such as one minus a momentum, may be inverses of such numbers.
+            sizes = {self._num_rows, *map(_num_summed, of_sums)}
+            return any(abs(number * size - 1) < 1e-6 for size in sizes)
+        if not of_sums:  # each row is divided, as before a sum
+            return number == self._num_rows
+        # The estimate of a variance divides by one less.
+        return number > 1 and 0 in (number % self._num_rows, (number + 1) % self._num_rows)
 
     def _passed_on(self, operands: list[Value]) -> Value:
         related = [value for value in operands if value.kind == RELATED]
@@ -369,6 +449,15 @@ class _Analysis:
 
 
 # Where a relation is
+
+
+def _num_summed(value: Value) -> int:
+    """Returns how many elements each element of a sum adds up."""
+    if value.summed is None:
+        return 1
+    eqn = value.summed[-1]
+    sizes = [math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])]
+    return max(1, sizes[0] // max(1, sizes[1]))
 
 
 def _described(origin: tuple[Equation, ...]) -> str:

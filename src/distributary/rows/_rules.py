@@ -70,6 +70,10 @@ class Value(NamedTuple):
     origin: tuple[Equation, ...] | None = None
     # Whether it may hold the numbers of the rows.
     counts: bool = False
+    # For a sum over rows: the equation that adds them up and the calls around it.
+    summed: tuple[Equation, ...] | None = None
+    # For rows and sums over them: whether they have been divided by the number of rows.
+    averaged: bool = False
 
 
 #: The value of the only result, or of every result.

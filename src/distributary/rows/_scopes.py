@@ -3,3 +3,7 @@
 OWN_STATISTICS = "statistics_of_replicas"
 """Name of the scope in which any use of sums over rows is fine: its code knows that they are the
 replica's own sums, or takes those of all replicas."""
+
+STATE = "state_of_layers"
+"""Name of the scope that combines what layers keep besides weights, such as moving averages. Means
+over rows are combined to the mean of the batch; sums over rows are not combined to its sum."""
