@@ -90,7 +90,10 @@ OF_ARGUMENTS = {
     "num_gpus num_gpus_per_worker gpus num_devices num_replicas device_count": (
         'Name the devices, devices=["GPU:0", "GPU:1"], or leave the argument out for all of them.'
     ),
-    "device": 'Write devices=["GPU:0"], a list; OneDeviceStrategy takes device="GPU:0".',
+    "device": (
+        'Write OneDeviceStrategy("GPU:0") or "CPU:0"; other strategies take a list,'
+        ' devices=["GPU:0", "GPU:1"].'
+    ),
     "communication collective_communication": (
         "Write communication_options=distributary.experimental.CommunicationOptions(...)."
     ),

@@ -30,6 +30,7 @@ Warnings are `DistributaryWarning`, a `UserWarning`.
 """
 
 import re
+import types
 from typing import Any, Final
 
 __all__ = [
@@ -187,6 +188,8 @@ class DistributaryWarning(UserWarning):
 def shown(value: Any) -> str:
     """Returns a value for a message: its `repr` if that is short, and no items of arrays."""
     kind = type(value)
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return f"the function {value.__name__}"
     if hasattr(value, "num_replicas_in_sync"):
         if kind.__name__ == "DefaultStrategy":
             return "the default strategy"
@@ -196,17 +199,28 @@ def shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype") and not is_scalar:
         is_array = kind.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy")
         named = f" {value.name!r}" if isinstance(getattr(value, "name", None), str) else ""
-        what = "an array" if is_array else f"a {kind.__name__}{named}"
+        what = "an array" if is_array else f"{a_kind(kind)}{named}"
         return f"{what} {value.dtype}{[*value.shape]}"
     if isinstance(value, (list, tuple, dict)):
         parts = value.values() if isinstance(value, dict) else value
         if any(hasattr(part, "dtype") for part in parts) or len(repr(value)) > _MAX_SHOWN:
             kinds = sorted({type(part).__name__ for part in parts})
-            return f"a {kind.__name__} of {', '.join(kinds)}"
+            return f"{a_kind(kind)} of {', '.join(kinds)}"
     text = repr(value)
-    if "\n" in text or len(text) > _MAX_SHOWN:
-        return f"a {kind.__name__}"
+    if "\n" in text or " at 0x" in text or len(text) > _MAX_SHOWN:
+        return a_kind(kind)
     return text
+
+
+def described(value: Any) -> str:
+    """Returns a value for a message, with its type."""
+    text = shown(value)
+    return text if text.startswith(("a ", "an ", "the ")) else f"{text}, {a_kind(type(value))}"
+
+
+def a_kind(kind: type) -> str:
+    """Returns the name of a type with its article."""
+    return f"{'an' if kind.__name__[0] in 'AEIOaeio' else 'a'} {kind.__name__}"
 
 
 def pip_install(extra: str) -> str:

@@ -192,7 +192,7 @@ def test_anything_with_len_and_getitem_or_iter(strategy):
     assert len(Dataset.from_source(_X)) == 10
     seen = [strategy.gather(b, 0) for b in strategy.experimental_distribute_dataset(Batches())]
     jax.tree.map(np.testing.assert_array_equal, seen, _expected())
-    with pytest.raises(TypeError, match="from_source: got 5, a int, which cannot be iterated"):
+    with pytest.raises(TypeError, match="from_source: got 5, an int, which cannot be iterated"):
         Dataset.from_source(5)
 
 

@@ -649,7 +649,11 @@ def test_integer_sources_are_none(place):
 
 @pytest.mark.parametrize(
     ("source", "message"),
-    [(None, "source None is a NoneType"), ("v", "source 'v' is a str"), (3, "source 3 is a int")],
+    [
+        (None, "source is None, a NoneType"),
+        ("v", "source is 'v', a str"),
+        (3, "source is 3, an int"),
+    ],
 )
 def test_sources_that_are_no_arrays(source, message, run):
     v = run.variable(2.0)
@@ -672,7 +676,9 @@ def test_targets_that_are_no_arrays(target, run):
             v * v
         return tape.gradient(target, v)
 
-    with pytest.raises(InvalidTypeError, match=f"target {target!r} is a {type(target).__name__}"):
+    with pytest.raises(
+        InvalidTypeError, match=f"target is {target!r}, an? {type(target).__name__}, expected"
+    ):
         run(step)
 
 

@@ -39,6 +39,8 @@ def test_wandb_offline(strategy_of, tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+# SQLAlchemy warns of what MLflow calls.
+@pytest.mark.filterwarnings("default")
 def test_mlflow_with_files(strategy_of, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)  # where it writes what is not a number

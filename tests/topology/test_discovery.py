@@ -34,7 +34,7 @@ def test_any_sequence_of_devices_is_a_list(make):
         ("CPU:0", re.escape("devices is 'CPU:0', expected a list") + ".*" + r"\['CPU:0'\]"),
         (4, re.escape("devices is 4 (int), expected a list") + ".*'GPU:0', 'GPU:1'"),
         ({"CPU:0"}, re.escape("devices is {'CPU:0'} (set), expected a list")),
-        ([0, 1], "0 is a int, expected a device string"),
+        ([0, 1], "0 is an int, expected a device string"),
         (["CPU:0", None], "None is a NoneType, expected a device string"),
         (["CPU:0", "garbage"], "'garbage' is not a device"),
         (["CPU:0", "/job:worker/task:1/cpu:0"], "'/job:worker/task:1/cpu:0' names a device of an"),

@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedError,
+    described,
+    shown,
+)
 from distributary.topology import local_copy
 from distributary.values import DistributedValues
 from distributary.variables import (
@@ -100,7 +106,7 @@ class _Search:
         found = _parts_of(value)
         if found is None:
             raise InvalidTypeError(
-                f"Checkpoint: {name!r} is {shown(value)}, a {type(value).__name__}, which cannot be"
+                f"Checkpoint: {name!r} is {described(value)}, which cannot be"
                 " saved. Pass variables, arrays, numbers, iterators over datasets, Keras models,"
                 " optimizers and metrics, generators of random numbers, or dicts, lists, tuples"
                 " and dataclasses of them."

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, described, shown
 
 if TYPE_CHECKING:
     from distributary.variables import VariableAggregation
@@ -78,7 +78,7 @@ def check_reducible(value: ArrayLike | None, what: str) -> jax.Array:
         array = jnp.asarray(value)
     except TypeError as error:
         raise InvalidTypeError(
-            f"{what}: got {shown(value)}, a {type(value).__name__}; expected an array of numbers."
+            f"{what}: got {described(value)}; expected an array of numbers."
         ) from error
     if array.dtype == jnp.bool_:
         raise InvalidTypeError(

@@ -40,7 +40,13 @@ from distributary.coordinator._worker_threads import Key, Workers
 from distributary.datasets import DatasetIterator
 from distributary.dispatch import call_when_collected
 from distributary.engine import ProgramCache, is_dynamic, signature_of, struct_of
-from distributary.errors import DistributaryWarning, InvalidTypeError, InvalidValueError, shown
+from distributary.errors import (
+    DistributaryWarning,
+    InvalidTypeError,
+    InvalidValueError,
+    a_kind,
+    shown,
+)
 from distributary.tracing import user_stacklevel
 
 if TYPE_CHECKING:
@@ -156,7 +162,7 @@ class ClusterCoordinator:
             raise InvalidTypeError(f"schedule: fn is {shown(fn)}, expected a function.")
         if not isinstance(args, (tuple, list, type(None))):
             raise InvalidTypeError(
-                f"schedule: args is a {type(args).__name__}, expected a tuple of the arguments of"
+                f"schedule: args is {a_kind(type(args))}, expected a tuple of the arguments of"
                 f" {shown(fn)}. A single one needs a comma: args=(x,)."
             )
         leaves, tree = jax.tree.flatten((tuple(args or ()), dict(kwargs or {})))

@@ -9,7 +9,7 @@ from distributary._types import Nest
 from distributary.datasets._iterables import Iterated, Once, OneShot, RandomAccess
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, described
 
 
 def foreign(source: Any, what: str) -> Node:
@@ -31,7 +31,7 @@ def foreign(source: Any, what: str) -> Node:
         return RandomAccess(source)
     if not is_iterable:
         raise InvalidTypeError(
-            f"{what} {shown(source)}, a {type(source).__name__}, which cannot be iterated. Expected"
+            f"{what} {described(source)}, which cannot be iterated. Expected"
             " an iterable of batches, such as a distributary.data.Dataset."
         )
     if hasattr(source, "__next__"):

@@ -13,7 +13,7 @@ import numpy as np
 from distributary._types import Nest
 from distributary.datasets import DatasetIterator
 from distributary.engine._cache import WeakIdentity
-from distributary.errors import ContextError, InvalidTypeError, shown
+from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.topology import is_left_over
 from distributary.tracing import Subject, leaked_at
 from distributary.values import DistributedValues, IndexedSlices, same_structure
@@ -81,7 +81,7 @@ def signature_of(leaf: Any, what: str) -> Any:
         pass
     if not hashable:
         raise InvalidTypeError(
-            f"{what}: an argument is {shown(leaf)}, a {kind.__name__}, which is neither an array"
+            f"{what}: an argument is {described(leaf)}, which is neither an array"
             " nor hashable. Pass arrays, numbers, nests of them, or objects to which a compiled"
             " step can be keyed."
         )
@@ -147,6 +147,14 @@ def changes_refused(arguments: Nest, step: str) -> Iterator[None]:
         )
 
 
+def _where_in(result: Any, leaf: Any) -> str:
+    """Returns the place of a part of a result, as a part of a sentence."""
+    for path, value in jax.tree.leaves_with_path(result):
+        if path and value is leaf:
+            return f" in result{jax.tree_util.keystr(path)}"
+    return ""
+
+
 def _is_nnx(value: Any) -> bool:
     kinds = type(value).__mro__
     return any(k.__name__ == "Pytree" and k.__module__.startswith("flax.nnx") for k in kinds)
@@ -185,8 +193,9 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
     """
     if isinstance(result, (types.GeneratorType, types.CoroutineType)):
         word = "yield" if isinstance(result, types.GeneratorType) else "async"
+        result.close()  # a coroutine would warn that nobody awaits it
         raise InvalidTypeError(
-            f"{what}: the function is a {type(result).__name__}, because of its `{word}`, so it has"
+            f"{what}: the function is {a_kind(type(result))}, because of its `{word}`, so it has"
             " not run. Write it as a plain function that returns its result."
         )
     leaves, tree = jax.tree.flatten(
@@ -206,9 +215,9 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
             arrays += inner
         else:
             raise InvalidTypeError(
-                f"{what}: the function returned {shown(leaf)}, a {type(leaf).__name__}. It is"
-                " compiled, so it can return arrays, numbers, strings, None, variables and nests of"
-                " them."
+                f"{what}: the function returned {described(leaf)}{_where_in(result, leaf)}."
+                " It is compiled, so it can return arrays, numbers, strings, None, variables and"
+                " nests of them."
             )
 
     if all(kind == "array" for kind, _ in slots):

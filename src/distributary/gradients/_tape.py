@@ -15,6 +15,7 @@ from distributary.errors import (
     InvalidTypeError,
     InvalidValueError,
     UnsupportedError,
+    described,
     shown,
 )
 from distributary.topology import inside_jax_trace
@@ -340,8 +341,7 @@ class GradientTape:
         if isinstance(leaf, float):
             return None
         raise InvalidTypeError(
-            f"GradientTape.gradient: source {shown(leaf)} is a {type(leaf).__name__}, expected"
-            " variables and arrays."
+            f"GradientTape.gradient: source is {described(leaf)}, expected variables and arrays."
         )
 
 
@@ -365,8 +365,7 @@ def _read_as(variable: Variable | ForeignVariable) -> Any:
 def _target(leaf: object) -> jax.Array:
     if not isinstance(leaf, (jax.Array, Variable, float)):
         raise InvalidTypeError(
-            f"GradientTape.gradient: target {shown(leaf)} is a {type(leaf).__name__}, expected an"
-            " array."
+            f"GradientTape.gradient: target is {described(leaf)}, expected an array."
         )
     array = jnp.asarray(leaf)
     if not jnp.issubdtype(array.dtype, jnp.inexact):

@@ -4,7 +4,7 @@ import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 from distributary._elsewhere import OF_ARGUMENTS, OF_STRATEGY
 from distributary._late import no_attribute
@@ -28,6 +28,24 @@ from distributary.tracing import is_recording, name_of, shorten
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
     from distributary.inputs import DistributedDataset
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _short(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns a method whose errors show the frames of the user alone."""
+
+    @functools.wraps(method)
+    def shortened(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except DistributaryError as error:
+            shorten(error)
+            raise
+
+    return shortened
 
 
 def _advised(init: Callable[..., None]) -> Callable[..., None]:
@@ -161,7 +179,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise InvalidTypeError(
                 f"Strategy.run: kwargs is {shown(kwargs)}, expected a dict. Positional arguments"
-                f" belong together into one tuple: strategy.run({name_of(fn)}, args=(x, y))."
+                f" belong together into one tuple: strategy.run(step, args=(x, y))."
             )
         require_cross_replica(self, "run")
         if is_recording():
@@ -176,6 +194,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             shorten(error)
             raise
 
+    @_short
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = MISSING
     ) -> Any:
@@ -208,6 +227,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             )
         return self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
 
+    @_short
     def gather(self, value: Any, axis: int = MISSING) -> Any:
         """Concatenates the values of all replicas along dim `axis`, in replica order.
 
@@ -244,6 +264,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """
         return self._extended.local_results(value)
 
+    @_short
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> "DistributedDataset":
@@ -270,6 +291,7 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
         """
         return self._extended.distribute_dataset(dataset, options)
 
+    @_short
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Iterable[Any]],

@@ -6,7 +6,7 @@ from typing import final
 
 import jax
 
-from distributary.errors import DeviceError
+from distributary.errors import DeviceError, a_kind
 from distributary.topology._jax_private import backends_started
 from distributary.topology._target import current_target
 
@@ -93,7 +93,7 @@ def name_of(device: str | jax.Device) -> DeviceName:
         return parse_device(device)
     if not isinstance(device, jax.Device):
         raise DeviceError(
-            f"{device!r} is a {type(device).__name__}, expected a device string such as 'GPU:0' or"
+            f"{device!r} is {a_kind(type(device))}, expected a device string such as 'GPU:0' or"
             " a jax.Device."
         )
     kind = _kind_of(device)

@@ -132,6 +132,7 @@ def _all_devices_of_the_best_kind() -> tuple[jax.Device, ...]:
 
 def _checked_list(devices: Sequence[str | jax.Device]) -> tuple[str | jax.Device, ...]:
     if isinstance(devices, (str, jax.Device)):
+        name_of(devices)  # or there is more to say
         raise DeviceError(
             f"devices is {devices!r}, expected a list with one device per replica: pass"
             f" [{devices!r}]."

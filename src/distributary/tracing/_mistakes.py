@@ -81,6 +81,29 @@ class Subject:
                 names[number] = f"`{name}{jax.tree_util.keystr(path)}`"
         return names
 
+    def misfit(self, leaves: Sequence[Any]) -> str | None:
+        """Returns what is wrong if the function does not take the arguments, else None."""
+        if self.name is not None:
+            return None
+        args, kwargs = self.nested(leaves)
+        try:
+            signature = inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return None
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            count = f"{len(args)} argument{'s' * (len(args) != 1)}"
+            remedy = "Write args=(x, y) for two arguments, and args=(x,) for one."
+            if len(args) == 1 and isinstance(args[0], (tuple, list)):
+                count += f", a {type(args[0]).__name__} of {len(args[0])}"
+                remedy = "Write args=batch to pass the parts of a batch one by one."
+            elif len(args) > 1 and len(signature.parameters) == 1:
+                remedy = "Write args=((x, y),) to pass one tuple."
+            takes = ", ".join(signature.parameters)
+            return f"{self}({takes}) was called with {count}: {error}. {remedy}"
+        return None
+
     def __str__(self) -> str:
         return self.name or name_of(self.function)
 
@@ -317,6 +340,14 @@ def _of_torch(case: _Case) -> str:
     )
 
 
+def _of_variable(case: _Case) -> str:
+    return (
+        f"{case.subject}: {case.where} passes a variable to a function of JAX that takes arrays."
+        " Write dist.grad(loss_function, variable)() or dist.value_and_grad for gradients, and"
+        " variable.value() for the array."
+    )
+
+
 def _of_stateful(case: _Case) -> str:
     return (
         f"{case.subject}: a stateful RNN keeps a state for every row of one whole batch, but each"
@@ -386,6 +417,7 @@ _RULES: list[tuple[type[BaseException], str, _Explanation, type[DistributaryErro
     (NameError, "unbound axis name", _of_axis, InvalidValueError),
     (Exception, "from (a )?different trace level", _of_nnx, ContextError),
     (TypeError, "must be Tensor, not", _of_torch, InvalidTypeError),
+    (ValueError, "Triggering __jax_array__", _of_variable, InvalidTypeError),
     (ValueError, "If an RNN is stateful", _of_stateful, InvalidValueError),
 ]
 
@@ -406,7 +438,7 @@ def explained(
     """
     if isinstance(error, DistributaryError) and not hasattr(error, "__notes__"):
         place = _place(error)
-        if str(subject or place.name) not in str(error):
+        if place.line and str(subject or place.name) not in str(error):
             error.add_note(f"In {subject or place.name}, at {place.where}.")
     before: BaseException | None = error
     while before is not None and not isinstance(before, DistributaryError):
@@ -429,6 +461,10 @@ def _explained(
             " step exist only while it is traced. Return what you need later, or assign it to a"
             " distributary.Variable."
         ).with_traceback(error.__traceback__)
+    if isinstance(error, TypeError) and subject is not None and kind == "replica":
+        misfit = subject.misfit(tracers)
+        if misfit is not None:
+            return InvalidTypeError(misfit).with_traceback(error.__traceback__)
     for of_kind, pattern, explain, kind_of_error in _RULES:
         if isinstance(error, of_kind) and re.search(pattern, str(error)):
             place = _place(error)
@@ -533,6 +569,6 @@ def shorten(error: Exception) -> None:
         if not is_internal(frame):
             kept = types.TracebackType(kept, frame, frame.f_lasti, lineno)
     notes = getattr(error, "__notes__", None)
-    if notes and isinstance(error, DistributaryError):
+    if notes:
         notes[:] = [note for note in notes if "JAX_TRACEBACK_FILTERING" not in note]
     error.with_traceback(kept)

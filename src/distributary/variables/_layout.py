@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from distributary.dispatch import JobEvent, job_programs
-from distributary.errors import InvalidTypeError, shown
+from distributary.errors import InvalidTypeError, described, shown
 from distributary.topology import (
     in_device_memory,
     in_host_memory,
@@ -161,9 +161,8 @@ def array_of(value: Any, what: str) -> Any:
     except (ValueError, TypeError) as error:
         raise InvalidTypeError(f"{what}: {shown(value)} is not an array of numbers.") from error
     if array.dtype == object or (array.dtype.kind in "USV" and array.dtype.itemsize > 2):
-        raise InvalidTypeError(
-            f"{what}: got {shown(value)}, a {type(value).__name__}; expected numbers."
-        )
+        hint = " To get gradients, call what distributary.grad returns." if callable(value) else ""
+        raise InvalidTypeError(f"{what}: got {described(value)}; expected numbers.{hint}")
     if isinstance(value, (bool, int, float, complex, list, tuple)):
         # Python numbers get JAX's default dtypes, float32 and int32.
         return np.asarray(array, dtype=jnp.asarray(array.ravel()[:0]).dtype)
