@@ -1,7 +1,8 @@
 """The code and commands of the documentation run as they stand, and relative links lead somewhere.
 
 The python blocks of a page are one script, and so are its shell blocks. The output of a block is
-compared with the text block that directly follows it, in which `...` stands for anything. A block
+compared with the text block that directly follows it, in which `...` stands for anything. A diff
+block is the python block that it leads to, and what it leads from must be Python, too. A block
 below the comment `<!-- no-run: reason -->` does not run, but commands of distributary in it must
 have options that exist. A python block below `<!-- file: train.py -->` is a file for the commands;
 scripts that commands name and no block gives are empty.
@@ -28,7 +29,9 @@ _PAGES = [
     *sorted((_ROOT / "examples").rglob("*.md")),
     *sorted((_ROOT / "docs").rglob("*.md")),
 ]
-_PAGES_WITH_CODE = [page for page in _PAGES if "```python" in page.read_text(encoding="utf-8")]
+_PAGES_WITH_CODE = [
+    page for page in _PAGES if re.search("```(python|diff)", page.read_text(encoding="utf-8"))
+]
 _PAGES_WITH_COMMANDS = [page for page in _PAGES if "```shell" in page.read_text(encoding="utf-8")]
 _PAGE_SECONDS = 300
 _DEVICE_VARIABLE = "JAX_NUM_CPU_DEVICES"  # a page asks for its devices itself
@@ -152,7 +155,17 @@ def test_explained_messages_are_those_of_the_code():
 
 def _blocks(page: Path, language: str) -> list[_Block]:
     blocks, _ = _split(page.read_text(encoding="utf-8").splitlines())
+    for block in blocks:
+        if block.language == "diff":
+            before, after = ([_side(line, s) for line in block.content] for s in "-+")
+            compile("\n".join(before), _name(page), "exec", dont_inherit=True)
+            block.language, block.content = "python", after
     return [block for block in blocks if block.language == language]
+
+
+def _side(line: str, sign: str) -> str:
+    """The line of a diff without its sign, or nothing if it is not on that side."""
+    return line[1:] if line[:1] in ("", " ", sign) else ""
 
 
 def _file_name(block: _Block) -> str | None:
