@@ -18,6 +18,7 @@ import pytest
 
 import distributary as dist
 from distributary.errors import InvalidValueError
+from distributary.monitoring import serve
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _SECONDS = 120.0  # more than anything takes
@@ -133,8 +134,8 @@ def _latest(numbers, task):
     return numbers["samples"][-1]["tasks"].get(task, {}) if numbers["samples"] else {}
 
 
-def _seen_by_chromium(url, tmp_path):
-    """The text of the page by the ids of elements, after its scripts have run for a while."""
+def _page_in_chromium(url, tmp_path):
+    """The page after its scripts have run for a while."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium; the numbers that the page shows were checked")
@@ -147,7 +148,12 @@ def _seen_by_chromium(url, tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     if process.returncode:
         pytest.skip(f"Chromium cannot run here: {process.stderr[-500:]}")
-    page = process.stdout
+    return process.stdout
+
+
+def _seen_by_chromium(url, tmp_path):
+    """The text of the page by the ids of elements, and its charts."""
+    page = _page_in_chromium(url, tmp_path)
     element = r'(?=<(\w+)[^>]* id="([\w-]+)"[^>]*>(.*?)</\1>)'
     parts = re.findall(element, page, flags=re.DOTALL)
     text = {name: html.unescape(re.sub(r"<[^>]*>", " ", part)) for _, name, part in parts}
@@ -240,3 +246,17 @@ def test_a_program_that_has_no_launcher_shows_its_coordinator():
             numbers = _wait_for(dashboard.url, lambda numbers: numbers["next"] >= 1)
 
     assert _latest(numbers, "this process")["coordinator/num_done"] == 5
+
+
+def test_a_chart_that_contains_one_round_number_shows_two_more(tmp_path):
+    accuracies = iter([0.0, 0.06])  # the first is no sample
+    last = 0.95
+    collect = lambda: {"worker 0": {"num_steps": 1, "accuracy": next(accuracies, last)}}
+    describe = lambda: {"title": "", "subtitle": "", "tasks": [{"name": "worker 0"}]}
+
+    with serve(collect, describe, 0, "127.0.0.1") as dashboard:
+        _wait_for(dashboard.url, lambda n: _latest(n, "worker 0").get("accuracy") == last)
+        page = _page_in_chromium(dashboard.url, tmp_path)
+
+    chart = page.partition("<h2>accuracy</h2>")[2].partition("</section>")[0]
+    assert re.findall(r">(\d\.\d)<", chart) == ["0.0", "0.5", "1.0"]

@@ -254,13 +254,13 @@ def _show(settings: Settings | None) -> None:
     rows = []
     for action in _actions(checker):
         name, value = _name(action), values[action.dest]
-        if name == "tuning" and value is None:
-            value = True
+        if value is None and isinstance(action, argparse.BooleanOptionalAction):
+            value = name == "tuning"
         origin = "default"
         if name in from_file or f"no-{name}" in from_file:
             assert settings is not None
             origin = settings.place
-        rows.append((name, "" if value is None else _as_toml(value), origin))
+        rows.append((name, "-" if value is None else _as_toml(value), origin))
     width, size = (max(len(row[i]) for row in rows) for i in (0, 1))
     for name, text, origin in rows:
         print(f"{name:<{width}}  {text:<{size}}  {origin}")
