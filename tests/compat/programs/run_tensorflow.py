@@ -50,7 +50,7 @@ def _output(name: str, num_devices: int) -> list[str] | None:
             env=environ,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=600,
         )
     if process.returncode:
         print(f"{name} with {num_devices} devices:\n{process.stderr[-2000:]}")
