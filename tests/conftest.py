@@ -27,7 +27,6 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 import distributary as dist
-from distributary.datasets import show_arrays_by
 
 # Must come before anything starts the JAX backends.
 dist.config.set_logical_cpu_devices(8)
@@ -44,11 +43,6 @@ def pytest_configure() -> None:
     # `&` of a shell, and `nohup`, let a program and all that it starts ignore these.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def pytest_collection_finish() -> None:
-    # The tests of `distributary.compat.tensorflow` have imported it, which changes this.
-    show_arrays_by(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

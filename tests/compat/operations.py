@@ -247,15 +247,89 @@ tf.add([1,2],3)
 tf.multiply(F,2)
 tf.maximum(0.,F)
 tf.pow(F,2)
+tf.one_hot(L,3,5.,-1.)
+tf.one_hot(L,3,on_value=2,axis=0)
+tf.where(F>0)
+tf.transpose(F,conjugate=True)
+tf.eye(2,batch_shape=[3])
+tf.matmul(F,G,adjoint_b=True)
+tf.gather_nd(IMG,np.array([[[1,2]],[[0,5]]]),batch_dims=1)
+tf.foldr(lambda a,x:a*.5+x,F)
+tf.foldr(lambda a,x:a-x,F,initializer=G[0])
+tf.case([(tf.constant(False),lambda:1.),(tf.constant(True),lambda:2.)],default=lambda:3.)
+tf.case([(tf.constant(False),lambda:1.)],default=lambda:3.)
+tf.switch_case(tf.constant(5),{1:lambda:10.,0:lambda:50.},default=lambda:0.)
+tf.switch_case(tf.constant(7),[lambda:10.,lambda:50.])
+tf.cond(tf.reduce_sum(P)>0,lambda:F,lambda:G)
+tf.TensorArray(tf.float32,3).unstack(F[:3]).write(1,G[0]).stack()
+tf.TensorArray(tf.float32,0,dynamic_size=True).write(2,G[0]).write(1,F[0]).gather([2,1])
+tf.TensorArray(tf.float32,2).split(F,[2,2]).concat()
+tf.TensorArray(tf.float32,2).scatter([1,0],F[:2]).read(0)
+tf.py_function(lambda x:x.numpy()*2,[F],tf.float32)
+tf.numpy_function(lambda x,y:(x+y,x-y),[F,G],[tf.float32,tf.float32])
+tf.get_static_value(tf.constant([1,2]))
+tf.image.resize_with_crop_or_pad(IMG,4,9)
+tf.image.resize_with_crop_or_pad(IMG,7,3)
+tf.as_string([1,-20])
+tf.as_string([1.5,2.],precision=2)
+tf.as_string([1.5,2.])
+tf.as_string([True,False])
+tf.as_string([3],width=4,fill="0")
+tf.as_string([1.5e-5],scientific=True)
+tf.strings.join(["a",["b","c"]],"-")
+tf.strings.lower(["ABc"])
+tf.strings.upper("ab1")
+tf.strings.strip(["  a b "])
+tf.strings.length(["a","bcd"])
+tf.strings.length("h\u00e4","UTF8_CHAR")
+tf.strings.length("h\u00e4")
+tf.strings.substr(["hello","world"],-3,2)
+tf.strings.split("a  b c")
+tf.strings.split("a,b,,c",",")
+tf.strings.split("a,b,c",",",1)
+tf.strings.bytes_split("abc")
+tf.strings.regex_replace(["a1b22"],"[0-9]+","<\\\\0>")
+tf.strings.regex_replace("aXbXc","X","-",replace_global=False)
+tf.strings.regex_full_match(["ab","abc"],"a.")
+tf.strings.reduce_join([["a","b"],["c","d"]],axis=1,separator="+")
+tf.strings.reduce_join(["a","b"])
+tf.strings.format("{} and {}",(tf.constant([1,2]),tf.constant(3)))
+tf.strings.to_number(["1.5","-2"])
+tf.lookup.StaticHashTable(T(tf,["a","b"],[3,4]),-1).lookup(tf.constant(["b","x","a"]))
+tf.lookup.StaticHashTable(T(tf,[7,2],[.5,1.5]),9.).lookup(tf.constant([2,7,1]))
+tf.lookup.StaticHashTable(T(tf,[7,2],["x","y"]),"none").lookup(tf.constant([2,1]))
+tf.lookup.StaticVocabularyTable(T(tf,["a","b"],np.array([0,1])),1).lookup(tf.constant(["z","b"]))
+tf.lookup.StaticVocabularyTable(T(tf,["a","b"],np.array([0,1])),3).size()
+tf.io.decode_csv(["1,2.5,x","4,,z"],[[0],[1.],[""]])
+tf.io.decode_csv("7;8",[0,0],field_delim=";")
+tf.io.decode_csv("7,8,9",[tf.constant([],tf.float32)],select_cols=[1])
+tf.io.serialize_tensor(F)
+tf.io.parse_tensor(tf.io.serialize_tensor(I),tf.int32)
+tf.io.encode_base64("h\u00e4?>")
+tf.io.decode_base64("aMOkPz4")
+tf.constant(["a","bc"])
+tf.constant("a")
+tf.TensorShape([None,3]).merge_with([2,3]).as_list()
+tf.TensorShape([2,3]).most_specific_compatible_shape([2,4]).as_list()[:1]
 """.strip().splitlines()
 
 
+def T(tf, keys, values):  # noqa: N802
+    """The content of a table."""
+    return tf.lookup.KeyValueTensorInitializer(keys, values)
+
+
 def results(tf, call):
-    """The arrays that a call returns."""
+    """The arrays that a call returns; text in place of bytes of UTF-8."""
     found = eval(call, {**globals(), "tf": tf})
-    if not isinstance(found, (list, tuple)):
-        return [np.asarray(found)]
-    return [np.asarray(part) for part in tf.nest.flatten(found)]
+    parts = tf.nest.flatten(found) if isinstance(found, (list, tuple)) else [found]
+    return [_as_text(np.asarray(part)) for part in parts]
+
+
+def _as_text(array):
+    if array.dtype.kind not in "SO":
+        return array
+    return np.array([one.decode("latin1") for one in array.ravel().tolist()]).reshape(array.shape)
 
 
 if __name__ == "__main__":

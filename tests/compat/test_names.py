@@ -48,16 +48,16 @@ def test_names_are_public_ones_of_distributary():
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("foldr", "jax.lax.scan"),
+        ("hessians", "jax.hessian"),
         ("diff", "jax.numpy.diff"),
         ("math.erf_inv", "jax.lax.erf_inv"),
         ("nn.ctc_loss", "keras.ops.ctc_loss"),
         ("image.rot90", "keras.ops.image"),
         ("linalg.svd", "jax.numpy.linalg"),
         ("saved_model", "model.export"),
-        ("config.threading.get_inter_op_parallelism_threads", "PJRT_NPROC"),
+        ("config.experimental.ClusterDeviceFilters", "jax.config"),
         ("distribute.experimental.rpc", "schedule"),
-        ("no_such_name", "docs/migrating.md"),
+        ("no_such_name", "docs/api/tensorflow.md"),
     ],
 )
 def test_a_name_that_is_not_there_names_what_to_use(name, advice):

@@ -306,7 +306,7 @@ def test_unknown_compressions_and_arguments_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"compression_type is 'LZ4', expected one of .*GZIP"):
         TFRecordDataset(tmp_path / "a", "LZ4")
-    with pytest.raises(TypeError, match=r"unknown arguments.*num_reads"):
+    with pytest.raises(TypeError, match="num_reads"):
         TFRecordDataset(tmp_path / "a", num_reads=3)
 
 

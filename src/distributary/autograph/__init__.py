@@ -21,5 +21,6 @@ from distributary.autograph._operators import (
     check_when_run as check_when_run,
     is_traced as is_traced,
 )
+from distributary.autograph._recorded import NOT_YET as NOT_YET
 
 __all__ = ["do_not_convert", "set_loop_options"]  # for users

@@ -32,7 +32,7 @@ _NOT_PLAIN = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 _BLOCKS = ("if_body", "else_body", "loop_body", "loop_test", "extra_test", "get_state", "set_state")
 
 
-def do_not_convert(func: _F) -> _F:
+def do_not_convert(func: _F = None) -> _F:  # type: ignore[assignment]
     """Marks a function as one that AutoGraph leaves as it is; use it as a decorator.
 
     Source: `tf.autograph.experimental.do_not_convert`.

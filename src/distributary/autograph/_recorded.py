@@ -26,14 +26,25 @@ def is_number(value: Any) -> bool:
     )
 
 
+class _NotYet:
+    """An array that a block is still to make; zeros until it does."""
+
+    def __repr__(self) -> str:
+        return "no array yet"
+
+
+#: Stands in a pytree for an array of which nothing is known before a block runs.
+NOT_YET = _NotYet()
+
+
 def is_undefined(value: Any) -> bool:
     """Returns whether a name has no value yet."""
-    return type(value).__name__ in ("Undefined", "UndefinedReturnValue")
+    return value is NOT_YET or type(value).__name__ in ("Undefined", "UndefinedReturnValue")
 
 
 def is_unreturned(value: Any) -> bool:
-    """Returns whether this is the result of a function that has not returned yet."""
-    return type(value).__name__ == "UndefinedReturnValue"
+    """Returns whether this is `NOT_YET`, or the result of a function that has not returned yet."""
+    return value is NOT_YET or type(value).__name__ == "UndefinedReturnValue"
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:

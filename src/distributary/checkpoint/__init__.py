@@ -1,6 +1,11 @@
 """Checkpoints: save and restore a training, on any number of replicas and workers."""
 
-from distributary.checkpoint._checkpoint import Checkpoint, latest_checkpoint
+from distributary.checkpoint._checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_variables,
+    load_variable,
+)
 from distributary.checkpoint._manager import CheckpointManager
 from distributary.checkpoint._preemption import PreemptionCheckpointHandler, TerminationConfig
 
@@ -10,4 +15,6 @@ __all__ = [
     "PreemptionCheckpointHandler",
     "TerminationConfig",
     "latest_checkpoint",
+    "list_variables",
+    "load_variable",
 ]

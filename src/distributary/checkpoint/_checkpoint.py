@@ -38,6 +38,7 @@ class Checkpoint:
     and reads its own variables, so the folder must be one that all tasks see.
 
     Args:
+        root: An object, saved under the name `root`.
         **objects: Variables; Keras models, optimizers and metrics; iterators over datasets (or any
             other objects with `get_state` and `set_state`); arrays, numbers and strings; random
             number generators of NumPy and Python, and JAX random keys; dicts, lists, tuples and
@@ -56,7 +57,9 @@ class Checkpoint:
 
     save_counter: int
 
-    def __init__(self, **objects: Any) -> None:
+    def __init__(self, root: Any = None, **objects: Any) -> None:
+        if root is not None:
+            objects = {"root": root, **objects}
         object.__setattr__(self, "_objects", {})
         #: Saved with the checkpoint, but not compared when it is restored.
         object.__setattr__(self, "_counters", {"save_counter": 0})
@@ -82,8 +85,12 @@ class Checkpoint:
             known = ", ".join(self.__dict__.get("_objects", ())) or "nothing"
             raise AttributeError(f"Checkpoint has no {name!r}; it holds {known}.") from None
 
-    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+    def save(self, file_prefix: str | os.PathLike[str], options: object = None) -> str:
         """Writes a checkpoint to `{file_prefix}-{number}`; the number rises by one at each call.
+
+        Args:
+            file_prefix: Beginning of the path.
+            options: No effect.
 
         Returns:
             The path of the checkpoint.
@@ -96,10 +103,14 @@ class Checkpoint:
         self._counters["save_counter"] += 1
         return self._save(f"{os.fspath(file_prefix)}-{self.save_counter}", is_series=True)
 
-    def write(self, path: str | os.PathLike[str]) -> str:
+    def write(self, file_prefix: str | os.PathLike[str], options: object = None) -> str:
         """Writes a checkpoint to a folder of exactly this path, and replaces any checkpoint there.
 
         Returns once everything is on disk. The folder appears as a whole or not at all.
+
+        Args:
+            file_prefix: The path.
+            options: No effect.
 
         Raises:
             CheckpointError: if the checkpoint cannot be written, something other than a checkpoint
@@ -110,10 +121,21 @@ class Checkpoint:
 
         Source: `tf.train.Checkpoint.write`.
         """
-        return self._save(path, is_series=False)
+        return self._save(file_prefix, is_series=False)
+
+    def read(self, save_path: str | os.PathLike[str], options: object = None) -> "RestoreStatus":
+        """Restores what `write` has written; the same as `restore`."""
+        return self.restore(save_path)
+
+    def sync(self) -> None:
+        """Has no effect: `save` and `write` return once everything is on disk."""
 
     def restore(
-        self, save_path: str | os.PathLike[str] | None, partial: bool = False
+        self,
+        save_path: str | os.PathLike[str] | None,
+        options: object = None,
+        *,
+        partial: bool = False,
     ) -> "RestoreStatus":
         """Restores the state of a checkpoint.
 
@@ -122,6 +144,7 @@ class Checkpoint:
         Args:
             save_path: The path that `save` or `latest_checkpoint` returned. None does nothing, so
                 `restore(manager.latest_checkpoint)` also works at the start of a new training.
+            options: No effect.
             partial: True to leave names alone that are only here or only in the checkpoint. False
                 makes them an error. Objects of which this `Checkpoint` has nothing are always left
                 alone; without True, the log says so.
@@ -222,8 +245,12 @@ class RestoreStatus:
         return self
 
 
-def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], latest_filename: str | None = None
+) -> str | None:
     """Returns the path of the checkpoint in a directory that was saved last, or None.
+
+    `latest_filename` has no effect, because there is no file that names the last one.
 
     Use it in processes that are not part of the training, such as an evaluator. In the training
     itself, use `CheckpointManager.latest_checkpoint`.
@@ -232,6 +259,41 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> str | None:
     """
     found = numbered(Path(checkpoint_dir).absolute())
     return str(found[-1][0]) if found else None
+
+
+def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
+    """Returns the names and shapes of the arrays in a checkpoint, or in the latest of a directory.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is damaged.
+
+    Source: `tf.train.list_variables`.
+    """
+    entries = read(_found(ckpt_dir_or_file)).entries
+    return [(name, entry["shape"]) for name, entry in entries.items() if "shape" in entry]
+
+
+def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Any:
+    """Returns an array of a checkpoint, or of the latest in a directory.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or it is damaged.
+        InvalidValueError: if it has no array of this name.
+
+    Source: `tf.train.load_variable`.
+    """
+    path = _found(ckpt_dir_or_file)
+    saved = read(path)
+    if "shape" not in saved.entries.get(name, {}):
+        raise InvalidValueError(
+            f"load_variable: the checkpoint {path} has no array {name!r}. list_variables gives the"
+            " names."
+        )
+    return read_arrays(path, [name], saved)[name]
+
+
+def _found(ckpt_dir_or_file: str | os.PathLike[str]) -> Path:
+    return Path(latest_checkpoint(ckpt_dir_or_file) or ckpt_dir_or_file).absolute()
 
 
 def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:

@@ -45,6 +45,7 @@ class CheckpointManager:
             for `checkpoint_interval`.
         checkpoint_interval: `save` does nothing until the counter has risen by this much.
         init_fn: Called by `restore_or_initialize` when there is no checkpoint.
+        last_checkpoint_step: Step of the last checkpoint, for `checkpoint_interval`.
         asynchronous: Whether a thread writes. With False, `save` returns once everything is on
             disk.
         timeout_seconds: Seconds that workers wait for each other, and for the chief to write.
@@ -67,6 +68,7 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], Any] | None = None,
+        last_checkpoint_step: int | None = None,
         *,
         asynchronous: bool = True,
         timeout_seconds: float = 600.0,
@@ -112,7 +114,7 @@ class CheckpointManager:
         self._init_fn = init_fn
         self._asynchronous = asynchronous
         self._timeout_seconds = timeout_seconds
-        self._latest_step: int | None = None
+        self._latest_step = last_checkpoint_step
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -129,7 +131,12 @@ class CheckpointManager:
         return paths[-1] if paths else None
 
     @progress.doing("saving")
-    def save(self, checkpoint_number: int | None = None, check_interval: bool = True) -> str | None:
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+        options: object = None,
+    ) -> str | None:
         """Saves the current state.
 
         If the previous checkpoint is still being written, it waits for that first.
@@ -138,6 +145,7 @@ class CheckpointManager:
             checkpoint_number: Number in the name of the checkpoint; by default one more than the
                 last. A checkpoint with the same number is replaced.
             check_interval: Whether to do nothing before `checkpoint_interval` is over.
+            options: No effect.
 
         Returns:
             The path of the checkpoint, which is complete once `wait_until_finished` has returned.
@@ -188,6 +196,10 @@ class CheckpointManager:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def sync(self) -> None:
+        """Waits until the last checkpoint is on disk; the same as `wait_until_finished`."""
+        self.wait_until_finished()
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint, or calls `init_fn` if there is none.

@@ -4,12 +4,7 @@ from distributary.datasets._batching import Batch, BatchedStream
 from distributary.datasets._dataset import SHARD_HINT, Dataset
 from distributary.datasets._foreign import foreign, is_hugging_face
 from distributary.datasets._iterables import Once, OneShot, RandomAccess
-from distributary.datasets._iterator import (
-    DatasetIterator,
-    Optional,
-    PassIterator,
-    show_arrays_by,
-)
+from distributary.datasets._iterator import DatasetIterator, Optional, PassIterator
 from distributary.datasets._nodes import Node
 from distributary.datasets._options import (
     AUTOTUNE,

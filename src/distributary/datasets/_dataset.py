@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from distributary.datasets._generated import (
     windows,
 )
 from distributary.datasets._iterables import RandomAccess, generated, signature_of
-from distributary.datasets._iterator import DatasetIterator, shown_number
+from distributary.datasets._iterator import DatasetIterator
 from distributary.datasets._mapping import Cache, Filter, Map, call
 from distributary.datasets._nodes import MAX_SEED, Node
 from distributary.datasets._numpy_files import numpy_files
@@ -53,9 +54,11 @@ from distributary.datasets._order import (
 from distributary.datasets._prefetch import Prefetch
 from distributary.datasets._several import Concatenate, Interleave, Zip
 from distributary.datasets._streams import Stream
-from distributary.datasets._structure import columns_of, map_arrays
+from distributary.datasets._structure import Array, TensorSpec, columns_of, map_arrays
 from distributary.errors import InvalidTypeError, InvalidValueError, shown
 from distributary.tracing import iterator_of
+
+_log = logging.getLogger(__name__)
 
 # For `prefetch(AUTOTUNE)`: while you use one element, one is ready and one is being made.
 _AUTOTUNED_DEPTH = 2
@@ -91,6 +94,26 @@ class Dataset:
             )
         self._node = node
         self._num_passes = 0
+        self._show = self.shows_arrays_by()
+
+    @classmethod
+    def shows_arrays_by(cls) -> Callable[[Array], Any] | None:
+        """Returns what loops get for an array; None for the array itself.
+
+        What the methods of a dataset return does the same.
+        """
+        return None
+
+    @classmethod
+    def _made(cls, node: Node) -> "Dataset":
+        made = Dataset(node)
+        made._show = cls.shows_arrays_by()
+        return made
+
+    def _derived(self, node: Node) -> "Dataset":
+        made = Dataset(node)
+        made._show = self._show
+        return made
 
     @property
     def node(self) -> Node:
@@ -99,8 +122,8 @@ class Dataset:
 
     # Sources
 
-    @staticmethod
-    def from_tensor_slices(tensors: Nest, name: str | None = None) -> "Dataset":
+    @classmethod
+    def from_tensor_slices(cls, tensors: Nest, name: str | None = None) -> "Dataset":
         """Makes a dataset of the rows of arrays.
 
         Args:
@@ -111,15 +134,16 @@ class Dataset:
         Raises:
             InvalidValueError: if the numbers of rows differ, or for scalars.
         """
-        return Dataset(slices(tensors))
+        return cls._made(slices(tensors))
 
-    @staticmethod
-    def from_tensors(tensors: Nest, name: str | None = None) -> "Dataset":
+    @classmethod
+    def from_tensors(cls, tensors: Nest, name: str | None = None) -> "Dataset":
         """Makes a dataset with one element."""
-        return Dataset(Single(map_arrays(lambda array: array, tensors)))
+        return cls._made(Single(map_arrays(lambda array: array, tensors)))
 
-    @staticmethod
+    @classmethod
     def from_generator(
+        cls,
         generator: Callable[..., Any],
         output_types: Nest = None,
         output_shapes: Nest = None,
@@ -146,10 +170,10 @@ class Dataset:
             )
         if output_signature is None and output_types is not None:
             output_signature = signature_of(output_types, output_shapes)
-        return Dataset(generated(generator, output_signature, args or ()))
+        return cls._made(generated(generator, output_signature, args or ()))
 
-    @staticmethod
-    def from_source(source: Any) -> "Dataset":
+    @classmethod
+    def from_source(cls, source: Any) -> "Dataset":
         """Makes a dataset from another library's dataset, or from any Python iterable.
 
         Args:
@@ -159,10 +183,10 @@ class Dataset:
                 shuffling costs nothing.
         """
         is_ours = isinstance(source, Dataset)
-        return source if is_ours else Dataset(foreign(source, "from_source: got"))
+        return source if is_ours else cls._made(foreign(source, "from_source: got"))
 
-    @staticmethod
-    def from_npy(filenames: FilePaths) -> "Dataset":
+    @classmethod
+    def from_npy(cls, filenames: FilePaths) -> "Dataset":
         """Makes a dataset of the rows of `.npy` files, or of the arrays in `.npz` files as dicts.
 
         Args:
@@ -172,17 +196,23 @@ class Dataset:
         Raises:
             InvalidValueError: for files that are damaged, contain Python objects, or do not match.
         """
-        return Dataset(numpy_files(file_names(filenames, "from_npy")))
+        return cls._made(numpy_files(file_names(filenames, "from_npy")))
 
-    @staticmethod
-    def range(*args: int, output_type: DTypeLike = np.int64, name: str | None = None) -> "Dataset":
+    @classmethod
+    def range(
+        cls, *args: int, output_type: DTypeLike = np.int64, name: str | None = None
+    ) -> "Dataset":
         """Makes a dataset of Python's `range(*args)`, as scalars of dtype `output_type`."""
         numbers = range(*args)
-        return Dataset(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
+        return cls._made(Range(numbers.start, numbers.stop, numbers.step, np.dtype(output_type)))
 
-    @staticmethod
+    @classmethod
     def list_files(
-        file_pattern: FilePaths, shuffle: bool | None = None, seed: int | None = None
+        cls,
+        file_pattern: FilePaths,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
     ) -> "Dataset":
         """Makes a dataset of the names of files that match a glob pattern.
 
@@ -191,15 +221,16 @@ class Dataset:
             shuffle: Whether to shuffle the names, anew in every pass; None means True. If False,
                 they are sorted.
             seed: Seed of the order.
+            name: No effect.
 
         Raises:
             InvalidValueError: if no file matches.
         """
-        names = Dataset(FileNames(matching_files(file_pattern)))
+        names = cls._made(FileNames(matching_files(file_pattern)))
         return names.shuffle(len(names), seed) if shuffle in (None, True) else names
 
-    @staticmethod
-    def zip(*args: Nest, datasets: Nest = None, name: str | None = None) -> "Dataset":
+    @classmethod
+    def zip(cls, *args: Nest, datasets: Nest = None, name: str | None = None) -> "Dataset":
         """Makes a dataset of the elements of several datasets side by side; ends with the shortest.
 
         Args:
@@ -215,16 +246,54 @@ class Dataset:
                     f"Dataset.zip: got {shown(leaf)}, expected datasets. Make one of it with"
                     " Dataset.from_source."
                 )
-        return Dataset(Zip(tuple(leaf._node for leaf in leaves), tree))
+        return cls._made(Zip(tuple(leaf._node for leaf in leaves), tree))
 
-    @staticmethod
-    def counter(start: int = 0, step: int = 1, name: str | None = None) -> "Dataset":
-        """Makes an endless dataset of `start`, `start + step`, ..."""
+    @classmethod
+    def counter(
+        cls,
+        start: int = 0,
+        step: int = 1,
+        dtype: DTypeLike = np.int64,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Makes an endless dataset of `start`, `start + step`, ... as scalars of a dtype."""
         start, step = _int("counter", "start", start), _int("counter", "step", step)
-        return Dataset.range(1).repeat().enumerate().map(lambda i, _: start + i * step)
+        made = np.dtype(dtype).type
+        return cls.range(1).repeat().enumerate().map(lambda i, _: made(start + i * step))
 
-    @staticmethod
+    @classmethod
+    def random(
+        cls,
+        seed: int | None = None,
+        rerandomize_each_iteration: bool | None = None,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Makes an endless dataset of random numbers from 0 to 2**32 - 1, as int64.
+
+        Args:
+            seed: Seed; None draws one from NumPy's global generator.
+            rerandomize_each_iteration: Must not be True: every pass has the same numbers.
+            name: No effect.
+
+        Source: `tf.data.Dataset.random`, whose numbers are others.
+        """
+        if rerandomize_each_iteration:
+            raise InvalidValueError(
+                "Dataset.random: rerandomize_each_iteration is True, but every pass has the same"
+                " numbers. Shuffle the dataset, which gives each pass another order."
+            )
+        start = _draw() if seed is None else _int("random", "seed", seed, minimum=0)
+
+        def numbers() -> Iterator[np.int64]:
+            generator = np.random.default_rng(start)
+            while True:
+                yield from generator.integers(2**32, size=256)
+
+        return cls.from_generator(numbers, output_signature=TensorSpec((), np.int64))
+
+    @classmethod
     def sample_from_datasets(
+        cls,
         datasets: "Sequence[Dataset]",
         weights: Sequence[float] | np.ndarray | None = None,
         seed: int | None = None,
@@ -254,10 +323,11 @@ class Dataset:
         if seed is not None:
             seed = _int("sample_from_datasets", "seed", seed, minimum=0)
         drawn = tuple(shares.tolist())
-        return Dataset(Mixture(nodes, drawn, stop_on_empty_dataset, _draw(), seed))
+        return cls._made(Mixture(nodes, drawn, stop_on_empty_dataset, _draw(), seed))
 
-    @staticmethod
+    @classmethod
     def choose_from_datasets(
+        cls,
         datasets: "Sequence[Dataset]",
         choice_dataset: "Dataset",
         stop_on_empty_dataset: bool = True,
@@ -266,20 +336,22 @@ class Dataset:
         """Takes each element from the dataset whose number `choice_dataset` gives."""
         nodes = _nodes("choose_from_datasets", [choice_dataset, *datasets])
         choose = functools.partial(chosen, bool(stop_on_empty_dataset))
-        return Dataset(Generated(nodes, choose, "choose_from_datasets"))
+        return cls._made(Generated(nodes, choose, "choose_from_datasets"))
 
     # Order
 
     def take(self, count: int, name: str | None = None) -> "Dataset":
         """Keeps the first `count` elements; all of them if it is -1."""
         count = _int("take", "count", count, minimum=-1)
-        return self if count < 0 else Dataset(Slice(self._node, f"take({count})", count=count))
+        return (
+            self if count < 0 else self._derived(Slice(self._node, f"take({count})", count=count))
+        )
 
     def skip(self, count: int, name: str | None = None) -> "Dataset":
         """Drops the first `count` elements; all of them if it is -1."""
         count = _int("skip", "count", count, minimum=-1)
         left = 0 if count < 0 else math.inf
-        return Dataset(Slice(self._node, f"skip({count})", max(count, 0), left))
+        return self._derived(Slice(self._node, f"skip({count})", max(count, 0), left))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> "Dataset":
         """Keeps every `num_shards`-th element, starting with element `index`.
@@ -288,20 +360,20 @@ class Dataset:
             InvalidValueError: if `index` is not in 0 to `num_shards - 1`.
         """
         if (num_shards, index) == (SHARD_HINT, SHARD_HINT):
-            return Dataset(ShardHint(self._node))
+            return self._derived(ShardHint(self._node))
         num_shards = _int("shard", "num_shards", num_shards, minimum=1)
         index = _int("shard", "index", index, minimum=0)
         if index >= num_shards:
             raise InvalidValueError(
                 f"shard: index is {index}, expected 0 to {num_shards - 1} for {num_shards} shards."
             )
-        return Dataset(shard(self._node, num_shards, index))
+        return self._derived(shard(self._node, num_shards, index))
 
     def shuffle(
         self,
         buffer_size: int,
         seed: int | None = None,
-        reshuffle_each_iteration: bool | None = None,
+        reshuffle_each_iteration: bool | None = True,
         name: str | None = None,
     ) -> "Dataset":
         """Puts elements in random order.
@@ -319,13 +391,13 @@ class Dataset:
         if seed is not None:
             seed = _int("shuffle", "seed", seed, minimum=0)
         reshuffle = reshuffle_each_iteration is not False
-        return Dataset(Shuffle(self._node, buffer_size, seed, reshuffle, _draw()))
+        return self._derived(Shuffle(self._node, buffer_size, seed, reshuffle, _draw()))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> "Dataset":
         """Repeats the elements `count` times; forever if it is None or -1."""
         if count is not None:
             count = _int("repeat", "count", count, minimum=-1)
-        return Dataset(Repeat(self._node, -1 if count is None else count))
+        return self._derived(Repeat(self._node, -1 if count is None else count))
 
     def concatenate(self, dataset: "Dataset", name: str | None = None) -> "Dataset":
         """Appends the elements of another dataset."""
@@ -334,7 +406,7 @@ class Dataset:
                 f"concatenate: got {shown(dataset)}, expected a Dataset. Make one of it with"
                 " Dataset.from_source."
             )
-        return Dataset(Concatenate((self._node, dataset._node)))
+        return self._derived(Concatenate((self._node, dataset._node)))
 
     def interleave(
         self,
@@ -369,7 +441,7 @@ class Dataset:
         cycle = _int("interleave", "cycle_length", cycle, minimum=1)
         block = _int("interleave", "block_length", block_length or 1, minimum=1)
         read_ahead = _num_threads("interleave", num_parallel_calls) is not None
-        return Dataset(Interleave(self._node, make, cycle, block, read_ahead, _draw()))
+        return self._derived(Interleave(self._node, make, cycle, block, read_ahead, _draw()))
 
     def flat_map(self, map_func: Callable[..., "Dataset"], name: str | None = None) -> "Dataset":
         """Makes a dataset of every element, and gives the elements of one after the other."""
@@ -380,11 +452,11 @@ class Dataset:
         _callable("take_while", "predicate", predicate)
         holds = functools.partial(call, predicate)
         generate = functools.partial(itertools.takewhile, holds)
-        return Dataset(Generated((self._node,), generate, "take_while"))
+        return self._derived(Generated((self._node,), generate, "take_while"))
 
     def unique(self, name: str | None = None) -> "Dataset":
         """Keeps each element where it comes first."""
-        return Dataset(Generated((self._node,), unique, "unique"))
+        return self._derived(Generated((self._node,), unique, "unique"))
 
     def window(
         self,
@@ -419,7 +491,7 @@ class Dataset:
         lost = (size - 1) * stride if drop_remainder else 0
         count = lambda total: max(0, -(-(total - lost) // shift))
         label = f"window({size}, {shift}, {stride}, {drop_remainder})"
-        return Dataset(Generated((self._node,), generate, label, count))
+        return self._derived(Generated((self._node,), generate, label, count))
 
     def group_by_window(
         self,
@@ -456,7 +528,9 @@ class Dataset:
             for key, group in groups(key_of, size_of, elements):
                 yield key, _dataset_of(group)
 
-        return Dataset(Generated((self._node,), generate, "group_by_window")).flat_map(reduce_func)
+        return self._derived(Generated((self._node,), generate, "group_by_window")).flat_map(
+            reduce_func
+        )
 
     # Elements
 
@@ -475,13 +549,15 @@ class Dataset:
         """
         _callable("scan", "scan_func", scan_func)
         generate = functools.partial(scanned, initial_state, scan_func)
-        return Dataset(Generated((self._node,), generate, "scan", lambda size: size))
+        return self._derived(Generated((self._node,), generate, "scan", lambda size: size))
 
     def map(
         self,
         map_func: Callable[..., Any],
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        synchronous: bool | None = None,
+        use_unbounded_threadpool: bool = False,
         name: str | None = None,
     ) -> "Dataset":
         """Applies a function to every element.
@@ -492,15 +568,17 @@ class Dataset:
             num_parallel_calls: Number of threads; AUTOTUNE means one per core, None means none.
                 Threads help if the function waits or releases the GIL.
             deterministic: No effect: results always come in the order of the elements.
+            synchronous: No effect: without threads, an element is made when it is needed.
+            use_unbounded_threadpool: No effect.
             name: No effect.
         """
         _callable("map", "map_func", map_func)
-        return Dataset(Map(self._node, map_func, _num_threads("map", num_parallel_calls)))
+        return self._derived(Map(self._node, map_func, _num_threads("map", num_parallel_calls)))
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> "Dataset":
         """Keeps the elements for which `predicate` returns True."""
         _callable("filter", "predicate", predicate)
-        return Dataset(Filter(self._node, predicate))
+        return self._derived(Filter(self._node, predicate))
 
     def enumerate(self, start: int = 0, name: str | None = None) -> "Dataset":
         """Pairs every element with its number, counted from `start`."""
@@ -526,7 +604,7 @@ class Dataset:
             name: No effect.
         """
         size = _int("batch", "batch_size", batch_size, minimum=1)
-        return Dataset(Batch(self._node, size, bool(drop_remainder)))
+        return self._derived(Batch(self._node, size, bool(drop_remainder)))
 
     def padded_batch(
         self,
@@ -548,7 +626,7 @@ class Dataset:
         """
         size = _int("padded_batch", "batch_size", batch_size, minimum=1)
         padding = (padded_shapes, padding_values)
-        return Dataset(Batch(self._node, size, bool(drop_remainder), padding))
+        return self._derived(Batch(self._node, size, bool(drop_remainder), padding))
 
     def bucket_by_sequence_length(
         self,
@@ -606,13 +684,61 @@ class Dataset:
 
     def unbatch(self, name: str | None = None) -> "Dataset":
         """Splits batches into their rows."""
-        return Dataset(Unbatch(self._node))
+        return self._derived(Unbatch(self._node))
 
     def rebatch(
         self, batch_size: int, drop_remainder: bool = False, name: str | None = None
     ) -> "Dataset":
         """Changes the size of batches."""
         return self.unbatch().batch(batch_size, drop_remainder)
+
+    def assert_cardinality(self, expected_cardinality: int) -> "Dataset":
+        """Says how many elements there are; a pass with another number raises an error at its end.
+
+        Raises:
+            InvalidValueError: in a pass that has more elements or fewer.
+
+        Source: `tf.data.experimental.assert_cardinality`.
+        """
+        expected = _int("assert_cardinality", "expected_cardinality", expected_cardinality)
+
+        def generate(elements: Stream) -> Iterator[Nest]:
+            found = 0
+            for element in elements:
+                found += 1
+                if found > expected >= 0:
+                    break
+                yield element
+            if found != expected >= 0:
+                more = "more" if found > expected else f"only {found}"
+                raise InvalidValueError(
+                    f"assert_cardinality: expected {expected} elements, but the dataset has {more}."
+                )
+
+        label = f"assert_cardinality({expected})"
+        return self._derived(Generated((self._node,), generate, label, known=expected))
+
+    def ignore_errors(self, log_warning: bool = False, name: str | None = None) -> "Dataset":
+        """Leaves out the elements whose `map` or `filter` raises an error.
+
+        Args:
+            log_warning: Whether to log each error.
+            name: No effect.
+
+        Source: `tf.data.Dataset.ignore_errors`.
+        """
+
+        def generate(elements: Stream) -> Iterator[Nest]:
+            while True:
+                try:
+                    yield next(elements)
+                except StopIteration:
+                    return
+                except Exception as error:
+                    if log_warning:
+                        _log.warning("Dataset.ignore_errors: %s", error)
+
+        return self._derived(Generated((self._node,), generate, "ignore_errors"))
 
     # Rest
 
@@ -627,7 +753,7 @@ class Dataset:
                 f"cache: filename is {filename!r}; only memory is supported. Save the arrays with"
                 " numpy.save and read them with Dataset.from_npy."
             )
-        return Dataset(Cache(self._node))
+        return self._derived(Cache(self._node))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> "Dataset":
         """Makes up to `buffer_size` elements ahead of time, in a thread; AUTOTUNE means 2.
@@ -636,7 +762,7 @@ class Dataset:
         """
         depth = _int("prefetch", "buffer_size", buffer_size, minimum=-1)
         depth = _AUTOTUNED_DEPTH if depth == AUTOTUNE else depth
-        return Dataset(Prefetch(self._node, depth)) if depth else self
+        return self._derived(Prefetch(self._node, depth)) if depth else self
 
     def with_options(self, options: Options, name: str | None = None) -> "Dataset":
         """Sets options; if an option is set several times, the last one wins."""
@@ -644,7 +770,7 @@ class Dataset:
             raise InvalidTypeError(
                 f"with_options: got {options!r}, expected distributary.data.Options."
             )
-        return Dataset(WithOptions(self._node, Options().merge(options)))
+        return self._derived(WithOptions(self._node, Options().merge(options)))
 
     def options(self) -> Options:
         """Returns the options of this dataset."""
@@ -654,7 +780,12 @@ class Dataset:
         """Returns `transformation_func(self)`."""
         return transformation_func(self)
 
-    def reduce(self, initial_state: Nest, reduce_func: Callable[[Any, Any], Any]) -> Nest:
+    def reduce(
+        self,
+        initial_state: Nest,
+        reduce_func: Callable[[Any, Any], Any],
+        name: str | None = None,
+    ) -> Nest:
         """Returns the state after `state = reduce_func(state, element)` for every element."""
         return functools.reduce(reduce_func, self, initial_state)
 
@@ -674,7 +805,8 @@ class Dataset:
 
     def cardinality(self) -> int:
         """Returns the number of elements, INFINITE_CARDINALITY or UNKNOWN_CARDINALITY."""
-        return shown_number(self._node.cardinality())
+        number = self._node.cardinality()
+        return number if self._show is None else self._show(np.asarray(number))
 
     @property
     def element_spec(self) -> Any:
@@ -695,7 +827,8 @@ class Dataset:
     def begin_pass(self, is_plain: bool) -> "DatasetIterator":
         """Starts a new pass and returns its iterator, also in a function that is traced."""
         self._num_passes += 1
-        return DatasetIterator(self, self._num_passes - 1, is_plain)
+        show = None if is_plain else self._show
+        return DatasetIterator(self, self._num_passes - 1, show)
 
     def take_back_pass(self) -> None:
         """Undoes the start of the last pass."""

@@ -20,17 +20,21 @@ from distributary.errors import InvalidTypeError, InvalidValueError, shown
 class Generated(Node):
     """What a generator makes of the streams of some datasets.
 
-    `generate` keeps no state between passes.
+    `generate` keeps no state between passes. `count` returns the number of elements for that of the
+    first dataset; `known` is the number if it does not depend on it.
     """
 
     parts: tuple[Node, ...]
     generate: Callable[..., Iterator[Nest]]
     text: str
     count: Callable[[int], int] | None = None
+    known: int | None = None
     in_memory = False
     pattern = "{text}"
 
     def cardinality(self) -> int:
+        if self.known is not None:
+            return self.known
         size = self.parts[0].cardinality()
         if self.count is None:
             return size if size == 0 else UNKNOWN_CARDINALITY

@@ -4,31 +4,16 @@ import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, final
 
-import numpy as np
-
 from distributary._types import Nest
 from distributary.datasets._nodes import Node
 from distributary.datasets._streams import Stream
-from distributary.datasets._structure import Array, map_arrays
+from distributary.datasets._structure import Array, map_arrays, spec_of
 from distributary.errors import InvalidValueError
 from distributary.topology import inside_jax_trace
 from distributary.tracing import at_end, next_of
 
 if TYPE_CHECKING:
     from distributary.datasets._dataset import Dataset
-
-_show: Callable[[Array], Any] | None = None
-
-
-def show_arrays_by(show: Callable[[Any], Any] | None) -> None:
-    """Makes loops over datasets get `show(array)` for every array; None gives the arrays again."""
-    global _show
-    _show = show
-
-
-def shown_number(number: int) -> Any:
-    """Returns a number as `show_arrays_by` shows arrays."""
-    return number if _show is None else _show(np.asarray(number))
 
 
 class PassIterator(abc.ABC):
@@ -121,9 +106,11 @@ class DatasetIterator(PassIterator):
     Source: `tf.data.Iterator`.
     """
 
-    def __init__(self, dataset: "Dataset", number: int, is_plain: bool = False) -> None:
+    def __init__(
+        self, dataset: "Dataset", number: int, show: Callable[[Array], Any] | None = None
+    ) -> None:
         super().__init__(number)
-        self._show = None if is_plain else _show
+        self._show = show
         self._dataset = dataset
         self._node = dataset.node
         self._stream: Stream | None = None
@@ -156,6 +143,11 @@ class DatasetIterator(PassIterator):
         self._returned.append(element)
         self._position -= 1
 
+    @property
+    def element_spec(self) -> Any:
+        """Nest of `TensorSpec` that describes an element."""
+        return self._node.spec()
+
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes to the position of an iterator over the same dataset, also from another process.
 
@@ -183,11 +175,26 @@ class Optional:
     def __init__(self, *value: Any) -> None:
         self._value = value
 
-    def has_value(self) -> bool:
+    @staticmethod
+    def empty(element_spec: Any) -> "Optional":
+        """Makes one without a value."""
+        return Optional()
+
+    @staticmethod
+    def from_value(value: Any) -> "Optional":
+        """Makes one with a value."""
+        return Optional(value)
+
+    @property
+    def element_spec(self) -> Any:
+        """Nest of `TensorSpec` that describes the value; None without one."""
+        return spec_of(self._value[0]) if self._value else None
+
+    def has_value(self, name: str | None = None) -> bool:
         """Returns whether there is a value."""
         return bool(self._value)
 
-    def get_value(self) -> Any:
+    def get_value(self, name: str | None = None) -> Any:
         """Returns the value.
 
         Raises:

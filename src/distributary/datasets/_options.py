@@ -112,13 +112,13 @@ class Options(_Checked):
         **dict.fromkeys(("autotune", "threading", "experimental_optimization"), SimpleNamespace),
     }
 
-    def merge(self, other: "Options") -> "Options":
-        """Returns these options, overridden by everything that is set in `other`."""
+    def merge(self, options: "Options") -> "Options":
+        """Returns these options, overridden by everything that is set in the others."""
         merged = Options()
-        for options in (self, other):
-            if options.deterministic is not None:
-                merged.deterministic = options.deterministic
-            policy = options.experimental_distribute.auto_shard_policy
+        for one in (self, options):
+            if one.deterministic is not None:
+                merged.deterministic = one.deterministic
+            policy = one.experimental_distribute.auto_shard_policy
             if policy is not None:
                 merged.experimental_distribute.auto_shard_policy = policy
         return merged

@@ -23,7 +23,7 @@ from distributary.datasets._nodes import FileSource
 from distributary.datasets._options import UNKNOWN_CARDINALITY
 from distributary.datasets._streams import Chained, IteratedStream, Path, Stream
 from distributary.datasets._structure import TensorSpec
-from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError
+from distributary.errors import InvalidValueError, MissingPackageError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -88,7 +88,6 @@ class _RecordDataset(Dataset):
     """Base class of the records of files.
 
     Raises:
-        InvalidTypeError: for an argument that does not exist.
         InvalidValueError: for an unknown compression and, while reading, for damaged files.
     """
 
@@ -100,12 +99,14 @@ class _RecordDataset(Dataset):
         """Yields the records of a file; its name and compression are for errors."""
 
     def __init__(
-        self, filenames: FilePaths, compression_type: str | None = None, **_without_effect: object
+        self,
+        filenames: FilePaths,
+        compression_type: str | None = None,
+        buffer_size: int | None = None,
+        num_parallel_reads: int | None = None,
+        name: str | None = None,
     ) -> None:
         what, parse = type(self).__name__, self._parse
-        unknown = set(_without_effect) - {"buffer_size", "num_parallel_reads", "name"}
-        if unknown:
-            raise InvalidTypeError(f"{what}: unknown arguments {sorted(unknown)}.")
         files = file_names(filenames, what)
         open_file = _OPENERS.get(compression_type or "")
         if open_file is None:
@@ -135,6 +136,9 @@ class TextLineDataset(_RecordDataset):
     Args:
         filenames: Name of a file, or a list of names.
         compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
+        buffer_size: No effect.
+        num_parallel_reads: No effect: files are read one after the other; use `interleave`.
+        name: No effect.
 
     Source: `tf.data.TextLineDataset`.
     """
@@ -156,6 +160,9 @@ class TFRecordDataset(_RecordDataset):
     Args:
         filenames: Name of a file, or a list of names.
         compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
+        buffer_size: No effect.
+        num_parallel_reads: No effect: files are read one after the other; use `interleave`.
+        name: No effect.
 
     Source: `tf.data.TFRecordDataset`; `tensorflow/core/lib/io/record_reader.cc`.
     """

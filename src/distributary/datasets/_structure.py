@@ -41,6 +41,29 @@ class TensorSpec:
             object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
+    @classmethod
+    def from_spec(cls, spec: Any, name: str | None = None) -> "TensorSpec":
+        """Makes the spec of anything that has a shape and a dtype."""
+        return cls(spec.shape, spec.dtype, name or getattr(spec, "name", None))
+
+    @classmethod
+    def from_tensor(cls, tensor: Any, name: str | None = None) -> "TensorSpec":
+        """Makes the spec of an array."""
+        return cls.from_spec(tensor, name)
+
+    def is_compatible_with(self, spec_or_tensor: Any) -> bool:
+        """Returns whether an array, or some array of a spec, is one of this spec."""
+        other = spec_or_tensor if hasattr(spec_or_tensor, "shape") else np.asarray(spec_or_tensor)
+        shape = other.shape
+        return np.dtype(other.dtype) == self.dtype and (
+            self.shape is None
+            or shape is None
+            or (
+                len(shape) == len(self.shape)
+                and all(a == b or None in (a, b) for a, b in zip(self.shape, shape, strict=True))
+            )
+        )
+
     def accepts(self, array: Array) -> bool:
         """Returns whether an array has this shape."""
         return self.shape is None or (

@@ -4,7 +4,7 @@ from distributary.monitoring._dashboard import Dashboard, StatisticsLogger, dash
 from distributary.monitoring._numbers import numbers_of
 from distributary.monitoring._profile import profile
 from distributary.monitoring._server import Answer, HttpServer
-from distributary.monitoring._summaries import Summaries
+from distributary.monitoring._summaries import Summaries, SummaryWriter
 
 __all__ = [
     "Answer",
@@ -12,6 +12,7 @@ __all__ = [
     "HttpServer",
     "StatisticsLogger",
     "Summaries",
+    "SummaryWriter",
     "dashboard",
     "numbers_of",
     "profile",

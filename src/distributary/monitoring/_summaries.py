@@ -30,7 +30,7 @@ class Summaries:
                 "Summaries for TensorBoard need TensorFlow or tensorboardX. Install the smaller one"
                 " with `pip install tensorboardX`."
             )
-        self._current: list[tuple[_Writer, Any]] = []
+        self._current: list[tuple[SummaryWriter, Any]] = []
         self._conditions: list[Callable[[], bool]] = []
         self._step: object = None
 
@@ -41,9 +41,28 @@ class Summaries:
         flush_millis: int | None = None,
         filename_suffix: str | None = None,
         name: str | None = None,
-    ) -> "_Writer":
+        experimental_trackable: bool = False,
+        experimental_mesh: object = None,
+    ) -> "SummaryWriter":
         """Returns a writer of an event file in a folder."""
-        return _Writer(logdir, self._current, filename_suffix or "")
+        return SummaryWriter(logdir, self._current, filename_suffix or "")
+
+    def create_noop_writer(self) -> "SummaryWriter":
+        """Returns a writer that writes nothing."""
+        return SummaryWriter(None, self._current, "")
+
+    def audio(
+        self,
+        name: str,
+        data: Any,
+        sample_rate: int,
+        step: object = None,
+        max_outputs: int = 3,
+        encoding: str | None = None,
+        description: object = None,
+    ) -> None:
+        """Writes the first clip of `[number, frames, channels]`, with values from -1 to 1."""
+        self._write("add_audio", name, data[0], step, sample_rate=sample_rate)
 
     def set_step(self, step: object) -> None:
         """Sets the step of what is written without one: a number or a variable."""
@@ -57,7 +76,7 @@ class Summaries:
         """Returns whether something would be written now."""
         return bool(self._current) and all(condition() for condition in self._conditions)
 
-    def flush(self, writer: "_Writer | None" = None) -> None:
+    def flush(self, writer: "SummaryWriter | None" = None, name: str | None = None) -> None:
         """Writes everything to the file: of a writer, or of the current one."""
         for one in [writer] if writer is not None else [w for w, _ in self._current[-1:]]:
             one.flush()
@@ -150,15 +169,23 @@ def _replica() -> Any:
 
 
 @final
-class _Writer:
-    def __init__(self, folder: str, current: list[tuple["_Writer", Any]], suffix: str) -> None:
-        from tensorboardX import SummaryWriter
+class SummaryWriter:
+    """A writer of an event file.
 
-        self.events = SummaryWriter(folder, filename_suffix=suffix)
+    Source: `tf.summary.SummaryWriter`.
+    """
+
+    def __init__(
+        self, folder: str | None, current: list[tuple["SummaryWriter", Any]], suffix: str
+    ) -> None:
+        from tensorboardX import SummaryWriter as Events
+
+        self.events = Events(folder, filename_suffix=suffix, write_to_disk=folder is not None)
         self._current = current
 
     @contextmanager
     def as_default(self, step: object = None) -> Iterator[Self]:
+        """Makes this the writer of what the block writes, with a step if you pass one."""
         self._current.append((self, step))
         try:
             yield self
@@ -166,12 +193,15 @@ class _Writer:
             self._current.pop()
 
     def set_as_default(self, step: object = None) -> None:
+        """Makes this the writer from now on, with a step if you pass one."""
         self._current.append((self, step))
 
     def flush(self) -> None:
+        """Writes everything to the file."""
         jax.effects_barrier()  # what steps have still to write
         self.events.flush()
 
     def close(self) -> None:
+        """Writes everything to the file and closes it."""
         jax.effects_barrier()
         self.events.close()

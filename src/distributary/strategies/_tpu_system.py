@@ -16,7 +16,14 @@ from distributary.topology import current_target, devices_of_all_hosts, replica_
 from distributary.tpu.experimental import Topology
 
 
-def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -> None:
+def experimental_connect_to_cluster(
+    cluster_spec_or_resolver: ClusterResolver,
+    job_name: str = "localhost",
+    task_index: int = 0,
+    protocol: str | None = None,
+    make_master_device_default: bool = True,
+    cluster_device_filters: object = None,
+) -> None:
     """Connects this process to the others of its job; all of them call it.
 
     Call it at the beginning of the program, before you compute anything with JAX. If you do not
@@ -24,6 +31,11 @@ def experimental_connect_to_cluster(cluster_spec_or_resolver: ClusterResolver) -
 
     Args:
         cluster_spec_or_resolver: A resolver, which also knows which task this process is.
+        job_name: No effect, as the others: the resolver knows the task.
+        task_index: No effect.
+        protocol: No effect.
+        make_master_device_default: No effect.
+        cluster_device_filters: No effect.
 
     Raises:
         ClusterError: if a process does not start in time, or the processes do not fit together.

@@ -168,6 +168,7 @@ def embedding_lookup(
     params: "ArrayLike | ShardedVariable | Variable | Sequence[Any]",
     ids: ArrayLike,
     max_norm: float | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """Looks up rows of a table, which may be divided into shards.
 
@@ -180,6 +181,7 @@ def embedding_lookup(
         ids: Integer numbers of rows. Negative ones count from the end. For numbers out of range,
             the rows are NaN, or the dtype's extreme value for integers.
         max_norm: Largest Euclidean norm of a row; rows with a larger norm are scaled down to it.
+        name: No effect.
 
     Returns:
         The rows, `[*ids.shape, *row]`.

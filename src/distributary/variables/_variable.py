@@ -253,6 +253,26 @@ class Variable(Assignable):
         return self._aggregation
 
     @property
+    def constraint(self) -> None:
+        """None: optimizers apply no function to a variable after an update."""
+        return None
+
+    def set_shape(self, shape: Sequence[int | None]) -> None:
+        """Checks the shape, which never changes; None stands for any size.
+
+        Raises:
+            InvalidValueError: if the variable has another shape.
+        """
+        wanted = tuple(shape)
+        fits = len(wanted) == len(self._shape) and all(
+            size in (None, own) for size, own in zip(wanted, self._shape, strict=True)
+        )
+        if not fits:
+            raise InvalidValueError(
+                f"Variable {self._name!r}: set_shape got {wanted}, but its shape is {self._shape}."
+            )
+
+    @property
     def distribute_strategy(self) -> Any:
         """The strategy that keeps the variable."""
         return self._layout.strategy

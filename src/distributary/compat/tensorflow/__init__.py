@@ -2,19 +2,22 @@
 
     import distributary.compat.tensorflow as tf
 
-Arrays are JAX arrays. Importing this module adds TensorFlow's method `numpy()` to them, and to the
-NumPy arrays that a loop over a `tf.data.Dataset` yields. If you use a name that is not here, you
-get an AttributeError that says what to use instead.
+Arrays are JAX arrays. In your program they have TensorFlow's method `numpy()`, as have the NumPy
+arrays that a loop over a `tf.data.Dataset` yields. If you use a name that is not here, you get an
+AttributeError that says what to use instead.
 """
 
+import functools
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
 import numpy as np
 
 from distributary.compat.tensorflow import _namespaces
-from distributary.datasets import show_arrays_by
+from distributary.compat.tensorflow._callers import is_program
 from distributary.keras_bridge import expect_keras
 
 
@@ -36,21 +39,19 @@ def _numpy(array: jax.Array) -> np.ndarray:
 
 
 @final
-class _Element(np.ndarray):
-    """An array that a loop over a dataset yields."""
+class _NumpyMethod:
+    """TensorFlow's method `numpy()` of arrays, for the code of programs.
 
-    def numpy(self) -> Any:
-        """Returns a copy as a NumPy array, or a number for a scalar, as TensorFlow does."""
-        return np.array(self)[()]
+    JAX makes all arrays of one class, so that only this class can have the method. Code of
+    installed packages that do not use this module does not see it.
+    """
+
+    def __get__(self, array: jax.Array | None, owner: type) -> Callable[[], np.ndarray]:
+        if array is None or not is_program(sys._getframe(1)):
+            raise AttributeError(f"{owner.__name__!r} object has no attribute 'numpy'")
+        return functools.partial(_numpy, array)
 
 
-def as_element(array: object) -> object:
-    """Returns an array in the form in which loops over datasets yield it."""
-    return array.view(_Element) if type(array) is np.ndarray else array
-
-
-# TensorFlow programs call it everywhere, and JAX has no method of this name.
-jax.Array.numpy = _numpy  # type: ignore[attr-defined]
-show_arrays_by(as_element)
+jax.Array.numpy = _NumpyMethod()  # type: ignore[attr-defined]
 _namespaces.install()
 expect_keras()  # the first use of Keras may be `tf.random` inside a step

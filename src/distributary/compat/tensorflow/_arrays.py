@@ -66,7 +66,12 @@ def sequence_mask(
     return (jnp.arange(size) < lengths[..., None]).astype(dtype)
 
 
-def scatter_nd(indices: Array, updates: Array, shape: Shape) -> Array:
+def scatter_nd(
+    indices: Array,
+    updates: Array,
+    shape: Shape,
+    bad_indices_policy: str = "",
+) -> Array:
     """`tf.scatter_nd`: updates of one place are added."""
     return _at(jnp.zeros([int(size) for size in shape], updates.dtype), indices).add(updates)
 
@@ -76,7 +81,12 @@ def tensor_scatter_nd_update(tensor: Array, indices: Array, updates: Array) -> A
     return _at(tensor, indices).set(updates)
 
 
-def tensor_scatter_nd_add(tensor: Array, indices: Array, updates: Array) -> Array:
+def tensor_scatter_nd_add(
+    tensor: Array,
+    indices: Array,
+    updates: Array,
+    bad_indices_policy: str = "",
+) -> Array:
     """`tf.tensor_scatter_nd_add`."""
     return _at(tensor, indices).add(updates)
 
@@ -103,6 +113,7 @@ def map_fn(
     back_prop: bool = True,
     swap_memory: bool = False,
     infer_shape: bool = True,
+    name: str | None = None,
     fn_output_signature: object = None,
 ) -> Any:
     """`tf.map_fn`: one compiled loop over dim 0."""
@@ -156,11 +167,13 @@ def foldl(
     return jax.tree.map(lambda x: x[-1], scan(fn, elems, initializer))
 
 
-def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
+def custom_gradient(f: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """`tf.custom_gradient`: `f` returns its result, and a function of the gradient.
 
     The result and the gradients are arrays of positional arguments; variables are not read in `f`.
     """
+    if f is None:
+        return custom_gradient
 
     @jax.custom_vjp
     def call(*args: Nest) -> Nest:
@@ -180,11 +193,6 @@ def custom_gradient(f: Callable[..., Any]) -> Callable[..., Any]:
         return call(*[jnp.asarray(arg) for arg in args])
 
     return with_gradient
-
-
-def to_number(input: ArrayLike, out_type: DTypeLike = np.float32) -> np.ndarray:
-    """`tf.strings.to_number`: outside of steps, for example in `Dataset.map`."""
-    return np.asarray(input).astype(str).astype(out_type)[()]
 
 
 def as_image(image: Array, dtype: DTypeLike, saturate: bool = False) -> Array:
@@ -221,8 +229,31 @@ def per_image_standardization(image: Array) -> Array:
     return (pixels - jnp.mean(pixels, axes, keepdims=True)) / jnp.maximum(deviation, least)
 
 
-def resize(images: Array, size: Sequence[int], method: str = "bilinear") -> Array:
-    """`tf.image.resize`, without `antialias`."""
+def resize(
+    images: Array,
+    size: Sequence[int],
+    method: str = "bilinear",
+    preserve_aspect_ratio: bool = False,
+    antialias: bool = False,
+) -> Array:
+    """`tf.image.resize`: `jax.image.resize`."""
     height, width = (int(length) for length in size)
+    if preserve_aspect_ratio:
+        scale = min(height / images.shape[-3], width / images.shape[-2])
+        height, width = (round(scale * length) for length in images.shape[-3:-1])
     shape = (*images.shape[:-3], height, width, images.shape[-1])
-    return jax.image.resize(images.astype(jnp.float32), shape, method, antialias=False)
+    return jax.image.resize(images.astype(jnp.float32), shape, method, antialias=antialias)
+
+
+def resize_with_crop_or_pad(image: Array, target_height: int, target_width: int) -> Array:
+    """`tf.image.resize_with_crop_or_pad`: around the middle."""
+    for axis, size in ((-3, int(target_height)), (-2, int(target_width))):
+        missing = size - image.shape[axis]
+        if missing > 0:
+            widths = [(0, 0)] * image.ndim
+            widths[axis] = (missing // 2, missing - missing // 2)
+            image = jnp.pad(image, widths)
+        else:
+            start = -missing // 2
+            image = jax.lax.slice_in_dim(image, start, start + size, axis=image.ndim + axis)
+    return image

@@ -42,7 +42,14 @@ assert_greater = _comparison("assert_greater", jnp.greater)
 assert_greater_equal = _comparison("assert_greater_equal", jnp.greater_equal)
 assert_less = _comparison("assert_less", jnp.less)
 assert_less_equal = _comparison("assert_less_equal", jnp.less_equal)
-assert_none_equal = _comparison("assert_none_equal", jnp.not_equal)
+_assert_not_equal = _comparison("assert_none_equal", jnp.not_equal)
+
+
+def assert_none_equal(
+    x: ArrayLike, y: ArrayLike, summarize: int | None = None, message: str | None = None
+) -> None:
+    """`tf.debugging.assert_none_equal`: for all elements."""
+    _assert_not_equal(x, y, message)
 
 
 def assert_near(
@@ -76,7 +83,14 @@ def assert_non_negative(
     assert_greater_equal(x, 0, message)
 
 
-def assert_all_finite(x: Array, message: str | None = None) -> Array:
+def assert_non_positive(
+    x: ArrayLike, message: str | None = None, summarize: int | None = None
+) -> None:
+    """`tf.debugging.assert_non_positive`."""
+    assert_less_equal(x, 0, message)
+
+
+def assert_all_finite(x: Array, message: str) -> Array:
     """`tf.debugging.assert_all_finite`: returns the array."""
     _require(jnp.isfinite(x), message, "tf.debugging.assert_all_finite: a value is not finite.")
     return x
@@ -94,11 +108,65 @@ def assert_(condition: ArrayLike, data: Sequence[Any], summarize: int | None = N
 
 def assert_rank(x: Array, rank: int, message: str | None = None) -> None:
     """`tf.debugging.assert_rank`."""
-    if x.ndim != rank:
+    _require_rank("assert_rank", x, x.ndim == rank, f"{rank}", message)
+
+
+def assert_rank_at_least(x: Array, rank: int, message: str | None = None) -> None:
+    """`tf.debugging.assert_rank_at_least`."""
+    _require_rank("assert_rank_at_least", x, x.ndim >= rank, f"{rank} or more", message)
+
+
+def assert_rank_in(x: Array, ranks: Sequence[int], message: str | None = None) -> None:
+    """`tf.debugging.assert_rank_in`."""
+    _require_rank("assert_rank_in", x, x.ndim in ranks, f"one of {list(ranks)}", message)
+
+
+def assert_scalar(tensor: Array, message: str | None = None) -> Array:
+    """`tf.debugging.assert_scalar`: returns the array."""
+    _require_rank("assert_scalar", tensor, tensor.ndim == 0, "0", message)
+    return tensor
+
+
+def _require_rank(name: str, x: Array, holds: bool, wanted: str, message: str | None) -> None:
+    if not holds:
+        text = f"tf.debugging.{name}: an array has shape {x.shape}, expected {wanted} dims."
+        raise InvalidValueError(message or text)
+
+
+def assert_integer(x: Array, message: str | None = None) -> None:
+    """`tf.debugging.assert_integer`."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(message or f"tf.debugging.assert_integer: {x.dtype} is not an integer.")
+
+
+def assert_same_float_dtype(
+    tensors: Sequence[Any] | None = None, dtype: DTypeLike | None = None
+) -> np.dtype[Any]:
+    """`tf.debugging.assert_same_float_dtype`: returns the dtype; float32 without arrays."""
+    found = {jnp.asarray(tensor).dtype for tensor in tensors or () if tensor is not None}
+    wanted = found | ({np.dtype(dtype)} if dtype is not None else set())
+    if len(wanted) > 1 or any(not jnp.issubdtype(one, jnp.floating) for one in wanted):
         raise InvalidValueError(
-            message
-            or f"tf.debugging.assert_rank: an array has shape {x.shape}, expected {rank} dims."
+            f"tf.debugging.assert_same_float_dtype: dtypes are {sorted(map(str, wanted))}, expected"
+            " one of floating point."
         )
+    return wanted.pop() if wanted else np.dtype(np.float32)
+
+
+def assert_proper_iterable(values: Any) -> None:
+    """`tf.debugging.assert_proper_iterable`: not an array, and not text."""
+    is_one = isinstance(values, (str, bytes, np.ndarray, jax.Array)) or not hasattr(
+        values, "__iter__"
+    )
+    if is_one:
+        raise TypeError(
+            f"tf.debugging.assert_proper_iterable: got {shown(values)}, expected a list or a tuple."
+        )
+
+
+def is_numeric_tensor(tensor: Any) -> bool:
+    """`tf.debugging.is_numeric_tensor`."""
+    return isinstance(tensor, jax.Array) and tensor.dtype != bool
 
 
 def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -> None:
@@ -108,7 +176,11 @@ def assert_type(tensor: Array, tf_type: DTypeLike, message: str | None = None) -
 
 
 def assert_shapes(
-    shapes: Sequence[tuple[Array, Sequence[Any]]], data: object = None, message: str | None = None
+    shapes: Sequence[tuple[Array, Sequence[Any]]],
+    data: object = None,
+    summarize: int | None = None,
+    message: str | None = None,
+    name: str | None = None,
 ) -> None:
     """`tf.debugging.assert_shapes`: pairs of arrays and shapes; equal names are equal sizes."""
     pairs = shapes.items() if isinstance(shapes, dict) else shapes

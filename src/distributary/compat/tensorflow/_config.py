@@ -11,7 +11,12 @@ import jax
 
 from distributary.cluster_resolver import visible_gpus
 from distributary.errors import BackendStartedError, InvalidValueError, UnsupportedError
-from distributary.topology import backends_started, local_devices_of, set_logical_cpu_devices
+from distributary.topology import (
+    backends_started,
+    local_devices_of,
+    resolve_device,
+    set_logical_cpu_devices,
+)
 
 _KINDS = ("CPU", "GPU", "TPU")
 
@@ -43,6 +48,8 @@ class LogicalDeviceConfiguration:
     """
 
     memory_limit: int | None = None
+    experimental_priority: int | None = None
+    experimental_device_ordinal: int | None = None
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
@@ -134,6 +141,69 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
         raise InvalidValueError(f"tf.config.experimental.set_memory_growth: {device} is no GPU.")
     _check_not_started("experimental.set_memory_growth")
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false" if enable else "true"
+
+
+def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
+    """`tf.config.get_visible_devices`: the devices that JAX uses."""
+    return list_physical_devices(device_type)
+
+
+def get_logical_device_configuration(
+    device: PhysicalDevice,
+) -> list[LogicalDeviceConfiguration] | None:
+    """`tf.config.get_logical_device_configuration`: starts JAX."""
+    count = len(local_devices_of(device.device_type)) if device.device_type == "CPU" else 1
+    return [LogicalDeviceConfiguration()] * count if count > 1 else None
+
+
+def get_memory_growth(device: PhysicalDevice) -> bool:
+    """`tf.config.experimental.get_memory_growth`."""
+    return os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
+
+
+def get_memory_info(device: str) -> dict[str, int]:
+    """`tf.config.experimental.get_memory_info`: bytes in use now and at most, of a GPU.
+
+    Raises:
+        InvalidValueError: for a device that does not count them, such as a CPU.
+    """
+    found = resolve_device(device).memory_stats()
+    if not found:
+        raise InvalidValueError(f"tf.config.experimental.get_memory_info: {device} does not count.")
+    return {"current": found["bytes_in_use"], "peak": found["peak_bytes_in_use"]}
+
+
+def get_device_details(device: PhysicalDevice) -> dict[str, str]:
+    """`tf.config.experimental.get_device_details`: the `device_name` of a GPU or TPU."""
+    kinds = local_devices_of(device.device_type) if device.device_type != "CPU" else ()
+    number = int(device.name.rpartition(":")[2])
+    return {"device_name": kinds[number].device_kind} if number < len(kinds) else {}
+
+
+def enable_tensor_float_32_execution(enabled: bool) -> None:
+    """`tf.config.experimental.enable_tensor_float_32_execution`: `jax_default_matmul_precision`."""
+    jax.config.update("jax_default_matmul_precision", "tensorfloat32" if enabled else "float32")
+
+
+def tensor_float_32_execution_enabled() -> bool:
+    """`tf.config.experimental.tensor_float_32_execution_enabled`."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision != "float32"
+
+
+def functions_run_eagerly() -> bool:
+    """`tf.config.functions_run_eagerly`: False, because steps are always compiled."""
+    return False
+
+
+def get_soft_device_placement() -> bool:
+    """`tf.config.get_soft_device_placement`: True, because JAX places programs itself."""
+    return True
+
+
+def get_num_threads() -> int:
+    """`tf.config.threading.get_intra_op_parallelism_threads`: 0, because XLA chooses."""
+    return 0
 
 
 def _check_not_started(what: str) -> None:

@@ -12,13 +12,12 @@ _ELSEWHERE = targets_of(
     """
     . jax:
         autodiff:jvp grad_pass_through:custom_vjp hessians:hessian
-        init_scope:ensure_compile_time_eval matrix_square_root:scipy.linalg.sqrtm
-        name_scope:named_scope no_gradient:custom_vjp profiler random.create_rng_state:random.key
-        random.fold_in random.split raw_ops:lax recompute_grad:checkpoint
-        xla:jit config.experimental.enable_tensor_float_32_execution:default_matmul_precision
+        matrix_square_root:scipy.linalg.sqrtm no_gradient:custom_vjp
+        random.create_rng_state:random.key raw_ops:lax
+        xla:jit
     . jax.lax:
-        bitcast:bitcast_convert_type case:switch complex
-        math.cumulative_logsumexp:cumlogsumexp switch_case:switch truncatediv:div
+        bitcast:bitcast_convert_type complex
+        math.cumulative_logsumexp:cumlogsumexp truncatediv:div
         truncatemod:rem
     . jax.numpy:
         broadcast_dynamic_shape:broadcast_shapes
@@ -38,20 +37,15 @@ _ELSEWHERE = targets_of(
         feature_column:utils.FeatureSpace quantization:quantizers
         tpu.experimental.embedding:layers.Embedding
     . tf:
-        queue:data.Dataset.prefetch random.set_global_generator:random.set_seed realdiv:divide
+        queue:data.Dataset.prefetch realdiv:divide
         scalar_mul:multiply sysconfig:config.list_physical_devices
-        train.load_checkpoint:train.Checkpoint.restore version:__version__
+        version:__version__
     nn. tf.nn:
         nce_loss:sigmoid_cross_entropy_with_logits
         sampled_softmax_loss:sparse_softmax_cross_entropy_with_logits
     config. tf.config:
-        experimental.list_logical_devices:list_logical_devices
-        experimental.list_physical_devices:list_physical_devices
         experimental_connect_to_host:experimental_connect_to_cluster
-        get_logical_device_configuration:list_logical_devices
-        get_visible_devices:list_physical_devices
     distribute.experimental. tf.distribute:
-        CollectiveHints:experimental.CommunicationOptions
         PreemptionWatcher:experimental.PreemptionCheckpointHandler
         rpc:coordinator.ClusterCoordinator.schedule
     """
@@ -62,10 +56,6 @@ _ADVICE: dict[str, str] = {
     "Graph": "tf.function, and jax.make_jaxpr to look at a program",
     "gradients": "tf.GradientTape or jax.grad",
     "autograph": "tf.function, which converts control flow",
-    "foldr": "jax.lax.scan with reverse=True",
-    "py_function numpy_function": "jax.pure_callback, or plain Python outside of the step",
-    "TensorArray": "the outputs of jax.lax.scan",
-    "inside_function": "not tf.executing_eagerly()",
     "variable_creator_scope": "strategy.scope()",
     "assert_equal assert_greater assert_less": (
         "an assert on what the step returns, or checkify of JAX"
@@ -74,35 +64,26 @@ _ADVICE: dict[str, str] = {
     "assert_rank": "an assert on the shape, which is known while a step is traced",
     "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
     "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
-    "get_static_value": "numpy.asarray outside of the step",
     "timestamp": "time.time outside of the step",
-    "config.functions_run_eagerly": "not needed: steps of a strategy are always compiled",
     "config.optimizer": "the environment variable XLA_FLAGS",
     "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
-    "config.get_soft_device_placement": ("nothing: arrays are where their program runs"),
     "config.experimental.enable_op_determinism": (
         "the environment variable XLA_FLAGS=--xla_gpu_deterministic_ops=true"
     ),
-    "config.experimental.get_memory_info": "jax.devices()[0].memory_stats()",
     "config.experimental": "tf.config, or the settings of JAX: jax.config",
     # Strategies.
     "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     # Data.
     "data.experimental.service": "several workers, each with its share of the dataset",
-    "data.experimental.assert_cardinality": "len(dataset)",
     "data.experimental.make_csv_dataset": "numpy.genfromtxt or pandas, and from_tensor_slices",
     "data.FixedLengthRecordDataset": "numpy.memmap and tf.data.Dataset.from_source",
-    "data.NumpyIterator": "dataset.as_numpy_iterator()",
-    "data.ThreadingOptions": "num_parallel_calls of map and interleave",
     "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
     "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
     "io": "functions of Python and NumPy in Dataset.map; pillow for images",
     "image": "keras.ops.image in a step, keras.layers.RandomFlip and others, NumPy in Dataset.map",
     "audio": "soundfile or scipy.io.wavfile in Dataset.map",
     "strings": "methods of Python's str in Dataset.map",
-    "as_string": "str in Dataset.map or outside of the step",
-    "lookup": "keras.layers.StringLookup and IntegerLookup in Dataset.map",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
     "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
@@ -113,10 +94,6 @@ _ADVICE: dict[str, str] = {
     "io.VarLenFeature io.RaggedFeature io.SparseFeature": (
         "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),
-    "train.ExponentialMovingAverage": "use_ema=True of Keras optimizers",
-    "train.CheckpointOptions": "tf.train.Checkpoint without options",
-    "train.list_variables": "tf.train.Checkpoint.restore, which names what does not fit",
-    "train.load_variable": "tf.train.Checkpoint.restore with partial=True",
     "train.Coordinator": "threading and concurrent.futures of Python",
     "train": "tf.train.Checkpoint and keras.optimizers",
     "summary": "keras.callbacks.TensorBoard, or tensorboardX",
@@ -125,8 +102,6 @@ _ADVICE: dict[str, str] = {
     "test": "pytest, numpy.testing, and tf.config.list_physical_devices for what is there",
     "compat": "the names of TensorFlow 2; those of TensorFlow 1 are not there",
     "errors": "the exceptions of distributary.errors, which are also those of Python",
-    "random.Generator": "keras.random.SeedGenerator with keras.random, or jax.random with a key",
-    "random.get_global_generator": "keras.random.SeedGenerator, or jax.random with a key",
     "random.experimental random": "jax.random with a key",
     # Mathematics under other names.
     "batch_to_space": "jax.numpy.reshape and jax.numpy.transpose",
@@ -159,7 +134,7 @@ _ADVICE: dict[str, str] = {
     "nn": "jax.nn and keras.ops",
 }
 
-#: The advice, by the name after `tf.`. docs/migrating.md shows it.
+#: The advice, by the name after `tf.`. docs/api/tensorflow.md shows it.
 EQUIVALENTS: dict[str, str] = _ELSEWHERE | {
     name: advice for names, advice in _ADVICE.items() for name in names.split()
 }
@@ -185,4 +160,4 @@ def equivalent(name: str) -> str:
         space = space.rpartition(".")[0]
         if space in EQUIVALENTS:
             return EQUIVALENTS[space]
-    return "jax.numpy, jax.lax, keras.ops or distributary; docs/migrating.md has a table"
+    return "jax.numpy, jax.lax, keras.ops or distributary; docs/api/tensorflow.md has a table"

@@ -3,10 +3,13 @@
 They run outside of steps, for example in `Dataset.map`.
 """
 
+import base64
+import csv
 import functools
 import importlib
 import io
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +18,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from distributary.compat.tensorflow._host import Element, host_array
 from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError, shown
 
 # Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
@@ -205,6 +209,14 @@ def _messages() -> dict[str, Any]:
     add(entry, one, 2, "value", "Feature")
     add(features, many, 1, "feature", "Features.FeatureEntry")
     add(file.message_type.add(name="Example"), one, 1, "features", "Features")
+    # `tensorflow/core/framework/tensor.proto`, as far as arrays of numbers use it.
+    shape = file.message_type.add(name="TensorShapeProto")
+    add(shape.nested_type.add(name="Dim"), one, 1, "size", "TYPE_INT64")
+    add(shape, many, 2, "dim", "TensorShapeProto.Dim")
+    array = file.message_type.add(name="TensorProto")
+    add(array, one, 1, "dtype", "TYPE_INT32")
+    add(array, one, 2, "tensor_shape", "TensorShapeProto")
+    add(array, one, 4, "tensor_content", "TYPE_BYTES")
     pool = _package("google.protobuf.descriptor_pool", "protobuf").DescriptorPool()
     pool.Add(file)
     factory = _package("google.protobuf.message_factory", "protobuf")
@@ -273,11 +285,135 @@ def decode_jpeg(contents: Any, channels: int = 0, **options: object) -> np.ndarr
     return decode_image(contents, channels)
 
 
+def decode_bmp(contents: Any, channels: int = 0, name: str | None = None) -> np.ndarray:
+    """`tf.io.decode_bmp`: like `decode_image`."""
+    return decode_image(contents, channels)
+
+
+def decode_gif(contents: Any, name: str | None = None) -> np.ndarray:
+    """`tf.io.decode_gif`: the first frame, `[1, height, width, 3]`."""
+    return decode_image(contents, 3)[None]
+
+
 def decode_png(
     contents: Any, channels: int = 0, dtype: DTypeLike = np.uint8, name: str | None = None
 ) -> np.ndarray:
     """`tf.io.decode_png`: like `decode_image`."""
     return decode_image(contents, channels, dtype)
+
+
+def decode_and_crop_jpeg(
+    contents: Any, crop_window: Sequence[int], channels: int = 0, **options: object
+) -> np.ndarray:
+    """`tf.io.decode_and_crop_jpeg`: like `decode_jpeg`, and a part `[y, x, height, width]`."""
+    top, left, height, width = (int(number) for number in crop_window)
+    return decode_image(contents, channels)[top : top + height, left : left + width]
+
+
+def is_jpeg(contents: Any, name: str | None = None) -> bool:
+    """`tf.io.is_jpeg`."""
+    return _bytes(contents).startswith(b"\xff\xd8\xff")
+
+
+def decode_base64(input: Any, name: str | None = None) -> bytes:
+    """`tf.io.decode_base64`: of the alphabet for the web; padding may be missing."""
+    text = input.encode() if isinstance(input, str) else _bytes(input)
+    return base64.urlsafe_b64decode(text + b"=" * (-len(text) % 4))
+
+
+def encode_base64(input: Any, pad: bool = False, name: str | None = None) -> bytes:
+    """`tf.io.encode_base64`: in the alphabet for the web."""
+    text = base64.urlsafe_b64encode(input.encode() if isinstance(input, str) else _bytes(input))
+    return text if pad else text.rstrip(b"=")
+
+
+def decode_compressed(bytes: Any, compression_type: str = "", name: str | None = None) -> Any:
+    """`tf.io.decode_compressed`: of "GZIP" or "ZLIB"."""
+    return zlib.decompress(_bytes(bytes), wbits=47) if compression_type else _bytes(bytes)
+
+
+def decode_csv(
+    records: Any,
+    record_defaults: Sequence[Any],
+    field_delim: str = ",",
+    use_quote_delim: bool = True,
+    na_value: str = "",
+    select_cols: Sequence[int] | None = None,
+    name: str | None = None,
+) -> list[Any]:
+    """`tf.io.decode_csv`: the columns of lines of text, each in the dtype of its default."""
+    lines = np.asarray(records)
+    texts = [one.decode() if isinstance(one, bytes) else one for one in lines.reshape(-1).tolist()]
+    quote = {} if use_quote_delim else {"quoting": csv.QUOTE_NONE}
+    rows = [*csv.reader(texts, delimiter=field_delim, **quote)]  # type: ignore[arg-type]
+    picked = range(len(record_defaults)) if select_cols is None else select_cols
+    for row in rows:
+        if len(row) <= max(picked) or (select_cols is None and len(row) != len(record_defaults)):
+            raise InvalidValueError(
+                f"tf.io.decode_csv: a line has {len(row)} fields, expected"
+                f" {len(record_defaults)}: {row}."
+            )
+    return [
+        _column([row[k] for row in rows], default, na_value, lines.shape)
+        for k, default in zip(picked, record_defaults, strict=True)
+    ]
+
+
+def _column(fields: list[str], default: Any, na_value: str, shape: tuple[int, ...]) -> Any:
+    is_required = isinstance(default, (type, np.dtype)) or np.size(default) == 0
+    dtype = (
+        np.dtype(default) if isinstance(default, (type, np.dtype)) else np.asarray(default).dtype
+    )
+    dtype = np.dtype({"f8": "f4", "i8": "i4"}.get(dtype.str[1:], dtype))
+    missing = [field in ("", na_value) for field in fields]
+    if is_required and any(missing):
+        raise InvalidValueError(
+            f"tf.io.decode_csv: line {missing.index(True)} lacks a field that has no default."
+        )
+    fill = "" if is_required else str(np.ravel(default)[0])
+    values = [fill if gone else field for field, gone in zip(fields, missing, strict=True)]
+    text = np.array(values, str).reshape(shape)
+    return host_array(text if dtype.kind in "USO" else text.astype(dtype))
+
+
+# Numbers of `tensorflow/core/framework/types.proto`.
+_TENSOR_DTYPES = {
+    "float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9,
+    "bool": 10, "uint16": 17, "float16": 19, "uint32": 22, "uint64": 23,
+}  # fmt: skip
+
+
+def serialize_tensor(tensor: Any, name: str | None = None) -> bytes:
+    """`tf.io.serialize_tensor`: the bytes of an array of numbers, as TensorFlow writes them."""
+    array = np.asarray(tensor)
+    if array.dtype.name not in _TENSOR_DTYPES:
+        raise InvalidTypeError(
+            f"tf.io.serialize_tensor: an array of dtype {array.dtype}, expected numbers. Put text"
+            " into tf.train.BytesList as it is."
+        )
+    message = _messages()["TensorProto"](
+        dtype=_TENSOR_DTYPES[array.dtype.name], tensor_content=np.ascontiguousarray(array).tobytes()
+    )
+    message.tensor_shape.SetInParent()
+    for size in array.shape:
+        message.tensor_shape.dim.add(size=size)
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def parse_tensor(serialized: Any, out_type: DTypeLike, name: str | None = None) -> np.ndarray:
+    """`tf.io.parse_tensor`: the array that `serialize_tensor` wrote, here or with TensorFlow."""
+    message = _messages()["TensorProto"].FromString(_bytes(serialized))
+    dtype = np.dtype(out_type)
+    if message.dtype != _TENSOR_DTYPES.get(dtype.name) or (
+        not message.tensor_content and math.prod(d.size for d in message.tensor_shape.dim)
+    ):
+        names = {number: name for name, number in _TENSOR_DTYPES.items()}
+        raise InvalidTypeError(
+            f"tf.io.parse_tensor: the bytes hold {names.get(message.dtype, 'something else')},"
+            f" expected an array of {dtype.name}."
+        )
+    shape = [dim.size for dim in message.tensor_shape.dim]
+    return np.frombuffer(message.tensor_content, dtype).reshape(shape).view(Element)
 
 
 def encode_jpeg(image: ArrayLike, quality: int = 95, **options: object) -> bytes:

@@ -26,9 +26,9 @@ def function(
     experimental_implements: str | None = None,
     experimental_autograph_options: object = None,
     experimental_attributes: object = None,
-    experimental_follow_type_hints: bool | None = None,
     experimental_relax_shapes: bool | None = None,
     experimental_compile: bool | None = None,
+    experimental_follow_type_hints: bool | None = None,
 ) -> Any:
     """Compiles a function like `distributary.function`, with the arguments of `tf.function`.
 
@@ -106,6 +106,10 @@ class Function:
         if len(args) + len(kwargs) == num_own:
             args = (*args, *signature)
         return ConcreteFunction(self, args, kwargs)
+
+    def pretty_printed_concrete_signatures(self, verbose: bool = True) -> str:
+        """Returns the parameters of the function as text, for messages."""
+        return f"{self._name}{inspect.signature(self.python_function)}"
 
     def experimental_get_tracing_count(self) -> int:
         """Returns how often the Python function was traced."""

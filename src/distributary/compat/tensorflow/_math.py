@@ -23,11 +23,57 @@ from distributary.variables import ShardedVariable, Variable, embedding_lookup
 def constant(
     value: TensorLike, dtype: DTypeLike | None = None, shape: Shape | None = None
 ) -> Array:
-    """`tf.constant`: numbers, not strings; a single number fills `shape`."""
+    """`tf.constant`: a single number fills `shape`; text stays on the host."""
     made = array(value, dtype)
     if shape is None:
         return made
     return jnp.full(shape, made.reshape(())) if made.size == 1 else made.reshape(shape)
+
+
+def convert_to_tensor(
+    value: TensorLike, dtype: DTypeLike | None = None, dtype_hint: DTypeLike | None = None
+) -> Array:
+    """`tf.convert_to_tensor`: text stays on the host."""
+    return array(value, dtype)
+
+
+def one_hot(
+    indices: Array,
+    depth: int,
+    on_value: ArrayLike | None = None,
+    off_value: ArrayLike | None = None,
+    axis: int | None = None,
+    dtype: DTypeLike | None = None,
+) -> Array:
+    """`tf.one_hot`."""
+    wanted = next((jnp.asarray(v).dtype for v in (on_value, off_value) if v is not None), None)
+    hot = jax.nn.one_hot(indices, depth, axis=-1 if axis is None else axis, dtype=bool)
+    on, off = (1 if on_value is None else on_value), (0 if off_value is None else off_value)
+    return jnp.where(hot, on, off).astype(dtype or wanted or np.float32)
+
+
+def where(condition: Array, x: ArrayLike | None = None, y: ArrayLike | None = None) -> Array:
+    """`tf.where`: without `x` and `y` the places, outside of steps."""
+    if x is None or y is None:
+        return jnp.argwhere(condition).astype(jax.dtypes.canonicalize_dtype(np.int64))
+    return jnp.where(condition, x, y)
+
+
+def transpose(a: Array, perm: Sequence[int] | None = None, conjugate: bool = False) -> Array:
+    """`tf.transpose`."""
+    moved = jnp.transpose(a, perm)
+    return moved.conj() if conjugate else moved
+
+
+def eye(
+    num_rows: int,
+    num_columns: int | None = None,
+    batch_shape: Shape | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Array:
+    """`tf.eye`."""
+    one = jnp.eye(int(num_rows), num_columns, dtype=dtype)
+    return one if batch_shape is None else jnp.broadcast_to(one, (*batch_shape, *one.shape))
 
 
 def cast(x: Array, dtype: DTypeLike) -> Array:
@@ -98,9 +144,23 @@ def split(
     return jnp.split(value, int(sizes) if sizes.ndim == 0 else np.cumsum(sizes)[:-1], axis)
 
 
-def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False) -> Array:
+def matmul(
+    a: Array,
+    b: Array,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    adjoint_a: bool = False,
+    adjoint_b: bool = False,
+    a_is_sparse: bool = False,
+    b_is_sparse: bool = False,
+    output_type: DTypeLike | None = None,
+    grad_a: bool = False,
+    grad_b: bool = False,
+) -> Array:
     """`tf.matmul`."""
-    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+    first = a.mT.conj() if adjoint_a else a.mT if transpose_a else a
+    second = b.mT.conj() if adjoint_b else b.mT if transpose_b else b
+    return jnp.matmul(first, second, preferred_element_type=output_type)
 
 
 def einsum(equation: str, *inputs: Array) -> Array:
@@ -130,9 +190,21 @@ def gather(
     return take(array(params), indices)
 
 
-def gather_nd(params: Array, indices: Array) -> Array:
+def gather_nd(
+    params: Array,
+    indices: Array,
+    batch_dims: int = 0,
+    name: str | None = None,
+    bad_indices_policy: str = "",
+) -> Array:
     """`tf.gather_nd`."""
-    return params[tuple(jnp.moveaxis(indices, -1, 0))]
+
+    def take(params: Array, indices: Array) -> Array:
+        return params[tuple(jnp.moveaxis(indices, -1, 0))]
+
+    for _ in range(batch_dims):
+        take = jax.vmap(take)
+    return take(params, indices)
 
 
 def pad(
@@ -208,8 +280,15 @@ def in_top_k(targets: Array, predictions: Array, k: int) -> Array:
     return jnp.sum(predictions > own, axis=1) < k
 
 
-def l2_normalize(x: Array, axis: Axes = None, epsilon: float = 1e-12) -> Array:
+def l2_normalize(
+    x: Array,
+    axis: Axes = None,
+    epsilon: float = 1e-12,
+    name: str | None = None,
+    dim: Axes = None,
+) -> Array:
     """`tf.math.l2_normalize`."""
+    axis = dim if axis is None else axis
     return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x**2, axis, keepdims=True), epsilon))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
+from distributary.compat.tensorflow._host import host_array, is_text
 from distributary.keras_bridge import import_keras
 
 
@@ -100,9 +101,9 @@ class Operation:
             text = call.__doc__
         has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
         shown = [p.replace(annotation=p.empty) for p in parameters]
-        signature = inspect.Signature(
-            [*shown, _parameter("name=None", inspect.Parameter.empty, has_rest)]
-        )
+        if not any(p.name == "name" for p in parameters):  # otherwise it is not the last
+            shown.append(_parameter("name=None", inspect.Parameter.empty, has_rest))
+        signature = inspect.Signature(shown)
 
         def operation(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -111,7 +112,8 @@ class Operation:
                 raise TypeError(f"{name}{signature}: {error}") from None
             bound.apply_defaults()
             given = bound.arguments
-            del given["name"]
+            if len(shown) > len(parameters):
+                del given["name"]
             for p in parameters:
                 convert, value = _CONVERSIONS.get(p.annotation, _option), given[p.name]
                 is_rest = p.kind is p.VAR_POSITIONAL
@@ -135,8 +137,9 @@ class Operation:
             passed_as.append(other or own.name)
 
         def call(*given: Any) -> Any:
-            named = zip(passed_as, given[num_tensors:], strict=True)
-            return resolve(self.target)(*given[:num_tensors], **dict(named))
+            named = dict(zip(passed_as, given[num_tensors:], strict=True))
+            named.pop("name", None)
+            return resolve(self.target)(*given[:num_tensors], **named)
 
         return call, parameters
 
@@ -155,8 +158,11 @@ def _parameter(text: str, annotation: object, only_by_name: bool = False) -> ins
 def tensor(value: TensorLike) -> Any:
     """Converts an argument for a function of JAX: variables become arrays, and lists one array.
 
-    Numbers stay numbers, so that they get the dtype of the arrays they are combined with.
+    Numbers stay numbers, so that they get the dtype of the arrays they are combined with. Text
+    becomes an array on the host.
     """
+    if is_text(value):
+        return host_array(value)
     if isinstance(value, (list, tuple)):
         return jnp.asarray(jax.tree.map(tensor, list(value)))
     return plain(value)
@@ -171,7 +177,8 @@ def plain(value: object) -> Any:
 
 def array(value: TensorLike, dtype: DTypeLike | None = None) -> jax.Array:
     """Converts an argument to a JAX array."""
-    return jnp.asarray(tensor(value), canonical(dtype))
+    made = tensor(value)
+    return made if is_text(made) else jnp.asarray(made, canonical(dtype))
 
 
 def _arrays(values: Sequence[TensorLike | None]) -> list[jax.Array | None]:

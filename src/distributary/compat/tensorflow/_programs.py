@@ -1,8 +1,10 @@
 """Functions, control flow and nests: the parts of a TensorFlow program besides arrays."""
 
 import contextlib
+import functools
 import logging
 import math
+import platform
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,8 +14,10 @@ import jax
 import numpy as np
 
 from distributary._types import Nest
-from distributary.compat.tensorflow._operations import TensorLike, array, plain, tensor
-from distributary.errors import UnsupportedError
+from distributary.compat.tensorflow._control import name_scope
+from distributary.compat.tensorflow._operations import array, plain
+from distributary.errors import InvalidValueError, UnsupportedError
+from distributary.options import CommunicationOptions
 from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
 
@@ -66,16 +70,6 @@ class _Shown:
 
     def __repr__(self) -> str:
         return self._text
-
-
-def cond(
-    pred: TensorLike,
-    true_fn: Callable[[], Any],
-    false_fn: Callable[[], Any],
-    name: str | None = None,
-) -> Any:
-    """`tf.cond`: calls one of two functions without arguments, with results of one structure."""
-    return jax.lax.cond(tensor(pred), true_fn, false_fn)
 
 
 def while_loop(
@@ -147,6 +141,51 @@ class TensorShape(tuple[int | None, ...]):
         pairs = zip(self, sizes, strict=False)
         return len(self) == len(sizes) and all(a == b or None in (a, b) for a, b in pairs)
 
+    def assert_is_compatible_with(self, other: Iterable[int | None]) -> None:
+        """Raises an error if no array has both shapes."""
+        if not self.is_compatible_with(other):
+            raise InvalidValueError(f"TensorShape: {self} and {tuple(other)} do not fit.")
+
+    def assert_has_rank(self, rank: int) -> None:
+        """Raises an error for another number of dims."""
+        self.with_rank(rank)
+
+    def assert_is_fully_defined(self) -> None:
+        """Raises an error if a size is unknown."""
+        if not self.is_fully_defined():
+            raise InvalidValueError(f"TensorShape: {self} has unknown sizes.")
+
+    def merge_with(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes that one of both knows.
+
+        Raises:
+            InvalidValueError: if no array has both shapes.
+        """
+        sizes = tuple(other)
+        self.assert_is_compatible_with(sizes)
+        return TensorShape(b if a is None else a for a, b in zip(self, sizes, strict=True))
+
+    def most_specific_compatible_shape(self, other: Iterable[int | None]) -> "TensorShape":
+        """Returns the sizes that both have, and None for the others."""
+        return TensorShape(a if a == b else None for a, b in zip(self, other, strict=True))
+
+    def with_rank(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has another number of dims."""
+        return self._with_dims(len(self) == rank, f"{rank}")
+
+    def with_rank_at_least(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has fewer dims."""
+        return self._with_dims(len(self) >= rank, f"{rank} or more")
+
+    def with_rank_at_most(self, rank: int) -> "TensorShape":
+        """Returns this shape; an error if it has more dims."""
+        return self._with_dims(len(self) <= rank, f"at most {rank}")
+
+    def _with_dims(self, holds: bool, wanted: str) -> "TensorShape":
+        if not holds:
+            raise InvalidValueError(f"TensorShape: {self} has {len(self)} dims, expected {wanted}.")
+        return self
+
     def is_fully_defined(self) -> bool:
         """Returns whether all sizes are known."""
         return None not in self
@@ -157,7 +196,7 @@ class TensorShape(tuple[int | None, ...]):
 
 
 @contextlib.contextmanager
-def no_dependencies(control_inputs: object = None) -> Iterator[None]:
+def no_dependencies(control_inputs: object) -> Iterator[None]:
     """`tf.control_dependencies`: has no effect, as programs keep their order."""
     yield
 
@@ -177,6 +216,18 @@ def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]
 
 def nothing(*args: object, **kwargs: object) -> None:
     """Has no effect: JAX decides by itself."""
+
+
+def get_log_device_placement() -> bool:
+    """`tf.debugging.get_log_device_placement`: False."""
+    return False
+
+
+def collective_hints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """`tf.distribute.experimental.CollectiveHints`: the older name of `CommunicationOptions`."""
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
 
 
 def run_functions_eagerly(run_eagerly: bool) -> None:
@@ -201,6 +252,21 @@ def gpu_device_name() -> str:
 def is_built_with_cuda() -> bool:
     """`tf.test.is_built_with_cuda`: whether JAX can use GPUs here."""
     return is_gpu_available()
+
+
+def is_built_with_rocm() -> bool:
+    """`tf.test.is_built_with_rocm`: whether JAX uses GPUs of AMD here."""
+    return any("rocm" in device.client.platform_version.lower() for device in jax.devices())
+
+
+def is_cpu_target_available(target: str) -> bool:
+    """`tf.test.is_cpu_target_available`: whether XLA runs on CPUs of this kind here."""
+    return {"aarch64": "arm", "x86_64": "x86"}.get(platform.machine()) == target
+
+
+def is_built_with_xla() -> bool:
+    """`tf.test.is_built_with_xla`."""
+    return True
 
 
 @final
@@ -240,6 +306,27 @@ class Module:
         return tuple([variable for variable in self.variables if variable.trainable])
 
     @property
+    def non_trainable_variables(self) -> tuple[Any, ...]:
+        """The variables that are not trainable."""
+        return tuple([variable for variable in self.variables if not variable.trainable])
+
+    @property
+    def name_scope(self) -> name_scope:
+        """A `tf.name_scope` with the name of the module."""
+        return name_scope(self.name)
+
+    @classmethod
+    def with_name_scope(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a method that runs in the name scope of its module."""
+
+        @functools.wraps(method)
+        def named(self: Module, *args: Any, **kwargs: Any) -> Any:
+            with self.name_scope:
+                return method(self, *args, **kwargs)
+
+        return named
+
+    @property
     def submodules(self) -> tuple["Module", ...]:
         """The modules below this one."""
         return tuple([part for part in _parts_of(self) if isinstance(part, Module)])
@@ -275,6 +362,20 @@ def pack_sequence_as(
 ) -> Any:
     """`tf.nest.pack_sequence_as`."""
     return jax.tree.unflatten(jax.tree.structure(structure, is_leaf=_is_none), flat_sequence)
+
+
+def assert_same_structure(
+    nest1: Nest, nest2: Nest, check_types: bool = True, expand_composites: bool = False
+) -> None:
+    """`tf.nest.assert_same_structure`."""
+    first, second = (jax.tree.structure(nest, is_leaf=_is_none) for nest in (nest1, nest2))
+    if str(first) != str(second):
+        raise InvalidValueError(f"tf.nest: the structures differ: {first} and {second}.")
+
+
+def is_nested(seq: Any) -> bool:
+    """`tf.nest.is_nested`."""
+    return isinstance(seq, (list, tuple, dict))
 
 
 def _is_none(value: object) -> bool:

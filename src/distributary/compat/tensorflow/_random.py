@@ -5,7 +5,8 @@ See `Operation` for how arguments are converted.
 
 import random
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,174 @@ def seed_of(seed: int | None) -> Any:
     return own[seed]
 
 
+@final
+class Generator:
+    """Random numbers from a state of its own, which differ in every call, step and replica.
+
+    They are not those of TensorFlow. The state belongs to the strategy in whose scope the generator
+    is made, and a checkpoint saves it.
+
+    Args:
+        copy_from: A generator to begin like.
+        state: What `state` of a generator returned.
+        alg: No effect: JAX's algorithm.
+
+    Source: `tf.random.Generator`.
+    """
+
+    #: Number of TensorFlow's algorithm; there is one.
+    algorithm = 1
+
+    def __init__(
+        self, copy_from: "Generator | None" = None, state: Any = None, alg: object = None
+    ) -> None:
+        if copy_from is None and state is None:
+            raise InvalidValueError(
+                "tf.random.Generator: there is neither copy_from nor state. Use"
+                " tf.random.Generator.from_seed(seed)."
+            )
+        with jax.ensure_compile_time_eval():
+            self._seeds = resolve("keras.random.SeedGenerator")(0)
+        self.reset(state if copy_from is None else copy_from.state)
+
+    @classmethod
+    def from_seed(cls, seed: int | Sequence[int], alg: object = None) -> "Generator":
+        """Makes a generator from a number or several."""
+        return cls(state=_state_of(seed))
+
+    @classmethod
+    def from_non_deterministic_state(cls, alg: object = None) -> "Generator":
+        """Makes a generator that begins differently in every process."""
+        return cls(state=_state_of(random.getrandbits(62)))
+
+    @classmethod
+    def from_state(cls, state: Any, alg: object) -> "Generator":
+        """Makes a generator that goes on where another one was."""
+        return cls(state=state)
+
+    @classmethod
+    def from_key_counter(cls, key: int, counter: Any, alg: object) -> "Generator":
+        """Makes a generator from a number, after `counter` calls."""
+        made = cls.from_seed(key)
+        made.skip(counter)
+        return made
+
+    @property
+    def state(self) -> Any:
+        """The state, a variable uint32 `[2]`."""
+        return self._seeds.state
+
+    @property
+    def key(self) -> Any:
+        """The part of the state that stays the same."""
+        return self.state.value[0]
+
+    def reset(self, state: Any) -> None:
+        """Goes to a state."""
+        self.state.assign(np.asarray(state, np.uint32))
+
+    def reset_from_seed(self, seed: int | Sequence[int]) -> None:
+        """Begins anew from a number or several."""
+        self.reset(_state_of(seed))
+
+    def reset_from_key_counter(self, key: int, counter: Any) -> None:
+        """Begins anew from a number, after `counter` calls."""
+        self.reset_from_seed(key)
+        self.skip(counter)
+
+    def skip(self, delta: Any) -> None:
+        """Goes on as after `delta` calls."""
+        calls = np.array([0, np.sum(delta)], np.uint32)
+        self.reset(np.asarray(self.state) + calls)
+
+    def make_seeds(self, count: int = 1) -> Array:
+        """Returns seeds for functions such as `tf.random.stateless_normal`, `[2, count]`."""
+        return self.uniform_full_int((2, count), np.int32)
+
+    def split(self, count: int = 1) -> "list[Generator]":
+        """Returns generators that begin at random."""
+        return [Generator.from_seed(np.abs(seed)) for seed in np.asarray(self.make_seeds(count)).T]
+
+    def normal(
+        self,
+        shape: Shape,
+        mean: Any = 0.0,
+        stddev: Any = 1.0,
+        dtype: DTypeLike = np.float32,
+        name: str | None = None,
+    ) -> Array:
+        """Returns numbers of a normal distribution."""
+        return _draw("normal", shape, dtype, self._seeds) * stddev + mean
+
+    def truncated_normal(
+        self,
+        shape: Shape,
+        mean: Any = 0.0,
+        stddev: Any = 1.0,
+        dtype: DTypeLike = np.float32,
+        name: str | None = None,
+    ) -> Array:
+        """Returns numbers of a normal distribution, within two deviations."""
+        return _draw("truncated_normal", shape, dtype, self._seeds) * stddev + mean
+
+    def uniform(
+        self,
+        shape: Shape,
+        minval: Any = 0,
+        maxval: Any = None,
+        dtype: DTypeLike = np.float32,
+        name: str | None = None,
+    ) -> Array:
+        """Returns numbers from `minval` up to but excluding `maxval`."""
+        return _uniform(shape, minval, maxval, jax.dtypes.canonicalize_dtype(dtype), self._seeds)
+
+    def uniform_full_int(
+        self, shape: Shape, dtype: DTypeLike = np.uint64, name: str | None = None
+    ) -> Array:
+        """Returns any whole numbers of the dtype."""
+        bits = jax.random.bits(_key_of(self._seeds), tuple(shape))
+        return jax.lax.bitcast_convert_type(bits, jax.dtypes.canonicalize_dtype(dtype))
+
+    def binomial(
+        self,
+        shape: Shape,
+        counts: Any,
+        probs: Any,
+        dtype: DTypeLike = np.int32,
+        name: str | None = None,
+    ) -> Array:
+        """Returns how many of `counts` draws succeed."""
+        draw = resolve("keras.random.binomial")
+        return draw(tuple(shape), counts, probs, seed=self._seeds).astype(dtype)
+
+
+def _state_of(seed: Any) -> np.ndarray:
+    """Returns the state of a generator that begins with a number or several."""
+    mixed = np.random.SeedSequence([int(one) for one in np.atleast_1d(np.asarray(seed))])
+    return np.array([mixed.generate_state(1)[0], 0], np.uint32)
+
+
+_global_generator: list[Generator] = []
+
+
+def get_global_generator() -> Generator:
+    """Returns the generator of `set_global_generator`, or one that begins differently each time.
+
+    Source: `tf.random.get_global_generator`.
+    """
+    if not _global_generator:
+        _global_generator.append(Generator.from_non_deterministic_state())
+    return _global_generator[0]
+
+
+def set_global_generator(generator: Generator) -> None:
+    """Sets what `get_global_generator` returns.
+
+    Source: `tf.random.set_global_generator`.
+    """
+    _global_generator[:] = [generator]
+
+
 def normal(
     shape: Shape,
     mean: Array | float = 0.0,
@@ -90,16 +259,38 @@ def uniform(
     seed: int | None = None,
 ) -> Array:
     """`tf.random.uniform`: from `minval` up to but excluding `maxval`; integers need `maxval`."""
+    return _uniform(shape, minval, maxval, dtype, seed_of(seed))
+
+
+def _uniform(shape: Shape, minval: Any, maxval: Any, dtype: DTypeLike, seeds: Any) -> Array:
     if _is_integer(dtype, maxval):
         draw = resolve("keras.random.randint")
-        return draw(tuple(shape), minval, maxval, str(dtype), seed_of(seed))
-    drawn = _drawn("uniform", shape, dtype, seed)
+        return draw(tuple(shape), minval, maxval, str(dtype), seeds)
+    drawn = _draw("uniform", shape, dtype, seeds)
     return drawn * ((1 if maxval is None else maxval) - minval) + minval
 
 
 def shuffle(value: Array, seed: int | None = None) -> Array:
     """`tf.random.shuffle`: along dim 0."""
     return resolve("keras.random.shuffle")(value, 0, seed_of(seed))
+
+
+def flip_randomly(image: Array, seed: int | None = None) -> Array:
+    """`tf.image.random_flip_left_right`: one image, or every image of a batch by itself."""
+    draw = _drawn("uniform", (*image.shape[:-3], 1, 1, 1), np.float32, seed)
+    return jnp.where(draw < 0.5, jnp.flip(image, -2), image)
+
+
+def crop_randomly(value: Array, size: Shape, seed: int | None = None) -> Array:
+    """`tf.image.random_crop`: a part of this size."""
+    free = [own - int(part) for own, part in zip(value.shape, size, strict=True)]
+    if min(free) < 0:
+        raise InvalidValueError(
+            f"tf.image.random_crop: size is {tuple(size)}, but the image has {value.shape}."
+        )
+    draws = _drawn("uniform", (value.ndim,), np.float32, seed)
+    starts = [jnp.int32(draws[i] * (room + 1)) for i, room in enumerate(free)]
+    return jax.lax.dynamic_slice(value, starts, [int(part) for part in size])
 
 
 def categorical(
@@ -115,6 +306,8 @@ def stateless_normal(
     mean: Array | float = 0.0,
     stddev: Array | float = 1.0,
     dtype: DTypeLike = np.float32,
+    name: str | None = None,
+    alg: str = "auto_select",
 ) -> Array:
     """`tf.random.stateless_normal`: the same numbers for the same `seed` of two integers."""
     return jax.random.normal(_key(seed), tuple(shape), dtype) * stddev + mean
@@ -126,6 +319,8 @@ def stateless_uniform(
     minval: Array | float = 0,
     maxval: Array | float | None = None,
     dtype: DTypeLike = np.float32,
+    name: str | None = None,
+    alg: str = "auto_select",
 ) -> Array:
     """`tf.random.stateless_uniform`: the same numbers for the same `seed` of two integers."""
     if _is_integer(dtype, maxval):
@@ -133,6 +328,103 @@ def stateless_uniform(
         return jax.random.randint(_key(seed), tuple(shape), minval, maxval, dtype)
     last = 1 if maxval is None else maxval
     return jax.random.uniform(_key(seed), tuple(shape), dtype, minval, last)
+
+
+def stateless_truncated_normal(
+    shape: Shape,
+    seed: Array,
+    mean: Array | float = 0.0,
+    stddev: Array | float = 1.0,
+    dtype: DTypeLike = np.float32,
+    name: str | None = None,
+    alg: str = "auto_select",
+) -> Array:
+    """`tf.random.stateless_truncated_normal`: the same numbers for the same `seed`."""
+    return jax.random.truncated_normal(_key(seed), -2, 2, tuple(shape), dtype) * stddev + mean
+
+
+def stateless_categorical(
+    logits: Array,
+    num_samples: int,
+    seed: Array,
+    dtype: DTypeLike = np.int64,
+) -> Array:
+    """`tf.random.stateless_categorical`: the same numbers for the same `seed`."""
+    shape = (int(num_samples), logits.shape[0])
+    return jax.random.categorical(_key(seed), logits, shape=shape).T.astype(dtype)
+
+
+def stateless_shuffle(value: Array, seed: Array, alg: str = "auto_select") -> Array:
+    """`tf.random.experimental.stateless_shuffle`: the same order for the same `seed`."""
+    return jax.random.permutation(_key(seed), value)
+
+
+def gamma(
+    shape: Shape,
+    alpha: Array,
+    beta: Array | float | None = None,
+    dtype: DTypeLike = np.float32,
+    seed: int | None = None,
+) -> Array:
+    """`tf.random.gamma`."""
+    sizes = (*shape, *alpha.shape)
+    ones = jnp.broadcast_to(alpha, sizes)
+    drawn = resolve("keras.random.gamma")(sizes, ones, str(dtype), seed_of(seed))
+    return drawn if beta is None else drawn / beta
+
+
+def poisson(
+    shape: Shape, lam: Array, dtype: DTypeLike = np.float32, seed: int | None = None
+) -> Array:
+    """`tf.random.poisson`."""
+    return _poisson(_key_of(seed_of(seed)), shape, lam, dtype)
+
+
+def stateless_poisson(shape: Shape, seed: Array, lam: Array, dtype: DTypeLike = np.int32) -> Array:
+    """`tf.random.stateless_poisson`: the same numbers for the same `seed`."""
+    sizes = tuple(shape)
+    return jax.random.poisson(_key(seed), lam, sizes).astype(dtype)
+
+
+def _poisson(key: Array, shape: Shape, lam: Array, dtype: DTypeLike) -> Array:
+    return jax.random.poisson(key, lam, (*shape, *lam.shape)).astype(dtype)
+
+
+def stateless_gamma(
+    shape: Shape,
+    seed: Array,
+    alpha: Array,
+    beta: Array | float | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Array:
+    """`tf.random.stateless_gamma`: the same numbers for the same `seed`."""
+    drawn = jax.random.gamma(_key(seed), alpha, tuple(shape), dtype)
+    return drawn if beta is None else drawn / beta
+
+
+def stateless_binomial(
+    shape: Shape,
+    seed: Array,
+    counts: Array,
+    probs: Array,
+    output_dtype: DTypeLike = np.int32,
+) -> Array:
+    """`tf.random.stateless_binomial`: the same numbers for the same `seed`."""
+    return jax.random.binomial(_key(seed), counts, probs, tuple(shape)).astype(output_dtype)
+
+
+def split(seed: Array, num: int = 2, alg: str = "auto_select") -> Array:
+    """`tf.random.split`: seeds that depend on a seed, int32 `[num, 2]`."""
+    return _seeds_of(jax.random.split(_key(seed), int(num)))
+
+
+def fold_in(seed: Array, data: Array, alg: str = "auto_select") -> Array:
+    """`tf.random.fold_in`: a seed that depends on a seed and a number."""
+    return _seeds_of(jax.random.fold_in(_key(seed), data))
+
+
+def _seeds_of(keys: Array) -> Array:
+    return jax.lax.bitcast_convert_type(jax.random.key_data(keys), jnp.int32)
 
 
 def _is_integer(dtype: DTypeLike, maxval: Array | float | None) -> bool:
@@ -144,8 +436,17 @@ def _is_integer(dtype: DTypeLike, maxval: Array | float | None) -> bool:
 
 
 def _drawn(name: str, shape: Shape, dtype: DTypeLike, seed: int | None) -> Array:
+    return _draw(name, shape, dtype, seed_of(seed))
+
+
+def _draw(name: str, shape: Shape, dtype: DTypeLike, seeds: Any) -> Array:
     draw = resolve(f"keras.random.{name}")
-    return draw(tuple(shape), dtype=str(dtype), seed=seed_of(seed))
+    return draw(tuple(shape), dtype=str(np.dtype(dtype)), seed=seeds)
+
+
+def _key_of(seeds: Any) -> Array:
+    """Returns the next key of a generator of Keras."""
+    return jax.random.wrap_key_data(jnp.asarray(seeds.next()))
 
 
 def _key(seed: Array) -> Array:

@@ -1,8 +1,10 @@
 """`tf.summary`: the functions of one `Summaries`."""
 
-from distributary.monitoring import Summaries
+from distributary.monitoring import Summaries, SummaryWriter as SummaryWriter
 
 _summaries = Summaries()
+audio = _summaries.audio
+create_noop_writer = _summaries.create_noop_writer
 create_file_writer = _summaries.create_file_writer
 flush = _summaries.flush
 get_step = _summaries.get_step

@@ -1,6 +1,6 @@
 """The supported names of TensorFlow, and the objects that they stand for.
 
-Keys are the names after `tf.`. A table of docs/migrating.md is made from these.
+Keys are the names after `tf.`. docs/api/tensorflow.md is made from these.
 """
 
 from collections.abc import Iterator
@@ -78,31 +78,66 @@ TARGETS: dict[str, str] = {
         . {_OWN}._arrays: custom_gradient
         . {_OWN}._functions: function
         . {_OWN}._programs:
-            Module TensorShape cond device executing_eagerly get_logger is_tensor
+            Module TensorShape device executing_eagerly get_logger is_tensor
             no_op print:print_ while_loop control_dependencies:no_dependencies group identity_n
+        . {_OWN}._control:
+            case cond foldr get_static_value init_scope inside_function name_scope numpy_function
+            py_function recompute_grad switch_case
+        . {_OWN}._tensor_array: TensorArray
+        . {_OWN}._strings: as_string
+        strings. {_OWN}._strings:
+            as_string bytes_split format:format_ join length lower reduce_join regex_full_match
+            regex_replace split strip substr to_hash_bucket to_hash_bucket_fast:to_hash_bucket
+            to_number upper
+        lookup. {_OWN}._lookup:
+            KeyValueTensorInitializer StaticHashTable StaticVocabularyTable TextFileIndex
+            TextFileInitializer
+        lookup.experimental. {_OWN}._lookup: DenseHashTable MutableHashTable
         compat. {_OWN}._programs: as_bytes as_str:as_text as_text v1.ConfigProto:ConfigProto
         config. {_OWN}._programs:
             run_functions_eagerly set_soft_device_placement:nothing optimizer.set_jit:nothing
             threading.set_inter_op_parallelism_threads:nothing
             threading.set_intra_op_parallelism_threads:nothing
-        test. {_OWN}._programs: gpu_device_name is_built_with_cuda is_gpu_available
-        io. {_OWN}._io: TFRecordWriter read_file write_file
+        test. {_OWN}._programs:
+            gpu_device_name is_built_with_cuda is_built_with_gpu_support:is_built_with_cuda
+            is_built_with_rocm is_built_with_xla is_cpu_target_available is_gpu_available
+        test. {_OWN}._testing: TestCase main
+        io. {_OWN}._io: TFRecordOptions TFRecordWriter matching_files read_file write_file
         io. {_OWN}._examples:
-            FixedLenFeature FixedLenSequenceFeature decode_image decode_jpeg decode_png decode_raw
-            encode_jpeg encode_png parse_example parse_single_example
+            FixedLenFeature FixedLenSequenceFeature decode_and_crop_jpeg decode_base64
+            decode_bmp decode_compressed decode_csv decode_gif
+            decode_image decode_jpeg decode_png decode_raw encode_base64 encode_jpeg encode_png
+            is_jpeg parse_example parse_single_example parse_tensor serialize_tensor
         image. {_OWN}._examples: decode_image decode_jpeg decode_png encode_jpeg encode_png
         train. {_OWN}._examples: BytesList Example Feature Features FloatList Int64List
         io.gfile. {_OWN}._io:
-            GFile:gfile copy exists glob isdir join listdir makedirs mkdir remove rename rmtree
-            stat walk
+            GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove
+            rename rmtree stat walk
         summary. {_OWN}._summary:
-            create_file_writer experimental.get_step:get_step experimental.set_step:set_step flush
+            SummaryWriter audio create_file_writer create_noop_writer
+            experimental.get_step:get_step experimental.set_step:set_step flush
             histogram image record_if scalar should_record_summaries text
         debugging. {_OWN}._checks:
-            assert_shapes disable_check_numerics enable_check_numerics
-            set_log_device_placement
+            assert_proper_iterable assert_same_float_dtype assert_shapes disable_check_numerics
+            enable_check_numerics is_numeric_tensor set_log_device_placement
         autograph.experimental. distributary.autograph: do_not_convert set_loop_options
-        nest. {_OWN}._programs: flatten map_structure pack_sequence_as
+        autograph. {_OWN}._programs: set_verbosity:nothing
+        debugging. {_OWN}._programs: get_log_device_placement
+        distribute.experimental. {_OWN}._programs: CollectiveHints:collective_hints
+        config.optimizer. {_OWN}._programs: set_experimental_options:nothing
+        config.experimental. {_OWN}._programs:
+            set_synchronous_execution:nothing get_synchronous_execution:get_log_device_placement
+        train.experimental. {_OWN}._training: PythonState
+        data. types: ThreadingOptions:SimpleNamespace
+        data.experimental. types:
+            OptimizationOptions:SimpleNamespace ThreadingOptions:SimpleNamespace
+        nest. {_OWN}._programs:
+            assert_same_structure flatten is_nested map_structure pack_sequence_as
+        profiler.experimental. {_OWN}._profiling: Profile Trace:trace start stop
+        summary. {_OWN}._profiling: trace_export trace_off trace_on
+        compat.v1. {_OWN}._programs:
+            disable_v2_behavior:nothing enable_eager_execution:nothing
+            logging.set_verbosity:nothing
         . tf_keras: initializers losses metrics optimizers
         . tf_keras.initializers:
             constant_initializer:Constant ones_initializer:Ones
@@ -115,19 +150,38 @@ TARGETS: dict[str, str] = {
         keras.backend. {_OWN}._keras_backend: batch_get_value batch_set_value
 
         data. distributary.data:
-            AUTOTUNE Dataset INFINITE_CARDINALITY Iterator:DatasetIterator Options TFRecordDataset
-            TextLineDataset UNKNOWN_CARDINALITY
+            AUTOTUNE INFINITE_CARDINALITY Iterator:DatasetIterator NumpyIterator:DatasetIterator
+            Options UNKNOWN_CARDINALITY
         data.experimental.
             AUTOTUNE AutoShardPolicy DistributeOptions INFINITE_CARDINALITY SHARD_HINT
             UNKNOWN_CARDINALITY
+        data. {_OWN}._data: Dataset TFRecordDataset TextLineDataset
+        data.experimental. {_OWN}._data:
+            Counter:Dataset.counter RandomDataset:Dataset.random assert_cardinality at
+            bucket_by_sequence_length cardinality choose_from_datasets copy_to_device
+            enumerate_dataset from_list get_next_as_optional get_single_element get_structure
+            group_by_window ignore_errors map_and_batch parallel_interleave prefetch_to_device
+            sample_from_datasets:Dataset.sample_from_datasets scan shuffle_and_repeat take_while
+            unbatch unique
+        data.experimental. distributary.experimental: Optional
         experimental. distributary.experimental: Optional
-        train. distributary.checkpoint: Checkpoint CheckpointManager latest_checkpoint
+        train. distributary.checkpoint:
+            Checkpoint CheckpointManager latest_checkpoint list_variables load_variable
         train. distributary.cluster_resolver: ClusterSpec
 
         config. {_OWN}._config:
-            LogicalDevice LogicalDeviceConfiguration PhysicalDevice list_logical_devices
-            list_physical_devices set_logical_device_configuration set_visible_devices
-            experimental.set_memory_growth:set_memory_growth
+            LogicalDevice LogicalDeviceConfiguration PhysicalDevice functions_run_eagerly
+            get_logical_device_configuration get_soft_device_placement get_visible_devices
+            list_logical_devices list_physical_devices set_logical_device_configuration
+            set_visible_devices threading.get_inter_op_parallelism_threads:get_num_threads
+            threading.get_intra_op_parallelism_threads:get_num_threads
+        config.experimental. {_OWN}._config:
+            VirtualDeviceConfiguration:LogicalDeviceConfiguration
+            enable_tensor_float_32_execution get_device_details get_memory_growth get_memory_info
+            get_virtual_device_configuration:get_logical_device_configuration get_visible_devices
+            list_logical_devices list_physical_devices set_memory_growth
+            set_virtual_device_configuration:set_logical_device_configuration set_visible_devices
+            tensor_float_32_execution_enabled
         config. distributary.config: experimental_connect_to_cluster
         tpu. distributary.tpu: XLAOptions
         tpu.experimental. distributary.tpu.experimental:
@@ -141,13 +195,19 @@ TARGETS: dict[str, str] = {
         errors. builtins:
             AlreadyExistsError:FileExistsError DeadlineExceededError:TimeoutError
             NotFoundError:FileNotFoundError PermissionDeniedError:PermissionError
+            UnauthenticatedError:PermissionError
         errors. jax.errors:
             InternalError:JaxRuntimeError ResourceExhaustedError:JaxRuntimeError
             UnknownError:JaxRuntimeError
 
         nn. {_OWN}._nn: compute_average_loss scale_regularization_loss
         nn. distributary: embedding_lookup
-        random. {_OWN}._random: set_seed
+        random. {_OWN}._random: Generator get_global_generator set_global_generator set_seed
+        random.experimental. {_OWN}._random:
+            Generator get_global_generator set_global_generator
+        train. {_OWN}._training:
+            CheckpointOptions ExponentialMovingAverage checkpoints_iterator get_checkpoint_state
+            load_checkpoint
         """
     ),
 }
@@ -178,12 +238,9 @@ OPERATIONS: dict[str, Operation] = {
         jax.numpy(input;dtype=None): ones_like zeros_like
         jax.numpy(;shape,dtype=None): ones zeros
         jax.numpy(t;clip_value_min:min,clip_value_max:max): clip_by_value:clip
-        jax.numpy(value;dtype=None): convert_to_tensor:asarray
         jax.numpy(input;axis): expand_dims
         jax.numpy(;dims:shape,value:fill_value): fill:full
-        jax.numpy(;num_rows:N,num_columns=None:M,dtype=None): eye
-        jax.numpy(start,stop;num,axis=0): linspace
-        jax.nn(indices;depth:num_classes,axis=-1,dtype=None): one_hot
+        jax.numpy(start,stop;num,name=None,axis=0): linspace
         jax.numpy(input;repeats,axis=None): repeat
         jax.numpy(tensor;shape): reshape
         jax.numpy(tensor;axis): reverse:flip
@@ -192,28 +249,29 @@ OPERATIONS: dict[str, Operation] = {
         jax.lax(input): stop_gradient
         jax.numpy(a,b;axes): tensordot
         jax.numpy(input;multiples:reps): tile
-        jax.numpy(a;perm=None:axes): transpose
-        jax.numpy(condition,x,y): where
         jax.numpy(input;shift,axis): roll
         jax.numpy(input;shape): broadcast_to
         jax.numpy(input): rank:ndim
         {_OWN}._arrays:
             argsort foldl map_fn meshgrid scan scatter_nd sequence_mask slice:slice_ sort
             tensor_scatter_nd_add tensor_scatter_nd_sub tensor_scatter_nd_update unique
-            vectorized_map strings.to_number:to_number
+            vectorized_map
         {_OWN}._math:
             add_n argmax argmin boolean_mask cast clip_by_global_norm clip_by_norm concat constant
-            dtypes.cast:cast einsum gather gather_nd matmul norm pad range:range_ reduce_mean shape
-            size split unstack
+            convert_to_tensor dtypes.cast:cast einsum eye gather gather_nd matmul norm one_hot pad
+            range:range_ reduce_mean shape size split transpose unstack where
 
         image. {_OWN}._arrays:
             convert_image_dtype:as_image flip_left_right flip_up_down per_image_standardization
-            resize
+            resize resize_with_crop_or_pad
+        image. {_OWN}._random:
+            random_crop:crop_randomly random_flip_left_right:flip_randomly
         . {_OWN}._checks: Assert:assert_ ensure_shape
         debugging. {_OWN}._checks:
             Assert:assert_ assert_all_finite assert_equal assert_greater assert_greater_equal
-            assert_less assert_less_equal assert_near assert_negative assert_non_negative
-            assert_none_equal assert_positive assert_rank assert_type check_numerics
+            assert_integer assert_less assert_less_equal assert_near assert_negative
+            assert_non_negative assert_non_positive assert_none_equal assert_positive assert_rank
+            assert_rank_at_least assert_rank_in assert_scalar assert_type check_numerics
         math. jax.scipy.special(x): lgamma:gammaln digamma
         jax.ops(data,segment_ids): segment_sum segment_max segment_min
         jax.ops(data,segment_ids;num_segments):
@@ -252,7 +310,11 @@ OPERATIONS: dict[str, Operation] = {
             sigmoid_cross_entropy_with_logits softmax_cross_entropy_with_logits
             sparse_softmax_cross_entropy_with_logits
         random. {_OWN}._random:
-            categorical normal shuffle stateless_normal stateless_uniform truncated_normal uniform
+            categorical fold_in gamma normal poisson shuffle split stateless_binomial
+            stateless_categorical stateless_gamma stateless_normal stateless_poisson
+            stateless_truncated_normal stateless_uniform truncated_normal uniform
+        random.experimental. {_OWN}._random:
+            stateless_fold_in:fold_in stateless_shuffle stateless_split:split
 
         keras.backend. jax.numpy(x):
             abs cos exp flatten:ravel int_shape:shape log ndim round sign sin sqrt square tanh
@@ -298,9 +360,17 @@ _DTYPES = (
     " uint32 uint64"
 )
 
+_CODES = (
+    "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS"
+    " PERMISSION_DENIED RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED"
+    " INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED"
+)
+
 #: The constants. In arrays, a dtype of 64 bits becomes one of 32 bits, as everywhere in JAX.
 CONSTANTS: dict[str, Any] = {
     "__version__": "2.21.0",
+    # The numbers of google/rpc/code.proto.
+    **{f"errors.{name}": number for number, name in enumerate(_CODES.split())},
     "newaxis": None,
     **{f"{space}{name}": jnp.dtype(name) for space in ("", "dtypes.") for name in _DTYPES.split()},
     "bool": jnp.dtype(bool),

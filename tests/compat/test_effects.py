@@ -1,0 +1,72 @@
+"""What importing and using the module changes for the rest of the process: nothing.
+
+JAX has one class for all arrays, so that `numpy()` is an attribute of it, which only programs see.
+"""
+
+import subprocess
+import sys
+import sysconfig
+
+_OTHER = """
+import numpy as np
+
+def seen(array):
+    return hasattr(array, "numpy"), hasattr(type(array), "numpy")
+"""
+
+_PROGRAM = """
+import builtins, os, sys, types
+import jax, jax.numpy, keras, numpy
+
+def surroundings():
+    modules = (builtins, jax, jax.numpy, jax.nn, keras, keras.ops, keras.layers, numpy)
+    classes = (jax.Array, jax.numpy.ones(1).__class__, numpy.ndarray, keras.Variable, keras.Model)
+    found = {owner: dict(vars(owner)) for owner in (*modules, *classes)}
+    return found
+
+def changed(before):
+    after = surroundings()
+    return {
+        (owner is jax.Array, name)
+        for owner, own in after.items()
+        for name in own.keys() | before[owner].keys()
+        if own.get(name) is not before[owner].get(name)
+        and not isinstance(own.get(name), types.ModuleType)
+    }
+
+before, environ = surroundings(), dict(os.environ)
+import distributary.compat.tensorflow as tf
+assert changed(before) == {(True, "numpy")}, changed(before)
+assert dict(os.environ) == environ
+
+total = tf.reduce_sum(tf.constant([1.0, 2.0]))
+for x in tf.data.Dataset.range(2).batch(2):
+    assert x.numpy().tolist() == [0, 1]
+assert total.numpy() == 3
+assert changed(before) == {(True, "numpy")}, changed(before)
+
+import distributary as dist
+(plain,) = dist.data.Dataset.range(1)
+assert type(plain) is type(numpy.int64(0)), type(plain)
+
+other = types.ModuleType("other")
+place = os.path.join(sys.argv[1], "other.py")
+exec(compile(sys.argv[2], place, "exec"), vars(other))
+assert other.seen(total) == (False, False)
+other.tf = tf  # an installed package that uses the module is a program, too
+assert other.seen(total) == (True, False)
+assert not hasattr(jax.Array, "numpy")
+"""
+
+
+def test_import_and_use_change_nothing_for_other_code():
+    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, sysconfig.get_path("purelib"), _OTHER],
+        env=environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.returncode == 0, process.stderr
