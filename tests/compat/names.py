@@ -80,6 +80,8 @@ def arguments(found):
         return None
     try:
         parameters = inspect.signature(found).parameters.values()
+        if isinstance(found, type) and {p.name for p in parameters} == {"args", "kwargs"}:
+            parameters = inspect.signature(found.__init__).parameters.values()  # of a metaclass
     except (TypeError, ValueError):
         return None
     return {

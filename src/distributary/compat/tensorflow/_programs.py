@@ -116,7 +116,7 @@ def device(device_name: str | Callable[..., str] | None) -> Iterator[None]:
 class TensorShape(tuple[int | None, ...]):
     """`tf.TensorShape`: a tuple of sizes, None for one that is not known."""
 
-    def __new__(cls, dims: int | Iterable[int | None] | None = ()) -> "TensorShape":
+    def __new__(cls, dims: int | Iterable[int | None] | None) -> "TensorShape":
         return super().__new__(cls, dims if isinstance(dims, Iterable) else (dims,))
 
     @property
