@@ -144,6 +144,56 @@ def a_range_of_a_fraction(x):
     return total
 
 
+@told(TypeError, "`rows` has 1 items after one branch of the `if` at", "0 items after the other")
+def a_list_that_grows_in_one_branch(x):
+    rows = []
+    if x > 0:
+        rows.append(x)
+    return len(rows)
+
+
+@told(TypeError, "`found` has the keys ['a', 'b'] after one branch", "the keys ['a'] after")
+def keys_of_one_branch(x):
+    found = {"a": 1.0}
+    if x > 0:
+        found.setdefault("b", x)
+    return len(found)
+
+
+@told(TypeError, "`record.rows` has 2 items after one branch of the `if` at")
+def a_list_of_an_object(x):
+    class Record:
+        def __init__(self):
+            self.rows = [0.0]
+
+    record = Record()
+    if x > 0:
+        record.rows.append(x)
+    return len(record.rows)
+
+
+@told(TypeError, "`found` has the keys [1] before a turn of the `while` at", "the keys [1, 2]")
+def a_set_that_grows_in_a_loop(x):
+    found = {1}
+    while x > 0:
+        found.add(2)
+        x = x - 1
+    return len(found)
+
+
+@told(
+    dist.errors.UnsupportedError,
+    "has 300 turns, and each looks at a list",
+    "at most 256",
+    argument=np.zeros(300, np.float32),
+)
+def a_long_list_that_turns_look_at(xs):
+    found = [0.0]
+    for x in xs:
+        found.append(found[-1] + x)
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_message_names_the_line_and_the_variable(name):
     function, error, parts, argument = CASES[name]

@@ -17,15 +17,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from distributary.autograph import _operators
+from distributary.autograph._reached import is_of_library
+from distributary.autograph._syntax import Simplified
 from distributary.tracing import current_scope
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Code of these is not rewritten; neither is the standard library.
-_NOT_CONVERTED = frozenset(
-    {"distributary", "jax", "jaxlib", "numpy", "scipy", "keras", "keras_hub", "keras_rs", "flax"}
-    | {"optax", "orbax", "chex", "grain", "malt", "tensorflow", "torch"}
-)
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _NOT_PLAIN = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Names that malt gives to the functions it makes of blocks.
@@ -101,7 +98,7 @@ def converted_call(f: Any, args: tuple[Any, ...], kwargs: Any, scope: Any = None
         call = inspect.getattr_static(type(function), "__call__", None)
         if isinstance(call, types.FunctionType):
             owner, function = (function,), call
-    if isinstance(function, types.FunctionType) and _is_convertible(function):
+    if is_convertible(function):
         return _convert(function)(*owner, *args, **kwargs)
     return f(*args, **kwargs)
 
@@ -119,11 +116,13 @@ def _in_original_context(f: Any, args: Any, scope: Any) -> Any:
     return py_builtins.globals_in_original_context(scope)
 
 
-def _is_convertible(function: types.FunctionType) -> bool:
-    module = (function.__module__ or "").partition(".")[0]
+def is_convertible(function: Any) -> bool:
+    """Returns whether a function is code of the user, which can be rewritten."""
+    if not isinstance(function, types.FunctionType):
+        return False
     code = function.__code__
     return not (
-        module in _NOT_CONVERTED
+        is_of_library(function.__module__)
         or hasattr(function, "autograph_info__")  # it is converted already
         or function in _marked
         or code.co_flags & _NOT_PLAIN
@@ -158,13 +157,11 @@ class _Factory:
     """
 
     def __init__(self, function: types.FunctionType) -> None:
-        from malt.pyct.errors import PyCTError
-
         self.reason: str | None = None
         try:
             self._code = _converted_code(function)
-        except (PyCTError, NotImplementedError, OSError, SyntaxError, ValueError) as error:
-            self.reason = str(error).partition("\n")[0]
+        except Exception as error:  # malt raises what comes, for syntax that it does not know
+            self.reason = str(error).partition("\n")[0] or repr(error)
 
     def bound_to(self, function: types.FunctionType) -> Callable[..., Any]:
         """Returns the converted form, with the globals, closure and defaults of `function`."""
@@ -314,6 +311,7 @@ def _transpiler() -> Any:
     from malt.lang import directives as lang
     from malt.pyct import anno, cfg, qual_names
     from malt.pyct.static_analysis import activity, liveness, reaching_definitions, reaching_fndefs
+    from malt.pyct.static_analysis.annos import NodeAnno as Scopes
     from malt.pyct.transpiler import GenericTranspiler
 
     class ControlFlow(control_flow.ControlFlowTransformer):
@@ -328,6 +326,15 @@ def _transpiler() -> Any:
             declared = self._declared()
             outs = [v for k, v in enumerate(names) if k < num_outs or v in declared]
             return outs + [v for v in names if v not in outs], undefined, len(outs)
+
+        def visit_If(self, node: Any) -> Any:  # noqa: N802
+            live = anno.getanno(node, anno.Static.LIVE_VARS_OUT)
+            scopes = [anno.getanno(node, k) for k in (Scopes.BODY_SCOPE, Scopes.ORELSE_SCOPE)]
+            used = scopes[0].referenced | scopes[1].referenced
+            made = super().visit_If(node)
+            names = ast.Tuple([*map(ast.Constant, sorted(map(str, used - live)))], ast.Load())
+            made[-1].value.keywords.append(ast.keyword("dead", names))
+            return made
 
         def _declared(self) -> Any:
             scope = self.state[control_flow._Function].scope
@@ -358,21 +365,6 @@ def _transpiler() -> Any:
             node = analysis.resolve(node, context, graphs)
         return ControlFlow(context).visit(node)
 
-    before = [
-        functions.transform,
-        lambda node, context: Directives(context).visit(node),
-        break_statements.transform,
-    ]
-    after = [
-        continue_statements.transform,
-        return_statements.transform,
-        call_trees.transform,
-        of_control_flow,
-        lambda node, context: ConditionalExpressions(context).visit(node),
-        logical_expressions.transform,
-        variables.transform,
-    ]
-
     class Transpiler(GenericTranspiler):
         """The passes of AutoGraph."""
 
@@ -380,16 +372,38 @@ def _transpiler() -> Any:
             return f"ag__{super().get_transformed_name(node)}"
 
         def transform_ast(self, node: Any, context: Any) -> Any:
+            node = Simplified().visit(node)
             unsupported_features_checker.verify(node)
-            node = PyToPy.initial_analysis(self, node, context)
-            for transform in before:
-                node = transform(node, context)
-            node = _Statements(node).visit(node)
-            for transform in after:
-                node = transform(node, context)
-            return node
+            node = functions.transform(PyToPy.initial_analysis(self, node, context), context)
+            # Each pass takes milliseconds, so only those run that have something to do.
+            kinds = {type(part) for part in ast.walk(node)}
+            if ast.Expr in kinds:
+                node = Directives(context).visit(node)
+            if ast.Break in kinds:
+                node = break_statements.transform(node, context)
+            node = _Statements().visit(node)
+            if kinds & {ast.Break, ast.Continue}:  # the pass before makes `continue` of `break`
+                node = continue_statements.transform(node, context)
+            if _returns_early(node):
+                node = return_statements.transform(node, context)
+            node = of_control_flow(call_trees.transform(node, context), context)
+            if ast.IfExp in kinds:
+                node = ConditionalExpressions(context).visit(node)
+            node = logical_expressions.transform(node, context)
+            return variables.transform(node, context)
 
     return Transpiler()
+
+
+def _returns_early(root: ast.AST) -> bool:
+    """Returns whether a function has a `return` that is not its last statement."""
+    last = {
+        id(node.body[-1])
+        for node in ast.walk(root)
+        if isinstance(node, (ast.FunctionDef, ast.With)) and node.body
+    }
+    returns = [node for node in ast.walk(root) if isinstance(node, ast.Return)]
+    return any(id(node) not in last for node in returns)
 
 
 @final
@@ -400,29 +414,44 @@ class _Statements(ast.NodeTransformer):
     every literal.
     """
 
-    def __init__(self, root: ast.AST) -> None:
-        self._variables = {
-            node.id
-            for node in ast.walk(root)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-
     def visit_Assert(self, node: ast.Assert) -> Any:
+        # Values that the message shows are taken out of it, because they may not be known yet.
+        self.generic_visit(node)
+        message = node.msg or ast.Constant("")
+        values: list[ast.expr] = []
+        if isinstance(message, ast.JoinedStr):
+            parts = [part for part in message.values if isinstance(part, ast.FormattedValue)]
+            values = [part.value for part in parts]
+            for k, part in enumerate(parts):
+                part.value = ast.Name(f"value_{k}", ast.Load())
+        elif not isinstance(message, ast.Constant):
+            values, message = [message], ast.Name("value_0", ast.Load())
+        names = [ast.arg(f"value_{k}") for k in range(len(values))]
+        shown = ast.Lambda(ast.arguments([], names, None, [], [], None, []), message)
         return self._parsed(
-            "ag__.assert_stmt(test, lambda: message)",
+            "ag__.assert_stmt(test, lambda: values, shown)",
             node,
             test=node.test,
-            message=node.msg or ast.Constant(""),
+            values=ast.Tuple(values, ast.Load()),
+            shown=shown,
         )
 
-    def visit_Expr(self, node: ast.Expr) -> Any:
-        match node.value:
-            case ast.Call(ast.Attribute(ast.Name(name), "append"), [value], []) if (
-                name in self._variables
-            ):
-                return self._parsed(
-                    "values = ag__.list_append(values, value)", node, values=name, value=value
-                )
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Compare(item, [ast.In() | ast.NotIn() as how], [values]):
+                template = "ag__.contains(values, item)"
+                if isinstance(how, ast.NotIn):
+                    template = f"ag__.not_({template})"
+                (made,) = self._parsed(template, node, item=item, values=values)
+                return made.value
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        self.generic_visit(node)
+        if node.exc is not None:
+            (made,) = self._parsed("ag__.raised(error)", node, error=node.exc)
+            node.exc = made.value
         return node
 
     @staticmethod

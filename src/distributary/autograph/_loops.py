@@ -17,14 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distributary.autograph._reached import Contents, Reached
 from distributary.autograph._recorded import (
     Recorded,
+    Value,
     aval_in,
     aval_of,
     cast,
+    counted,
     flatten,
     is_number,
-    is_recording,
     is_same,
     is_undefined,
     is_unreturned,
@@ -33,11 +35,12 @@ from distributary.autograph._recorded import (
     shown_name,
     zeros,
 )
-from distributary.errors import InvalidTypeError, InvalidValueError, shown
+from distributary.errors import InvalidTypeError, InvalidValueError, UnsupportedError, shown
 from distributary.tracing import script_line
 
 _Values = Sequence[Any]
 _MAX_RECORDS = 20
+_MAX_UNROLLED = 256
 
 
 @final
@@ -73,14 +76,6 @@ class Range:
         )
 
 
-def list_append(target: Any, element: Any) -> Any:
-    """Returns `target` after `target.append(element)`."""
-    if type(target) is list and is_recording():
-        return [*target, element]  # the list of the other branch or turn must not change
-    target.append(element)
-    return target
-
-
 @final
 class _Carry:
     """The variables of a loop, of which some are its carry.
@@ -88,24 +83,75 @@ class _Carry:
     Args:
         names: Their names.
         before: Their values before the loop.
+        reached: What else a turn can change; what it does change becomes a variable, too.
         what: The statement, for messages.
     """
 
-    def __init__(self, names: Sequence[str], before: _Values, what: str) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], before: _Values, reached: Reached, what: str) -> None:
         self._what = what
+        self._reached = reached
+        self._own = len(names)
+        self._changed: list[int] = []  # the variables after the first `_own`, as in `reached`
+        self._names: list[str] = []
         self._leaves: list[Any] = []
         self._trees: list[Any] = []
         self._name_of: list[str] = []
+        self.avals: dict[int, Any] = {}
+        self._tails: dict[int, list[Any]] = {}  # what lists have beyond the carry
         for name, value in zip(names, before, strict=True):
-            leaves, tree = flatten(value)
-            self._leaves += leaves
-            self._trees.append(tree)
-            self._name_of += [name] * len(leaves)
-        self.avals: dict[int, Any] = {
+            self._add(name, Value(value))
+        self.avals = {
             i: aval_of(leaf) for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)
         }
-        self.appended: dict[str, int] = {}
+
+    def _add(self, name: str, value: Value) -> None:
+        self._names.append(name)
+        self._leaves += value.leaves
+        self._trees.append(value.tree)
+        self._name_of += [name] * len(value.leaves)
+
+    def set(self, arrays: Sequence[Any], set_state: Callable[[_Values], None]) -> None:
+        """Gives the variables their values, given those of the carry."""
+        values = self.values(arrays)
+        for k, more in self._tails.items():
+            values[k] += more
+        self._put(values, set_state)
+
+    def _put(self, values: list[Any], set_state: Callable[[_Values], None]) -> None:
+        for k, value in zip(self._changed, values[self._own :], strict=True):
+            keys = self._reached.before[k].keys
+            self._reached.put(k, Contents(keys[: len(value)], value))
+        set_state(values[: self._own])
+
+    def looks_at_appended(self, recorded: Recorded, turn: Callable[..., _Values], row: Any) -> bool:
+        """Returns whether a turn is another one after others have appended to lists.
+
+        It is recorded once more, with lists to which one turn has appended unknown arrays.
+        """
+        values = self._values_after(recorded)
+        appended, avals = self._after(values, True)[1], recorded.avals()
+        if not appended:
+            return False
+        own = len(self.avals)
+        unknown = [leaf for more in appended.values() for leaf in flatten(more)[0]]
+        unknown = [leaf for leaf in unknown if id(leaf) in avals]
+
+        def again(*arrays: Any) -> _Values:
+            given = dict(zip(map(id, unknown), arrays[own + 1 :], strict=True))
+            self._tails = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), appended)
+            try:
+                return turn(arrays[:own], arrays[own])
+            finally:
+                self._tails = {}
+
+        inputs = [*self.avals.values(), row, *(avals[id(leaf)] for leaf in unknown)]
+        other = Recorded(again, self._reached, inputs)
+        others = self._values_after(other)
+        for k, more in appended.items():
+            first = _length(self._trees[k])
+            items = others[k].value
+            others[k] = Value(items[:first] + items[first + len(more) :], self._reached.holds)
+        return not recorded.is_like(other, values, others)
 
     def values(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the values of all variables, given those of the carry."""
@@ -129,12 +175,17 @@ class _Carry:
         """Records the block until the carry is all that changes.
 
         Args:
-            turn: Returns the values after a turn, given those before it and what the turn gets.
+            turn: Returns the values after a turn, given the carry before it and what the turn gets.
             avals: Shapes and dtypes of what the turn gets.
             stacks: Whether lists may grow.
         """
         for _ in range(_MAX_RECORDS):
-            recorded = Recorded(self._applied(turn), [*self.avals.values(), *avals])
+            own = len(self.avals)
+            block = lambda *arrays, own=own: turn(arrays[:own], *arrays[own:])
+            recorded = Recorded(block, self._reached, [*self.avals.values(), *avals])
+            if recorded.raised is not None:
+                raise recorded.raised
+            self._take_changes(recorded)
             if self._is_settled(recorded, stacks):
                 return recorded
         raise InvalidTypeError(
@@ -142,53 +193,77 @@ class _Carry:
             " again. Give them a dtype before the loop, jnp.asarray(value, dtype)."
         )
 
-    def _applied(self, turn: Callable[..., _Values]) -> Callable[..., _Values]:
-        own = len(self.avals)
-        return lambda *arrays: turn(self.values(arrays[:own]), *arrays[own:])
+    def _take_changes(self, recorded: Recorded) -> None:
+        """Makes variables of what a turn has changed in place."""
+        for k, (contents, _) in recorded.changes.items():
+            before = self._reached.before[k]
+            grows = self._reached.is_list(k) and len(contents.keys) > len(before.keys)
+            if contents.keys != before.keys and not grows:
+                raise InvalidTypeError(
+                    f"{shown_name(self._reached.names[k])} has {counted(before)} before a turn of"
+                    f" the `{self._what}` at {script_line()} and {counted(contents)} after it."
+                    " Whether there is another turn is known only when the step runs, so keep the"
+                    " same ones."
+                )
+            if k not in self._changed:
+                self._changed.append(k)
+                self._add(self._reached.names[k], Value(before.values, self._reached.holds))
+
+    def _values_after(self, recorded: Recorded) -> list[Value]:
+        values = list(recorded.values)
+        for k in self._changed:
+            contents = recorded.changes[k][0] if k in recorded.changes else self._reached.before[k]
+            values.append(Value(contents.values, self._reached.holds))
+        return values
 
     def after(self, recorded: Recorded, outs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """Returns the carry after a turn, and what was appended to lists in it."""
-        leaves, appended = self._after(recorded.values, True)
+        leaves, appended = self._after(self._values_after(recorded), True)
         carry = [cast(outs.get(id(leaves[i]), leaves[i]), aval) for i, aval in self.avals.items()]
-        rows = [[outs.get(id(leaf), leaf) for leaf in flatten(more)[0]] for more in appended]
+        more = [flatten(more)[0] for more in appended.values()]
+        rows = [[outs.get(id(leaf), leaf) for leaf in leaves] for leaves in more]
         return carry, rows
 
-    def finished(self, carry: Sequence[Any], rows: Sequence[Any], recorded: Recorded) -> list[Any]:
-        """Returns the values after the loop.
+    def finish(
+        self,
+        carry: Sequence[Any],
+        rows: Sequence[Any],
+        recorded: Recorded,
+        set_state: Callable[[_Values], None],
+    ) -> None:
+        """Gives the variables their values after the loop.
 
         Args:
             carry: The carry after the last turn.
             rows: What was appended, stacked over the turns.
             recorded: The block.
+            set_state: Gives values to the variables that have names.
         """
         values = self.values(carry)
-        appended = self._after(recorded.values, True)[1]
-        grown = iter(zip(rows, appended, strict=True))
-        for k, name in enumerate(self._names):
-            if self.appended.get(name):
-                stacked, more = next(grown)
-                tree = flatten(more)[1]
-                length = len(jax.tree.leaves(stacked)[0])
-                for turn in range(length):
-                    values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
-        return values
+        appended = self._after(self._values_after(recorded), True)[1]
+        for stacked, (k, more) in zip(rows, appended.items(), strict=True):
+            tree = flatten(more)[1]
+            for turn in range(len(stacked[0])):
+                values[k] += jax.tree.unflatten(tree, [row[turn] for row in stacked])
+        self._put(values, set_state)
 
-    def _after(self, values: _Values, stacks: bool) -> tuple[list[Any], list[list[Any]]]:
+    def _after(
+        self, values: Sequence[Value], stacks: bool
+    ) -> tuple[list[Any], dict[int, list[Any]]]:
         """Returns the leaves after a turn, and what was appended to each list that grew."""
         found: list[Any] = []
-        appended: list[list[Any]] = []
+        appended: dict[int, list[Any]] = {}
         position = 0
-        for name, value, tree in zip(self._names, values, self._trees, strict=True):
+        for k, (name, after, tree) in enumerate(zip(self._names, values, self._trees, strict=True)):
+            value, leaves, other = after.value, after.leaves, after.tree
             count = tree.num_leaves
             own = self._leaves[position : position + count]
-            leaves, other = flatten(value)
             length = tree.num_leaves if type(value) is list else 0
             is_longer = type(value) is list and other != tree and len(value) > _length(tree)
-            if is_longer and flatten(value[: _length(tree)])[1] == tree:
+            if is_longer and other.children()[: _length(tree)] == tree.children():
                 more = value[_length(tree) :]
                 leaves = leaves[:length]
-                self.appended[name] = len(more)
-                appended.append(more)
+                appended[k] = more
                 self._check_list(name, stacks)
             elif len(own) == 1 and is_undefined(own[0]) and not is_unreturned(own[0]):
                 self._check_defined(name, leaves)
@@ -218,12 +293,12 @@ class _Carry:
                 " and is used after it. There may be no turn at all, so assign it before the loop."
             )
 
-    def _returns_several(self, values: _Values) -> bool:
+    def _returns_several(self, values: Sequence[Value]) -> bool:
         """Gives the result of the function, which there is not yet, the structure of `values`."""
         position = 0
         for k, (value, tree) in enumerate(zip(values, self._trees, strict=True)):
             count = tree.num_leaves
-            leaves, other = flatten(value)
+            leaves, other = value.leaves, value.tree
             if count == 1 and is_unreturned(self._leaves[position]) and other != tree:
                 more = len(leaves) - 1
                 self._leaves[position : position + 1] = [self._leaves[position]] * len(leaves)
@@ -236,9 +311,10 @@ class _Carry:
         return False
 
     def _is_settled(self, recorded: Recorded, stacks: bool) -> bool:
-        if self._returns_several(recorded.values):
+        values = self._values_after(recorded)
+        if self._returns_several(values):
             return False
-        leaves, _ = self._after(recorded.values, stacks)
+        leaves, _ = self._after(values, stacks)
         found = recorded.avals()
         inputs = dict(zip(self.avals, recorded.inputs, strict=False))
         changes = False
@@ -309,45 +385,47 @@ def _length(tree: Any) -> int:
 
 
 def while_loop(
-    test: Callable[[], Any],
     body: Callable[[], Any],
     get_state: Callable[[], _Values],
     set_state: Callable[[_Values], None],
     names: Sequence[str],
+    reached: Reached,
     maximum: int | None,
 ) -> None:
     """Runs a `while` loop whose condition is traced.
 
     Args:
-        test: Returns whether there is another turn, bool `[]`.
         body: Runs a turn.
-        get_state: Returns the values of the variables.
+        get_state: Returns the values of the variables, of which the first is the condition.
         set_state: Gives values to the variables.
         names: The variables.
+        reached: What else a turn can change.
         maximum: The largest number of turns, if there is one.
     """
-    carry = _Carry(names, get_state(), "while")
+    carry = _Carry(names, get_state(), reached, "while")
+    recorded = carry.record(_turn(carry, body, get_state, set_state), (), stacks=False)
+    next_ = lambda arrays: carry.after(recorded, recorded.run(arrays))[0]
+    goes_on = lambda arrays: jnp.asarray(carry.values(arrays)[0])
+    if maximum is None:
+        arrays = lax.while_loop(goes_on, next_, carry.start())
+    else:
+        guarded = lambda arrays, _: (lax.cond(goes_on(arrays), next_, list, arrays), None)
+        arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
+    carry.finish(arrays, (), recorded, set_state)
 
-    def turn(values: _Values) -> _Values:
-        set_state(values)
-        body()
+
+def _turn(
+    carry: _Carry,
+    body: Callable[..., Any],
+    get_state: Callable[[], _Values],
+    set_state: Callable[[_Values], None],
+) -> Callable[..., _Values]:
+    def turn(arrays: Sequence[Any], *row: Any) -> _Values:
+        carry.set(arrays, set_state)
+        body(*row)
         return get_state()
 
-    recorded = carry.record(turn, (), stacks=False)
-
-    def is_going_on(arrays: Sequence[Any]) -> Any:
-        set_state(carry.values(arrays))
-        return jnp.asarray(test(), bool)
-
-    def next_(arrays: Sequence[Any]) -> list[Any]:
-        return carry.after(recorded, recorded.run(arrays))[0]
-
-    if maximum is None:
-        arrays = lax.while_loop(is_going_on, next_, carry.start())
-    else:
-        guarded = lambda arrays, _: (lax.cond(is_going_on(arrays), next_, list, arrays), None)
-        arrays, _ = lax.scan(guarded, carry.start(), length=maximum)
-    set_state(carry.finished(arrays, (), recorded))
+    return turn
 
 
 def for_loop(
@@ -357,6 +435,7 @@ def for_loop(
     get_state: Callable[[], _Values],
     set_state: Callable[[_Values], None],
     names: Sequence[str],
+    reached: Reached,
 ) -> None:
     """Runs a `for` loop over an array or a `Range`.
 
@@ -367,9 +446,10 @@ def for_loop(
         get_state: Returns the values of the variables.
         set_state: Gives values to the variables.
         names: The variables.
+        reached: What else a turn can change.
     """
     if isinstance(iterated, Range):
-        _for_range(iterated, guarded or body, get_state, set_state, names)
+        _for_range(iterated, guarded or body, get_state, set_state, names, reached)
         return
     rows = plain(iterated)
     if not rows.ndim:
@@ -385,21 +465,28 @@ def for_loop(
         rows = rows[1:]
         if not len(rows):
             return
-    carry = _Carry(names, get_state(), "for")
-
-    def turn(values: _Values, row: Any) -> _Values:
-        set_state(values)
-        (guarded or body)(row)
-        return get_state()
-
+        reached = reached.again()
+    carry = _Carry(names, get_state(), reached, "for")
+    turn = _turn(carry, guarded or body, get_state, set_state)
     row = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
     recorded = carry.record(turn, [row], stacks=guarded is None)
+    if carry.looks_at_appended(recorded, turn, row):
+        # A turn sees a list of another length than the one before, so each is code of its own.
+        if len(rows) > _MAX_UNROLLED:
+            raise UnsupportedError(
+                f"The `for` at {script_line()} has {len(rows)} turns, and each looks at a list that"
+                f" they append to; at most {_MAX_UNROLLED} turns can. Keep what the next turn needs"
+                " in a variable, or set items of an array: x = x.at[i].set(value)."
+            )
+        for i in range(len(rows)):
+            body(rows[i])
+        return
 
     def next_(arrays: Sequence[Any], row: Any) -> tuple[list[Any], list[Any]]:
         return carry.after(recorded, recorded.run([*arrays, row]))
 
     arrays, appended = lax.scan(next_, carry.start(), rows)
-    set_state(carry.finished(arrays, appended, recorded))
+    carry.finish(arrays, appended, recorded, set_state)
 
 
 def _for_range(
@@ -408,15 +495,11 @@ def _for_range(
     get_state: Callable[[], _Values],
     set_state: Callable[[_Values], None],
     names: Sequence[str],
+    reached: Reached,
 ) -> None:
-    carry = _Carry(names, get_state(), "for")
-
-    def turn(values: _Values, number: Any) -> _Values:
-        set_state(values)
-        body(number)
-        return get_state()
-
+    carry = _Carry(names, get_state(), reached, "for")
     index = jax.ShapeDtypeStruct((), numbers.start.dtype)
+    turn = _turn(carry, body, get_state, set_state)
     recorded = carry.record(turn, [index], stacks=False)
 
     def next_(i: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -424,7 +507,7 @@ def _for_range(
         return carry.after(recorded, recorded.run([*arrays, number]))[0]
 
     arrays = lax.fori_loop(0, numbers.length(), next_, carry.start())
-    set_state(carry.finished(arrays, (), recorded))
+    carry.finish(arrays, (), recorded, set_state)
 
 
 def is_iterated(value: Any) -> bool:

@@ -13,13 +13,22 @@ Their names and arguments are those that diastatic-malt gives to the code it con
 import builtins
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from distributary.autograph._loops import Range, for_loop, is_iterated, list_append, while_loop
-from distributary.autograph._recorded import choose, is_undefined, plain
+from distributary.autograph._loops import Range, for_loop, is_iterated, while_loop
+from distributary.autograph._reached import Reached
+from distributary.autograph._recorded import (
+    Recorded,
+    check_when_run as check_when_run,
+    choose,
+    is_recording,
+    is_undefined,
+    plain,
+    raised,
+)
 from distributary.errors import InvalidValueError, UnsupportedError, shown
 from distributary.tracing import current_feeding, script_line
 
@@ -27,13 +36,14 @@ __all__ = [
     "FunctionScope",
     "and_",
     "assert_stmt",
+    "contains",
     "for_stmt",
     "if_exp",
     "if_stmt",
-    "list_append",
     "not_",
     "or_",
     "overload_of",
+    "raised",
     "while_stmt",
     "with_function_scope",
 ]
@@ -86,13 +96,32 @@ def if_stmt(
     set_state: _Set,
     symbol_names: Sequence[str],
     nouts: int,
+    dead: Sequence[str] = (),
 ) -> None:
-    """Runs `if cond: body` with `else: orelse`; a traced condition with `jax.lax.cond`."""
+    """Runs `if cond: body` with `else: orelse`; a traced condition with `jax.lax.cond`.
+
+    Nothing reads the variables in `dead` after it.
+    """
     pred = truth(cond, "if")
     if isinstance(pred, bool):
         (body if pred else orelse)()
         return
-    before = get_state()
+    reached = Reached(body, orelse, dead=dead)
+    _choose(cond, pred, body, orelse, get_state, set_state, symbol_names[:nouts], reached)
+
+
+def _choose(
+    cond: Any,
+    pred: jax.Array,
+    body: _Block,
+    orelse: _Block,
+    get_state: _Get,
+    set_state: _Set,
+    names: Sequence[str],
+    reached: Reached,
+) -> None:
+    """Runs one of two blocks; `pred` is the truth of `cond`."""
+    before, nouts = get_state(), len(names)
     negation, negated = _state.negation
 
     def after(block: _Block) -> Callable[[], Sequence[Any]]:
@@ -103,10 +132,15 @@ def if_stmt(
 
         return run
 
-    names = symbol_names[:nouts]
     # malt puts `if not do_return:` around what follows a `return`.
+    own = negated if negation is cond else None
     chosen = choose(
-        pred, after(body), after(orelse), names, negated=negated if negation is cond else None
+        pred,
+        after(body),
+        after(orelse),
+        names,
+        reached,
+        negated=own,
     )
     set_state((*chosen, *before[nouts:]))
 
@@ -124,9 +158,26 @@ def while_stmt(
         if not going_on:
             return
         body()
-    condition = lambda: truth(test(), "while")
-    maximum = opts.get("maximum_iterations")
-    while_loop(condition, body, get_state, set_state, symbol_names, maximum)
+
+    # The condition is evaluated once for every turn, as it may do more than look.
+    def turn() -> None:
+        nonlocal going_on
+        body()
+        going_on = truth(test(), "while")
+
+    def set_all(values: Sequence[Any]) -> None:
+        nonlocal going_on
+        going_on, *rest = values
+        set_state(rest)
+
+    while_loop(
+        turn,
+        lambda: [going_on, *get_state()],
+        set_all,
+        ["the condition", *symbol_names],
+        Reached(test, body),
+        opts.get("maximum_iterations"),
+    )
 
 
 def for_stmt(
@@ -146,19 +197,19 @@ def for_stmt(
 
     def guarded(target: Any) -> None:
         assert extra_test is not None
-        if_stmt(
-            extra_test(),
-            lambda: body(target),
-            lambda: None,
-            get_state,
-            set_state,
-            symbol_names,
-            len(symbol_names),
-        )
+        goes_on = extra_test()
+        pred = truth(goes_on, "for")
+        if pred is True:
+            body(target)
+        elif pred is not False:
+            run, reached = lambda: body(target), Reached(body)
+            nothing = lambda: None
+            _choose(goes_on, pred, run, nothing, get_state, set_state, symbol_names, reached)
 
     if is_iterated(iter_):
         own = guarded if extra_test is not None else None
-        for_loop(iter_, body, own, get_state, set_state, symbol_names)
+        reached = Reached(body, *([] if extra_test is None else [extra_test]))
+        for_loop(iter_, body, own, get_state, set_state, symbol_names, reached)
     elif extra_test is None:
         for target in iter_:
             body(target)
@@ -196,7 +247,8 @@ def if_exp(cond: Any, if_true: _Block, if_false: _Block, expr_repr: str) -> Any:
     if isinstance(pred, bool):
         return (if_true if pred else if_false)()
     once = lambda block: lambda: [block()]
-    return choose(pred, once(if_true), once(if_false), [expr_repr])[0]
+    reached = Reached(if_true, if_false)
+    return choose(pred, once(if_true), once(if_false), [expr_repr], reached)[0]
 
 
 def and_(a: _Block, b: _Block) -> Any:
@@ -205,7 +257,7 @@ def and_(a: _Block, b: _Block) -> Any:
     pred = truth(first, "and")
     if isinstance(pred, bool):
         return b() if pred else first
-    return _both(pred, first, b, lambda second: (second, first))
+    return _both(pred, first, b, "and")
 
 
 def or_(a: _Block, b: _Block) -> Any:
@@ -214,12 +266,21 @@ def or_(a: _Block, b: _Block) -> Any:
     pred = truth(first, "or")
     if isinstance(pred, bool):
         return first if pred else b()
-    return _both(pred, first, b, lambda second: (first, second))
+    return _both(pred, first, b, "or")
 
 
-def _both(pred: jax.Array, first: Any, b: _Block, ordered: Callable[[Any], tuple[Any, Any]]) -> Any:
-    if_true, if_false = (jnp.reshape(plain(value), ()) for value in ordered(b()))
-    return jnp.where(pred, if_true, if_false)
+def _both(pred: jax.Array, first: Any, b: _Block, what: Literal["and", "or"]) -> Any:
+    """Returns `first and b()`, or `first or b()`."""
+    scalar = lambda value: jnp.reshape(plain(value), ())
+    reached = Reached(b)
+    block = Recorded(lambda: [scalar(b())], reached)
+    if block.is_simple():
+        (second,) = block.run().values()
+        pair = (second, first) if what == "and" else (first, second)
+        return jnp.where(pred, *map(scalar, pair))
+    blocks = lambda: [scalar(b())], lambda: [scalar(first)]
+    if_true, if_false = blocks if what == "and" else blocks[::-1]
+    return choose(pred, if_true, if_false, ["the value"], reached, what)[0]
 
 
 def not_(a: Any) -> Any:
@@ -232,23 +293,27 @@ def not_(a: Any) -> Any:
     return negation
 
 
-def assert_stmt(expression: Any, message: Callable[[], Any]) -> None:
-    """Runs `assert expression, message`; a traced condition is checked when the step runs."""
+def assert_stmt(
+    expression: Any, values: Callable[[], tuple[Any, ...]], message: Callable[..., Any]
+) -> None:
+    """Runs `assert expression, message(*values())`; a traced condition when the step runs."""
     holds = truth(expression, "assert")
     if isinstance(holds, bool):
-        assert holds, message()
+        assert holds, message(*values())
         return
-    check_when_run(holds, AssertionError(f"{message()} (the assert at {script_line()})"))
+    where = script_line()
+    text = lambda *known: AssertionError(f"{message(*known)} (the assert at {where})")
+    check_when_run(holds, text, values())
 
 
-def check_when_run(holds: Any, error: Exception) -> None:
-    """Raises the error when the step runs, unless a traced condition holds."""
-
-    def check(value: Any) -> None:
-        if not value:
-            raise error
-
-    jax.debug.callback(check, holds)
+def contains(values: Any, item: Any) -> Any:
+    """Returns `item in values`."""
+    values, item = plain(values), plain(item)
+    if is_traced(values):
+        return jnp.any(values == item)
+    if isinstance(values, (list, tuple)) and any(map(is_traced, (item, *map(plain, values)))):
+        return _any([value is item or value == item for value in values])
+    return item in values
 
 
 class FunctionScope:
@@ -311,7 +376,7 @@ def _range(*ends: Any) -> Any:
 def _print(*values: Any, sep: str | None = " ", end: str | None = "\n", **options: Any) -> None:
     leaves, tree = jax.tree.flatten([plain(value) for value in values])
     traced = [i for i, leaf in enumerate(leaves) if is_traced(leaf)]
-    if not traced:
+    if not traced and not is_recording():
         builtins.print(*values, sep=sep, end=end, **options)
         return
 
@@ -357,6 +422,13 @@ def _reduced(values: Any, python: Callable[..., Any], of_two: Callable[..., Any]
     return result
 
 
+def _sorted(values: Any, *, key: Any = None, reverse: bool = False) -> Any:
+    if key is not None or not any(map(is_traced, values := list(values))):
+        return builtins.sorted(values, key=key, reverse=reverse)
+    ordered = jnp.sort(jnp.stack([plain(value) for value in values]), axis=0)
+    return list(ordered[::-1] if reverse else ordered)
+
+
 _OVERLOADS: dict[Any, Callable[..., Any]] = {
     builtins.all: _all,
     builtins.any: _any,
@@ -367,6 +439,7 @@ _OVERLOADS: dict[Any, Callable[..., Any]] = {
     builtins.min: _extreme(builtins.min, jnp.minimum),
     builtins.print: _print,
     builtins.range: _range,
+    builtins.sorted: _sorted,
 }
 
 

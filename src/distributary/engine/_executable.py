@@ -26,7 +26,12 @@ from distributary.topology import (
     stored_shards,
     whole_shards,
 )
-from distributary.tracing import FunctionProgram, Handle, ReplicaProgram, describe_value
+from distributary.tracing import (
+    FunctionProgram,
+    Handle,
+    ReplicaProgram,
+    describe_value,
+)
 from distributary.variables import StateList, Variable, joined
 from distributary.xla_cpu import with_cpu_rewrites
 
@@ -60,6 +65,7 @@ class Executable:
         "_avals",
         "_call",
         "_captures",
+        "_checks",
         "_compiling",
         "_dispatcher",
         "_event",
@@ -106,6 +112,7 @@ class Executable:
         is_staged = placement.home is not None
         # Python code dispatches these, and Ctrl-C may come in the midst of it.
         self._is_python = is_staged or program.has_effects
+        self._checks = program.checks
         self._has_collectives = self._replicated is not None and not is_staged
         self._is_of_job = placement.is_of_job
         # The event that the other workers have to begin, too, and the arguments that are numbers.
@@ -161,7 +168,9 @@ class Executable:
         run.__name__ = run.__qualname__ = name  # in profiles
         mesh = placement.mesh
         options: Any = {} if shardings is None else {"in_shardings": (None, None, None, shardings)}
-        jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=1, **options)
+        # If a check fails, the variables keep their values.
+        donated = () if self._keeps_state() else (1,)
+        jitted = jax.jit(with_cpu_rewrites(run, mesh), donate_argnums=donated, **options)
         self._call = for_target(jitted, mesh, ProgramKind(name, trains))
         # The processes of a job compile together on some platforms, so they do it in the order of
         # their programs, too. A target's programs are not compiled here.
@@ -235,7 +244,8 @@ class Executable:
                 latest_program.begin()
             made: list[Any] = []
             try:
-                self._dispatch(made, (self._captures, written, read_only, args))
+                run = self._dispatch_checked if self._checks else self._dispatch
+                run(made, (self._captures, written, read_only, args))
             finally:
                 # The program has consumed the old values, so the new ones must be stored. Ctrl-C
                 # may have come already, or may come here: Python raises it at calls and at the end
@@ -273,6 +283,28 @@ class Executable:
             return
         with interrupts.watched(), interrupts:
             self._dispatcher.run_into(made, self._call, self._token_of, given)
+
+    def _keeps_state(self) -> bool:
+        """Returns whether a run whose checks fail leaves the variables as they were.
+
+        In a job, the other workers have new values, so this one must not go on with old ones.
+        """
+        return bool(self._checks) and not self._is_of_job
+
+    def _dispatch_checked(self, made: list[Any], given: tuple[Any, ...]) -> None:
+        """Runs the program to its end, and raises the error of a check that has failed in it."""
+        try:
+            self._dispatch(made, given)
+            jax.block_until_ready(made)
+        except jax.errors.JaxRuntimeError:
+            failed = [error for errors in self._checks for error in errors]
+            for errors in self._checks:
+                errors.clear()
+            if not failed:
+                raise
+            if self._keeps_state():
+                made.clear()
+            raise failed[0] from None
 
     def _note_run(self, args: Sequence[Any], new: Sequence[Any], outs: Sequence[Any]) -> None:
         if not self.runs.num_runs:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distributary.autograph import converted
@@ -198,6 +199,12 @@ class Step:
         args, kwargs = jax.tree.unflatten(self._tree, parts)
         with changes_refused((args, kwargs), self.title):
             result = call_on_replica(self._strategy, self.function, args, kwargs, self.kind)
+        scope = current_scope()
+        if scope is not None and scope.replica is not None and self._num_replicas > 1:
+            # Replicas that Python code tells apart can return other numbers.
+            numbers = (bool, int, float, complex)
+            array = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, numbers) else leaf
+            result = jax.tree.map(array, result)
         outs, self._rebuild = split_result(result, self.title)
         is_loss = self.kind.is_loss
         if is_loss is not None:

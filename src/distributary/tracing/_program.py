@@ -108,6 +108,7 @@ class Pure:
     where: dict[Handle, str]  # the last assignment to each of `written`
     totals: set[Handle]  # sums whose new value is that of all replicas already
     varying: list[bool]  # for every output; empty if nothing can vary
+    checks: list[list[Exception]]  # see `TraceScope`
 
     @property
     def has_effects(self) -> bool:
@@ -188,6 +189,8 @@ def trace(
             for handle in reads.get(record.number, ())
         )
         if found == used and not missed and not (scope.created and known.may_create):
+            if outer is not None:
+                outer.checks += scope.checks
             return without_meshes(closed), scope
         order = scope.tapes
         all_known = all(tape in order for tape, _ in found)
@@ -318,7 +321,15 @@ def purify(
     # Constants the interpreter introduced become captures as well.
     totals = {handle for handle in written if handle in scope.totals}
     return Pure(
-        opened(jaxpr), [*jaxpr.consts, *consts], handles, written, num_outs, where, totals, []
+        opened(jaxpr),
+        [*jaxpr.consts, *consts],
+        handles,
+        written,
+        num_outs,
+        where,
+        totals,
+        [],
+        scope.checks,
     )
 
 
@@ -427,6 +438,7 @@ class ReplicaProgram:
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
+        self._reads_replica_id = False
         self.pures = self._trace(function, avals)
         self._subject = None  # a program does not keep its function alive
         first = self.pures[0]
@@ -450,6 +462,11 @@ class ReplicaProgram:
     def has_effects(self) -> bool:
         """True if it does more than computing its outputs, such as calling the host."""
         return any(pure.has_effects for pure in self.pures)
+
+    @property
+    def checks(self) -> list[list[Exception]]:
+        """The errors with which each check of values in it has failed."""
+        return [failed for pure in self.pures for failed in pure.checks]
 
     @property
     def is_batch(self) -> list[bool]:
@@ -477,9 +494,12 @@ class ReplicaProgram:
         num_replicas = self._num_replicas
         try:
             pures = self._trace_any(function, avals)
+            self._check_fit(pures)
+            return pures
         except Exception as error:
             is_known = isinstance(error, (ReplicaDivergenceError, ReplicaMismatchError))
-            if num_replicas == 1 or is_known or not getattr(error, "reads_replica_id", False):
+            reads_replica_id = getattr(error, "reads_replica_id", self._reads_replica_id)
+            if num_replicas == 1 or self.uneven or is_known or not reads_replica_id:
                 raise
             try:
                 pures = self._trace_each(function, [*avals] * (num_replicas // len(avals)), True)
@@ -488,6 +508,11 @@ class ReplicaProgram:
             except Exception:
                 raise error from None
             self.uneven = True
+        self._check_fit(pures)
+        return pures
+
+    def _check_fit(self, pures: list[Pure]) -> None:
+        """Checks that the replicas do the same, where they must."""
         for i, pure in enumerate(pures):
             if pure.num_outs != pures[0].num_outs:
                 raise ReplicaMismatchError(
@@ -501,9 +526,8 @@ class ReplicaProgram:
                     " not let Python branches on the replica id or on the size of an uneven batch"
                     " decide whether it is assigned; assign it on every replica."
                 )
-        if num_replicas > 1:
-            _check_divergence(pures, self._varying_args, num_replicas)
-        return pures
+        if self._num_replicas > 1:
+            _check_divergence(pures, self._varying_args, self._num_replicas)
 
     def _trace_any(
         self, function: Callable[..., Sequence[Array]], avals: Sequence[Sequence[Any]]
@@ -512,6 +536,7 @@ class ReplicaProgram:
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
         closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
+        self._reads_replica_id = scope.reads_replica_id
         self.describe = _description_of([closed])
         pure = purify(closed, scope, avals[0], self._axis_env)
         check_on_cores(pure.jaxpr, self._mesh)
@@ -781,6 +806,7 @@ class FunctionProgram:
     Attributes:
         strategies: The strategies whose replicas run in the function.
         has_effects: Whether it does more than computing its outputs, such as calling the host.
+        checks: The errors with which each check of values in it has failed.
         describe: Returns the lines of the program, for a comparison with other workers.
     """
 
@@ -804,6 +830,7 @@ class FunctionProgram:
         self.read_only = [handle for handle in self.handles if handle not in self.written]
         self.captures = [self._pure.captures]
         self.has_effects = self._pure.has_effects
+        self.checks = self._pure.checks
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ an addition and a write, and the record knows where the write came from:
     scope.writes == {1: (w, (("script.py", 7), ...))}
 """
 
+import functools
 import itertools
 import os
 import sys
@@ -65,6 +66,19 @@ class Known:
     may_create: bool = True
 
 
+@functools.cache
+def _without_text(kind: Any) -> Any:
+    """Returns a class of tracers like another one, whose text is not that of a tracer.
+
+    A file or a seed whose name has the replica's number in it needs the number.
+    """
+
+    def refuse(self: Any, spec: str = "") -> str:
+        raise TypeError(f"unsupported format string passed to {kind.__name__}.__format__")
+
+    return type(kind.__name__, (kind,), {"__slots__": (), "__str__": refuse, "__format__": refuse})
+
+
 @final
 class TraceScope:
     """One trace of one function.
@@ -107,6 +121,8 @@ class TraceScope:
         self.asked: list[TapeRecord] = []
         # Whether Python control flow is converted, and functions for which that is impossible.
         self.converts = False
+        # Of every check that ends the step when it runs, the errors with which it has done so.
+        self.checks: list[list[Exception]] = []
         self.unconverted: dict[str, str] = {}
 
     @property
@@ -135,7 +151,10 @@ class TraceScope:
         self.reads_replica_id = True
         if self.replica is not None:
             return np.int32(self.replica)
-        return read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
+        number = read_p.bind(handle=REPLICA_ID, aval=REPLICA_ID.aval(True))
+        kind: Any = type(number)
+        number.__class__ = _without_text(kind)
+        return number
 
     def sparse_read(self, handle: Handle, ids: Array) -> Array:
         """Returns the rows `ids` of a variable, `[*ids.shape, *row]`."""

@@ -1,7 +1,6 @@
 """`tf.debugging` and its like: checks of shapes, and of values where they are known.
 
-Inside a step, values are known when the program runs. A check that fails there ends the step with a
-`JaxRuntimeError` that carries the text.
+Inside a step, values are known when the program runs. The call of the step then raises the error.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,315 @@
+"""Lists, dicts, sets, objects and names that blocks of converted code can change in place.
+
+    found = []
+    if x > 0:                # both branches are recorded, whichever runs
+        found.append(x)
+
+What a block does to them must not stay when it has been recorded: it is a part of its result. So
+they are found before, and put back after, by following what the block refers to.
+"""
+
+import collections
+import dis
+import functools
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import jax
+
+_LIBRARIES = frozenset(
+    {"distributary", "jax", "jaxlib", "numpy", "scipy", "keras", "keras_hub", "keras_rs", "flax"}
+    | {"optax", "orbax", "chex", "grain", "malt", "tensorflow", "torch"}
+)
+_CONTAINERS = (list, dict, set, collections.deque)
+_WITHOUT_PARTS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), types.ModuleType}
+)
+
+
+def is_of_library(module: str | None) -> bool:
+    """Returns whether a module is one of JAX, Keras and the like, whose code is not rewritten."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def _is_own(module: str | None) -> bool:
+    """Returns whether a module is the user's own: not installed, nor of Python."""
+    file = str(getattr(sys.modules.get(module or ""), "__file__", None) or "")
+    root = (module or "").partition(".")[0]
+    is_installed = "site-packages" in file or "dist-packages" in file
+    return not (is_of_library(module) or root in sys.stdlib_module_names or is_installed)
+
+
+@final
+class Contents:
+    """The values that a container holds, in order.
+
+    Args:
+        keys: The keys of a dict, the names of attributes, the positions in a list, or the items of
+            a set.
+        values: As many values; none in a set.
+    """
+
+    def __init__(self, keys: Sequence[Any], values: Sequence[Any]) -> None:
+        self.keys = tuple(keys)
+        self.values = list(values)
+
+    def is_as(self, other: "Contents") -> bool:
+        """Returns whether another one has the same objects."""
+        return self.keys == other.keys and all(map(operator.is_, self.values, other.values))
+
+
+@final
+class _Name:
+    """A variable that functions share: a cell of their closures, or one of their module."""
+
+    def __init__(self, cell: Any, name: str) -> None:
+        self.cell = cell
+        self.name = name
+
+    def get(self) -> Contents:
+        try:
+            is_cell = isinstance(self.cell, types.CellType)
+            value = self.cell.cell_contents if is_cell else self.cell[self.name]
+        except (KeyError, ValueError):
+            return Contents((), ())
+        return Contents((self.name,), (value,))
+
+    def put(self, contents: Contents) -> None:
+        for value in contents.values:
+            if isinstance(self.cell, types.CellType):
+                self.cell.cell_contents = value
+            else:
+                self.cell[self.name] = value
+
+
+@final
+class Reached:
+    """What some blocks can change in place, as it was when this was made.
+
+    Args:
+        blocks: The functions of the blocks.
+        dead: Variables that nothing reads after the blocks.
+    """
+
+    def __init__(self, *blocks: Callable[..., Any], dead: Sequence[str] = ()) -> None:
+        self._dead = frozenset(dead)
+        self.names: list[str] = []
+        self._things: list[Any] = []
+        self._seen: dict[Any, Any] = {}  # holds them, so that no number is used again
+        self._blocks = blocks
+        for block in blocks:
+            code = block.__code__
+            own = zip(code.co_freevars, block.__closure__ or (), strict=True)
+            for name, cell in own:
+                if name != "ag__":
+                    self._visit_cell(cell, name)
+            self._visit_globals(code, block.__globals__)
+        self.before = [_contents_of(thing) for thing in self._things]
+
+    def again(self) -> "Reached":
+        """Returns the things as they are now."""
+        return Reached(*self._blocks)
+
+    def is_dead(self, k: int) -> bool:
+        """Returns whether nothing looks at a thing after the blocks."""
+        thing = self._things[k]
+        # The variable, the two records of it here, and the variable and the argument of this line.
+        return self.names[k] in self._dead and sys.getrefcount(thing) <= 5
+
+    def is_list(self, k: int) -> bool:
+        """Returns whether a thing is a list, which loops can make longer."""
+        return isinstance(self._things[k], list)
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value is one of the things."""
+        return id(value) in self._seen and isinstance(value, _CONTAINERS)
+
+    def changes(self) -> dict[int, Contents]:
+        """Returns what is in those things that are not as before."""
+        found = {}
+        for k, (thing, before) in enumerate(zip(self._things, self.before, strict=True)):
+            contents = _contents_of(thing)
+            if not contents.is_as(before):
+                found[k] = contents
+        return found
+
+    def name_of(self, k: int, key: Any) -> str:
+        """Returns the name of a value that a thing holds."""
+        thing, name = self._things[k], self.names[k]
+        if isinstance(thing, _Name):
+            return name
+        return f"{name}[{key!r}]" if isinstance(thing, _CONTAINERS) else f"{name}.{key}"
+
+    def put(self, k: int, contents: Contents) -> None:
+        """Gives a thing other contents."""
+        thing = self._things[k]
+        if isinstance(thing, _Name):
+            thing.put(contents)
+        elif isinstance(thing, dict):
+            dict.clear(thing)
+            dict.update(thing, zip(contents.keys, contents.values, strict=True))
+        elif isinstance(thing, list):
+            list.__setitem__(thing, slice(None), contents.values)
+        elif isinstance(thing, collections.deque):
+            thing.clear()
+            thing.extend(contents.values)
+        elif isinstance(thing, set):
+            thing.clear()
+            thing.update(contents.keys)
+        else:
+            for name in _attributes_of(thing):
+                if name not in contents.keys:
+                    object.__delattr__(thing, name)
+            for name, value in zip(contents.keys, contents.values, strict=True):
+                object.__setattr__(thing, name, value)
+
+    def _visit(self, value: Any, name: str) -> None:
+        kind = type(value)
+        if kind in _WITHOUT_PARTS or isinstance(value, jax.Array) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        match value:
+            case types.FunctionType():
+                self._visit_function(value)
+            case types.MethodType():
+                self._visit(value.__self__, name)
+                self._visit(value.__func__, name)
+            case functools.partial():
+                for k, part in enumerate((value.func, *value.args, *value.keywords.values())):
+                    self._visit(part, f"{name}.args[{k}]")
+            case staticmethod() | classmethod():
+                self._visit(value.__func__, name)
+            case property():
+                self._visit(value.fget, name)
+                self._visit(value.fset, name)
+            case type():
+                if _is_own(value.__module__):
+                    for key, part in list(vars(value).items()):
+                        if not key.startswith("__") or isinstance(part, types.FunctionType):
+                            self._visit(part, f"{value.__name__}.{key}")
+            case tuple() | list() | dict() | collections.deque() | set():
+                if _is_own(kind.__module__) or kind.__module__ in ("builtins", "collections"):
+                    self._visit_items(value, name)
+            case _:
+                self._visit_object(value, kind, name)
+
+    def _visit_items(self, value: Any, name: str) -> None:
+        if not isinstance(value, tuple):
+            self._note(value, name)
+        if isinstance(value, set):
+            return  # whose order would not be the same in all processes
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in list(items):
+            if type(part) not in _WITHOUT_PARTS:
+                self._visit(part, f"{name}[{key!r}]")
+
+    def _visit_object(self, value: Any, kind: type, name: str) -> None:
+        if not _is_own(kind.__module__):
+            if kind.__module__.startswith("distributary."):  # a compiled function
+                self._visit(getattr(value, "python_function", None), name)
+            return
+        # Layers and modules of libraries keep records of their own, which are not the user's.
+        is_plain = all(_is_own(base.__module__) or base is object for base in kind.__mro__)
+        if is_plain:
+            self._note(value, name)
+        for key in _attributes_of(value):
+            if is_plain or not key.startswith("_"):
+                self._visit(getattr(value, key, None), f"{name}.{key}")
+        for base in kind.__mro__:
+            self._visit(base, base.__name__)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        if not _is_own(function.__module__):
+            return
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name in _uses_of(code).nonlocals and id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._note(_Name(cell, name), name)
+            if name != "ag__":
+                self._visit_cell(cell, name)
+        for k, value in enumerate(function.__defaults__ or ()):
+            self._visit(value, f"{function.__name__}.__defaults__[{k}]")
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._visit(value, name)
+        self._visit_globals(code, function.__globals__)
+
+    def _visit_globals(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        for name in _uses_of(code).names:
+            if name in space:
+                self._visit(space[name], name)
+        for name in _uses_of(code).globals:
+            if (id(space), name) not in self._seen:
+                self._seen[id(space), name] = space
+                self._note(_Name(space, name), name)
+
+    def _visit_cell(self, cell: Any, name: str) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return
+        self._visit(value, name)
+
+    def _note(self, thing: Any, name: str) -> None:
+        self._things.append(thing)
+        self.names.append(name)
+
+
+def _contents_of(thing: Any) -> Contents:
+    if isinstance(thing, _Name):
+        return thing.get()
+    if isinstance(thing, dict):
+        return Contents([*thing], [*thing.values()])
+    if isinstance(thing, (list, collections.deque)):
+        return Contents(range(len(thing)), thing)
+    if isinstance(thing, set):
+        return Contents(sorted(thing, key=hash), ())
+    attributes = _attributes_of(thing)
+    return Contents(attributes, [getattr(thing, name) for name in attributes])
+
+
+def _attributes_of(thing: Any) -> list[str]:
+    slots = [
+        name
+        for base in type(thing).__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(thing, name)
+    ]
+    return [*slots, *getattr(thing, "__dict__", ())]
+
+
+class _Uses(NamedTuple):
+    """The names that code uses, that of functions in it included, sorted.
+
+    Attributes:
+        names: Names of its module, among others.
+        globals: Those that it assigns.
+        nonlocals: Variables of functions around it that it assigns, among others.
+    """
+
+    names: tuple[str, ...]
+    globals: tuple[str, ...]
+    nonlocals: tuple[str, ...]
+
+
+_uses: "weakref.WeakKeyDictionary[types.CodeType, _Uses]" = weakref.WeakKeyDictionary()
+
+
+def _uses_of(code: types.CodeType) -> _Uses:
+    if code in _uses:
+        return _uses[code]
+    names = [set(code.co_names), set[str](), set[str]()]
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            names[1 + (instruction.opname == "STORE_DEREF")].add(instruction.argval)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            for own, inner in zip(names, _uses_of(const), strict=True):
+                own.update(inner)
+    _uses[code] = made = _Uses(*(tuple(sorted(own)) for own in names))
+    return made

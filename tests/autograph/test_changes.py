@@ -1,0 +1,666 @@
+"""Statements that change lists, dicts, objects and outer names, and syntax of all kinds.
+
+Python itself is the reference. All functions of one kind of argument are one compiled program.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distributary as dist
+
+NUMBERS, ROWS, COUNTS = [], [], []
+calls = 0
+history = [0.0]
+
+
+def numbers(function):
+    NUMBERS.append(function)
+    return function
+
+
+def rows(function):
+    ROWS.append(function)
+    return function
+
+
+def counts(function):
+    COUNTS.append(function)
+    return function
+
+
+class Record:
+    """An object that functions change."""
+
+    def __init__(self, value=0.0):
+        self.value = value
+        self.seen = []
+
+    def add(self, x):
+        self.value = self.value + x
+
+    def note(self, x):
+        self.seen.append(x)
+        self.value += x
+
+
+class Slots:
+    __slots__ = ("value",)
+
+
+@numbers
+def item_of_a_dict(x):
+    found = {"a": 1.0}
+    if x > 0:
+        found["a"] = x
+    return found["a"]
+
+
+@numbers
+def new_key_in_both_branches(x):
+    found = {}
+    if x > 0:
+        found["k"] = x
+    else:
+        found["k"] = 2 * x
+    return found
+
+
+@numbers
+def update_of_a_dict(x):
+    found = {"k": 1.0}
+    if x > 0:
+        found.update(k=x)
+    return found
+
+
+@numbers
+def pop_of_a_dict(x):
+    found = {"a": 1.0, "b": x}
+    y = found.pop("b") if x > 0 else found.pop("b") * 2
+    return y, len(found)
+
+
+@numbers
+def extend(x):
+    found = [1.0]
+    if x > 0:
+        found.extend([x, x])
+    else:
+        found.extend([1.0, x])
+    return found
+
+
+@numbers
+def add_to_a_list(x):
+    found = [1.0]
+    if x > 0:
+        found += [x]
+    else:
+        found += [-x]
+    return found
+
+
+@numbers
+def insert_and_pop(x):
+    found = [1.0, 2.0]
+    if x > 0:
+        found.insert(0, x)
+        found.pop()
+    else:
+        found[1] = -x
+    return found
+
+
+@numbers
+def another_name_for_a_list(x):
+    found = [1.0]
+    other = found
+    if x > 0:
+        other[0] = x
+    return found[0]
+
+
+@numbers
+def a_list_of_lists(x):
+    table = [[1.0], [2.0]]
+    if x > 0:
+        table[0][0] = x
+        table[1].append(x)
+    else:
+        table[1].append(0.0)
+    return table
+
+
+@numbers
+def append_in_expressions(x):
+    found = [1.0]
+    _ = found.append(x) if x > 0 else found.append(2 * x)
+    return found
+
+
+@numbers
+def append_to_an_argument(x):
+    def note(target):
+        if x > 0:
+            target.append(x)
+        else:
+            target.append(-x)
+
+    found = []
+    note(found)
+    return found
+
+
+@numbers
+def a_list_that_is_not_used_after_a_return(x):
+    found = []
+    if x > 1:
+        return x
+    found.append(x)
+    found.append(2 * x)
+    return sum(found)
+
+
+@numbers
+def a_list_in_a_closure(x):
+    box = [0.0]
+
+    def add():
+        box[0] = box[0] + x
+
+    if x > 0:
+        add()
+    return box[0]
+
+
+@numbers
+def a_name_of_an_outer_function(x):
+    count = 0
+
+    def add():
+        nonlocal count
+        count += 1
+
+    if x > 0:
+        add()
+    return count
+
+
+@numbers
+def a_name_of_the_module(x):
+    global calls
+    calls = 0
+
+    def add():
+        global calls
+        calls = calls + 1
+
+    if x > 0:
+        add()
+    found, calls = calls, 0
+    return found
+
+
+@numbers
+def a_list_of_the_module(x):
+    history[0] = 0.0
+    if x > 0:
+        history[0] = x
+    found, history[0] = history[0], 0.0
+    return found
+
+
+@numbers
+def an_attribute(x):
+    record = Record()
+    if x > 0:
+        record.add(x)
+    else:
+        record.value = -1.0
+    return record.value
+
+
+@numbers
+def attributes_of_objects_in_a_list(x):
+    records = [Record(1.0), Record(2.0)]
+    if x > 0:
+        for record in records:
+            record.add(x)
+    return [record.value for record in records]
+
+
+@numbers
+def an_attribute_in_slots(x):
+    record = Slots()
+    record.value = 1.0
+
+    def change():
+        record.value = record.value + x
+
+    if x > 0:
+        change()
+    return record.value
+
+
+@numbers
+def a_method_as_a_value(x):
+    record = Record()
+    add = record.add
+    if x > 0:
+        add(x)
+    return record.value
+
+
+@numbers
+def another_dict(x):
+    one, two = {"a": x, "b": 1.0}, {"a": 2 * x, "b": 3.0}
+    if x > 0:
+        one = two
+    return one
+
+
+@numbers
+def another_list(x):
+    found = [x, 1.0]
+    if x > 0:
+        found = [2 * x, 4.0]
+    found[0] = found[0] + 1
+    return found
+
+
+@numbers
+def a_set_of_both_branches(x):
+    found = {1}
+    if x > 0:
+        found.add(2)
+    else:
+        found.add(2)
+    return len(found), x
+
+
+@numbers
+def match_of_values(x, mode="double"):
+    match mode:
+        case "half":
+            y = x / 2
+        case "double" | "twice":
+            y = x * 2 if x > 0 else x
+        case _:
+            y = x
+    return y
+
+
+@numbers
+def match_of_cases(x):
+    match x:
+        case 0:
+            y = 10
+        case 4.0 | 0.5:
+            y = 20
+        case _ if x < -2:
+            y = 30
+        case rest:
+            y = rest
+    return y
+
+
+@numbers
+def membership(x):
+    return (1 if x in (0.5, 4.0) else 2), (1 if x not in [0.5] else 2), 3 in [1, 2, 3]
+
+
+@numbers
+def walrus_in_if(x):
+    if (y := x * 2) > 1:
+        z = y
+    else:
+        z = -y
+    return y, z
+
+
+@numbers
+def try_with_else_and_finally(x):
+    try:
+        y = x if x > 0 else -x
+    except ValueError:
+        y = 0.0
+    else:
+        y = y + 1
+    finally:
+        y = y * 2
+    return y
+
+
+@numbers
+def return_inside_of_with(x):
+    with contextlib.nullcontext():
+        if x > 0:
+            return x
+        return -x * 2
+
+
+@numbers
+def a_raise_that_does_not_run(x):
+    if x > 100:
+        raise ValueError("too large")
+    if x > -100:
+        y = x
+    else:
+        raise ValueError
+    return y + 1
+
+
+@numbers
+def and_with_a_side_effect(x):
+    record = Record()
+
+    def add():
+        record.add(1.0)
+        return record.value > 0
+
+    return (1 if x > 0 and add() else 2), (1 if x > 0 or add() else 2), record.value
+
+
+@numbers
+def none_until_the_first_value(x):
+    best = None
+    for factor in range(3):
+        if best is None or x * factor > best:
+            best = x * factor
+    return best
+
+
+@rows
+def a_sum_of_all_before(xs):
+    found = [0.0]
+    for x in xs:
+        found.append(found[-1] + x)
+    return found
+
+
+@rows
+def the_length_of_a_list_that_grows(xs):
+    found = []
+    for x in xs:
+        found.append(x * len(found))
+    return found
+
+
+@rows
+def the_truth_of_a_list_that_grows(xs):
+    found = []
+    for x in xs:
+        if found:
+            found.append(x + found[0])
+        else:
+            found.append(x)
+    return found
+
+
+@rows
+def a_list_that_only_grows(xs):
+    found = []
+    for x in xs:
+        found.append(jax.nn.relu(x) * 2)
+    return found
+
+
+@rows
+def a_count_of_a_list_that_grows(xs):
+    found, length = [], 0
+    for x in xs:
+        found += [x, -x]
+        length = len(found)
+    return found, length
+
+
+@rows
+def an_object_in_a_loop(xs):
+    record = Record()
+    for x in xs:
+        record.note(x)
+    return record.value, record.seen
+
+
+@rows
+def counts_in_a_dict(xs):
+    found = {"positive": 0, "negative": 0}
+
+    def count(key):
+        found[key] += 1
+
+    for x in xs:
+        if x > 0:
+            count("positive")
+        else:
+            count("negative")
+    return found
+
+
+@rows
+def a_name_of_an_outer_function_in_a_loop(xs):
+    count = 0
+
+    def add():
+        nonlocal count
+        count += 1
+
+    for x in xs:
+        if x > 0:
+            add()
+    return count
+
+
+@rows
+def enumerate_and_zip(xs):
+    total = 0.0
+    for i, x in enumerate(xs):
+        if x > 4:
+            break
+        total += x * i
+    for a, b in zip(xs, xs[::-1], strict=True):
+        total += a * b if a > b else a
+    return total
+
+
+@rows
+def reversed_and_sorted(xs):
+    total = 0.0
+    for x in reversed(xs):
+        total = total * 2 + x
+    return total, sorted(xs), sorted(xs, reverse=True)[0]
+
+
+@rows
+def else_of_for(xs):
+    total = 0.0
+    for x in xs:
+        if x > 4.5:
+            break
+        total += x
+    else:
+        total = -1.0
+    for x in xs:
+        total += x
+    else:
+        total += 100
+    return total
+
+
+@rows
+def else_of_for_in_for(xs):
+    total = 0.0
+    for x in xs:
+        for y in xs:
+            if y > x:
+                break
+            total += y
+        else:
+            break
+        total += 10
+    return total
+
+
+@rows
+def star_and_swap(xs):
+    first, *rest = xs
+    total = first
+    for x in rest:
+        if x > 0:
+            first, total = total, total + x
+    return first, total
+
+
+@counts
+def else_of_while(n):
+    i = 0
+    while i < n:
+        i += 1
+        if i == 4:
+            break
+    else:
+        i = 100
+    return i
+
+
+@counts
+def walrus_in_while(n):
+    total = 0
+    while (double := total * 2) < n:
+        total += 1
+    return total, double
+
+
+@counts
+def a_condition_that_changes_something(n):
+    box = [0]
+
+    def more():
+        box[0] += 1
+        return box[0] < n
+
+    turns = 0
+    while more():
+        turns += 1
+    return turns, box[0]
+
+
+@counts
+def an_item_in_a_loop(n):
+    found = [0, 0]
+    i = 0
+    while i < n:
+        j = 0
+        while j < i:
+            found[0] += j
+            j += 1
+        found[1] += 1
+        i += 1
+    return found
+
+
+@counts
+def an_attribute_in_a_loop(n):
+    record = Record(0)
+    i = 0
+    while i < n:
+        record.add(2)
+        i += 1
+    return record.value
+
+
+@counts
+def and_that_guards_a_loop(n):
+    def turns(m):
+        count = 0
+        while m != 1:
+            m = m // 2 if m % 2 == 0 else 3 * m + 1
+            count += 1
+        return count
+
+    return 1 if n > 0 and turns(n) > 5 else 0
+
+
+@counts
+def divisors(n, of=12):
+    while of:
+        n, of = of, n % of
+    return n
+
+
+INPUTS = {
+    "numbers": (NUMBERS, [-3.0, 0.0, 0.5, 4.0]),
+    "rows": (ROWS, [np.float32([1, -2, 3, 5]), np.float32([4, 0.5])]),
+    "counts": (COUNTS, [0, 1, 6]),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_results_are_those_of_python(kind):
+    functions, inputs = INPUTS[kind]
+    compiled = dist.function(lambda x: {f.__name__: f(x) for f in functions}, autograph=True)
+
+    for x in inputs:
+        got = compiled(jnp.asarray(x))
+        for function in functions:
+            expected, own = function(x), got[function.__name__]
+            assert jax.tree.structure(own) == jax.tree.structure(expected), function.__name__
+            for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=f"{function.__name__}({x})")
+
+
+def test_what_a_step_changes_stays_if_it_runs():
+    total = dist.Variable(0.0)
+
+    @dist.function(autograph=True)
+    def step(x, n):
+        def add():
+            total.assign_add(1.0)
+            return total.value()
+
+        both = x > 0 and add() > 0
+        while add() < n:
+            both = both or add() > 100
+        return total.value()
+
+    def expected(x, n):
+        value = 1.0 if x > 0 else 0.0
+        both, value = x > 0, value + 1
+        while value < n:
+            if not both:
+                value += 1
+            value += 1
+        return value
+
+    for x, n in [(1.0, 5.0), (-1.0, 5.0), (-1.0, 0.0)]:
+        total.assign(0.0)
+        assert float(step(x, n)) == expected(x, n)
+
+
+def test_errors_that_a_step_raises_when_it_runs():
+    strategy = dist.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        state = dist.Variable(1.0, aggregation=dist.VariableAggregation.SUM)
+
+    def step(x):
+        if jnp.sum(x) > 100:
+            raise ValueError("too large")
+        assert jnp.sum(x) > 0, f"the sum is {jnp.sum(x):.1f}"
+        state.assign(jnp.sum(x))
+        return x
+
+    step_of = lambda *parts: strategy.run(step, (dist.PerReplica(list(map(jnp.asarray, parts))),))
+    step_of([1.0], [2.0])
+    with pytest.raises(ValueError, match="too large"):
+        step_of([1.0], [200.0])
+    with pytest.raises(AssertionError, match=r"the sum is -2.0 \(the assert at test_changes.py"):
+        step_of([1.0], [-2.0])
+    with pytest.raises(AssertionError, match=r"the sum is -2.0"):
+        step_of([1.0, 2.0], [-2.0])  # an uneven batch
+    assert float(state) == 3  # as before the failed steps
+    step_of([4.0], [2.0])
+    assert float(state) == 6
