@@ -1,4 +1,4 @@
-"""Operations that XLA:CPU is slow at: gradients of kernels and of max pooling."""
+"""Operations that XLA:CPU is slow at: convolutions, gradients of kernels and of max pooling."""
 
 import functools
 
@@ -248,6 +248,123 @@ def test_gradients_of_kernels_of_convolutions_are_products(images, kernel, optio
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
+# Half of the rows or images of a turn of the loop, all of them, and rows that do not divide.
+@pytest.mark.parametrize(
+    ("images", "kernel", "options"),
+    [
+        ((20, 12, 12, 128), (3, 3), {"padding": "VALID"}),
+        ((2, 47, 30, 128), (3, 3), {"padding": "SAME"}),
+        ((9, 21, 22, 128), (5, 4), {"window_strides": (2, 3), "padding": "SAME"}),
+        ((8, 19, 20, 128), (3, 3), {"window_strides": (1, 2), "padding": ((2, -1), (0, 3))}),
+        ((7, 21, 20, 128), (3, 3), {"rhs_dilation": (2, 3), "padding": "VALID"}),
+        ((96, 40, 128), (5,), {"padding": "SAME"}),
+        ((96, 81, 128), (5,), {"window_strides": (2,), "padding": "VALID"}),
+        ((2, 16, 16, 192), (7, 7), {"padding": "SAME"}),
+    ],
+)
+def test_depthwise_convolutions_and_their_gradients_are_sums(images, kernel, options):
+    options = {"window_strides": (1,) * len(kernel), **options}
+    num_channels = images[-1]
+    x = RNG.standard_normal(images).astype(np.float32)
+    weights = RNG.standard_normal((*kernel, 1, num_channels)).astype(np.float32)
+
+    def results(kernel, x):
+        made = functools.partial(_convolution, feature_group_count=num_channels, **options)
+        values, of_errors = jax.vjp(made, kernel, x)
+        return values, *of_errors(jnp.cos(values))
+
+    before = jax.make_jaxpr(results)(weights, x)
+    after = rewritten_for_cpus(before)
+
+    assert _names(before).count("conv_general_dilated") == 3
+    assert "conv_general_dilated" not in _names(after)
+    actual = jax.jit(jax.extend.core.jaxpr_as_fun(after))(weights, x)
+    with jax.enable_x64():
+        expected = results(np.float64(weights), np.float64(x))
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("images", "kernel"),
+    [
+        ((20, 12, 12, 32), (3, 3)),  # few channels
+        ((2, 12, 12, 128), (3, 3)),  # few products
+        ((20, 16, 16, 96), (7, 4)),  # a large kernel and not many channels
+    ],
+)
+def test_gradients_of_small_depthwise_kernels_stay_as_they_are(images, kernel):
+    gradient = functools.partial(
+        _gradient_of_convolution,
+        window_strides=(1, 1),
+        padding="VALID",
+        feature_group_count=images[-1],
+    )
+    weights = np.ones((*kernel, 1, images[-1]), np.float32)
+    closed = jax.make_jaxpr(gradient)(weights, np.ones(images, np.float32))
+
+    names = _names(rewritten_for_cpus(closed))
+
+    assert names.count("conv_general_dilated") == 1  # the forward one is rewritten
+
+
+@pytest.mark.parametrize(
+    ("window_strides", "kernel"), [((1, 1), (3, 3)), ((2, 3), (3, 4)), ((3, 1), (5, 1))]
+)
+def test_convolutions_without_padding_get_a_row(window_strides, kernel):
+    x = RNG.standard_normal((8, 33, 16, 32)).astype(np.float32)
+    weights = RNG.standard_normal((*kernel, 32, 33)).astype(np.float32)
+    options = {"window_strides": window_strides, "padding": "VALID"}
+    convolution = functools.partial(_convolution, **options)
+
+    after = rewritten_for_cpus(jax.make_jaxpr(convolution)(weights, x))
+
+    (padding,) = [
+        eqn.params["padding"] for eqn in walk(after.jaxpr.eqns) if "padding" in eqn.params
+    ]
+    assert padding == ((0, window_strides[0]), (0, 0))
+    (actual,) = jax.jit(jax.extend.core.jaxpr_as_fun(after))(weights, x)
+    with jax.enable_x64():
+        expected = convolution(np.float64(weights), np.float64(x))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("images", "kernel", "options"),
+    [
+        ((16, 15, 16, 32), (3, 3, 32, 32), {"padding": "SAME"}),
+        ((2, 8, 8, 32), (3, 3, 32, 32), {}),  # small
+        ((64, 32, 32, 16), (3, 3, 16, 32), {}),  # few channels
+        ((64, 8, 32, 32), (3, 3, 32, 32), {}),  # few rows
+        ((64, 32, 32, 32), (1, 1, 32, 128), {}),  # a product
+        ((64, 32, 32, 32), (3, 3, 32, 32), {"rhs_dilation": (2, 2)}),
+        ((64, 32, 32, 32), (3, 3, 16, 32), {"feature_group_count": 2}),
+        ((64, 32, 32, 32), (3, 3, 1, 64), {"feature_group_count": 32}),  # two filters per channel
+        ((64, 600, 32), (3, 32, 32), {}),  # one dimension
+    ],
+)
+def test_convolutions_that_xla_is_fast_at_stay_as_they_are(images, kernel, options):
+    options = {"window_strides": (1,) * (len(images) - 2), "padding": "VALID", **options}
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (kernel, images)]
+    closed = jax.make_jaxpr(functools.partial(_convolution, **options))(*args)
+
+    assert rewritten_for_cpus(closed) is closed
+
+
+@pytest.mark.parametrize("numbers", [("NCHW", "HWIO", "NCHW"), ("NHWC", "HWIO", "NCHW")])
+def test_convolutions_with_channels_first_stay_as_they_are(numbers):
+    def results(kernel, x):
+        groups = {(3, 3, 1, 32): 32}.get(kernel.shape, 1)
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    for kernel in ((3, 3, 1, 32), (3, 3, 32, 32)):
+        args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in (kernel, (16, 32, 32, 32))]
+        closed = jax.make_jaxpr(results)(*args)
+        assert rewritten_for_cpus(closed) is closed
+
+
 def _gradient_of_pooling(x, errors, size, strides, padding, kind):
     init = {lax.max: -np.inf, lax.min: np.inf}[kind]
 
@@ -271,8 +388,12 @@ def _gradient_of_pooling(x, errors, size, strides, padding, kind):
     ],
 )
 def test_gradients_of_max_pooling_choose_as_xla_does(size, strides, padding, kind):
-    # Few different values: most windows have several largest elements, some of them infinite.
-    x = RNG.choice(np.array([-np.inf, -1, 0, 2, np.inf], np.float32), (3, 11, 10, 4))
+    # Few different values: most windows have several largest elements, some of them infinite. XLA
+    # loses the gradient of a padded window with nothing but the infinity that never wins.
+    values = [-1, 0, 2, np.inf if kind is lax.max else -np.inf]
+    if padding == "VALID":
+        values.append(-values[-1])
+    x = RNG.choice(np.array(values, np.float32), (3, 11, 10, 4))
     shape = jax.eval_shape(
         lambda x: lax.reduce_window(x, np.float32(0), kind, size, strides, padding), x
     ).shape
@@ -312,11 +433,23 @@ def test_other_convolutions_stay_as_they_are(images, kernel, options):
     assert rewritten_for_cpus(closed) is closed
 
 
-def test_half_precision_convolutions_stay_as_they_are():
-    gradient = functools.partial(_gradient_of_convolution, window_strides=(1, 1), padding="VALID")
-    closed = jax.make_jaxpr(gradient)(
-        jnp.ones((3, 3, 3, 16), jnp.bfloat16), jnp.ones((1200, 9, 9, 3), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("images", "kernel", "groups"),
+    [
+        ((1200, 9, 9, 3), (3, 3, 3, 16), 1),
+        ((64, 26, 26, 32), (3, 3, 32, 32), 1),
+        ((20, 12, 12, 128), (3, 3, 1, 128), 128),
+    ],
+)
+def test_half_precision_convolutions_stay_as_they_are(images, kernel, groups):
+    gradient = functools.partial(
+        _gradient_of_convolution,
+        window_strides=(1, 1),
+        padding="VALID",
+        feature_group_count=groups,
     )
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (kernel, images)]
+    closed = jax.make_jaxpr(gradient)(*args)
 
     assert rewritten_for_cpus(closed) is closed
 
@@ -370,6 +503,7 @@ def test_fit_of_a_small_cnn_learns_as_without_a_strategy(
                 keras.Input((12, 12, 2)),
                 keras.layers.Conv2D(16, 3, activation="relu"),
                 keras.layers.MaxPooling2D(),
+                keras.layers.SeparableConv2D(8, 3),
                 keras.layers.Flatten(),
                 keras.layers.Dense(3),
             ]
@@ -388,5 +522,6 @@ def test_fit_of_a_small_cnn_learns_as_without_a_strategy(
 
     assert compiled_programs
     assert not any("select_and_scatter" in text for text in compiled_programs)
+    assert not any("feature_group_count = 16" in text for text in compiled_programs)
     for actual, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,181 @@
+"""Depthwise convolutions, in which every channel has a kernel of its own, without convolutions.
+
+XLA:CPU computes them, and their gradients, one element at a time. As a sum of slices times the
+values of the kernel they are one loop over vectors. With `x` of 4 x 4 pixels and a kernel of 3 x 3,
+
+    c:f32[1,2,2,8] = conv_general_dilated[feature_group_count=8 ...] x:f32[1,4,4,8] k:f32[3,3,1,8]
+
+becomes
+
+    d:f32[1,2,2,8] = slice[start_indices=(0, 0, 0, 0) limit_indices=(1, 2, 2, 8)] x
+    e:f32[1,2,2,8] = mul d k[0,0,0]
+    f:f32[1,2,2,8] = slice[start_indices=(0, 0, 1, 0) limit_indices=(1, 2, 3, 8)] x
+    g:f32[1,2,2,8] = mul f k[0,1,0]
+    h:f32[1,2,2,8] = add e g
+    ...
+
+The gradient of `x` is a convolution of the same kind. That of the kernel is, for each of its
+positions, the sum of a slice of `x` times the errors. XLA:CPU is slow at sums over all dimensions
+but the last: here a `scan` adds a few rows in each turn, and the columns are added at the end.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from distributary.tracing import Equation, aval_of
+
+_Fast: TypeAlias = Callable[..., Array]
+
+_MAX_WINDOW = 49
+"""Positions in a kernel; each costs a slice and an addition."""
+
+_MAX_ADDITIONS = 128
+"""Additions in a turn of the loop for a kernel's gradient; more take longer to compile."""
+
+_MIN_CHANNELS = 48
+_MIN_CHANNELS_OF_LARGE = 128
+_MIN_PRODUCTS = 2 * 10**8
+"""Of a kernel's gradient, for which XLA:CPU multiplies each channel of the images with each of the
+errors. With fewer, its own way is as fast, or steps gain less than the program takes to compile."""
+
+_LARGE_WINDOW = 25
+"""Positions in a kernel; with more, a turn of the loop has too few rows."""
+
+
+def depthwise_convolution(eqn: Equation) -> _Fast | None:
+    """Returns a faster function of a convolution's operands; None if there is none.
+
+    There is one for float32, with channels last and as many filters as channels.
+
+    Args:
+        eqn: A convolution.
+    """
+    images, other, result = map(aval_of, (*eqn.invars, *eqn.outvars))
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    num_channels = images.shape[-1]
+    if (
+        num_channels == 1
+        or {images.dtype, other.dtype, result.dtype} != {np.dtype(np.float32)}
+        or 0 in (*images.shape, *other.shape, *result.shape)
+    ):
+        return None
+    rest = tuple(range(1, images.ndim - 1))
+    if params["feature_group_count"] == num_channels == result.shape[-1]:
+        channels_last = (0, images.ndim - 1, *rest)
+        window = math.prod([other.shape[k] for k in numbers.rhs_spec[2:]])
+        if numbers.lhs_spec == numbers.out_spec == channels_last and window <= _MAX_WINDOW:
+            return _convolution(eqn)
+    elif params["batch_group_count"] == num_channels == other.shape[-1]:
+        contracts_images = (images.ndim - 1, 0, *rest)
+        window = math.prod([result.shape[k] for k in numbers.out_spec[2:]])
+        if (
+            numbers.lhs_spec == numbers.rhs_spec == contracts_images
+            and images.ndim <= 4
+            and set(params["lhs_dilation"]) == {1}
+            and num_channels
+            >= (_MIN_CHANNELS if window <= _LARGE_WINDOW else _MIN_CHANNELS_OF_LARGE)
+            and window <= _MAX_WINDOW
+            and other.size * window * num_channels >= _MIN_PRODUCTS
+        ):
+            return _kernel_gradient(eqn)
+    return None
+
+
+def _convolution(eqn: Equation) -> _Fast:
+    params, (result,) = eqn.params, [aval_of(v) for v in eqn.outvars]
+    of_kernel = params["dimension_numbers"].rhs_spec
+
+    def convolution(x: Array, kernel: Array) -> Array:
+        # Without barriers, XLA would compute `x`, and the result, once for every use.
+        x = _padded(lax.optimization_barrier(x), eqn)
+        kernel = lax.transpose(kernel, (*of_kernel[2:], of_kernel[1], of_kernel[0]))
+        window = kernel.shape[:-2]
+        terms = [
+            _strided(
+                x,
+                np.multiply(k, params["rhs_dilation"]),
+                result.shape[1:-1],
+                params["window_strides"],
+            )
+            * kernel[k].reshape(-1)
+            for k in np.ndindex(*window)
+        ]
+        return lax.optimization_barrier(functools.reduce(operator.add, terms))
+
+    return convolution
+
+
+def _kernel_gradient(eqn: Equation) -> _Fast:
+    params = eqn.params
+    errors, result = aval_of(eqn.invars[1]), aval_of(eqn.outvars[0])
+    out_spec = params["dimension_numbers"].out_spec
+    window = tuple([result.shape[k] for k in out_spec[2:]])
+    steps, strides = params["window_strides"], params["rhs_dilation"]
+    if errors.ndim == 3:  # as images of one row
+        window, steps, strides = (1, *window), (1, *steps), (1, *strides)
+        errors = errors.update(shape=(errors.shape[0], 1, *errors.shape[1:]))
+    num_images, num_rows, *rest = errors.shape
+    most = max(1, _MAX_ADDITIONS // math.prod(window))
+    num_blocks = -(-num_rows // most)
+    rows = -(-num_rows // num_blocks)
+    counts = range(1, min(num_images, max(1, most // rows) if num_blocks == 1 else 1) + 1)
+    at_a_time = max([n for n in counts if num_images % n == 0])
+    num_read = (rows - 1) * strides[0] + (window[0] - 1) * steps[0] + 1
+
+    def gradient(x: Array, y: Array) -> Array:
+        x = _padded(lax.optimization_barrier(x), eqn)
+        x, y = x.reshape(x.shape[0], -1, *x.shape[-2:]), y.reshape(errors.shape)
+        missing = num_blocks * rows - num_rows
+        y = jnp.pad(y, ((0, 0), (0, missing), (0, 0), (0, 0)))
+        x = jnp.pad(x, ((0, 0), (0, missing * strides[0]), (0, 0), (0, 0)))
+        y = y.reshape(num_images // at_a_time, at_a_time, num_blocks, rows, *rest)
+
+        def add(total: Array, place: Array) -> tuple[Array, None]:
+            chunk, block = place // num_blocks, place % num_blocks
+            own_x = lax.dynamic_slice(
+                x,
+                (chunk * at_a_time, block * rows * strides[0], 0, 0),
+                (at_a_time, num_read, *x.shape[2:]),
+            )
+            own_y = lax.dynamic_slice(y, (chunk, 0, block, 0, 0, 0), (1, at_a_time, 1, rows, *rest))
+            own_y = own_y.reshape(at_a_time, rows, *rest)
+            sums = []
+            for k in np.ndindex(*window):
+                start, column = np.multiply(k, steps)
+                end = column + (rest[0] - 1) * strides[1] + 1
+                terms = [
+                    own_x[n, start + h * strides[0], column : end : strides[1]] * own_y[n, h]
+                    for n in range(at_a_time)
+                    for h in range(rows)
+                ]
+                sums.append(functools.reduce(operator.add, terms))
+            return total + jnp.stack(sums), None
+
+        places = jnp.arange(num_images // at_a_time * num_blocks)
+        total, _ = lax.scan(add, jnp.zeros((math.prod(window), *rest), np.float32), places)
+        made = total.sum(1).reshape(*[result.shape[k] for k in out_spec[2:]], 1, -1)
+        return lax.transpose(made, np.argsort((*out_spec[2:], *out_spec[:2])))
+
+    return gradient
+
+
+def _padded(x: Array, eqn: Equation) -> Array:
+    params = eqn.params
+    config = [
+        (low, high, dilation - 1)
+        for (low, high), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
+    ]
+    return lax.pad(x, np.float32(0), [(0, 0, 0), *config, (0, 0, 0)])
+
+
+def _strided(x: Array, offset: Sequence[int], size: Sequence[int], strides: Sequence[int]) -> Array:
+    """Returns the pixel at `offset` of windows that begin `strides` apart."""
+    ends = [k + (n - 1) * s + 1 for k, n, s in zip(offset, size, strides, strict=True)]
+    return lax.slice(x, (0, *offset, 0), (x.shape[0], *ends, x.shape[-1]), (1, *strides, 1))
