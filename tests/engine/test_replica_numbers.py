@@ -7,7 +7,6 @@ import pytest
 
 import distributary as dist
 from distributary.errors import (
-    ContextError,
     ReplicaDivergenceError,
     ReplicaMismatchError,
     TracedValueError,

@@ -55,7 +55,7 @@ _NOTHING = object()
 
 
 def is_unreturned(value: Any) -> bool:
-    """Returns whether a value is still to be made, or that of a function that has not returned yet."""
+    """Returns whether a value is still to be made, or a function has not returned yet."""
     if value is NOT_YET or value is _NOTHING:
         return True
     return type(value).__name__ == "UndefinedReturnValue"
