@@ -279,7 +279,7 @@ def test_writing_again_replaces(tmp_path):
 
 
 def test_objects_that_cannot_be_saved_are_named(strategy_of, tmp_path):
-    with pytest.raises(TypeError, match=r"'a/b/0' is <object .*>, a object, which cannot be saved"):
+    with pytest.raises(TypeError, match=r"'a/b/0' is an object, which cannot be saved"):
         Checkpoint(a={"b": [object()]})
     with pytest.raises(ValueError, match="'save' is a name of Checkpoint itself"):
         Checkpoint(save=1)

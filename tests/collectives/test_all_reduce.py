@@ -185,7 +185,7 @@ def test_nan_and_infinity_pass_through(on_replicas):
         ("text", "all_reduce: got 'text', expected an array of numbers"),
         (b"text", "all_reduce: got b'text'"),
         ([1.0, None], "all_reduce: got None"),
-        (object(), "a object; expected an array of numbers"),
+        (object(), "an object; expected an array of numbers"),
         (True, "got a boolean array of shape"),
         (np.array([True]), r"got a boolean array of shape \(1,\)"),
         (np.array([None]), "expected an array of numbers"),

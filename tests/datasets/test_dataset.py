@@ -411,7 +411,7 @@ def test_options_are_merged_and_checked():
         (lambda: Dataset.range(1).cache("file"), "only memory"),
         (lambda: list(Dataset.range(1).interleave(lambda x: x)), "expected a Dataset"),
         (lambda: list(Dataset.from_generator(lambda: 3)), "returned 3, which cannot be iterated"),
-        (lambda: list(_generated(object()).batch(1)), "a object. Elements are nests"),
+        (lambda: list(_generated(object()).batch(1)), "an object. Elements are nests"),
         (lambda: Dataset(3), "from_tensor_slices, from_generator or"),
     ],
 )

@@ -93,7 +93,7 @@ def test_get_next_ends_with_stop_iteration(strategy_of):
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        (5, TypeError, "got 5, a int"),
+        (5, TypeError, "got 5, an int"),
         ([np.float32(3.0)], ValueError, "not batched"),
         ([(np.zeros(3), np.zeros(4))], ValueError, r"\[3, 4\] rows"),
         ([np.array(["a", "b"])], TypeError, "strings"),

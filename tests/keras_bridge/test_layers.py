@@ -8,6 +8,7 @@ import pytest
 from keras import layers as kl
 
 import distributary as dist
+from distributary.errors import DistributaryWarning
 
 _ROWS = 16
 _RANDOM = np.random.default_rng(0)
@@ -860,7 +861,8 @@ def test_state_that_has_no_mean_is_that_of_replica_0_on_every_device(strategy_of
         model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
 
-    model.fit(rows, rows, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    with pytest.warns(DistributaryWarning, match="keeps a sum over rows of the batch"):
+        model.fit(rows, rows, batch_size=8, epochs=2, shuffle=False, verbose=0)
 
     for variable, expected in ((layer.count, 6), (layer.seen, True)):
         copies = [np.asarray(shard.data) for shard in variable.value.addressable_shards]

@@ -82,7 +82,7 @@ def test_a_device_of_another_process_is_refused(text):
 
 @pytest.mark.parametrize("value", [0, None, b"CPU:0", ["CPU:0"]])
 def test_a_value_that_is_neither_string_nor_device_is_refused(value):
-    with pytest.raises(DeviceError, match=re.escape(f"{value!r} is a {type(value).__name__},")):
+    with pytest.raises(DeviceError, match="expected a device string"):
         resolve_device(value)
 
 

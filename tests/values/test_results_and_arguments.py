@@ -99,7 +99,7 @@ def test_returned_slices_are_per_replica(strategy_of):
 
 @pytest.mark.parametrize(
     ("result", "named"),
-    [({1, 2}, "a set"), (object(), "a object"), (range(3), "a range"), (Pair, "a type")],
+    [({1, 2}, "a set"), (object(), "an object"), (range(3), "a range"), (Pair, "a type")],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("call", ["run", "function"])
@@ -203,7 +203,7 @@ def _reduce(strategy, value):
         ([jnp.ones(1), None], ReplicaMismatchError, "replica 1 has structure"),
         ([1, 2, 3], ReplicaMismatchError, "3 components.*2 replicas"),
         (["a", "b"], InvalidTypeError, "replica 0 is 'a', a str"),
-        ([1, object()], InvalidTypeError, "replica 1 is <object"),
+        ([1, object()], InvalidTypeError, "replica 1 is an object"),
         ([np.array(["a"]), np.array(["b"])], InvalidTypeError, "dtype <U1"),
     ],
 )

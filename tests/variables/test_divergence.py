@@ -618,6 +618,102 @@ def test_collective_some_replicas_would_skip_is_refused(control_flow, collective
         strategy.run(lambda: control_flow(collective, v, _replica_id()))
 
 
+# Replicas that are traced one by one have numbers of their own as constants.
+
+
+@pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_collective_some_replicas_would_skip_is_refused_where_each_is_traced(
+    by_rows, control_flow, strategy_of
+):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(1.0, aggregation=SUM)
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: jnp.ones(1 + (by_rows and context.replica_id_in_sync_group))
+    )
+
+    def step(x):
+        number = len(x) - 1 if by_rows else [0, 1][int(_context().replica_id_in_sync_group)]
+        return control_flow(_all_reduce, v, jnp.float32(number))
+
+    with pytest.raises(ContextError, match=r"collective .*control flow.*waiting forever"):
+        strategy.run(step, args=(rows,))
+
+
+def _loop_with_a_sum(x):
+    total = lambda c, _: (c + _context().all_reduce("sum", x.sum()), None)
+    return lax.scan(total, 0.0, None, length=2)[0]
+
+
+def _loop_until_the_sum_is_large(x):
+    add = lambda c: c + _context().all_reduce("sum", x.sum())
+    return lax.while_loop(lambda c: c < 10.0, add, 0.0)
+
+
+def _branch_by_the_sum(x):
+    total = _context().all_reduce("sum", x.sum())
+    again = lambda: _context().all_reduce("sum", 2 * x.sum())
+    return lax.cond(total > 100, lambda: total, again)
+
+
+def _loop_over_rows_beside_a_sum(x):
+    def body(carry, row):
+        own, total = carry
+        return (own + row, total + _context().all_reduce("sum", x.sum())), own
+
+    return lax.scan(body, (x[0], 0.0), jnp.broadcast_to(x.sum(), 2))[0][1]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_loop_with_a_sum, 6.0),
+        (_loop_until_the_sum_is_large, 12.0),
+        (_branch_by_the_sum, 6.0),
+        (_loop_over_rows_beside_a_sum, 6.0),
+    ],
+)
+def test_sums_in_control_flow_of_an_uneven_batch_may_be_assigned(function, expected, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(0.0)
+    rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
+
+    strategy.run(lambda x: v.assign(function(x)), args=(rows,))
+
+    assert v.numpy() == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: lax.scan(lambda c, _: (c + _sum(x) / len(x), None), 0.0, None, length=2)[0],
+        lambda x: lax.scan(lambda c, _: (c + len(x), _sum(c)), 0.0, None, length=2)[0],
+        lambda x: lax.scan(lambda c, _: (c + _sum(x), c * len(x)), 0.0, None, length=2)[1][1],
+        lambda x: lax.scan(lambda c, _: (c[::-1], _sum(c[0])), _own(x), None, length=2)[0][0],
+        lambda x: lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + _sum(x), c[1]), _own(x))[1],
+        lambda x: lax.cond(_sum(x) > 0, lambda: _sum(x) / len(x), lambda: 0.0),
+    ],
+)
+def test_what_differs_in_control_flow_with_a_sum_may_not_be_assigned(function, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        v = dist.Variable(0.0)
+    rows = dist.PerReplica([jnp.ones(2), jnp.ones(1)])
+
+    with pytest.raises(ReplicaDivergenceError, match="can differ between replicas"):
+        strategy.run(lambda x: v.assign(function(x)), args=(rows,))
+
+
+def _sum(x):
+    return _context().all_reduce("sum", jnp.sum(x))
+
+
+def _own(x):
+    return 0.0, jnp.float32(len(x))
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=_name)
 @pytest.mark.parametrize("control_flow", [_in_cond, _in_switch, _in_while_loop], ids=_name)
 def test_collective_all_replicas_reach_alike_is_accepted(control_flow, collective, strategy_of):

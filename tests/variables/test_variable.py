@@ -196,7 +196,7 @@ def test_variable_as_initial_value_is_independent(create):
         ({"initial_value": "text"}, TypeError, "'w': got 'text'"),
         ({"initial_value": ["a", "b"]}, TypeError, r"'w': got \['a', 'b'\]"),
         ({"initial_value": [[1], [1, 2]]}, TypeError, r"'w': \[\[1\], \[1, 2\]\] is not an array"),
-        ({"initial_value": object()}, TypeError, "'w': got <object object"),
+        ({"initial_value": object()}, TypeError, "'w': got an object"),
         ({"initial_value": dist.PerReplica([1.0, 2.0])}, TypeError, "'w'.*is a PerReplica"),
         ({"initial_value": lambda: jax.random.key(0)}, TypeError, "'w': .*dtype key<fry>.*key_da"),
         ({"shape": (3,)}, ValueError, r"'w': shape is \(3,\).*shape \(2,\)"),

@@ -224,7 +224,7 @@ class _Analysis:
         (condition,), _ = self.jaxpr(eqn.params["cond_jaxpr"], [*condition_consts, *carry])
         if condition != self.same:
             # Replicas may run the loop a different number of times.
-            _refuse_collectives(eqn, "the condition of jax.lax.while_loop")
+            refuse_collectives(eqn)
             return [self.distinct] * len(carry)
         return carry
 
@@ -246,7 +246,7 @@ class _Analysis:
     def _cond(self, eqn: Equation, operands: list[Agreement]) -> list[Agreement]:
         predicate, rest = operands[0], operands[1:]
         if predicate != self.same:
-            _refuse_collectives(eqn, "the predicate of jax.lax.cond or switch")
+            refuse_collectives(eqn)
             return [self.distinct] * len(eqn.outvars)
         branches = [self.jaxpr(branch, rest)[0] for branch in eqn.params["branches"]]
         return list(map(self._all, zip(*branches, strict=True)))
@@ -266,7 +266,10 @@ def _is_source(eqn: Equation) -> bool:
     return any(type(effect).__name__ not in _KNOWN_EFFECTS for effect in eqn.effects)
 
 
-def _refuse_collectives(eqn: Equation, what: str) -> None:
+def refuse_collectives(eqn: Equation) -> None:
+    """Refuses collectives in a `while` or `cond` that replicas decide differently."""
+    is_loop = eqn.primitive.name == "while"
+    what = "condition of jax.lax.while_loop" if is_loop else "predicate of jax.lax.cond or switch"
     for sub in sub_jaxprs(eqn):
         for inner in walk(sub.eqns):
             _refuse_unknown(inner)
@@ -274,8 +277,8 @@ def _refuse_collectives(eqn: Equation, what: str) -> None:
                 raise ContextError(
                     f"A collective ({inner.primitive.name}, from all_reduce, all_gather,"
                     " merge_call or an assignment with an aggregation) runs inside control flow"
-                    f" where {what} can differ between replicas: the replicas that skip it would"
-                    " leave the others waiting forever. Make the decision the same on every"
+                    f" where the {what} can differ between replicas: the replicas that skip it"
+                    " would leave the others waiting forever. Make the decision the same on every"
                     " replica (all_reduce it first), or move the collective out of the control"
                     " flow and select its input with jnp.where."
                 )

@@ -14,9 +14,12 @@ computed from equal values in the same way. For replicas with 3 and 2 rows:
       in (e, f) }                             in (e, f) }
 
 `e` would be another value on each replica, although it is computed from a sum of both.
+
+A loop in which replicas meet has a result with equal numbers if what it starts from and what its
+body computes have them. Replicas that decide differently whether they meet are found, too.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -25,8 +28,16 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxprs_in_params
 
-from distributary.tracing._divergence import has_collective
-from distributary.tracing._jaxprs import AnyJaxpr, Equation, call_of, interpret_with, open_jaxpr
+from distributary.tracing._divergence import has_collective, is_collective
+from distributary.tracing._jaxprs import (
+    AnyJaxpr,
+    Equation,
+    call_of,
+    interpret_with,
+    open_jaxpr,
+    parts_of_scan,
+    parts_of_while,
+)
 
 
 @final
@@ -37,6 +48,10 @@ class Numbering:
         simplify: Called with an equation that has one result, and the numbers of its operands.
             Returns the number of the result if more is known of it than its operands tell, such as
             that it is zero; else None.
+
+    Attributes:
+        decisions: Every `cond` and `while` of the last program in which replicas meet, with the
+            number of what decides; a replica that decides in another way leaves the others waiting.
     """
 
     def __init__(
@@ -45,6 +60,7 @@ class Numbering:
         self._simplify = simplify
         self._numbers: dict[Hashable, int] = {}
         self._num_joined = 0
+        self.decisions: list[tuple[Equation, int]] = []
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[Hashable]) -> list[int]:
         """Returns the numbers of the outputs of one program.
@@ -55,6 +71,7 @@ class Numbering:
                 the same value.
         """
         self._num_joined = 0
+        self.decisions = []
         return self._jaxpr(jaxpr, [self.input(key) for key in inputs])
 
     def input(self, key: Hashable) -> int:
@@ -75,7 +92,7 @@ class Numbering:
         number = lambda value: self._number(self.constant(value))
         return interpret_with(jaxpr, operands, number, self._equation)[0]
 
-    def _equation(self, eqn: Equation, operands: Sequence[int]) -> list[int]:
+    def _equation(self, eqn: Equation, operands: list[int]) -> list[int]:
         if self._simplify is not None and len(eqn.outvars) == 1:
             known = self._simplify(eqn, operands)
             if known is not None:
@@ -85,10 +102,17 @@ class Numbering:
             return self._jaxpr(call, operands)
         key: Hashable
         if has_collective(eqn):
+            match eqn.primitive.name:
+                case "cond":
+                    return self._cond(eqn, operands)
+                case "scan":
+                    return self._loop(eqn, *parts_of_scan(eqn, operands))
+                case "while":
+                    of_condition, of_body, carry = parts_of_while(eqn, operands)
+                    return self._loop(eqn, of_body, carry, [], of_condition)
             # The replicas meet here. The divergence analysis finds out whether the result is the
             # same on all of them.
-            key = ("joined", self._num_joined)
-            self._num_joined += 1
+            key = self._joined()
         else:
             nested = tuple(
                 [
@@ -99,6 +123,71 @@ class Numbering:
             params = tuple((name, _plain(value)) for name, value in sorted(eqn.params.items()))
             key = (eqn.primitive.name, params, tuple(operands), nested)
         return [self._number((key, i)) for i in range(len(eqn.outvars))]
+
+    def _joined(self) -> Hashable:
+        self._num_joined += 1
+        return ("joined", self._num_joined)
+
+    def _cond(self, eqn: Equation, operands: Sequence[int]) -> list[int]:
+        predicate, rest = operands[0], operands[1:]
+        self.decisions.append((eqn, predicate))
+        branches = [self._jaxpr(branch, rest) for branch in eqn.params["branches"]]
+        return [self._number(("cond", predicate, *outs)) for outs in zip(*branches, strict=True)]
+
+    def _loop(
+        self,
+        eqn: Equation,
+        consts: Sequence[int],
+        carry: Sequence[int],
+        rows: Sequence[int],
+        of_condition: Sequence[int] = (),
+    ) -> list[int]:
+        """Returns the numbers of the results of a loop, given those of its operands."""
+        loop = self._joined()
+        carried = [self._number((loop, k)) for k in range(len(carry))]
+        row = [self._number(("row", x)) for x in rows]
+        is_while = eqn.primitive.name == "while"
+        body = eqn.params["body_jaxpr" if is_while else "jaxpr"]
+        outs = self._jaxpr(body, [*consts, *carried, *row])
+        needed = _carry_needed(body, len(consts), len(carry))
+        for _ in carry:  # in the round before, then in all rounds
+            needed = [own.union(*[needed[k] for k in own]) for own in needed]
+
+        def over_rounds(value: int, needs: Iterable[int]) -> int:
+            return self._number((value, *[(k, carry[k], outs[k]) for k in sorted(needs)]))
+
+        decision = None
+        if is_while:
+            condition = eqn.params["cond_jaxpr"]
+            (value,) = self._jaxpr(condition, [*of_condition, *carried])
+            (needs,) = _carry_needed(condition, len(of_condition), len(carry))
+            decision = over_rounds(value, needs.union(*[needed[k] for k in needs]))
+            self.decisions.append((eqn, decision))
+        results = [
+            over_rounds(out, needs | {k} if k < len(carry) else needs)
+            for k, (out, needs) in enumerate(zip(outs, needed, strict=True))
+        ]
+        return [self._number((loop, decision, k, made)) for k, made in enumerate(results)]
+
+
+def _carry_needed(jaxpr: AnyJaxpr, num_consts: int, num_carry: int) -> list[frozenset[int]]:
+    """Returns for every output which parts of the carry it is computed from.
+
+    What replicas exchange counts as computed from nothing: it is the same on all of them.
+    """
+    nothing: frozenset[int] = frozenset()
+
+    def equation(eqn: Equation, operands: list[frozenset[int]]) -> list[frozenset[int]]:
+        call = call_of(eqn)
+        if call is not None:
+            return interpret_with(call, operands, lambda value: nothing, equation)[0]
+        made = nothing if is_collective(eqn) else nothing.union(*operands)
+        return [made] * len(eqn.outvars)
+
+    num_rows = len(open_jaxpr(jaxpr)[0].invars) - num_consts - num_carry
+    carry = [frozenset([k]) for k in range(num_carry)]
+    inputs = [*[nothing] * num_consts, *carry, *[nothing] * num_rows]
+    return interpret_with(jaxpr, inputs, lambda value: nothing, equation)[0]
 
 
 def _plain(value: Any) -> Hashable:

@@ -40,10 +40,14 @@ from distributary.errors import (
 from distributary.topology import REPLICA_AXIS, shard_dim, without_high_primitives
 from distributary.tracing._connectivity import gradient_kinds, reads_of_tapes
 from distributary.tracing._description import Line, describe_jaxpr
-from distributary.tracing._divergence import check_collectives, varying_outputs
+from distributary.tracing._divergence import (
+    check_collectives,
+    refuse_collectives,
+    varying_outputs,
+)
 from distributary.tracing._feeds import Feeds, current_feeding, fed_by
 from distributary.tracing._interpreter import interpret
-from distributary.tracing._jaxprs import Array, opened, walk
+from distributary.tracing._jaxprs import Array, Equation, opened, walk
 from distributary.tracing._joint import evaluate_jointly
 from distributary.tracing._logical_devices import (
     check_on_cores,
@@ -372,6 +376,7 @@ def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) ->
     """Marks outputs as varying that the replicas of an uneven batch compute differently."""
     numbering = Numbering()
     seen: dict[Any, set[int]] = {}
+    decisions: list[tuple[Equation, int]] = []
     for i, pure in enumerate(pures):
         inputs = [
             *[numbering.constant(capture) for capture in pure.captures],
@@ -381,6 +386,10 @@ def _note_different_programs(pures: list[Pure], varying_args: Sequence[bool]) ->
         numbers = numbering.outputs(pure.jaxpr, inputs)
         for output, number in zip(_outputs(pure), numbers, strict=True):
             seen.setdefault(output, set()).add(number)
+        for (eqn, number), (_, first) in zip(numbering.decisions, decisions, strict=False):
+            if number != first:
+                refuse_collectives(eqn)
+        decisions = decisions or numbering.decisions
     for pure in pures:
         for k, output in enumerate(_outputs(pure)):
             pure.varying[k] = pure.varying[k] or len(seen[output]) > 1
@@ -438,7 +447,6 @@ class ReplicaProgram:
         self._mesh: Any = mesh
         self.uneven = len(avals) > 1
         self._axis_env = [(REPLICA_AXIS, num_replicas)]
-        self._reads_replica_id = False
         self.pures = self._trace(function, avals)
         self._subject = None  # a program does not keep its function alive
         first = self.pures[0]
@@ -494,12 +502,9 @@ class ReplicaProgram:
         num_replicas = self._num_replicas
         try:
             pures = self._trace_any(function, avals)
-            self._check_fit(pures)
-            return pures
         except Exception as error:
             is_known = isinstance(error, (ReplicaDivergenceError, ReplicaMismatchError))
-            reads_replica_id = getattr(error, "reads_replica_id", self._reads_replica_id)
-            if num_replicas == 1 or self.uneven or is_known or not reads_replica_id:
+            if num_replicas == 1 or is_known or not getattr(error, "reads_replica_id", False):
                 raise
             try:
                 pures = self._trace_each(function, [*avals] * (num_replicas // len(avals)), True)
@@ -536,7 +541,6 @@ class ReplicaProgram:
         if self._num_replicas == 1 or self.uneven:
             return self._trace_each(function, avals, self._num_replicas == 1)
         closed, scope = trace(function, avals[0], "replica", self._axis_env, subject=self._subject)
-        self._reads_replica_id = scope.reads_replica_id
         self.describe = _description_of([closed])
         pure = purify(closed, scope, avals[0], self._axis_env)
         check_on_cores(pure.jaxpr, self._mesh)

@@ -12,7 +12,13 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from distributary._types import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError, ReplicaMismatchError, shown
+from distributary.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    ReplicaMismatchError,
+    described,
+    shown,
+)
 from distributary.topology import REPLICA_AXIS, local_copy, num_logical_devices, uncommitted
 from distributary.values._operators import ArrayOperators
 
@@ -300,8 +306,8 @@ def _component_array(leaf: object, replica: int) -> Array:
         array = np.asarray(jnp.asarray(leaf))
     else:
         raise InvalidTypeError(
-            f"PerReplica: the component of replica {replica} is {shown(leaf)}, a"
-            f" {type(leaf).__name__}. The step is one compiled program for all replicas, so values"
+            f"PerReplica: the component of replica {replica} is"
+            f" {described(leaf)}. The step is one compiled program for all replicas, so values"
             " that differ between replicas must be arrays or numbers."
         )
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
