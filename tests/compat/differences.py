@@ -49,7 +49,24 @@ DIFFERENT = {
     "data.Dataset.map(synchronous)": "no effect",
     "data.Dataset.map(use_unbounded_threadpool)": "no effect",
     "data.Dataset.filter": "the function gets NumPy arrays",
-    "data.Dataset.cache(filename)": "must be empty: the cache is in memory",
+    "data.Dataset.cache(filename)": "a folder, see snapshot",
+    "data.Dataset.save": "has a format of its own",
+    "data.Dataset.save(checkpoint_args)": "refused: a save that was interrupted starts again",
+    "data.Dataset.load": "reads what Dataset.save has written here, one file after the other",
+    "data.Dataset.load(compression)": "no effect: the folder says it",
+    "data.Dataset.snapshot": "has a format of its own",
+    "data.Dataset.rejection_resample": "chooses other elements, and none of them twice",
+    "data.experimental.save": "has a format of its own",
+    "data.experimental.save(checkpoint_args)": "refused: a save that was interrupted starts again",
+    "data.experimental.load": "reads what Dataset.save has written here, one file after the other",
+    "data.experimental.load(compression)": "no effect: the folder says it",
+    "data.experimental.snapshot": "has a format of its own",
+    "data.experimental.rejection_resample": "chooses other elements, and none of them twice",
+    "data.experimental.make_csv_dataset(sloppy)": "no effect: the order depends on the seed only",
+    "data.experimental.make_csv_dataset(encoding)": "UTF-8 only",
+    "data.experimental.make_batched_features_dataset(sloppy_ordering)": (
+        "no effect: the order depends on the seed only"
+    ),
     "data.Dataset.random": _NUMBERS,
     "data.Dataset.random(rerandomize_each_iteration)": "must not be True",
     "data.Dataset.from_generator": "what does not fit a dtype is an error",
@@ -244,11 +261,7 @@ ABSENT = {
     "distribute.cluster_resolver.TPUClusterResolver.tpu_hardware_feature": (
         "jax.devices()[0].device_kind"
     ),
-    "data.Dataset.load": "from_npy",
-    "data.Dataset.save": "numpy.save, and from_npy",
-    "data.Dataset.snapshot": "cache",
     "data.Dataset.ragged_batch": "padded_batch, with a mask",
-    "data.Dataset.rejection_resample": "sample_from_datasets with weights",
 }
 
 #: Arguments that are absent, or names none of whose arguments are there.

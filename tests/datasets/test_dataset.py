@@ -408,7 +408,6 @@ def test_options_are_merged_and_checked():
         (lambda: Dataset.from_generator([1]), r"generator is \[1\], expected a function"),
         (lambda: Dataset.zip(Dataset.range(1), 3), "got 3, expected datasets"),
         (lambda: Dataset.range(1).concatenate(3), "got 3"),
-        (lambda: Dataset.range(1).cache("file"), "only memory"),
         (lambda: list(Dataset.range(1).interleave(lambda x: x)), "expected a Dataset"),
         (lambda: list(Dataset.from_generator(lambda: 3)), "returned 3, which cannot be iterated"),
         (lambda: list(_generated(object()).batch(1)), "an object. Elements are nests"),

@@ -17,7 +17,14 @@ from distributary.datasets._options import (
 )
 from distributary.datasets._order import WithOptions
 from distributary.datasets._prefetch import Prefetch, Prefetched
-from distributary.datasets._record_files import ParquetDataset, TextLineDataset, TFRecordDataset
+from distributary.datasets._record_files import (
+    FixedLengthRecordDataset,
+    ParquetDataset,
+    TextLineDataset,
+    TFRecordDataset,
+    record_files,
+)
+from distributary.datasets._records import framed
 from distributary.datasets._replica_rows import WorkerBatch, WorkerShare, split_rows
 from distributary.datasets._sharding import worker_dataset
 from distributary.datasets._streams import Stream

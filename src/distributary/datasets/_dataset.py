@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from distributary._types import Nest
+from distributary.datasets import _saved as saved
 from distributary.datasets._arrays import Range, Single, slices
 from distributary.datasets._batching import Batch, Unbatch
 from distributary.datasets._file_names import (
@@ -25,9 +27,11 @@ from distributary.datasets._foreign import foreign
 from distributary.datasets._generated import (
     Generated,
     Mixture,
+    Resampled,
     chosen,
     groups,
     scanned,
+    shares,
     unique,
     windows,
 )
@@ -740,20 +744,146 @@ class Dataset:
 
         return self._derived(Generated((self._node,), generate, "ignore_errors"))
 
+    def rejection_resample(
+        self,
+        class_func: Callable[..., Any],
+        target_dist: Sequence[float] | np.ndarray,
+        initial_dist: Sequence[float] | np.ndarray | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Leaves out elements at random, so that classes come as often as you ask for.
+
+        Args:
+            class_func: Function from an element to the number of its class.
+            target_dist: Share of every class in the result.
+            initial_dist: Share of every class in this dataset; None counts them as they come.
+            seed: Seed; None draws one from NumPy's global generator.
+            name: No effect.
+
+        Returns:
+            A dataset of pairs `(class, element)`.
+
+        Raises:
+            InvalidValueError: if the shares are no distributions of the same classes, or a class
+                that you ask for has the initial share 0.
+
+        Source: `tf.data.Dataset.rejection_resample`, which chooses other elements.
+        """
+        _callable("rejection_resample", "class_func", class_func)
+        if seed is not None:
+            seed = _int("rejection_resample", "seed", seed, minimum=0)
+        target = shares("target_dist", target_dist)
+        initial = None if initial_dist is None else shares("initial_dist", initial_dist)
+        class_of = functools.partial(call, class_func)
+        return self._derived(Resampled(self._node, class_of, target, initial, _draw(), seed))
+
     # Rest
 
     def cache(self, filename: str = "", name: str | None = None) -> "Dataset":
-        """Keeps elements in memory, so that everything before this is computed only once.
+        """Keeps elements, so that everything before this is computed only once.
+
+        Args:
+            filename: Folder to keep them in, see `snapshot`; "" keeps them in memory.
+            name: No effect.
+        """
+        return self.snapshot(filename) if filename else self._derived(Cache(self._node))
+
+    def snapshot(
+        self,
+        path: str,
+        compression: str | None = "AUTO",
+        reader_func: "Callable[[Dataset], Dataset] | None" = None,
+        shard_func: Callable[..., Any] | None = None,
+        name: str | None = None,
+    ) -> "Dataset":
+        """Saves the elements of the first complete pass, for later passes and later programs.
+
+        Every pipeline has a folder of its own below `path`. Its name depends on the data or files,
+        on the arguments, and on the code of functions with the values that they capture. If a
+        function uses global variables or objects that change, remove the folder.
+
+        Args:
+            path: Folder.
+            compression: "GZIP", or "AUTO" or None for none.
+            reader_func: See `load`.
+            shard_func: See `save`.
+            name: No effect.
+
+        Source: `tf.data.Dataset.snapshot`.
+        """
+        kind = saved.compression_of("snapshot", compression)
+
+        def save(node: Node, elements: Stream, folder: str) -> Iterator[Nest]:
+            return saved.saving(node, elements, folder, kind, shard_func, replaces=False)
+
+        load = functools.partial(_loaded, reader_func=reader_func)
+        return self._derived(saved.Snapshot(self._node, os.fsdecode(path), save, load))
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        compression: str | None = None,
+        shard_func: Callable[..., Any] | None = None,
+        checkpoint_args: object = None,
+    ) -> None:
+        """Saves the elements of a pass in a folder, and replaces the dataset that it has.
+
+        The folder has all elements or, if this fails, what it had before. In a job of several
+        workers, one of them saves; see `strategy.is_chief`.
+
+        Args:
+            path: Folder.
+            compression: "GZIP"; None for none.
+            shard_func: Function from an element to the number of its file; None for one file.
+                Several files can be read by several workers.
+            checkpoint_args: Must be None: a save that was interrupted starts again.
 
         Raises:
-            InvalidValueError: for a file name; save arrays and use `from_npy` instead.
+            InvalidTypeError: for elements other than arrays of numbers, text and bytes.
+            InvalidValueError: for elements of several structures.
+
+        Source: `tf.data.Dataset.save`, which has another format.
         """
-        if filename:
+        if checkpoint_args is not None:
             raise InvalidValueError(
-                f"cache: filename is {filename!r}; only memory is supported. Save the arrays with"
-                " numpy.save and read them with Dataset.from_npy."
+                "Dataset.save: checkpoint_args is given, but a save that was interrupted starts"
+                " again. Leave it out."
             )
-        return self._derived(Cache(self._node))
+        kind = saved.compression_of("save", compression)
+        elements = self.as_numpy_iterator()
+        for _ in saved.saving(self._node, elements, os.fsdecode(path), kind, shard_func, True):
+            pass
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        element_spec: Nest = None,
+        compression: str | None = None,
+        reader_func: "Callable[[Dataset], Dataset] | None" = None,
+        wait: bool = False,
+    ) -> "Dataset":
+        """Makes a dataset of the elements that `save` has saved in a folder.
+
+        Args:
+            path: Folder.
+            element_spec: Nest of `TensorSpec` like the elements; needed if they are named tuples or
+                objects.
+            compression: No effect: the folder says it.
+            reader_func: Function from a dataset of datasets, one for every file, to the dataset to
+                read; None reads one file after the other.
+            wait: Whether to wait until something is saved there.
+
+        Raises:
+            InvalidValueError: if there is no dataset, it has other elements, or it is damaged.
+
+        Source: `tf.data.Dataset.load`.
+        """
+        folder = os.fsdecode(path)
+        while wait and not saved.is_saved(folder):
+            time.sleep(0.1)
+        return cls._made(_loaded(folder, reader_func, element_spec))
 
     def prefetch(self, buffer_size: int, name: str | None = None) -> "Dataset":
         """Makes up to `buffer_size` elements ahead of time, in a thread; AUTOTUNE means 2.
@@ -858,6 +988,19 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<distributary.data.Dataset: {self._node.describe()}>"
+
+
+def _loaded(
+    folder: str, reader_func: Callable[[Dataset], Dataset] | None, element_spec: Nest = None
+) -> Node:
+    """Returns the node that reads a folder."""
+    node = saved.load(folder, element_spec)
+    if reader_func is None:
+        return node
+    found = reader_func(Dataset(saved.shards(node, Dataset)))
+    if not isinstance(found, Dataset):
+        raise InvalidTypeError(f"load: reader_func returned {shown(found)}, expected a Dataset.")
+    return found._node
 
 
 def _dataset_of(elements: Sequence[Nest]) -> Dataset:

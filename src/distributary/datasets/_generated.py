@@ -82,6 +82,72 @@ class Mixture(Random):
         return False if name == "alike" else super().trait(name)
 
 
+def shares(name: str, given: Any) -> tuple[float, ...]:
+    """Returns the shares of classes, whose sum is 1.
+
+    Raises:
+        InvalidValueError: if they are not such numbers.
+    """
+    found = np.asarray(given, np.float64)
+    if found.ndim != 1 or not (found >= 0).all() or not np.isclose(found.sum(), 1, atol=1e-5):
+        raise InvalidValueError(
+            f"rejection_resample: {name} is {shown(given)}, expected one number per class, none of"
+            " them negative, whose sum is 1."
+        )
+    return tuple(found.tolist())
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Resampled(Random):
+    """Elements with their classes, of which some are left out so that classes have given shares."""
+
+    input: Node
+    class_of: Callable[[Nest], Any]
+    target: tuple[float, ...]
+    initial: tuple[float, ...] | None
+    drawn: int
+    seed: int | None = None
+    in_memory = False
+    pattern = "rejection_resample({target}, {initial}, {seed})"
+
+    def __post_init__(self) -> None:
+        wanted, there = self.target, self.initial
+        if there is None:
+            return
+        if len(wanted) != len(there) or any(
+            w and not h for w, h in zip(wanted, there, strict=True)
+        ):
+            raise InvalidValueError(
+                f"rejection_resample: target_dist is {wanted} and initial_dist {there}. Give as"
+                " many classes in both, and an initial share to every class that you ask for."
+            )
+
+    def cardinality(self) -> int:
+        return self.input.cardinality() if self.input.cardinality() <= 0 else UNKNOWN_CARDINALITY
+
+    def elements(self, path: Path) -> Stream:
+        return IteratedStream(self._kept(path))
+
+    def _kept(self, path: Path) -> Iterator[Nest]:
+        random = np.random.default_rng(self.seed_of(path))
+        target = np.array(self.target)
+        counts = np.zeros(len(target))
+        for element in self.input.stream(path):
+            number = int(np.asarray(self.class_of(element)))
+            if not 0 <= number < len(target):
+                raise InvalidValueError(
+                    f"rejection_resample: class_func returned {number}, but target_dist has"
+                    f" {len(target)} classes."
+                )
+            counts[number] += 1
+            initial = counts / counts.sum() if self.initial is None else np.array(self.initial)
+            # A class that has not come yet does not hold the others back.
+            odds = np.divide(target, initial, out=np.zeros_like(target), where=initial > 0)
+            if odds[number] and random.random() < odds[number] / odds.max():
+                yield np.int64(number), element
+
+
 def chosen(stop_on_empty: bool, choices: Stream, *streams: Stream) -> Iterator[Nest]:
     """Yields the next element of the stream that each choice numbers."""
     for choice in choices:

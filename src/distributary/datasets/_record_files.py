@@ -1,17 +1,10 @@
-"""Datasets of the records of files: lines of text, TFRecord, and rows of Parquet and Arrow."""
+"""Datasets of the records of files: text, TFRecord, records of one size, Parquet and Arrow."""
 
 import abc
-import bz2
 import functools
-import gzip
-import io
-import lzma
-import pathlib
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, ClassVar, final
+from typing import IO, TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -21,6 +14,7 @@ from distributary.datasets._dataset import Dataset
 from distributary.datasets._file_names import FilePaths, file_names
 from distributary.datasets._nodes import FileSource
 from distributary.datasets._options import UNKNOWN_CARDINALITY
+from distributary.datasets._records import OPENERS, Parse, read_file, records
 from distributary.datasets._streams import Chained, IteratedStream, Path, Stream
 from distributary.datasets._structure import TensorSpec
 from distributary.errors import InvalidValueError, MissingPackageError
@@ -28,10 +22,8 @@ from distributary.errors import InvalidValueError, MissingPackageError
 if TYPE_CHECKING:
     import pyarrow
 
-_HEADER = struct.Struct("<QI")  # size of the data, checksum of these eight bytes
-_FOOTER = struct.Struct("<I")  # checksum of the data
-# Longer data is read in pieces, so that a wrong size ends at the end of the file.
-_MAX_READ_BYTES = 1 << 24
+
+_BYTES = TensorSpec((), object)
 
 
 @final
@@ -70,18 +62,33 @@ class RecordFiles(FileSource):
         return f"{self.name}({len(self.files)} files)"
 
 
-def _open_zlib(name: str) -> IO[bytes]:
-    return io.BytesIO(zlib.decompress(pathlib.Path(name).read_bytes()))
+def record_files(
+    what: str,
+    filenames: FilePaths,
+    compression_type: str | None,
+    parse: Parse[Any],
+    element: TensorSpec | None,
+) -> RecordFiles:
+    """Returns the node of the records of files.
 
+    Args:
+        what: Name of the dataset, for errors.
+        filenames: Name of a file, or several.
+        compression_type: Compression of the files; None for none.
+        parse: Yields the records of a file.
+        element: Spec of a record; None to find out from one.
 
-# All but `open` itself read bytes by default.
-_OPENERS: dict[str, Callable[[str], Any]] = {
-    "": functools.partial(open, mode="rb"),
-    "GZIP": gzip.open,
-    "ZLIB": _open_zlib,
-    "BZIP2": bz2.open,
-    "XZ": lzma.open,
-}
+    Raises:
+        InvalidValueError: for an unknown compression and, while reading, for damaged files.
+    """
+    files = file_names(filenames, what)
+    compression = compression_type or ""
+    if compression not in OPENERS:
+        raise InvalidValueError(
+            f"{what}: compression_type is {compression_type!r}, expected one of {sorted(OPENERS)}."
+        )
+    read = functools.partial(read_file, what, compression=compression, parse=parse)
+    return RecordFiles(files, read, what, element)
 
 
 class _RecordDataset(Dataset):
@@ -91,11 +98,9 @@ class _RecordDataset(Dataset):
         InvalidValueError: for an unknown compression and, while reading, for damaged files.
     """
 
-    _label: ClassVar[str]
-
     @staticmethod
     @abc.abstractmethod
-    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
+    def _parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
         """Yields the records of a file; its name and compression are for errors."""
 
     def __init__(
@@ -106,28 +111,8 @@ class _RecordDataset(Dataset):
         num_parallel_reads: int | None = None,
         name: str | None = None,
     ) -> None:
-        what, parse = type(self).__name__, self._parse
-        files = file_names(filenames, what)
-        open_file = _OPENERS.get(compression_type or "")
-        if open_file is None:
-            raise InvalidValueError(
-                f"{what}: compression_type is {compression_type!r}, expected one of"
-                f" {sorted(_OPENERS)}."
-            )
-
-        def read(name: str) -> Iterator[bytes]:
-            try:
-                with open_file(name) as file:
-                    yield from parse(file, name, compression_type)
-            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-                if isinstance(error, OSError) and error.errno is not None:  # from the system
-                    raise
-                raise InvalidValueError(
-                    f"{what}: {name!r} cannot be decompressed: {error}. It is damaged, cut off, or"
-                    f" not compressed with {compression_type!r}."
-                ) from error
-
-        super().__init__(RecordFiles(files, read, self._label, TensorSpec((), object)))
+        what = next(own.__name__ for own in type(self).__mro__ if "_parse" in vars(own))
+        super().__init__(record_files(what, filenames, compression_type, self._parse, _BYTES))
 
 
 class TextLineDataset(_RecordDataset):
@@ -143,10 +128,8 @@ class TextLineDataset(_RecordDataset):
     Source: `tf.data.TextLineDataset`.
     """
 
-    _label = "text lines"
-
     @staticmethod
-    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
+    def _parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
         for line in file:
             yield line.removesuffix(b"\n").removesuffix(b"\r")
 
@@ -167,55 +150,63 @@ class TFRecordDataset(_RecordDataset):
     Source: `tf.data.TFRecordDataset`; `tensorflow/core/lib/io/record_reader.cc`.
     """
 
-    _label = "tfrecord"
-
     @staticmethod
-    def _parse(file: IO[bytes], name: str, compression_type: str | None) -> Iterator[bytes]:
-        from google_crc32c import value as crc32c
+    def _parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
+        return records(file, name, compression)
 
-        position = number = 0
 
-        def damaged(how: str) -> InvalidValueError:
-            return InvalidValueError(
-                f"TFRecordDataset: record {number} of {name!r}, at byte {position}, {how}. Check"
-                f" that it is a TFRecord file with compression_type={compression_type!r}; if it is,"
-                " write or copy it again."
+class FixedLengthRecordDataset(Dataset):
+    """The records of files in which every record has the same number of bytes.
+
+    Args:
+        filenames: Name of a file, or a list of names.
+        record_bytes: Number of bytes of a record.
+        header_bytes: Number of bytes to skip at the beginning of every file.
+        footer_bytes: Number of bytes to skip at the end of every file.
+        buffer_size: No effect.
+        compression_type: "GZIP", "ZLIB", "BZIP2" or "XZ"; None or "" for none.
+        num_parallel_reads: No effect: files are read one after the other; use `interleave`.
+        name: No effect.
+
+    Raises:
+        InvalidValueError: while reading, for a file with a part of a record.
+
+    Source: `tf.data.FixedLengthRecordDataset`.
+    """
+
+    def __init__(
+        self,
+        filenames: FilePaths,
+        record_bytes: int,
+        header_bytes: int | None = None,
+        footer_bytes: int | None = None,
+        buffer_size: int | None = None,
+        compression_type: str | None = None,
+        num_parallel_reads: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        what = "FixedLengthRecordDataset"
+        record, header, footer = int(record_bytes), int(header_bytes or 0), int(footer_bytes or 0)
+        if record < 1 or header < 0 or footer < 0:
+            raise InvalidValueError(
+                f"{what}: record_bytes is {record_bytes}, header_bytes {header_bytes}, footer_bytes"
+                f" {footer_bytes}; expected 1 or more, and 0 or more."
             )
 
-        while header := file.read(_HEADER.size):
-            if len(header) < _HEADER.size:
-                there = len(header)
-                raise damaged(
-                    f"is cut off: its length and checksum have {there} of {_HEADER.size} bytes"
+        def parse(file: IO[bytes], name: str, compression: str) -> Iterator[bytes]:
+            skipped = len(file.read(header))
+            data = file.read(record + footer)
+            while len(data) == record + footer:
+                yield data[:record]
+                data = data[record:] + file.read(record)
+            if skipped < header or len(data) != footer:
+                raise InvalidValueError(
+                    f"{what}: {name!r} has {len(data) - footer} bytes more than whole records of"
+                    f" {record} bytes, after {header} and before {footer} bytes. Check these"
+                    " numbers."
                 )
-            size, checksum = _HEADER.unpack(header)
-            if _masked(crc32c(header[:8])) != checksum:
-                raise damaged(f"has a damaged length, {size}: its checksum differs")
-            data = _read(file, size)
-            footer = file.read(_FOOTER.size)
-            if len(data) < size or len(footer) < _FOOTER.size:
-                there = len(data) + len(footer)
-                raise damaged(f"is cut off: it has {there} of {size + _FOOTER.size} bytes")
-            if _masked(crc32c(data)) != _FOOTER.unpack(footer)[0]:
-                raise damaged(f"is damaged: the checksum of its {size} bytes differs")
-            yield data
-            position += _HEADER.size + size + _FOOTER.size
-            number += 1
 
-
-def _masked(crc: int) -> int:
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _read(file: IO[bytes], size: int) -> bytes:
-    """Reads up to `size` bytes, and takes no more memory than the file needs."""
-    if size <= _MAX_READ_BYTES:
-        return file.read(size)
-    pieces = []
-    while size and (piece := file.read(min(size, _MAX_READ_BYTES))):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+        super().__init__(record_files(what, filenames, compression_type, parse, _BYTES))
 
 
 class ParquetDataset(Dataset):

@@ -66,23 +66,28 @@ class Concatenate(_OfParts):
         return Chained(nth)
 
     def spec(self) -> Nest:
-        return functools.reduce(_common_spec, [part.spec() for part in self.parts])
+        return functools.reduce(common_spec, [part.spec() for part in self.parts])
 
 
-def _common_spec(first: Nest, second: Nest) -> Nest:
+def common_spec(first: Nest, second: Nest, what: str = "concatenate") -> Nest:
+    """Returns the spec of elements of both kinds.
+
+    Raises:
+        InvalidValueError: if they differ in more than sizes.
+    """
     leaves, tree = flatten(first)
     others, own = flatten(second)
     if own != tree:
         raise InvalidValueError(
-            f"concatenate: the first dataset has elements of structure {tree}, another has {own};"
-            " all must have the same structure."
+            f"{what}: the first elements have structure {tree}, others have {own}; all must have"
+            " the same structure."
         )
     merged = []
     for spec, other in zip(leaves, others, strict=True):
         if spec.dtype != other.dtype or len(spec.shape) != len(other.shape):
             raise InvalidValueError(
-                f"concatenate: {spec} and {other} must have the same dtype and number of dims."
-                " Convert one of the datasets with map."
+                f"{what}: {spec} and {other} must have the same dtype and number of dims. Convert"
+                " the elements with map."
             )
         shape = [a if a == b else None for a, b in zip(spec.shape, other.shape, strict=True)]
         merged.append(TensorSpec(tuple(shape), spec.dtype))

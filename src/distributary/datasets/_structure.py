@@ -12,7 +12,7 @@ from jax.tree_util import PyTreeDef
 from numpy.exceptions import ComplexWarning
 
 from distributary._types import Nest
-from distributary.errors import InvalidTypeError, InvalidValueError
+from distributary.errors import InvalidTypeError, InvalidValueError, a_kind
 
 Array: TypeAlias = np.ndarray | jax.Array
 Block: TypeAlias = Nest
@@ -117,7 +117,7 @@ def as_array(leaf: object) -> Any:
         ) from error
     if array.dtype == object and array.ndim == 0:
         raise InvalidTypeError(
-            f"A dataset holds {_short(leaf)}, a {type(leaf).__name__}. Elements are nests (tuple,"
+            f"A dataset holds {_short(leaf)}, {a_kind(type(leaf))}. Elements are nests (tuple,"
             " dict, namedtuple, or a dataclass registered with jax.tree_util.register_dataclass)"
             " of arrays, numbers and strings."
         )

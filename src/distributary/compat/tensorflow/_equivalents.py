@@ -76,8 +76,6 @@ _ADVICE: dict[str, str] = {
     "tpu.experimental.HardwareFeature": "jax.devices()[0].device_kind",
     # Data.
     "data.experimental.service": "several workers, each with its share of the dataset",
-    "data.experimental.make_csv_dataset": "numpy.genfromtxt or pandas, and from_tensor_slices",
-    "data.FixedLengthRecordDataset": "numpy.memmap and tf.data.Dataset.from_source",
     "data.experimental": "tf.data.Dataset, the methods of distributary.data.Dataset",
     "io.gfile": "pathlib, os and shutil of Python, or fsspec for object stores",
     "io": "functions of Python and NumPy in Dataset.map; pillow for images",

@@ -3,16 +3,15 @@
 import glob as globs
 import os
 import shutil
-import struct
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Self, final
 
-import google_crc32c
 import numpy as np
 
 from distributary.compat.tensorflow._host import host_array
+from distributary.datasets import framed
 from distributary.errors import UnsupportedError
 
 _Path = str | os.PathLike[str]
@@ -256,12 +255,7 @@ class TFRecordWriter:
 
     def write(self, record: bytes) -> None:
         """Writes a record."""
-        length = struct.pack("<Q", len(record))
-        for part in (length, record):
-            self._write(part)
-            crc = google_crc32c.value(bytes(part))
-            masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-            self._write(struct.pack("<I", masked))
+        self._write(framed(record))
 
     def _write(self, part: bytes) -> None:
         self._file.write(part if self._packer is None else self._packer.compress(part))

@@ -155,14 +155,16 @@ TARGETS: dict[str, str] = {
         data.experimental.
             AUTOTUNE AutoShardPolicy DistributeOptions INFINITE_CARDINALITY SHARD_HINT
             UNKNOWN_CARDINALITY
-        data. {_OWN}._data: Dataset TFRecordDataset TextLineDataset
+        data. {_OWN}._data: Dataset FixedLengthRecordDataset TFRecordDataset TextLineDataset
         data.experimental. {_OWN}._data:
             Counter:Dataset.counter RandomDataset:Dataset.random assert_cardinality at
             bucket_by_sequence_length cardinality choose_from_datasets copy_to_device
             enumerate_dataset from_list get_next_as_optional get_single_element get_structure
-            group_by_window ignore_errors map_and_batch parallel_interleave prefetch_to_device
-            sample_from_datasets:Dataset.sample_from_datasets scan shuffle_and_repeat take_while
-            unbatch unique
+            group_by_window ignore_errors load:Dataset.load make_batched_features_dataset
+            map_and_batch pad_to_cardinality parallel_interleave prefetch_to_device
+            rejection_resample sample_from_datasets:Dataset.sample_from_datasets save scan
+            shuffle_and_repeat snapshot take_while unbatch unique
+        data.experimental. {_OWN}._csv: CsvDataset:csv_dataset make_csv_dataset
         data.experimental. distributary.experimental: Optional
         experimental. distributary.experimental: Optional
         train. distributary.checkpoint:
