@@ -4,14 +4,20 @@ import errno
 import json
 import os
 import signal
+import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import distributary as dist
-from distributary.checkpoint import Checkpoint, CheckpointManager, latest_checkpoint
-from distributary.checkpoint._commit import sealed
+from distributary.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    latest_checkpoint,
+    list_variables,
+)
+from distributary.checkpoint._commit import Turn, sealed
 from distributary.errors import CheckpointError
 
 
@@ -40,6 +46,24 @@ def test_the_newest_are_kept_and_the_latest_is_found(tmp_path):
     assert other.checkpoint.step == 30
     other.save()
     assert _names(other) == ["ckpt-2", "ckpt-3", "ckpt-4"]
+
+
+def test_who_reads_waits_for_what_another_manager_writes(tmp_path):
+    def write_slowly(number):
+        before = Turn(tmp_path / "ckpt-0")
+        threading.Timer(0.1, before.end).start()
+        checkpoint.step = number
+        return manager.save()
+
+    checkpoint, other = Checkpoint(step=0), Checkpoint(step=0)
+    manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
+
+    assert write_slowly(1) == latest_checkpoint(tmp_path)
+    path = write_slowly(2)
+    assert CheckpointManager(other, tmp_path, max_to_keep=None).latest_checkpoint == path
+    other.restore(write_slowly(3))
+    assert other.step == 3
+    assert list_variables(write_slowly(4)) == []
 
 
 def test_the_latest_is_the_one_saved_last(tmp_path):

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, final
 
-from distributary.checkpoint._commit import located, numbered, read, read_arrays, rows_of
+from distributary.checkpoint._commit import (
+    located,
+    numbered,
+    read,
+    read_arrays,
+    rows_of,
+    wait_for_writers,
+)
 from distributary.checkpoint._leaves import Entry, Leaf, by_keeper, find_leaves
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
@@ -166,6 +173,7 @@ class Checkpoint:
             return RestoreStatus(None)
         path = Path(save_path).absolute()
         check_outside("restore")
+        wait_for_writers(path.parent)
         plans: list[_Plan] = []
 
         def own() -> Any:
@@ -250,6 +258,8 @@ def latest_checkpoint(
 ) -> str | None:
     """Returns the path of the checkpoint in a directory that was saved last, or None.
 
+    It waits for what threads of this process write there.
+
     `latest_filename` has no effect, because there is no file that names the last one.
 
     Use it in processes that are not part of the training, such as an evaluator. In the training
@@ -257,7 +267,9 @@ def latest_checkpoint(
 
     Source: `tf.train.latest_checkpoint`.
     """
-    found = numbered(Path(checkpoint_dir).absolute())
+    directory = Path(checkpoint_dir).absolute()
+    wait_for_writers(directory)
+    found = numbered(directory)
     return str(found[-1][0]) if found else None
 
 
@@ -293,7 +305,9 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> Any:
 
 
 def _found(ckpt_dir_or_file: str | os.PathLike[str]) -> Path:
-    return Path(latest_checkpoint(ckpt_dir_or_file) or ckpt_dir_or_file).absolute()
+    path = Path(latest_checkpoint(ckpt_dir_or_file) or ckpt_dir_or_file).absolute()
+    wait_for_writers(path.parent)
+    return path
 
 
 def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:

@@ -156,6 +156,17 @@ class Turn:
                 _is_over.notify_all()
 
 
+def wait_for_writers(directory: Path) -> None:
+    """Waits until the checkpoints that threads of this process write to a directory are there.
+
+    A writer that fails ends its turn, too, and keeps its error for its manager.
+    """
+    turns = _turns.get(directory.resolve(), [])
+    with _is_over:
+        begun = list(turns)
+        _is_over.wait_for(lambda: not any(turn in turns for turn in begun))
+
+
 def commit(path: Path, snapshot: Snapshot, is_series: bool, turn: Turn) -> None:
     """Writes a checkpoint, which appears as a whole or not at all.
 

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 
 from distributary.checkpoint._checkpoint import Checkpoint
-from distributary.checkpoint._commit import Saved, Turn, numbered, remove
+from distributary.checkpoint._commit import Saved, Turn, numbered, remove, wait_for_writers
 from distributary.checkpoint._saving import Save
 from distributary.checkpoint._workers import agree
 from distributary.dispatch import progress
@@ -122,6 +122,7 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """Paths of the newest `max_to_keep` checkpoints, oldest first; waits for the writer."""
         self.wait_until_finished()
+        wait_for_writers(self._directory)  # of other managers, such as that of an earlier run
         return [str(path) for path, _ in self._newest()]
 
     @property
