@@ -4,7 +4,7 @@ See `Operation` for how arguments are converted.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +227,17 @@ def per_image_standardization(image: Array) -> Array:
     deviation = jnp.std(pixels, axes, keepdims=True)
     least = 1 / np.sqrt(np.prod(image.shape[-3:]))
     return (pixels - jnp.mean(pixels, axes, keepdims=True)) / jnp.maximum(deviation, least)
+
+
+@final
+class ResizeMethod:
+    """`tf.image.ResizeMethod`: the names of methods of `tf.image.resize`."""
+
+    BILINEAR = "bilinear"
+    NEAREST_NEIGHBOR = "nearest"
+    BICUBIC = "bicubic"
+    LANCZOS3 = "lanczos3"
+    LANCZOS5 = "lanczos5"
 
 
 def resize(

@@ -3,6 +3,7 @@
 See `Operation` for how arguments are converted.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Sequence
@@ -126,9 +127,12 @@ def add_n(inputs: list[Array]) -> Array:
     return functools.reduce(operator.add, inputs)
 
 
-def concat(values: list[Array], axis: int) -> Array:
+def concat(values: Any, axis: int) -> Array:
     """`tf.concat`."""
-    return jnp.concatenate(values, axis)
+    # Sizes of arrays, put together while a step is traced, stay numbers that Python can read.
+    is_known = not any(map(is_traced, jax.tree.leaves(values)))
+    with jax.ensure_compile_time_eval() if is_known else contextlib.nullcontext():
+        return jnp.concatenate([array(value) for value in values], axis)
 
 
 def unstack(value: Array, num: int | None = None, axis: int = 0) -> list[Array]:

@@ -189,6 +189,13 @@ def _option(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else plain(value)
 
 
+def _shape(value: object) -> Any:
+    value = _option(value)
+    # NumPy's numbers: those of a JAX array have no value while a step is traced.
+    is_known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return np.asarray(value) if is_known else value
+
+
 def canonical(dtype: DTypeLike | None) -> Any:
     """Returns a dtype in the width that JAX uses: 32 bits unless `jax_enable_x64` is set."""
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
@@ -202,6 +209,7 @@ _CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
     TensorLike: tensor,
     list[Array]: _arrays,
     list[Array | None]: _arrays,
+    Shape: _shape,
     DTypeLike: canonical,
     DTypeLike | None: canonical,
 }

@@ -109,6 +109,7 @@ TARGETS: dict[str, str] = {
             decode_image decode_jpeg decode_png decode_raw encode_base64 encode_jpeg encode_png
             is_jpeg parse_example parse_single_example parse_tensor serialize_tensor
         image. {_OWN}._examples: decode_image decode_jpeg decode_png encode_jpeg encode_png
+        image. {_OWN}._arrays: ResizeMethod
         train. {_OWN}._examples: BytesList Example Feature Features FloatList Int64List
         io.gfile. {_OWN}._io:
             GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove
