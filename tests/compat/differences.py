@@ -149,7 +149,7 @@ DIFFERENT = {
     "summary.trace_export(step)": "no effect",
     "summary.trace_export(profiler_outdir)": "no effect: that of trace_on",
     "train.Checkpoint": "has a format of its own, and cannot read TensorFlow's",
-    "train.Checkpoint.restore": "restores at once; what does not fit is an error",
+    "train.Checkpoint.restore": "what does not fit is an error",
     "train.Checkpoint.restore(options)": "no effect; partial=True allows what does not fit",
     "train.Checkpoint.read(options)": "no effect",
     "train.Checkpoint.save(options)": "no effect",
@@ -180,6 +180,7 @@ DIFFERENT = {
     "strings.bytes_split": "of one text",
     "strings.to_hash_bucket": "other buckets than TensorFlow's",
     "strings.to_hash_bucket_fast": "other buckets than TensorFlow's",
+    "strings.ngrams": "of one row; several would need ragged arrays",
     "strings.regex_replace": "regular expressions of Python",
     "strings.regex_full_match": "regular expressions of Python",
     "strings.substr": "one place and length for all",
@@ -192,6 +193,10 @@ DIFFERENT = {
     "io.serialize_tensor": "arrays of numbers",
     "io.parse_example": "without sparse and ragged features",
     "io.parse_single_example": "without sparse and ragged features",
+    "io.parse_sequence_example": "without sparse and ragged features",
+    "io.parse_single_sequence_example": "without sparse and ragged features",
+    "timestamp": "outside of steps",
+    "config.experimental.enable_op_determinism": "before the first array, if there are GPUs",
     "TensorArray": "in a compiled loop, size is the final one",
     "TensorArray(clear_after_read)": "no effect: rows stay readable",
     "TensorArray(tensor_array_name)": "no effect",
@@ -249,9 +254,6 @@ _MADE = "made by strategies and datasets, never by programs"
 
 #: Attributes of classes that are absent, and what to use instead.
 ABSENT = {
-    "distribute.Strategy.experimental_distribute_datasets_from_function": (
-        "strategy.distribute_datasets_from_function"
-    ),
     "distribute.Server.create_local_server": "distributary.experimental.local_cluster",
     "distribute.cluster_resolver.TPUClusterResolver.connect": "MultiWorkerMirroredStrategy",
     "distribute.cluster_resolver.TPUClusterResolver.get_coordination_service_leader": "master()",

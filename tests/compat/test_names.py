@@ -106,6 +106,8 @@ except UnsupportedError as error:
 assert "keras" not in sys.modules
 
 del os.environ["KERAS_BACKEND"]
+tf.config.experimental.enable_op_determinism()
+assert os.environ["XLA_FLAGS"].split()[-1] == "--xla_gpu_deterministic_ops=true"
 cpu = tf.config.list_physical_devices("CPU")[0]
 two = [tf.config.LogicalDeviceConfiguration()] * 2
 tf.config.set_logical_device_configuration(cpu, two)
@@ -113,6 +115,7 @@ strategy = tf.distribute.MirroredStrategy()
 (numbers,) = strategy.experimental_local_results(strategy.run(lambda: tf.random.normal([2])))[:1]
 assert numbers[0] != numbers[1]
 assert tf.keras.backend.backend() == "jax"
+tf.config.experimental.enable_op_determinism()
 assert [device.name for device in tf.config.list_logical_devices("CPU")] == [
     "/device:CPU:0", "/device:CPU:1"
 ]

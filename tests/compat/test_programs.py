@@ -1,5 +1,7 @@
 """Programs, random numbers and devices under TensorFlow's names."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -284,3 +286,40 @@ def test_input_signature_may_be_the_spec_of_a_distributed_dataset(strategy_of):
         sums((dist.PerReplica([*x.values, x.values[0]]), number))
     with pytest.raises(TypeError, match="spec of a PerReplica with 2 components"):
         sums((rows, number))
+
+
+class _Net(tf.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.units, self.activation = 3, tf.nn.relu
+        self.weights = [tf.Variable([value, 2.0]), {"b": tf.Variable(value)}]
+        self.inner = _Inner(value)
+
+
+class _Inner(tf.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.scale = tf.Variable(value)
+
+
+def test_a_module_is_saved_and_restored(tmp_path):
+    path = tf.train.Checkpoint(net=_Net(5.0)).save(str(tmp_path / "ckpt"))
+    net = _Net(0.0)
+
+    tf.train.Checkpoint(net=net).restore(path).assert_consumed()
+
+    assert [name for name, _ in tf.train.list_variables(path)] == [
+        "net/weights/0",
+        "net/weights/1/b",
+        "net/inner/scale",
+    ]
+    assert net.weights[0].numpy().tolist() == [5, 2]
+    assert (net.weights[1]["b"].numpy(), net.inner.scale.numpy()) == (5, 5)
+
+
+def test_the_time_is_known_outside_of_steps():
+    before = time.time()
+
+    assert before <= tf.timestamp() <= time.time()
+    with pytest.raises(UnsupportedError, match=r"tf\.timestamp in a step"):
+        tf.function(tf.timestamp)()

@@ -62,7 +62,12 @@ def test_features_of_a_file_of_records(tmp_path):
     [
         (b"no record", {"id": _FEATURES["id"]}, InvalidValueError, "9 bytes is not a tf.train.E"),
         (_RECORDED, {"y": _FEATURES["id"]}, InvalidValueError, "no feature 'y'.*default_value"),
-        (_RECORDED, {"x": _FEATURES["id"]}, InvalidTypeError, "'x' has a float_list, but int64"),
+        (
+            _RECORDED,
+            {"x": _FEATURES["id"]},
+            InvalidTypeError,
+            "'x' has the kind float_list, but int64",
+        ),
         (_RECORDED, {"x": tf.io.FixedLenFeature([2], tf.float32)}, ValueError, "has 3 values.*2"),
         (_RECORDED, {"x": tf.float32}, InvalidTypeError, "FixedLenSequenceFeature.*allow_missing"),
         ("text", {"id": _FEATURES["id"]}, InvalidTypeError, "expected the bytes of a record"),
@@ -72,6 +77,79 @@ def test_features_of_a_file_of_records(tmp_path):
 def test_what_does_not_fit_is_an_error(record, feature, error, message):
     with pytest.raises(error, match=message):
         tf.io.parse_single_example(record, feature)
+
+
+# What TensorFlow serializes for `_sequence(2)`.
+_SEQUENCE = bytes.fromhex(
+    "0a1d0a0b0a02696412051a030a01020a0e0a046e616d6512060a040a026e32123c0a230a03656d62121c0a0c120a0a"
+    "08000000000000003f0a0c120a0a080000803f0000c03f0a150a03746f6b120e0a051a030a01000a051a030a0101"
+)
+
+
+def _sequence(number):
+    def feature(values):
+        kind = type(values[0])
+        if kind is bytes:
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+        if kind is int:
+            return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
+        return tf.train.Feature(float_list=tf.train.FloatList(value=values))
+
+    def steps(make):
+        return tf.train.FeatureList(feature=[feature(make(i)) for i in range(number)])
+
+    context = {"id": feature([number]), "name": feature([b"n%d" % number])}
+    lists = {"tok": steps(lambda i: [i]), "emb": steps(lambda i: [float(i), i + 0.5])}
+    return tf.train.SequenceExample(
+        context=tf.train.Features(feature=context),
+        feature_lists=tf.train.FeatureLists(feature_list=lists),
+    ).SerializeToString(deterministic=True)
+
+
+def test_records_of_sequences():
+    context = {"id": _FEATURES["id"], "name": _FEATURES["name"], "gone": _FEATURES["gone"]}
+    sequences = {
+        "tok": tf.io.FixedLenSequenceFeature([], tf.int64),
+        "emb": tf.io.FixedLenSequenceFeature([2], tf.float32),
+        "no": tf.io.FixedLenSequenceFeature([], tf.int64, allow_missing=True),
+    }
+    shown = lambda arrays: {key: array.tolist() for key, array in arrays.items()}
+
+    single = tf.io.parse_single_sequence_example(_sequence(2), context, sequences)
+    batch = tf.io.parse_sequence_example([_sequence(1), _sequence(2)], context, sequences)
+
+    assert _sequence(2) == _SEQUENCE
+    assert shown(single[0]) == {"id": 2, "name": b"n2", "gone": [1, 2]}
+    assert shown(single[1]) == {"tok": [0, 1], "emb": [[0, 0.5], [1, 1.5]], "no": []}
+    assert batch[0]["id"].tolist() == [1, 2]
+    assert shown(batch[1]) == {
+        "tok": [[0, 0], [0, 1]],
+        "emb": [[[0, 0.5], [0, 0]], [[0, 0.5], [1, 1.5]]],
+        "no": [[], []],
+    }
+    assert shown(batch[2]) == {"tok": [1, 2], "emb": [1, 2], "no": [0, 0]}
+    parse = tf.io.parse_single_sequence_example
+    assert parse(_sequence(0), None, {"emb": sequences["emb"]})[1]["emb"].shape == (0, 2)
+    wrong = tf.io.FixedLenSequenceFeature
+    for features, error, message in (
+        ({"x": wrong([], tf.int64)}, InvalidValueError, "no sequence 'x'.*allow_missing=True"),
+        (
+            {"tok": wrong([], tf.float32)},
+            InvalidTypeError,
+            "'tok' has the kind int64_list, but float32",
+        ),
+        ({"tok": wrong([2], tf.int64)}, InvalidValueError, "'tok' has 1 values, but its shape"),
+        (
+            {"tok": tf.io.FixedLenFeature([], tf.int64)},
+            InvalidTypeError,
+            "sequence 'tok' is descri",
+        ),
+        ({}, InvalidValueError, "are empty"),
+    ):
+        with pytest.raises(error, match=message):
+            parse(_sequence(1), None, features)
+    with pytest.raises(InvalidValueError, match=r"not a tf\.train\.SequenceExample"):
+        parse(b"no record", None, sequences)
 
 
 def test_images_of_files():

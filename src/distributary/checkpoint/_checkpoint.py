@@ -15,7 +15,8 @@ from distributary.checkpoint._commit import (
     rows_of,
     wait_for_writers,
 )
-from distributary.checkpoint._leaves import Entry, Leaf, by_keeper, find_leaves
+from distributary.checkpoint._deferred import Deferred, differences, forget
+from distributary.checkpoint._leaves import Entry, Group, Leaf, by_keeper, find_leaves
 from distributary.checkpoint._saving import Save, check_outside
 from distributary.checkpoint._workers import agree, this_worker
 from distributary.dispatch import latest_program, progress
@@ -25,11 +26,10 @@ from distributary.variables import KeptCopy, build_foreign
 _log = logging.getLogger(__name__)
 
 _SECONDS = 600.0
-_MAX_NAMES_SHOWN = 10
 
 
 @final
-class Checkpoint:
+class Checkpoint(Group):
     """A group of objects whose state is saved and restored together.
 
     The objects become attributes. For example, `checkpoint.epoch += 1` changes a number that is
@@ -48,8 +48,8 @@ class Checkpoint:
         root: An object, saved under the name `root`.
         **objects: Variables; Keras models, optimizers and metrics; iterators over datasets (or any
             other objects with `get_state` and `set_state`); arrays, numbers and strings; random
-            number generators of NumPy and Python, and JAX random keys; dicts, lists, tuples and
-            dataclasses of these.
+            number generators of NumPy and Python, and JAX random keys; dicts, lists, tuples,
+            dataclasses and checkpoints of these.
 
     A variable with a value per replica (ON_READ) is restored exactly on the same number of
     replicas. On another number of replicas, it keeps its aggregated value; with the aggregation
@@ -72,9 +72,7 @@ class Checkpoint:
         object.__setattr__(self, "_counters", {"save_counter": 0})
         for name, value in objects.items():
             setattr(self, name, value)
-        # An object that is not built yet may be built by the time it is saved.
-        with contextlib.suppress(InvalidValueError):
-            find_leaves(self._objects)
+        find_leaves(self._objects)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or hasattr(type(self), name) or name == "save_counter":
@@ -148,6 +146,10 @@ class Checkpoint:
 
         Everything is read and compared first: if something does not fit, nothing changes.
 
+        The state of Keras models, layers and optimizers that are not built yet waits in memory, and
+        each variable gets its value when it is created. What does not fit then raises an error in
+        the call that builds them.
+
         Args:
             save_path: The path that `save` or `latest_checkpoint` returned. None does nothing, so
                 `restore(manager.latest_checkpoint)` also works at the start of a new training.
@@ -157,8 +159,8 @@ class Checkpoint:
                 alone; without True, the log says so.
 
         Returns:
-            A status that knows which names were left alone. Everything else is already restored,
-            so you do not have to call any of its methods.
+            A status that knows which names were left alone or wait. Everything else is already
+            restored, so you do not have to call any of its methods.
 
         Raises:
             InvalidValueError: if something is missing, unexpected, or has another shape, dtype or
@@ -197,7 +199,7 @@ class Checkpoint:
             (plan,) = plans
             self._objects.update(plan.carry_out())
             self._counters.update(plan.saved.counters)
-            return RestoreStatus(path, plan.missing, plan.unexpected)
+            return RestoreStatus(path, plan.missing, plan.unexpected, plan.defer())
 
     @progress.doing("saving")
     def _save(self, path: str | os.PathLike[str], is_series: bool) -> str:
@@ -213,24 +215,32 @@ class RestoreStatus:
         path: Path of the checkpoint; None if there was none.
         missing: Names that are only here.
         unexpected: Names that are only in the checkpoint.
+        deferred: State that waits for objects that are not built yet.
 
     Source: the result of `tf.train.Checkpoint.restore`.
     """
 
     def __init__(
-        self, path: Path | None, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+        self,
+        path: Path | None,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        deferred: Deferred | None = None,
     ) -> None:
         self._path = path
         self._missing = list(missing)
         self._unexpected = list(unexpected)
+        self._deferred = deferred
 
     def assert_consumed(self) -> Self:
         """Checks that all state here was restored, and that all state in the checkpoint was used.
 
         Raises:
-            InvalidValueError: if something was left alone, or there was no checkpoint.
+            InvalidValueError: if something was left alone or waits for an object that is not built
+                yet, or there was no checkpoint.
         """
-        return self._check(self._missing, self._unexpected)
+        waited = set() if self._deferred is None else self._deferred.arrived
+        return self._check([name for name in self._unexpected if name not in waited])
 
     def assert_existing_objects_matched(self) -> Self:
         """Checks that all state here was restored.
@@ -238,17 +248,26 @@ class RestoreStatus:
         Raises:
             InvalidValueError: if something was left alone, or there was no checkpoint.
         """
-        return self._check(self._missing, [])
+        return self._check([])
 
     def expect_partial(self) -> Self:
-        """Does nothing: `restore` leaves names alone only if you pass `partial=True`."""
+        """Lets objects that are not built yet have state that the checkpoint has not.
+
+        `restore` leaves names of other objects alone only if you pass `partial=True`.
+        """
+        if self._deferred is not None:
+            self._deferred.partial = True
         return self
 
-    def _check(self, missing: list[str], unexpected: list[str]) -> Self:
+    def _check(self, unexpected: list[str]) -> Self:
         if self._path is None:
             raise InvalidValueError("Checkpoint.restore(None) has restored nothing.")
+        missing = [*self._missing, *(self._deferred.missing if self._deferred is not None else ())]
         if missing or unexpected:
-            found = "\n".join(_differences(missing, unexpected, []))
+            found = "\n".join(differences(missing, unexpected, []))
+            unbuilt = [] if self._deferred is None else self._deferred.unbuilt()
+            if unexpected and unbuilt:
+                found += f"\nNot built yet: {', '.join(unbuilt)}."
             raise InvalidValueError(f"The checkpoint {self._path} was restored in part.\n{found}")
         return self
 
@@ -310,21 +329,6 @@ def _found(ckpt_dir_or_file: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _differences(missing: list[str], unexpected: list[str], problems: list[str]) -> list[str]:
-    """Returns a line for each kind of difference between the state here and a checkpoint."""
-    lines = []
-    for title, names in (
-        ("Not in the checkpoint", missing),
-        ("Only in the checkpoint", unexpected),
-        ("Otherwise in the checkpoint", problems),
-    ):
-        if names:
-            more = len(names) - _MAX_NAMES_SHOWN
-            shown = ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"{title}: {shown}.")
-    return lines
-
-
 @final
 class _Plan:
     """Everything that a restore needs, read and compared with the objects.
@@ -339,25 +343,30 @@ class _Plan:
     def __init__(
         self, objects: Mapping[str, Any], path: Path, partial: bool, stack: contextlib.ExitStack
     ) -> None:
+        self._path = path
         self.saved = saved = read(path)
         entries = {name: _of_worker(entry, *this_worker()) for name, entry in saved.entries.items()}
         self._entries = entries
-        leaves, self._rebuild = find_leaves(objects)
-        waiting = {name.partition("/")[0] for name in entries if name not in leaves}
+        self._found = found = find_leaves(objects)
+        waiting = {name.partition("/")[0] for name in entries if name not in found.leaves}
         built = [build_foreign(objects[n], objects.values()) for n in waiting if n in objects]
         if any(built):
-            leaves, self._rebuild = find_leaves(objects)
+            self._found = found = find_leaves(objects)
+        leaves = found.leaves
         self.missing = [name for name in leaves if name not in entries]
         self.unexpected = [name for name in entries if name not in leaves]
         #: Objects of which nothing is here.
         self.others = {name.partition("/")[0] for name in self.unexpected} - objects.keys()
+        self._deferred = [name for name in self.unexpected if found.waits_for(name)]
+        self._partial = partial
         present = {name: leaf for name, leaf in leaves.items() if name in entries}
         self._check(path, partial, present)
         # Variables with a value per replica are not loaded by keepers: they are combined here.
         kept = by_keeper({n: leaf for n, leaf in present.items() if "rows" not in entries[n]})
         far = {name for own in kept.values() for name in own}
         self._leaves = {name: leaf for name, leaf in present.items() if name not in far}
-        near = [name for name in self._leaves if entries[name]["kind"] == "array"]
+        near = [*self._leaves, *self._deferred]
+        near = [name for name in near if entries[name]["kind"] == "array"]
         self._arrays = read_arrays(path, near, saved)
         self._kept: list[KeptCopy] = []
         for keeper, own in kept.items():
@@ -373,13 +382,18 @@ class _Plan:
             for name, leaf in present.items()
             if (problem := leaf.problem(self._entries[name])) is not None
         ]
-        unexpected = [n for n in self.unexpected if n.partition("/")[0] not in self.others]
+        deferred = {*self._deferred}
+        unexpected = [
+            name
+            for name in self.unexpected
+            if name not in deferred and name.partition("/")[0] not in self.others
+        ]
         differ = bool(self.missing or unexpected)
         if problems or (differ and not partial):
             left_alone = ([], []) if partial else (self.missing, self.unexpected)
             lines = [
                 f"The checkpoint {path} does not fit; nothing was restored.",
-                *_differences(*left_alone, problems),
+                *differences(*left_alone, problems),
             ]
             if differ:
                 lines.append(
@@ -410,7 +424,17 @@ class _Plan:
                 for name, leaf in self._leaves.items()
                 if self._entries[name]["kind"] != "state"
             }
-        return dict(self._rebuild(restored))
+        return dict(self._found.rebuild(restored))
+
+    def defer(self) -> Deferred | None:
+        """Returns the state for objects that are not built yet, which gets there when they are."""
+        forget(self._found.waiting.values())
+        if not self._deferred:
+            return None
+        entries = {name: self._entries[name] for name in self._deferred}
+        arrays = {name: self._arrays[name] for name in self._deferred if name in self._arrays}
+        known = {*self._entries, *self._found.leaves}
+        return Deferred(self._path, self._found.waiting, entries, arrays, known, self._partial)
 
 
 def _of_worker(entry: Entry, worker: int, num_workers: int) -> Entry:

@@ -30,6 +30,7 @@ from distributary.variables import (
     VariableAggregation,
     as_variable,
     foreign_parts,
+    foreign_waits,
     of_rows,
 )
 
@@ -58,14 +59,48 @@ class Leaf(Protocol):
 Rebuild = Callable[[Mapping[str, Any]], Any]
 
 
-def find_leaves(objects: Mapping[str, Any]) -> tuple[dict[str, Leaf], Rebuild]:
+@final
+@dataclass(frozen=True)
+class Found:
+    """The leaves of objects.
+
+    Attributes:
+        leaves: The leaves, by name.
+        rebuild: Puts restored leaves back into the objects.
+        waiting: Objects that get more leaves when they are built, by name.
+    """
+
+    leaves: dict[str, Leaf]
+    rebuild: Rebuild
+    waiting: dict[str, Any]
+
+    def waits_for(self, name: str) -> bool:
+        """Returns whether a leaf of this name may come later."""
+        return any(name.startswith(f"{own}/") for own in self.waiting)
+
+    def check_built(self) -> None:
+        """Raises an error if an object has no state because it is not built.
+
+        Raises:
+            InvalidValueError: with its name.
+        """
+        for name, value in self.waiting.items():
+            start = name.rpartition("/")[0] or name
+            others = tuple(f"{other}/" for other in self.waiting if other != name)
+            own = (leaf for leaf in self.leaves if leaf.startswith(f"{start}/"))
+            if all(leaf.startswith(others) for leaf in own):
+                raise InvalidValueError(
+                    f"Checkpoint: {name!r}, {described(value)}, has no variables yet, so there is"
+                    " nothing to save. Begin a model with keras.Input(...), or call"
+                    " build(input_shape) first."
+                )
+
+
+def find_leaves(objects: Mapping[str, Any]) -> Found:
     """Finds the leaves of objects, by names such as `model/dense/kernel`.
 
     An object that is found twice is saved once: under its own name if it is one of `objects`,
     otherwise under the name of the first place.
-
-    Returns:
-        The leaves, and a function that puts restored leaves back into the objects.
 
     Raises:
         InvalidTypeError: for objects that cannot be saved.
@@ -76,13 +111,14 @@ def find_leaves(objects: Mapping[str, Any]) -> tuple[dict[str, Leaf], Rebuild]:
     def rebuild(restored: Mapping[str, Any]) -> Any:
         return {name: part(restored) for name, part in rebuilds.items()}
 
-    return search.leaves, rebuild
+    return Found(search.leaves, rebuild, search.waiting)
 
 
 @final
 class _Search:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.leaves: dict[str, Leaf] = {}
+        self.waiting: dict[str, Any] = {}
         self._arguments = {id(value): name for name, value in objects.items()}
         self._seen: dict[int, Any] = {}  # by id; keeps the objects, so that no id is reused
 
@@ -112,6 +148,8 @@ class _Search:
                 " and dataclasses of them."
             )
         parts, replace_parts = found
+        if foreign_waits(value):
+            self.waiting[name] = value
         rebuilds = {key: self._find_part(name, key, part) for key, part in parts.items()}
 
         def rebuild(restored: Mapping[str, Any]) -> Any:
@@ -141,11 +179,19 @@ def _leaf_of(name: str, value: Any) -> Leaf | None:
     return _state_of(name, value)
 
 
+class Group:
+    """Base class of checkpoints, which can be parts of others."""
+
+    _objects: dict[str, Any]
+
+
 def _parts_of(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]] | None:
     """Returns the parts of an object, and a function that replaces some; None if it has none.
 
     The function returns the object, or a new one if the object is immutable.
     """
+    if isinstance(value, Group):
+        return dict(value._objects), functools.partial(_put, value, value._objects.__setitem__)
     if isinstance(value, dict):
         return dict(value), functools.partial(_put, value, value.__setitem__)
     if isinstance(value, list):
@@ -248,7 +294,7 @@ class VariableLeaf:
             layout = variable._layout
             variable._value = layout.place(array, variable.dtype, stacked=num_rows is not None)
             variable._shared = False
-        else:
+        elif not (isinstance(variable, ForeignVariable) and variable.begin_with(array)):
             # The library that keeps the value has its own way to assign.
             target = variable.variable if isinstance(variable, ForeignVariable) else variable
             target.assign(array)

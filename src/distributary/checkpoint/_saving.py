@@ -159,7 +159,9 @@ def _snapshot(
 ) -> Snapshot:
     """Returns a copy of the state in host memory; without arrays on workers that do not write."""
     check_outside("save")
-    leaves, _ = find_leaves(objects)
+    found = find_leaves(objects)
+    found.check_built()
+    leaves = found.leaves
     kept = by_keeper(leaves)
     with contextlib.ExitStack() as at_rest:
         for keeper in kept:

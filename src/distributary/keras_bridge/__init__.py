@@ -27,6 +27,7 @@ from distributary.variables import (
     register_foreign_builder,
     register_foreign_objects,
     register_foreign_variables,
+    register_foreign_waiting,
 )
 
 __all__ = ["connect", "expect_keras", "import_keras"]
@@ -143,6 +144,15 @@ def _parts_of(value: Any) -> Mapping[str, Any] | None:
     return parts_of(value)
 
 
+def _waits(value: Any) -> bool:
+    """Returns whether a Keras object gets variables later, which `tell_new_state` tells."""
+    if not _uses_jax():
+        return False
+    from distributary.keras_bridge._state import waits
+
+    return waits(value) and connect()
+
+
 class _ScopeListener:
     """A listener that notices when Keras is imported while a scope is open."""
 
@@ -183,3 +193,4 @@ register_around_traces(_around_trace)
 register_foreign_objects(_parts_of)
 register_foreign_builder(_build)
 register_foreign_variables(_resolve)
+register_foreign_waiting(_waits)

@@ -15,7 +15,8 @@ import keras
 from jax.sharding import PartitionSpec as P
 
 from distributary.context import current_mode, get_strategy, in_default_context
-from distributary.errors import ContextError, shown
+from distributary.errors import ContextError, UnsupportedError, shown
+from distributary.keras_bridge._keras_private import in_stateless_scope
 from distributary.keras_bridge._replica import aggregation_of_state, in_optimizer
 from distributary.keras_bridge._variables import keeps_on_servers, place, planned_layout
 from distributary.rows import STATE
@@ -60,6 +61,23 @@ class KerasVariable(ForeignVariable):
     def trainable(self) -> bool:
         """True if `GradientTape` watches the variable automatically."""
         return bool(self.variable.trainable)
+
+    def begin_with(self, array: Any) -> bool:
+        """Makes an array the first value, if the variable was created in a trace."""
+        variable = self.variable
+        if variable._value is not None:
+            if in_stateless_scope():
+                raise UnsupportedError(
+                    f"Keras variable {variable.path!r} is to be restored while a function that uses"
+                    " it is traced. Build its model or optimizer before that."
+                )
+            return False
+
+        def initializer(shape: Any, dtype: Any = None) -> Any:
+            return jnp.asarray(array, dtype)
+
+        variable._initializer = initializer
+        return True
 
     @property
     def _value(self) -> Any:

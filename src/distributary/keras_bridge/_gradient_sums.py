@@ -26,6 +26,7 @@ from distributary.keras_bridge._replica import (
 )
 from distributary.topology import REPLICA_AXIS
 from distributary.tracing import push
+from distributary.variables import tell_new_state
 
 
 def _must_combine() -> bool:
@@ -73,6 +74,8 @@ def combining(original: Callable[..., Any]) -> Callable[..., Any]:
             given["trainable_variables"] = [as_keras(variable) for variable in variables]
             pairs = zip(given["grads"], given["trainable_variables"], strict=False)
             given["grads"] = [dense(gradient, variable) for gradient, variable in pairs]
+        if args[0].built:
+            tell_new_state(args[0])
         if not _must_combine():
             return original(**given)
         with optimizing():

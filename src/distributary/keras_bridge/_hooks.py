@@ -22,6 +22,7 @@ from distributary.keras_bridge import (
     _metrics,
     _models,
     _saving,
+    _state,
     _variables,
 )
 from distributary.keras_bridge._keras_private import find
@@ -33,6 +34,8 @@ HOOKS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # Values of variables.
     ("StoredVariable", "_direct_assign", _variables.direct_assign),
     ("keras.src.backend.common.variables.Variable", "value", _variables.value),
+    # State of a checkpoint can wait for objects that are not built yet.
+    ("keras.Operation", "_post_build", _state.post_build),
     # Models have a strategy and train under it.
     ("Trainer", "__init__", _models.init),
     ("BaseTrainer", "compile", _models.compile_),

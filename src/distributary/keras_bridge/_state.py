@@ -1,15 +1,16 @@
 """The state of Keras objects, under names that are the same in every process."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import keras
 
-from distributary.errors import InvalidValueError
-from distributary.keras_bridge._keras_private import sync_state, to_snake_case
+from distributary.errors import DistributaryError
+from distributary.keras_bridge._keras_private import in_stateless_scope, sync_state, to_snake_case
 from distributary.keras_bridge._models import strategy_of
+from distributary.variables import tell_new_state
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
@@ -17,9 +18,6 @@ def parts_of(value: Any) -> dict[str, Any] | None:
 
     Keras numbers objects over the whole process, as in `dense_7`. Here, they are numbered within
     the object that contains them.
-
-    Raises:
-        InvalidValueError: for a model that is not built.
     """
     if isinstance(value, keras.optimizers.Optimizer):
         return _of_optimizer(value)
@@ -46,22 +44,37 @@ def build_optimizer(value: Any, others: Iterable[Any]) -> bool:
     return True
 
 
+def waits(value: Any) -> bool:
+    """Returns whether a layer, model or optimizer is not built yet."""
+    return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) and not value.built
+
+
+def post_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells that a layer or model has been built."""
+
+    def _post_build(self: Any) -> Any:
+        result = original(self)
+        try:
+            tell_new_state(self)
+        except DistributaryError:
+            # Keras goes on if its first, symbolic call fails: then the next call builds it again.
+            self.built = False
+            raise
+        return result
+
+    return _post_build
+
+
 def _of_layer(layer: Any) -> dict[str, Any]:
     if isinstance(layer, keras.Model):
         sync_state(layer)
-        if not layer.built and not layer.variables:
-            raise InvalidValueError(
-                f"Checkpoint: the Keras model {layer.name!r} has no variables yet, so there is"
-                " nothing to save or restore. Begin it with keras.Input(...), or call"
-                " model.build(input_shape) first."
-            )
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     own += [generator.state for generator in layer._seed_generators]
     parts = [(variable.name, variable) for variable in own]
     parts += [(_name(part), part) for part in layer._layers]
     optimizer = getattr(layer, "optimizer", None) if isinstance(layer, keras.Model) else None
-    if optimizer is not None and layer.built:
-        if not optimizer.built:
+    if optimizer is not None:
+        if layer.built and not optimizer.built and not in_stateless_scope():
             strategy = strategy_of(layer)
             with nullcontext() if strategy is None else strategy.scope():
                 optimizer.build(layer.trainable_variables)
@@ -78,11 +91,13 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     }
     parts = []
     for variable in optimizer.variables:
-        found = max(filter(variable.name.startswith, prefixes), key=len, default=None)
+        name = variable.name
+        starts = (name[: i + 1] for i in range(len(name) - 1, -1, -1) if name[i] == "_")
+        found = next((start for start in starts if start in prefixes), None)
         if found is None:
-            parts.append((variable.name, variable))
+            parts.append((name, variable))
         else:
-            parts.append((f"{variable.name.removeprefix(found)}.{prefixes[found]}", variable))
+            parts.append((f"{name.removeprefix(found)}.{prefixes[found]}", variable))
     return _numbered(parts)
 
 

@@ -30,7 +30,7 @@ from distributary.topology import (
     shard_dim,
 )
 from distributary.tracing import describe_value, is_recording, noted_read
-from distributary.variables import ShardedVariable, Variable, colocated_with
+from distributary.variables import ShardedVariable, Variable, colocated_with, tell_new_state
 
 # The classes that keep the values of Keras variables on servers.
 ON_SERVERS = (Variable, ShardedVariable)
@@ -296,13 +296,16 @@ def add_variable(original: Callable[..., Any]) -> Callable[..., Any]:
         name: str | None = None,
     ) -> Any:
         if not has_strategy() and not isinstance(layout, ON_SERVERS):
-            return original(self, shape, initializer, dtype, aggregation, layout, name)
-        if has_strategy():
-            layout = get_strategy().extended.optimizer_layout(shape) or layout
-        # Without a layout, Keras initializes the variable as a whole, and it is split afterwards.
-        with laid_out(layout):
-            variable = original(self, shape, initializer, dtype, aggregation, None, name)
-        variable._distributary_layout = layout  # used if the variable is created or moved later
+            variable = original(self, shape, initializer, dtype, aggregation, layout, name)
+        else:
+            if has_strategy():
+                layout = get_strategy().extended.optimizer_layout(shape) or layout
+            # Without a layout, Keras initializes it as a whole, and it is split afterwards.
+            with laid_out(layout):
+                variable = original(self, shape, initializer, dtype, aggregation, None, name)
+            variable._distributary_layout = layout  # used if it is created or moved later
+        if self.built:
+            tell_new_state(self, len(self.variables))
         return variable
 
     return add_variable

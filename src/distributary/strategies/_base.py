@@ -320,6 +320,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
             )
         return self._extended.distribute_datasets_from_function(dataset_fn, options)
 
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:

@@ -29,6 +29,10 @@ class ForeignVariable:
         """True if `GradientTape` watches it automatically."""
         raise NotImplementedError
 
+    def begin_with(self, array: Any) -> bool:
+        """Makes an array the first value of a new variable; returns False if it has a value."""
+        return False
+
     @property
     def name(self) -> str:
         """Name used in messages."""
@@ -48,6 +52,8 @@ class ForeignVariable:
 _resolvers: list[Callable[[Any], ForeignVariable | None]] = []
 _openers: list[Callable[[Any], Mapping[str, Any] | None]] = []
 _builders: list[Callable[[Any, Iterable[Any]], bool]] = []
+_waiting: list[Callable[[Any], bool]] = []
+_listeners: list[Callable[[Any, int | None], None]] = []
 
 
 def register_foreign_variables(resolve: Callable[[Any], ForeignVariable | None]) -> None:
@@ -98,3 +104,33 @@ def foreign_parts(value: Any) -> Mapping[str, Any] | None:
         if parts is not None:
             return parts
     return None
+
+
+def register_foreign_waiting(waits: Callable[[Any], bool]) -> None:
+    """Adds a library: `waits(object)` returns whether an object gets state later.
+
+    The library calls `tell_new_state` when it does.
+    """
+    _waiting.append(waits)
+
+
+def foreign_waits(value: Any) -> bool:
+    """Returns whether another library's object gets state later, when it is built."""
+    import_what_registers()
+    return any(waits(value) for waits in _waiting)
+
+
+def listen_to_new_state(listener: Callable[[Any, int | None], None]) -> None:
+    """Adds a listener to `tell_new_state`."""
+    _listeners.append(listener)
+
+
+def tell_new_state(value: Any, num_variables: int | None = None) -> None:
+    """Tells that an object of another library has new state.
+
+    Args:
+        value: The object.
+        num_variables: Number of variables that it has so far; None if it is complete.
+    """
+    for listener in _listeners:
+        listener(value, num_variables)

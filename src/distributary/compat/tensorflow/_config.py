@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pkgutil
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -230,3 +231,34 @@ def _num_gpus() -> int:
     folders = plugins.submodule_search_locations if plugins is not None else None
     names = [module.name for module in pkgutil.iter_modules(folders or [])]
     return visible_gpus() if any(name.startswith("xla_cuda") for name in names) else 0
+
+
+def enable_op_determinism() -> None:
+    """`tf.config.experimental.enable_op_determinism`: before the first array, for GPUs.
+
+    Programs of CPUs and TPUs are deterministic anyway, as is the order of datasets.
+
+    Raises:
+        BackendStartedError: if JAX already uses GPUs.
+    """
+    flag = "--xla_gpu_deterministic_ops=true"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag in flags.split():
+        return
+    if not backends_started():
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()
+    elif local_devices_of("GPU"):
+        raise BackendStartedError(
+            "tf.config.experimental.enable_op_determinism: JAX already uses GPUs. Call it before"
+            f" the first array, or set the environment variable XLA_FLAGS={flag}."
+        )
+
+
+def get_build_info() -> OrderedDict[str, bool]:
+    """`tf.sysconfig.get_build_info`: for which GPUs JAX is installed."""
+    kinds = {"cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "rocm": ("jax_rocm60_plugin",)}
+    found = {
+        f"is_{kind}_build": any(importlib.util.find_spec(name) is not None for name in names)
+        for kind, names in kinds.items()
+    }
+    return OrderedDict(**found, is_tensorrt_build=False)

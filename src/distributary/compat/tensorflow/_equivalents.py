@@ -38,7 +38,7 @@ _ELSEWHERE = targets_of(
         tpu.experimental.embedding:layers.Embedding
     . tf:
         queue:data.Dataset.prefetch realdiv:divide
-        scalar_mul:multiply sysconfig:config.list_physical_devices
+        scalar_mul:multiply
         version:__version__
     nn. tf.nn:
         nce_loss:sigmoid_cross_entropy_with_logits
@@ -64,12 +64,8 @@ _ADVICE: dict[str, str] = {
     "assert_rank": "an assert on the shape, which is known while a step is traced",
     "TypeSpec": "tf.TensorSpec or jax.ShapeDtypeStruct",
     "is_symbolic_tensor": "isinstance(x, jax.core.Tracer)",
-    "timestamp": "time.time outside of the step",
     "config.optimizer": "the environment variable XLA_FLAGS",
     "config.threading": "the environment variable PJRT_NPROC, the number of threads of XLA",
-    "config.experimental.enable_op_determinism": (
-        "the environment variable XLA_FLAGS=--xla_gpu_deterministic_ops=true"
-    ),
     "config.experimental": "tf.config, or the settings of JAX: jax.config",
     # Strategies.
     "dtensor": "jax.sharding.NamedSharding and jax.jit, or keras.distribution.ModelParallel",
@@ -86,9 +82,6 @@ _ADVICE: dict[str, str] = {
     "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
-    "train.SequenceExample io.parse_sequence_example": (
-        "tf.train.Example, with FixedLenSequenceFeature for each sequence"
-    ),
     "io.VarLenFeature io.RaggedFeature io.SparseFeature": (
         "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),

@@ -27,6 +27,7 @@ _LISTS = {
     "FloatList": "TYPE_FLOAT",
     "Int64List": "TYPE_INT64",
 }
+_RECORDS = ("Feature", "Features", "Example", "FeatureList", "FeatureLists", "SequenceExample")
 _KINDS = ("bytes_list", "float_list", "int64_list")
 
 
@@ -108,6 +109,87 @@ def parse_example(
     return {key: _stacked([row[key] for row in rows], features[key]) for key in features}
 
 
+def parse_single_sequence_example(
+    serialized: Any,
+    context_features: Mapping[str, Any] | None = None,
+    sequence_features: Mapping[str, Any] | None = None,
+    example_name: object = None,
+    name: str | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the features of a serialized `tf.train.SequenceExample`, as arrays.
+
+    Args:
+        serialized: Bytes of one record.
+        context_features: For each name a `FixedLenFeature`.
+        sequence_features: For each name a `FixedLenSequenceFeature`.
+        example_name: No effect.
+        name: No effect.
+
+    Returns:
+        The features of the context, and the sequences `[step, *shape]`.
+
+    Raises:
+        InvalidValueError: if the record is not a SequenceExample, a feature is missing or has
+            another number of values.
+        InvalidTypeError: if a feature has values of another type.
+
+    Source: `tf.io.parse_single_sequence_example`.
+    """
+    contexts, sequences = context_features or {}, sequence_features or {}
+    if not contexts and not sequences:
+        raise InvalidValueError(
+            "parse_sequence_example: context_features and sequence_features are empty. Give one."
+        )
+    record = _message("SequenceExample", _bytes(serialized))
+    context, lists = record.context.feature, record.feature_lists.feature_list
+    found = {key: _values(key, context.get(key), feature) for key, feature in contexts.items()}
+    return found, {key: _sequence(key, lists.get(key), f) for key, f in sequences.items()}
+
+
+def parse_sequence_example(
+    serialized: Any,
+    context_features: Mapping[str, Any] | None = None,
+    sequence_features: Mapping[str, Any] | None = None,
+    example_names: object = None,
+    name: str | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
+
+    Otherwise like `parse_single_sequence_example`. Shorter sequences are padded, and the third
+    result has the length of each.
+
+    Source: `tf.io.parse_sequence_example`.
+    """
+    contexts, sequences = context_features or {}, sequence_features or {}
+    rows = [
+        parse_single_sequence_example(one, contexts, sequences)
+        for one in np.asarray(serialized, object).reshape(-1)
+    ]
+    columns = {key: [row[1][key] for row in rows] for key in sequences}
+    return (
+        {key: np.stack([row[0][key] for row in rows]) for key in contexts},
+        {key: _stacked(column, sequences[key]) for key, column in columns.items()},
+        {key: np.array([len(one) for one in column]) for key, column in columns.items()},
+    )
+
+
+def _sequence(key: str, found: Any, feature: Any) -> np.ndarray:
+    if not isinstance(feature, FixedLenSequenceFeature):
+        raise InvalidTypeError(
+            f"parse_sequence_example: sequence {key!r} is described by {shown(feature)}, expected"
+            " FixedLenSequenceFeature(shape, dtype)."
+        )
+    if found is None and not feature.allow_missing:
+        raise InvalidValueError(
+            f"parse_sequence_example: a record has no sequence {key!r}. Give its"
+            " FixedLenSequenceFeature allow_missing=True."
+        )
+    step = FixedLenFeature(feature.shape, feature.dtype)
+    steps = [] if found is None else [_values(key, one, step) for one in found.feature]
+    shape = (len(steps), *feature.shape)
+    return np.array(steps, feature.dtype).reshape(shape)
+
+
 def _stacked(arrays: list[np.ndarray], feature: Any) -> np.ndarray:
     longest = max((array.shape for array in arrays), default=())
     if isinstance(feature, FixedLenFeature):
@@ -132,13 +214,17 @@ def _bytes(serialized: Any) -> bytes:
 
 
 def _parsed(record: bytes, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    found = _message("Example", record).features.feature
+    return {key: _values(key, found.get(key), feature) for key, feature in features.items()}
+
+
+def _message(kind: str, record: bytes) -> Any:
     try:
-        found = _messages()["Example"].FromString(record).features.feature
+        return _messages()[kind].FromString(record)
     except Exception as error:  # DecodeError is a class of the protobuf that is installed
         raise InvalidValueError(
-            f"parse_example: a record of {len(record)} bytes is not a tf.train.Example."
+            f"parse_example: a record of {len(record)} bytes is not a tf.train.{kind}."
         ) from error
-    return {key: _values(key, found.get(key), feature) for key, feature in features.items()}
 
 
 def _values(key: str, found: Any, feature: Any) -> np.ndarray:
@@ -166,7 +252,7 @@ def _values(key: str, found: Any, feature: Any) -> np.ndarray:
     expected = {"O": "bytes_list", "f": "float_list"}.get(dtype.kind, "int64_list")
     if kind != expected:
         raise InvalidTypeError(
-            f"parse_example: feature {key!r} has a {kind}, but {dtype} needs a {expected}."
+            f"parse_example: feature {key!r} has the kind {kind}, but {dtype} needs {expected}."
         )
     values = getattr(found, kind).value
     shape = (-1, *feature.shape) if is_sequence else tuple(feature.shape)
@@ -209,6 +295,16 @@ def _messages() -> dict[str, Any]:
     add(entry, one, 2, "value", "Feature")
     add(features, many, 1, "feature", "Features.FeatureEntry")
     add(file.message_type.add(name="Example"), one, 1, "features", "Features")
+    add(file.message_type.add(name="FeatureList"), many, 1, "feature", "Feature")
+    lists = file.message_type.add(name="FeatureLists")
+    entry = lists.nested_type.add(name="FeatureListEntry")
+    entry.options.map_entry = True
+    add(entry, one, 1, "key", "TYPE_STRING")
+    add(entry, one, 2, "value", "FeatureList")
+    add(lists, many, 1, "feature_list", "FeatureLists.FeatureListEntry")
+    sequences = file.message_type.add(name="SequenceExample")
+    add(sequences, one, 1, "context", "Features")
+    add(sequences, one, 2, "feature_lists", "FeatureLists")
     # `tensorflow/core/framework/tensor.proto`, as far as arrays of numbers use it.
     shape = file.message_type.add(name="TensorShapeProto")
     add(shape.nested_type.add(name="Dim"), one, 1, "size", "TYPE_INT64")
@@ -225,7 +321,7 @@ def _messages() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in (*_LISTS, "Feature", "Features", "Example"):
+    if name in (*_LISTS, *_RECORDS):
         return _messages()[name]
     raise AttributeError(name)
 

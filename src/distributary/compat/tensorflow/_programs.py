@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, Any, final
@@ -20,6 +21,7 @@ from distributary.errors import InvalidValueError, UnsupportedError
 from distributary.options import CommunicationOptions
 from distributary.topology import local_devices_of, resolve_device
 from distributary.tracing import current_scope
+from distributary.variables import register_foreign_objects
 
 
 def print_(
@@ -209,6 +211,16 @@ def no_op(name: str | None = None) -> None:
     """`tf.no_op`."""
 
 
+def timestamp(name: str | None = None) -> np.float64:
+    """`tf.timestamp`: the seconds since 1970, outside of steps."""
+    if current_scope() is not None:
+        raise UnsupportedError(
+            "tf.timestamp in a step: arrays of 32 bits cannot hold the time. Call it outside of the"
+            " step, or tf.py_function inside."
+        )
+    return np.float64(time.time())
+
+
 def identity_n(input: Sequence[Any], name: str | None = None) -> list[jax.Array]:
     """`tf.identity_n`."""
     return [array(value) for value in input]
@@ -345,6 +357,21 @@ def _parts_of(module: Any) -> Iterator[Any]:
             yield from leaf.variables
         elif hasattr(leaf, "assign"):
             yield leaf
+
+
+def _saved_parts(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of a module that hold variables, for checkpoints."""
+    if not isinstance(value, Module):
+        return None
+    return {name: part for name, part in vars(value).items() if _has_state(part)}
+
+
+def _has_state(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, Module))
+    return any(hasattr(leaf, "assign") or hasattr(leaf, "variables") for leaf in leaves)
+
+
+register_foreign_objects(_saved_parts)
 
 
 def map_structure(func: Callable[..., Any], *structure: Nest, **kwargs: Any) -> Any:

@@ -117,6 +117,55 @@ def reduce_join(
     return host_array(joined)
 
 
+def ngrams(
+    data: Any,
+    ngram_width: int | Sequence[int],
+    separator: str = " ",
+    pad_values: str | tuple[str, str] | None = None,
+    padding_width: int | None = None,
+    preserve_short_sequences: bool = False,
+    name: str | None = None,
+) -> Any:
+    """`tf.strings.ngrams`: of one row of texts.
+
+    Args:
+        data: Texts `[n]`.
+        ngram_width: Number of texts to join, or several numbers.
+        separator: Text between them.
+        pad_values: Text to put before and after the row, or one for each side.
+        padding_width: How often, at most; None means one less than the width.
+        preserve_short_sequences: Whether a row that is too short for every width is joined as a
+            whole.
+        name: No effect.
+    """
+    require_host("tf.strings.ngrams", data)
+    texts = [text_of(text) for text in _row("ngrams", data)]
+    widths = [ngram_width] if isinstance(ngram_width, int) else [*ngram_width]
+    left, right = (
+        (pad_values, pad_values) if isinstance(pad_values, str) else pad_values or ("", "")
+    )
+    found: list[str] = []
+    for width in widths:
+        most = width - 1 if padding_width is None else min(padding_width, width - 1)
+        count = 0 if pad_values is None else most
+        padded = [left] * count + texts + [right] * count
+        grams = zip(*(padded[i:] for i in range(width)), strict=False)
+        found += map(separator.join, grams)
+    if preserve_short_sequences and texts and not found:
+        found = [separator.join(texts)]
+    return host_array(np.array(found, str))
+
+
+def _row(what: str, data: Any) -> list[Any]:
+    rows = np.asarray(data)
+    if rows.ndim != 1:
+        raise InvalidValueError(
+            f"tf.strings.{what}: data has shape {rows.shape}, expected one row. Several rows would"
+            " give rows of different lengths: use Dataset.map."
+        )
+    return list(rows.tolist())
+
+
 def format_(
     template: str,
     inputs: Any,

@@ -79,16 +79,17 @@ TARGETS: dict[str, str] = {
         . {_OWN}._functions: function
         . {_OWN}._programs:
             Module TensorShape device executing_eagerly get_logger is_tensor
-            no_op print:print_ while_loop control_dependencies:no_dependencies group identity_n
+            no_op print:print_ timestamp while_loop control_dependencies:no_dependencies group
+            identity_n
         . {_OWN}._control:
             case cond foldr get_static_value init_scope inside_function name_scope numpy_function
             py_function recompute_grad switch_case
         . {_OWN}._tensor_array: TensorArray
         . {_OWN}._strings: as_string
         strings. {_OWN}._strings:
-            as_string bytes_split format:format_ join length lower reduce_join regex_full_match
-            regex_replace split strip substr to_hash_bucket to_hash_bucket_fast:to_hash_bucket
-            to_number upper
+            as_string bytes_split format:format_ join length lower ngrams reduce_join
+            regex_full_match regex_replace split strip substr to_hash_bucket
+            to_hash_bucket_fast:to_hash_bucket to_number upper
         lookup. {_OWN}._lookup:
             KeyValueTensorInitializer StaticHashTable StaticVocabularyTable TextFileIndex
             TextFileInitializer
@@ -101,16 +102,20 @@ TARGETS: dict[str, str] = {
         test. {_OWN}._programs:
             gpu_device_name is_built_with_cuda is_built_with_gpu_support:is_built_with_cuda
             is_built_with_rocm is_built_with_xla is_cpu_target_available is_gpu_available
-        test. {_OWN}._testing: TestCase main
+        test. {_OWN}._testing: TestCase compute_gradient main
+        sysconfig. {_OWN}._config: get_build_info
         io. {_OWN}._io: TFRecordOptions TFRecordWriter matching_files read_file write_file
         io. {_OWN}._examples:
             FixedLenFeature FixedLenSequenceFeature decode_and_crop_jpeg decode_base64
             decode_bmp decode_compressed decode_csv decode_gif
             decode_image decode_jpeg decode_png decode_raw encode_base64 encode_jpeg encode_png
-            is_jpeg parse_example parse_single_example parse_tensor serialize_tensor
+            is_jpeg parse_example parse_sequence_example parse_single_example
+            parse_single_sequence_example parse_tensor serialize_tensor
         image. {_OWN}._examples: decode_image decode_jpeg decode_png encode_jpeg encode_png
         image. {_OWN}._arrays: ResizeMethod
-        train. {_OWN}._examples: BytesList Example Feature Features FloatList Int64List
+        train. {_OWN}._examples:
+            BytesList Example Feature FeatureList FeatureLists Features FloatList Int64List
+            SequenceExample
         io.gfile. {_OWN}._io:
             GFile copy exists get_registered_schemes glob isdir join listdir makedirs mkdir remove
             rename rmtree stat walk
@@ -180,7 +185,8 @@ TARGETS: dict[str, str] = {
             threading.get_intra_op_parallelism_threads:get_num_threads
         config.experimental. {_OWN}._config:
             VirtualDeviceConfiguration:LogicalDeviceConfiguration
-            enable_tensor_float_32_execution get_device_details get_memory_growth get_memory_info
+            enable_op_determinism enable_tensor_float_32_execution get_device_details
+            get_memory_growth get_memory_info
             get_virtual_device_configuration:get_logical_device_configuration get_visible_devices
             list_logical_devices list_physical_devices set_memory_growth
             set_virtual_device_configuration:set_logical_device_configuration set_visible_devices

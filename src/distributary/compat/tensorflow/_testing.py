@@ -1,9 +1,9 @@
-"""`tf.test.TestCase`, with NumPy's comparisons."""
+"""`tf.test`: `TestCase`, with NumPy's comparisons, and derivatives from differences."""
 
 # ruff: noqa: N802, PT009  (methods of unittest)
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,45 @@ import numpy as np
 from absl.testing import absltest
 
 from distributary._types import Nest
-from distributary.compat.tensorflow._operations import plain
+from distributary.compat.tensorflow._operations import array, plain
 from distributary.values import PerReplica
 
 main = absltest.main
+
+
+def compute_gradient(
+    f: Callable[..., Any], x: Sequence[Any], delta: float | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Computes the derivatives of a function twice: by differentiation, and from differences.
+
+    Args:
+        f: Function of arrays whose result is one array.
+        x: Its arguments.
+        delta: Step of the differences; None means 1/1024.
+
+    Returns:
+        Two lists with a matrix `[size of the result, size of the argument]` for each argument.
+
+    Source: `tf.test.compute_gradient`.
+    """
+    arguments = [array(one) for one in x]
+    step = 1.0 / 1024 if delta is None else delta
+    by_rule, by_differences = [], []
+    for number, argument in enumerate(arguments):
+
+        def of_one(value: Any, number: int = number) -> Any:
+            return array(f(*arguments[:number], value, *arguments[number + 1 :])).reshape(-1)
+
+        jacobian = jax.jacobian(of_one)(argument)
+        by_rule.append(np.asarray(jacobian).reshape(jacobian.shape[0], argument.size))
+        shifts = step * np.eye(argument.size, dtype=argument.dtype)
+        columns = [
+            (np.asarray(of_one(argument + shift)) - np.asarray(of_one(argument - shift)))
+            / (2 * step)
+            for shift in shifts.reshape(-1, *argument.shape)
+        ]
+        by_differences.append(np.stack(columns, axis=1))
+    return by_rule, by_differences
 
 
 class TestCase(absltest.TestCase):

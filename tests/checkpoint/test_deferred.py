@@ -1,0 +1,174 @@
+"""State of a checkpoint that waits for objects that are not built yet."""
+
+import keras
+import numpy as np
+import pytest
+
+import distributary as dist
+from distributary.checkpoint import Checkpoint
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+
+
+class _Net(keras.Model):
+    """A model whose variables come with its first call."""
+
+    def __init__(self, units=4, head=True):
+        super().__init__()
+        self.first = keras.layers.Dense(units, activation="tanh")
+        self.norm = keras.layers.BatchNormalization()
+        self.head = keras.layers.Dense(1) if head else None
+
+    def call(self, x, training=False):
+        x = self.norm(self.first(x), training=training)
+        return x if self.head is None else self.head(x)
+
+
+def _loop(strategy, wrap):
+    with strategy.scope():
+        model, optimizer = _Net(), wrap(keras.optimizers.Adam(0.1))
+
+    def step(x, y):
+        with dist.GradientTape() as tape:
+            loss = keras.ops.sum((model(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    return model, optimizer, lambda: strategy.run(step, args=(X, Y))
+
+
+def _assert_same_variables(one, other):
+    assert len(one.variables) == len(other.variables) > 0
+    for wanted, own in zip(one.variables, other.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(own.value), np.asarray(wanted.value))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, keras.optimizers.LossScaleOptimizer])
+def test_a_loop_goes_on_where_it_was_although_nothing_is_built(wrap, strategy_of, tmp_path):
+    model, optimizer, train = _loop(strategy_of(2), wrap)
+    for _ in range(2):
+        train()
+    path = Checkpoint(model=model, optimizer=optimizer, epoch=1).write(tmp_path / "ckpt")
+    train()
+    other, other_optimizer, train_other = _loop(strategy_of(2), wrap)
+    checkpoint = Checkpoint(model=other, optimizer=other_optimizer, epoch=0)
+
+    status = checkpoint.restore(path)
+
+    assert checkpoint.epoch == 1
+    assert int(other_optimizer.iterations.value) == 2
+    status.assert_existing_objects_matched()
+    with pytest.raises(
+        ValueError, match=r"model/dense/kernel.*\nNot built yet: model, optimizer\."
+    ):
+        status.assert_consumed()
+    with pytest.raises(ValueError, match="has no variables yet, so there is nothing to save"):
+        checkpoint.write(tmp_path / "other")
+    train_other()
+    status.assert_consumed()
+    _assert_same_variables(model, other)
+    _assert_same_variables(optimizer, other_optimizer)
+
+
+def _sequential():
+    return keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(_sequential, "build"), (_Net, "call"), (_Net, "fit"), (_Net, "function")],
+)
+def test_values_arrive_however_the_model_is_built(make, how, strategy_of, tmp_path):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, other = make(), make()
+        for own in (model, other):
+            own.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+    path = Checkpoint(model=model).write(tmp_path / "ckpt")
+    expected = np.asarray(model(X))
+
+    status = Checkpoint(model=other).restore(path)
+    if how == "call":
+        np.testing.assert_array_equal(np.asarray(other(X)), expected)
+    elif how == "build":
+        other.build((None, 3))
+    elif how == "function":
+        np.testing.assert_allclose(np.asarray(dist.function(other)(X)), expected, rtol=1e-6)
+    else:
+        other.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+        model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+        status.assert_consumed()
+        assert int(other.optimizer.iterations.value) == 2
+    _assert_same_variables(model, other)
+    if how != "fit":
+        with strategy.scope():
+            other.optimizer.build(other.trainable_variables)
+        status.assert_consumed()
+    _assert_same_variables(model.optimizer, other.optimizer)
+
+
+def test_what_does_not_fit_is_told_when_it_is_built(tmp_path, caplog):
+    model = _Net()
+    model(X)
+    path = Checkpoint(model=model).write(tmp_path / "ckpt")
+
+    wide = _Net(5)
+    Checkpoint(model=wide).restore(path)
+    with pytest.raises(
+        ValueError, match=r"does not fit 'model/dense'.\n.*kernel has shape \(3, 4\), and"
+    ):
+        wide(X)
+    headless = _Net(head=False)
+    status = Checkpoint(model=headless).restore(path)
+    headless(X)
+    assert "'model' is built, and these values have no place in it: model/dense_1" in caplog.text
+    status.assert_existing_objects_matched()
+    with pytest.raises(
+        ValueError, match=r"Only in the checkpoint: model/dense_1/kernel, model/dense_1/bias\.$"
+    ):
+        status.assert_consumed()
+    path = Checkpoint(model=headless).write(tmp_path / "headless")
+    first = np.asarray(headless.first.kernel.value)
+    for partial in (False, True):
+        whole = _Net()
+        status = Checkpoint(model=whole).restore(path)
+        if not partial:
+            with pytest.raises(ValueError, match="Not in the checkpoint: model/dense_1"):
+                whole(X)
+            continue
+        status.expect_partial()
+        whole(X)
+        np.testing.assert_array_equal(np.asarray(whole.first.kernel.value), first)
+        with pytest.raises(ValueError, match="Not in the checkpoint: model/dense_1"):
+            status.assert_existing_objects_matched()
+
+
+def test_the_last_checkpoint_counts(tmp_path):
+    model, other = _sequential(), _sequential()
+    model(X)
+    paths = []
+    for number in range(2):
+        model.layers[0].bias.assign(np.full(4, number))
+        paths.append(Checkpoint(model=model).write(tmp_path / f"{number}"))
+
+    first = Checkpoint(model=other).restore(paths[1])
+    Checkpoint(model=other).restore(paths[0])
+    other(X)
+
+    np.testing.assert_array_equal(np.asarray(other.layers[0].bias.value), np.zeros(4))
+    with pytest.raises(ValueError, match="Only in the checkpoint"):
+        first.assert_consumed()
+
+
+def test_a_checkpoint_can_be_a_part_of_another(tmp_path):
+    inner = Checkpoint(v=dist.Variable(np.float32([1, 2])), epoch=3)
+    path = Checkpoint(a=inner, step=5).write(tmp_path / "ckpt")
+    again = Checkpoint(v=dist.Variable(np.float32([0, 0])), epoch=0)
+
+    Checkpoint(a=again, step=0).restore(path).assert_consumed()
+
+    np.testing.assert_array_equal(again.v.numpy(), [1, 2])
+    assert again.epoch == 3
