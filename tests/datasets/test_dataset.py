@@ -604,3 +604,17 @@ def test_elements_blocks_and_jumps_follow_each_other(size, operations, ways, is_
             assert ([] if block is None else block.tolist()) == wanted
         else:
             assert stream.advance(count) == len(wanted)
+
+
+def test_the_spec_of_mapped_batches_leaves_the_number_of_rows_open():
+    rows = Dataset.from_tensor_slices((np.zeros((5, 2), np.float32), np.arange(5)))
+
+    halves = rows.batch(2).map(lambda x, y: {"x": x * 2, "n": len(y), "two": np.zeros((3, 2))})
+    assert halves.prefetch(1).element_spec == {
+        "x": TensorSpec((None, 2), np.float32),
+        "n": TensorSpec((), np.int64),
+        "two": TensorSpec((3, 2), np.float64),
+    }
+    whole = rows.batch(2, drop_remainder=True).map(lambda x, y: y)
+    assert whole.element_spec == TensorSpec((2,), np.int64)
+    assert rows.map(lambda x, y: x).element_spec == TensorSpec((2,), np.float32)

@@ -210,3 +210,26 @@ def _reduce(strategy, value):
 def test_components_that_do_not_agree_are_refused(components, error, message, use, strategy_of):
     with pytest.raises(error, match=message):
         use(strategy_of(2), dist.PerReplica(components))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_keys_of_results_keep_their_order(num_replicas, strategy_of):
+    strategy = strategy_of(num_replicas)
+    one = jnp.float32(1)
+
+    def step():
+        return {"z": one, "a": (one, [{"q": one, "b": one}])}
+
+    def orders(nest):
+        return [*nest], [*nest["a"][1][0]]
+
+    expected = ["z", "a"], ["q", "b"]
+    found = strategy.run(step)
+    assert orders(found) == expected
+    assert orders(strategy.reduce("SUM", found, axis=None)) == expected
+    assert all(orders(part) == expected for part in strategy.experimental_local_results(found))
+    assert orders(dist.function(step)()) == expected
+    assert float(strategy.reduce("SUM", found, axis=None)["a"][1][0]["q"]) == num_replicas
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(3, dtype=np.float32)])
+    uneven = strategy.run(lambda x: {"z": x.sum(), "a": 1}, args=(batch,))
+    assert [*uneven] == ["z", "a"]

@@ -7,6 +7,7 @@ from functools import partial
 from sys import getrefcount
 from typing import Any, final
 
+import jax
 import numpy as np
 
 from distributary._types import Nest
@@ -14,7 +15,7 @@ from distributary.datasets._iterables import RandomAccess
 from distributary.datasets._nodes import Node, SameElements
 from distributary.datasets._options import UNKNOWN_CARDINALITY
 from distributary.datasets._streams import IteratedStream, MadeRows, Path, Rows, Stream, is_peek
-from distributary.datasets._structure import flatten
+from distributary.datasets._structure import TensorSpec, flatten, num_rows, sized_spec, spec_of
 
 # The key of a cache for the elements of a complete pass; otherwise it holds rows by number.
 _ALL = "all"
@@ -48,8 +49,24 @@ class Map(Node):
             return IteratedStream(map(partial(mapped, self.fn), upstream), upstream.advance)
         return _MappedInThreads(upstream, self.fn, self.num_threads)
 
+    def spec(self) -> Nest:
+        """Returns the spec of the first result; what counts the rows of a batch stays open."""
+        if not self.trait("batched"):
+            return super().spec()
+        given = [spec.shape for spec in jax.tree.leaves(self.input.spec())]
+        if not given or any(not shape or shape[0] is not None for shape in given):
+            return super().spec()
+        for element in self.input.first():
+            opened = partial(_with_open_rows, num_rows(element))
+            return jax.tree.map(opened, spec_of(mapped(self.fn, element)))
+        return super().spec()  # says that there is no element
+
     def label(self) -> str:
         return f"map({_name(self.fn)})"
+
+
+def _with_open_rows(size: int, spec: TensorSpec) -> TensorSpec:
+    return sized_spec(spec, None) if spec.shape[:1] == (size,) else spec
 
 
 @final

@@ -16,7 +16,13 @@ from distributary.engine._cache import WeakIdentity
 from distributary.errors import ContextError, InvalidTypeError, a_kind, described, shown
 from distributary.topology import is_left_over
 from distributary.tracing import Subject, leaked_at
-from distributary.values import DistributedValues, IndexedSlices, same_structure
+from distributary.values import (
+    DistributedValues,
+    IndexedSlices,
+    in_order,
+    key_order,
+    same_structure,
+)
 from distributary.variables import Variable
 
 __all__ = [
@@ -228,7 +234,7 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
                 return values[0] if wrap is None else wrap(values[0])
             return jax.tree.unflatten(tree, values if wrap is None else map(wrap, values))
 
-        return arrays, rebuild_arrays
+        return arrays, _in_order_of(result, rebuild_arrays)
 
     def rebuild(values: Sequence[Any], wrap: Callable[[Any], Any] = lambda value: value) -> Any:
         remaining = iter(values)
@@ -243,7 +249,14 @@ def split_result(result: Any, what: str) -> tuple[list[Any], Callable[..., Any]]
                 parts.append(wrap(jax.tree.unflatten(content, own)))
         return jax.tree.unflatten(tree, parts)
 
-    return arrays, rebuild
+    return arrays, _in_order_of(result, rebuild)
+
+
+def _in_order_of(result: Any, rebuild: Callable[..., Any]) -> Callable[..., Any]:
+    order = key_order(result)
+    if order is None:
+        return rebuild
+    return lambda *args, **kwargs: in_order(rebuild(*args, **kwargs), order)
 
 
 def placed_struct_of(leaf: Any) -> Any:

@@ -20,7 +20,7 @@ from distributary.engine._arguments import (
 )
 from distributary.errors import InvalidTypeError, ReplicaMismatchError, shown
 from distributary.tracing import ReplicaProgram, Results, Subject, current_scope
-from distributary.values import Mirrored, PerReplica
+from distributary.values import Mirrored, PerReplica, in_order, key_order
 
 __all__ = ["RUN", "RUNS", "UPDATE", "Step", "StepKind", "call_on_replica", "picked"]
 
@@ -204,7 +204,7 @@ class Step:
             # Replicas that Python code tells apart can return other numbers.
             numbers = (bool, int, float, complex)
             array = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, numbers) else leaf
-            result = jax.tree.map(array, result)
+            result = in_order(jax.tree.map(array, result), key_order(result))
         outs, self._rebuild = split_result(result, self.title)
         is_loss = self.kind.is_loss
         if is_loss is not None:

@@ -24,6 +24,7 @@ from distributary.options import InputOptions, RunOptions
 from distributary.strategies._extended import StrategyExtended
 from distributary.strategies._fitting_job import check_job
 from distributary.tracing import is_recording, name_of, shorten
+from distributary.values import in_order, key_order
 
 if TYPE_CHECKING:
     from distributary.cluster_resolver import ClusterResolver
@@ -225,7 +226,8 @@ class Strategy(abc.ABC):  # noqa: B024  (abstract: only its subclasses are const
                 " element by element, such as losses, or axis=0 to reduce the rows of each replica"
                 " as well."
             )
-        return self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
+        result = self._extended.combine.reduce(as_reduce_op(reduce_op, "reduce"), value, axis)
+        return in_order(result, key_order(value))
 
     @_short
     def gather(self, value: Any, axis: int = MISSING) -> Any:

@@ -11,5 +11,6 @@ from distributary.values._distributed import (
     stack_components,
 )
 from distributary.values._indexed_slices import IndexedSlices
+from distributary.values._key_order import in_order, key_order
 from distributary.values._operators import ArrayOperators
 from distributary.values._regroup import local_results, map_leaves

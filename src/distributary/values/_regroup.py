@@ -8,6 +8,7 @@ import jax
 from distributary._types import Nest
 from distributary.values._distributed import DistributedValues
 from distributary.values._indexed_slices import IndexedSlices
+from distributary.values._key_order import in_order, key_order
 
 
 def _is_distributed(value: object) -> bool:
@@ -37,4 +38,8 @@ def local_results(value: Nest) -> tuple[Any, ...]:
         leaf.values if isinstance(leaf, DistributedValues) else (leaf,) * max(counts)
         for leaf in leaves
     ]
-    return tuple(jax.tree.unflatten(tree, [part[i] for part in parts]) for i in range(max(counts)))
+    order = key_order(value)
+    return tuple(
+        in_order(jax.tree.unflatten(tree, [part[i] for part in parts]), order)
+        for i in range(max(counts))
+    )
