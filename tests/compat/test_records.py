@@ -1,5 +1,6 @@
 """Records of named features and images; TensorFlow 2.21 gives the same bytes and values."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -150,6 +151,40 @@ def test_records_of_sequences():
             parse(_sequence(1), None, features)
     with pytest.raises(InvalidValueError, match=r"not a tf\.train\.SequenceExample"):
         parse(b"no record", None, sequences)
+
+
+def test_features_of_any_length_are_sparse():
+    features = {"seq": tf.io.VarLenFeature(tf.int64), "no": tf.io.VarLenFeature(tf.string)}
+    shown = lambda sparse: [part.tolist() for part in jax.tree.leaves(sparse)]
+
+    single = tf.io.parse_single_example(_record(1), features)
+    batch = tf.io.parse_example([_record(1), _record(2)], features)
+    context, _ = tf.io.parse_single_sequence_example(
+        _sequence(2), {"id": tf.io.VarLenFeature(tf.int64)}
+    )
+    contexts, _, _ = tf.io.parse_sequence_example(
+        [_sequence(0), _sequence(2)], {"id": tf.io.VarLenFeature(tf.int64)}
+    )
+
+    assert shown(single["seq"]) == [[[0], [1]], [-1, 0], [2]]
+    assert shown(single["no"]) == [[], [], [0]]
+    places = [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [1, 3]]
+    assert shown(batch["seq"]) == [places, [-1, 0, -2, -1, 0, 1], [2, 4]]
+    assert shown(batch["no"]) == [[], [], [2, 0]]
+    assert tf.sparse.to_dense(batch["seq"], 9).tolist() == [[-1, 0, 9, 9], [-2, -1, 0, 1]]
+    assert tf.sparse.to_dense(batch["no"]).shape == (2, 0)
+    assert shown(context["id"]) == [[[0]], [2], [1]]
+    assert tf.sparse.to_dense(contexts["id"]).numpy().tolist() == [[0], [2]]
+    dense = lambda records: tf.sparse.to_dense(tf.io.parse_example(records, features)["seq"])
+    (mapped,) = tf.data.Dataset.from_tensors([_record(1), _record(2)]).map(dense)
+    assert mapped.numpy().tolist() == [[-1, 0, 0, 0], [-2, -1, 0, 1]]
+    records = tf.data.Dataset.from_tensor_slices([_record(1)] * 2)
+    (stacked,) = records.map(lambda r: tf.io.parse_single_example(r, features)["seq"]).batch(2)
+    with pytest.raises(InvalidValueError, match=r"indices of shape \(2, 2, 1\).*Batch records"):
+        tf.sparse.to_dense(stacked)
+    for indices in ([[0, 2]], [[-1, 0]], [[0]]):
+        with pytest.raises(InvalidValueError, match=r"do not fit dense_shape \[2, 2\]"):
+            tf.sparse.to_dense(tf.SparseTensor(indices, [1.0], [2, 2]))
 
 
 def test_images_of_files():

@@ -801,7 +801,8 @@ class Dataset:
 
         Every pipeline has a folder of its own below `path`. Its name depends on the data or files,
         on the arguments, and on the code of functions with the values that they capture. If a
-        function uses global variables or objects that change, remove the folder.
+        function uses global variables or objects that change, remove the folder; if these differ
+        between workers, give each worker its own.
 
         Args:
             path: Folder.

@@ -79,10 +79,10 @@ _ADVICE: dict[str, str] = {
     "audio": "soundfile or scipy.io.wavfile in Dataset.map",
     "strings": "methods of Python's str in Dataset.map",
     "ragged RaggedTensor RaggedTensorSpec": "arrays padded by Dataset.padded_batch, with a mask",
-    "sparse SparseTensor": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
+    "sparse": "jax.experimental.sparse, or tf.IndexedSlices for rows of a table",
     # Saving, logging and what surrounds a program.
     "saved_model": "model.export(path) of Keras for serving, model.save('model.keras') to go on",
-    "io.VarLenFeature io.RaggedFeature io.SparseFeature": (
+    "io.RaggedFeature io.SparseFeature": (
         "tf.io.FixedLenSequenceFeature(shape, dtype, allow_missing=True)"
     ),
     "train.Coordinator": "threading and concurrent.futures of Python",

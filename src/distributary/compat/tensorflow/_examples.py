@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from distributary.compat.tensorflow._host import Element, host_array
+from distributary.compat.tensorflow._sparse import SparseTensor, sparse_rows
 from distributary.errors import InvalidTypeError, InvalidValueError, MissingPackageError, shown
 
 # Messages and their fields, with the numbers that `tensorflow/core/example/*.proto` gives them.
@@ -69,17 +70,31 @@ class FixedLenSequenceFeature:
     default_value: Any = None
 
 
+@final
+@dataclass(frozen=True)
+class VarLenFeature:
+    """A feature with any number of values, which becomes a `tf.SparseTensor`.
+
+    Args:
+        dtype: Dtype; `tf.string` for bytes.
+
+    Source: `tf.io.VarLenFeature`.
+    """
+
+    dtype: DTypeLike
+
+
 def parse_single_example(
     serialized: Any,
     features: Mapping[str, Any],
     example_names: object = None,
     name: str | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Returns the features of a serialized `tf.train.Example`, as arrays.
 
     Args:
         serialized: Bytes of one record.
-        features: For each name a `FixedLenFeature` or a `FixedLenSequenceFeature`.
+        features: For each name a `FixedLenFeature`, `FixedLenSequenceFeature` or `VarLenFeature`.
         example_names: No effect.
         name: No effect.
 
@@ -90,7 +105,8 @@ def parse_single_example(
 
     Source: `tf.io.parse_single_example`.
     """
-    return _parsed(_bytes(serialized), features)
+    found = _parsed(_bytes(serialized), features)
+    return {key: _single(array, features[key]) for key, array in found.items()}
 
 
 def parse_example(
@@ -98,7 +114,7 @@ def parse_example(
     features: Mapping[str, Any],
     example_names: object = None,
     name: str | None = None,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
 
     Otherwise like `parse_single_example`.
@@ -115,12 +131,12 @@ def parse_single_sequence_example(
     sequence_features: Mapping[str, Any] | None = None,
     example_name: object = None,
     name: str | None = None,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Returns the features of a serialized `tf.train.SequenceExample`, as arrays.
 
     Args:
         serialized: Bytes of one record.
-        context_features: For each name a `FixedLenFeature`.
+        context_features: For each name a `FixedLenFeature` or `VarLenFeature`.
         sequence_features: For each name a `FixedLenSequenceFeature`.
         example_name: No effect.
         name: No effect.
@@ -143,6 +159,7 @@ def parse_single_sequence_example(
     record = _message("SequenceExample", _bytes(serialized))
     context, lists = record.context.feature, record.feature_lists.feature_list
     found = {key: _values(key, context.get(key), feature) for key, feature in contexts.items()}
+    found = {key: _single(array, contexts[key]) for key, array in found.items()}
     return found, {key: _sequence(key, lists.get(key), f) for key, f in sequences.items()}
 
 
@@ -152,7 +169,7 @@ def parse_sequence_example(
     sequence_features: Mapping[str, Any] | None = None,
     example_names: object = None,
     name: str | None = None,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Returns the features of a batch of serialized records `[n]`, with n as dim 0.
 
     Otherwise like `parse_single_sequence_example`. Shorter sequences are padded, and the third
@@ -167,7 +184,7 @@ def parse_sequence_example(
     ]
     columns = {key: [row[1][key] for row in rows] for key in sequences}
     return (
-        {key: np.stack([row[0][key] for row in rows]) for key in contexts},
+        {key: _stacked([_whole(row[0][key]) for row in rows], contexts[key]) for key in contexts},
         {key: _stacked(column, sequences[key]) for key, column in columns.items()},
         {key: np.array([len(one) for one in column]) for key, column in columns.items()},
     )
@@ -190,7 +207,20 @@ def _sequence(key: str, found: Any, feature: Any) -> np.ndarray:
     return np.array(steps, feature.dtype).reshape(shape)
 
 
-def _stacked(arrays: list[np.ndarray], feature: Any) -> np.ndarray:
+def _single(array: np.ndarray, feature: Any) -> Any:
+    if not isinstance(feature, VarLenFeature):
+        return array
+    places = np.arange(len(array), dtype=np.int64)
+    return SparseTensor(places[:, None], array, np.array([len(array)], np.int64))
+
+
+def _whole(parsed: Any) -> Any:
+    return parsed.values if isinstance(parsed, SparseTensor) else parsed
+
+
+def _stacked(arrays: list[np.ndarray], feature: Any) -> Any:
+    if isinstance(feature, VarLenFeature):
+        return sparse_rows(arrays)
     longest = max((array.shape for array in arrays), default=())
     if isinstance(feature, FixedLenFeature):
         return np.stack(arrays)
@@ -228,11 +258,13 @@ def _message(kind: str, record: bytes) -> Any:
 
 
 def _values(key: str, found: Any, feature: Any) -> np.ndarray:
+    if isinstance(feature, VarLenFeature):
+        feature = FixedLenSequenceFeature((), feature.dtype, allow_missing=True)
     if not isinstance(feature, (FixedLenFeature, FixedLenSequenceFeature)):
         raise InvalidTypeError(
             f"parse_example: feature {key!r} is described by {shown(feature)}. Use"
-            " FixedLenFeature, or FixedLenSequenceFeature(shape, dtype, allow_missing=True) in"
-            " place of features of sparse tensors."
+            " FixedLenFeature, VarLenFeature, or FixedLenSequenceFeature(shape, dtype,"
+            " allow_missing=True)."
         )
     dtype = np.dtype(feature.dtype)
     is_sequence = isinstance(feature, FixedLenSequenceFeature)

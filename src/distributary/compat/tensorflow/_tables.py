@@ -106,11 +106,14 @@ TARGETS: dict[str, str] = {
         sysconfig. {_OWN}._config: get_build_info
         io. {_OWN}._io: TFRecordOptions TFRecordWriter matching_files read_file write_file
         io. {_OWN}._examples:
-            FixedLenFeature FixedLenSequenceFeature decode_and_crop_jpeg decode_base64
+            FixedLenFeature FixedLenSequenceFeature VarLenFeature decode_and_crop_jpeg
+            decode_base64
             decode_bmp decode_compressed decode_csv decode_gif
             decode_image decode_jpeg decode_png decode_raw encode_base64 encode_jpeg encode_png
             is_jpeg parse_example parse_sequence_example parse_single_example
             parse_single_sequence_example parse_tensor serialize_tensor
+        . {_OWN}._sparse: SparseTensor
+        sparse. {_OWN}._sparse: SparseTensor to_dense
         image. {_OWN}._examples: decode_image decode_jpeg decode_png encode_jpeg encode_png
         image. {_OWN}._arrays: ResizeMethod
         train. {_OWN}._examples:
