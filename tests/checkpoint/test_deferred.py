@@ -172,3 +172,23 @@ def test_a_checkpoint_can_be_a_part_of_another(tmp_path):
 
     np.testing.assert_array_equal(again.v.numpy(), [1, 2])
     assert again.epoch == 3
+
+
+def test_values_arrive_on_servers(tmp_path):
+    with dist.experimental.local_cluster(workers=1, ps=1) as cluster:
+        strategy = dist.ParameterServerStrategy(cluster)
+        with strategy.scope():
+            models = [_sequential(), _sequential()]
+            for own in models:
+                own.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model, other = models
+        model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+        path = Checkpoint(model=model).write(tmp_path / "ckpt")
+
+        status = Checkpoint(model=other).restore(path)
+        for own in models:
+            own.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+
+        status.assert_consumed()
+        _assert_same_variables(model, other)
+        _assert_same_variables(model.optimizer, other.optimizer)

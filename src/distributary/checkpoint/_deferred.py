@@ -9,8 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from distributary.checkpoint._leaves import Entry, VariableLeaf, find_leaves
-from distributary.errors import DistributaryError, InvalidValueError, UnsupportedError
+from distributary.checkpoint._leaves import Entry, find_leaves
+from distributary.errors import DistributaryError, InvalidValueError
 from distributary.variables import foreign_waits, listen_to_new_state
 
 _log = logging.getLogger(__name__)
@@ -133,13 +133,8 @@ class Deferred:
         self._known.update(missing)
         self.missing += missing
         for leaf_name in leaves.keys() & self._entries.keys():
-            leaf = leaves[leaf_name]
-            if isinstance(leaf, VariableLeaf) and leaf.keeper is not None:
-                raise UnsupportedError(
-                    f"Checkpoint: {leaf_name!r} of {self._path} is kept on parameter servers. Build"
-                    f" {name!r} before you restore the checkpoint."
-                )
-            leaf.restore(self._entries.pop(leaf_name), self._arrays.pop(leaf_name, None))
+            entry, array = self._entries.pop(leaf_name), self._arrays.pop(leaf_name, None)
+            leaves[leaf_name].restore(entry, array)
             self.arrived.add(leaf_name)
 
 
